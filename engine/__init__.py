@@ -1,0 +1,61 @@
+"""Trine: 3D-parallel training of unchanged PyTorch models, from one JSON file.
+
+    import engine
+    eng = engine.initialize(model, "config.json")
+    report = eng.train_batch(batch)
+
+Names are imported when they are first used: configuration, planning and ``--help`` do not pay for
+importing torch.
+"""
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.api import initialize
+    from engine.config import Config, load_config
+    from engine.engine import Engine
+    from engine.errors import (
+        CheckpointError,
+        ConfigError,
+        EngineError,
+        GridError,
+        PlanError,
+        ScheduleError,
+    )
+    from engine.metrics import StepReport
+
+__all__ = [
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "EngineError",
+    "GridError",
+    "PlanError",
+    "ScheduleError",
+    "StepReport",
+    "initialize",
+    "load_config",
+]
+
+_HOMES = MappingProxyType(
+    {
+        "Config": "engine.config",
+        "Engine": "engine.engine",
+        "StepReport": "engine.metrics",
+        "initialize": "engine.api",
+        "load_config": "engine.config",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "engine.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,88 @@
+"""The plan in words: what will run, printed before it runs, and what it measured, printed after."""
+
+from engine.parallel.traffic import Tally
+from engine.plan import Plan, RankPlan
+
+
+def describe(plan: Plan, device: str) -> str:
+    """A dozen lines: grid, parameters, state and bytes per rank, and the rules in force."""
+    config, rank = plan.config, plan.rank(0)
+    clip = config.gradient_clipping
+    lines = {
+        "grid": f"{plan.grid(0)}, on {device}",
+        "model": _model_line(plan),
+        "batch": f"{config.train_batch_size} rows = {config.micro} micro x {config.accumulation} accumulation "
+        f"x {config.dp} data",
+        "precision": _precision_line(plan),
+        "zero": _zero_line(plan),
+        "state": _state_line(plan, rank),
+        "sends": _traffic_line(rank),
+        "optimizer": _optimizer_line(plan),
+        "clipping": f"one norm over the grid, clipped at {clip:g}" if clip else "off, the norm is reported",
+        "loss": "sum / weight over all microbatches and data ranks; a 0-dim loss weighs 1",
+        "seed": str(config.seed),
+    }
+    text = [f"  {name:<10} {line}" for name, line in lines.items()]
+    return "\n".join(["trine", *text, *(f"  note       {note}" for note in plan.notes)])
+
+
+def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
+    """Planned bytes and calls beside measured ones, per step."""
+    planned = {(row.axis, row.label): row for row in plan.rank(rank).traffic}
+    lines = [f"bytes sent by rank {rank} per step, over {steps} steps", _row("axis", "what", "planned", "measured")]
+    for row in measured.rows():
+        plan_row = planned.pop((row.axis, row.label), None)
+        expected = f"{plan_row.bytes:,} ({plan_row.calls} calls)" if plan_row else "-"
+        calls = f"{row.calls / steps:g}"
+        lines.append(_row(row.axis, row.label, expected, f"{row.bytes / steps:,.0f} ({calls} calls)"))
+    lines += [_row(r.axis, r.label, f"{r.bytes:,} ({r.calls} calls)", "0") for r in planned.values()]
+    return "\n".join(lines)
+
+
+def _row(axis: str, label: str, planned: str, measured: str) -> str:
+    return f"  {axis:<6} {label:<12} {planned:>26} {measured:>26}"
+
+
+def megabytes(count: int) -> str:
+    """Bytes in a unit that reads well."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _model_line(plan: Plan) -> str:
+    frozen = sum(row.elements for row in plan.table if not row.trainable)
+    tied = sum(1 for row in plan.table if row.aliases)
+    extras = [f"{frozen:,} frozen"] * bool(frozen) + [f"{tied} tied"] * bool(tied)
+    return f"{plan.table.elements:,} parameters{''.join(', ' + extra for extra in extras)}"
+
+
+def _precision_line(plan: Plan) -> str:
+    wire = plan.config.communication_data_type or "fp32"
+    if plan.precision.compute is None:
+        return f"fp32, no second copy; gradients travel in {wire}"
+    return f"bf16 with fp32 master and accumulation; gradients travel in {wire}"
+
+
+def _zero_line(plan: Plan) -> str:
+    stage, layout = plan.config.zero_optimization.stage, plan.layout(plan.grid(0).coord())
+    what = "gradients reduce-scattered, parameters gathered" if stage else "gradients all-reduced"
+    return f"stage {stage}: {what} in {len(layout.buckets)} buckets during backward"
+
+
+def _state_line(plan: Plan, rank: RankPlan) -> str:
+    parts = ", ".join(f"{kind} {megabytes(count)}" for kind, count in rank.state_bytes.items() if count)
+    unknown = "" if plan.moments is not None else ", optimizer state not known"
+    return f"{megabytes(sum(rank.state_bytes.values()))} a rank ({parts}{unknown})"
+
+
+def _traffic_line(rank: RankPlan) -> str:
+    if not rank.traffic:
+        return "nothing: one rank"
+    parts = ", ".join(f"{row.label} {row.bytes:,} B over {row.axis}" for row in rank.traffic)
+    return f"{megabytes(sum(row.bytes for row in rank.traffic))} a rank and step ({parts})"
+
+
+def _optimizer_line(plan: Plan) -> str:
+    optimizer = plan.config.optimizer
+    kind = optimizer.type if optimizer else "given in code"
+    schedule = plan.config.scheduler.type if plan.config.scheduler else "constant lr or given in code"
+    return f"{kind}, {len(plan.groups)} group{'s' * (len(plan.groups) > 1)}, {schedule}"

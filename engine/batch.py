@@ -1,0 +1,116 @@
+"""From what the user passes to ``train_batch`` to microbatches.
+
+A batch is a tensor, a tuple or list, or a mapping; every tensor in it with at least one dim has
+micro x accumulation rows. 0-dim tensors and everything that is no tensor go to every microbatch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import EngineError
+
+Batch = Any
+"""A tensor, tuple, list or mapping of such."""
+
+
+def map_tensors(tree: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """Apply ``change`` to every tensor of a nested batch; mappings become plain dicts."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(value, change) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_tensors(value, change) for value in tree)
+    return tree
+
+
+def named_tensors(tree: Batch, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a nested batch with the expression that reaches it."""
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from named_tensors(value, f"{name}[{key!r}]")
+    elif isinstance(tree, tuple | list):
+        for index, value in enumerate(tree):
+            yield from named_tensors(value, f"{name}[{index}]")
+
+
+def take_microbatches(batch: Batch | Iterator[Batch], micro: int, count: int) -> list[Batch]:
+    """Cut a batch into ``count`` microbatches of ``micro`` rows, or pull them from an iterator.
+
+    Raises:
+        EngineError: wrong rows (the key is named), no tensor at all, an iterable that is no iterator,
+            or an iterator that ends before ``count`` items.
+    """
+    if isinstance(batch, Iterator):
+        return _pull(batch, micro, count)
+    if not isinstance(batch, Tensor | Mapping | tuple | list):
+        raise EngineError(
+            f"the batch is a {type(batch).__name__}; give a tensor, tuple, dict or iterator of microbatches "
+            "(of a DataLoader: iter(loader), made once)."
+        )
+    rows = micro * count
+    _check_rows(batch, rows, f"micro x accumulation = {micro} x {count} = {rows}")
+    return [_rows(batch, index * micro, micro) for index in range(count)]
+
+
+def _pull(items: Iterator[Batch], micro: int, count: int) -> list[Batch]:
+    pulled: list[Batch] = []
+    for item in items:
+        _check_rows(item, micro, f"train_micro_batch_size_per_gpu = {micro}")
+        pulled.append(item)
+        if len(pulled) == count:
+            return pulled
+    raise EngineError(
+        f"the iterator ended after {len(pulled)} of {count} microbatches; a step needs "
+        f"gradient_accumulation_steps = {count} of them: give a longer iterator or a new one."
+    )
+
+
+def _check_rows(batch: Batch, rows: int, rule: str) -> None:
+    tensors = [(name, tensor) for name, tensor in named_tensors(batch) if tensor.ndim]
+    if not tensors:
+        raise EngineError(f"the batch holds no tensor with a leading dim; give tensors of {rule} rows.")
+    for name, tensor in tensors:
+        if tensor.shape[0] != rows:
+            raise EngineError(
+                f"{name} has leading dim {tensor.shape[0]}, but a data rank's share has {rule} rows; "
+                "change the loader or the sizes in the configuration."
+            )
+
+
+def _rows(batch: Batch, start: int, count: int) -> Batch:
+    return map_tensors(batch, lambda tensor: tensor[start : start + count] if tensor.ndim else tensor)
+
+
+def count_tokens(microbatch: Batch) -> int:
+    """Elements of ``input_ids`` if there is one, else rows."""
+    ids = microbatch.get("input_ids") if isinstance(microbatch, Mapping) else None
+    if isinstance(ids, Tensor):
+        return ids.numel()
+    return next(tensor.shape[0] for _, tensor in named_tensors(microbatch) if tensor.ndim)
+
+
+def call_model(model: nn.Module, microbatch: Batch) -> Any:
+    """``model(**batch)``, ``model(*batch)`` or ``model(batch)``, by the type of the batch."""
+    if isinstance(microbatch, Mapping):
+        return model(**microbatch)
+    if isinstance(microbatch, tuple | list):
+        return model(*microbatch)
+    return model(microbatch)
+
+
+def join_outputs(outputs: list[Any]) -> Any:
+    """Outputs of microbatches as one, tensors joined along dim 0 and scalars stacked."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(outputs) if first.ndim else torch.stack(outputs)
+    if isinstance(first, Mapping):
+        return {key: join_outputs([output[key] for output in outputs]) for key in first}
+    if isinstance(first, tuple | list):
+        return type(first)(join_outputs(list(parts)) for parts in zip(*outputs, strict=True))
+    return outputs

@@ -1,0 +1,370 @@
+"""The engine: calls the parts in order, computes nothing itself.
+
+train_batch    cut -> [ forward, loss, backward + reduce ] x m -> control -> update + gather -> report
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from engine.banner import compare_traffic
+from engine.batch import Batch, call_model, count_tokens, join_outputs, map_tensors, take_microbatches
+from engine.build import Parts
+from engine.config import Config
+from engine.errors import EngineError
+from engine.loss import WeightedLoss, check_scalar, check_trainable, find_loss
+from engine.metrics import StepReport, make_sinks, peak_memory, peak_tflops
+from engine.parallel.grid import Grid
+from engine.parallel.traffic import Tally
+from engine.plan import CONTROL_SCALARS, Plan
+from engine.randomness import keyed
+from engine.zero.clip import clip_factor, gradient_norm
+from engine.zero.storage import squared_norm
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a step has gathered on this rank so far."""
+
+    started: float
+    sent: Tally
+    loss: Tensor
+    """fp64, 0-dim, on the device: reading it would wait for the GPU."""
+    weight: Tensor
+    tokens: int = 0
+    microbatches: int = 0
+    problem: EngineError | None = None
+    outputs: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Control:
+    """The sums that all ranks agree on once a step."""
+
+    loss: float
+    weight: float
+    squared_norm: float
+    tokens: float
+    problems: float
+    seconds: float
+
+
+class Engine:
+    """A model on its grid. Made by :func:`engine.initialize`; a context manager that closes itself."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._model = parts.model
+        self._device = parts.world.device
+        self._step: _Step | None = None
+        self._updates = 0
+        self._skipped = 0
+        self._update_seconds = 0.0
+        self._trained = Tally()
+        self._attempts = 0
+        self._sinks = make_sinks(self.config.monitor) if parts.grid.rank == 0 else ()
+
+    # ------------------------------------------------------------------ what a run is
+
+    @property
+    def plan(self) -> Plan:
+        """What every rank holds and sends."""
+        return self._parts.plan
+
+    @property
+    def config(self) -> Config:
+        """The resolved configuration."""
+        return self._parts.plan.config
+
+    @property
+    def grid(self) -> Grid:
+        """This rank's place among all."""
+        return self._parts.grid
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self._device
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model; its parameters are views of the flat buckets."""
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The inner optimizer, over this rank's weights."""
+        return self._parts.optimizer.inner
+
+    @property
+    def step_count(self) -> int:
+        """Updates made; skipped steps do not count."""
+        return self._updates
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps whose gradient was not finite."""
+        return self._skipped
+
+    @property
+    def lr(self) -> float:
+        """Rate of the first group in the next update."""
+        return self._parts.learning_rate.at(self._updates)
+
+    @property
+    def sent(self) -> Tally:
+        """Everything this rank has sent so far, by axis and label."""
+        return self._parts.comm.tally.copy()
+
+    def traffic_report(self) -> str:
+        """Planned and measured bytes of a training step on this rank, side by side."""
+        return compare_traffic(self.plan, self._trained, self.grid.rank, max(1, self._attempts))
+
+    # ------------------------------------------------------------------ whole steps
+
+    def train_batch(self, batch: Batch | Iterator[Batch]) -> StepReport:
+        """One optimizer step on this data rank's share of the global batch.
+
+        Args:
+            batch: tensor, tuple, list or mapping whose tensors have micro x accumulation rows, or an
+                iterator of microbatches, from which exactly ``accumulation`` items are pulled.
+
+        Communicates gradients and parameters over dp, and six scalars over the world.
+
+        Raises:
+            EngineError: a bad batch or loss. A rank whose batch is bad still meets the others in the
+                collectives of this step; then all ranks raise and nothing is updated.
+        """
+        if self._step is not None:
+            raise EngineError("train_batch inside an unfinished accumulation; call step() first.")
+        step, microbatches = self._open(batch)
+        try:
+            for index, microbatch in enumerate(microbatches):
+                with keyed(self._device, *self._random_key(index)):
+                    model_input = self._to_model(microbatch)
+                    loss = self._loss(call_model(self._model, model_input), microbatch)
+                    self._backward(step, loss, count_tokens(microbatch))
+        except BaseException:
+            self._parts.reducer.reset()
+            raise
+        return self._update(step)
+
+    @torch.no_grad()
+    def eval_batch(
+        self, batch: Batch | Iterator[Batch], return_output: bool = False
+    ) -> StepReport | tuple[StepReport, Any]:
+        """Loss of a batch without a step, every module in eval mode, no random number drawn for keeps.
+
+        With ``return_output``: (report, model output of rank 0's share, None on other ranks).
+        """
+        step, microbatches = self._open(batch)
+        training = {module: module.training for module in self._model.modules()}
+        self._model.eval()
+        try:
+            for index, microbatch in enumerate(microbatches):
+                with keyed(self._device, *self._random_key(index)):
+                    output = call_model(self._model, self._to_model(microbatch))
+                    self._count(step, self._loss(output, microbatch), count_tokens(microbatch))
+                if return_output and self.grid.rank == 0:
+                    step.outputs.append(output)
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+        report = self._report(step, self._agree(step, 0.0), math.nan, skipped=False)
+        if not return_output:
+            return report
+        return report, join_outputs(step.outputs) if step.outputs else None
+
+    # ------------------------------------------------------------------ the loop in three calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them."""
+        index = self._step.microbatches if self._step else 0
+        whole = len(args) == 1 and not kwargs
+        with keyed(self._device, *self._random_key(index)):
+            if whole:
+                return call_model(self._model, self._to_model(args[0]))
+            return self._model(*self._to_model(args), **self._to_model(kwargs))
+
+    def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
+        """Backward of one microbatch; the loss, a 0-dim mean or (sum, weight), is averaged over the step.
+
+        Gradients are reduced over dp during the backward of the last microbatch. Tokens are counted as
+        one a microbatch, because the batch is not seen here.
+
+        Raises:
+            EngineError: more backwards than ``gradient_accumulation_steps``, or no scalar.
+        """
+        step = self._step = self._step or self._begin()
+        if step.microbatches == self.config.accumulation:
+            raise EngineError(
+                f"backward was called {step.microbatches + 1} times; gradient_accumulation_steps is "
+                f"{self.config.accumulation}: call step() after each backward."
+            )
+        pair = loss if isinstance(loss, tuple) else (loss, 1.0)
+        weighted = WeightedLoss(check_scalar(pair[0], "the loss given to backward"), pair[1])
+        try:
+            self._backward(step, weighted, tokens=1)
+        except BaseException:
+            self._step = None
+            self._parts.reducer.reset()
+            raise
+
+    def step(self) -> StepReport | None:
+        """Update after the last microbatch of a step; in between it does nothing and returns None.
+
+        Raises:
+            EngineError: no backward was called in this step.
+        """
+        if self._step is None:
+            raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
+        if self._step.microbatches < self.config.accumulation:
+            return None
+        step, self._step = self._step, None
+        return self._update(step)
+
+    # ------------------------------------------------------------------ state
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model on rank 0: the keys and dtypes of ``model.state_dict()``, on the CPU. Collective.
+
+        Other ranks get an empty dict. Masters are gathered bucket by bucket over dp.
+        """
+        weights = self._parts.optimizer.full_weights()
+        if self.grid.rank:
+            return {}
+        given = {alias: row for row in self.plan.table for alias in (row.name, *row.aliases)}
+        state: dict[str, Tensor] = {}
+        for key, value in self._model.state_dict().items():
+            row = given.get(key)
+            source = weights.get(row.name, value) if row else value
+            state[key] = source.detach().to("cpu", row.dtype if row else value.dtype, copy=True)
+        return state
+
+    def close(self) -> None:
+        """Take the hooks off, close the logs, end the communication. The engine cannot be used afterwards."""
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = ()
+        self._parts.reducer.remove()
+        self._parts.comm.close()
+        self._parts.world.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ inside a step
+
+    def _begin(self) -> _Step:
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        return _Step(time.perf_counter(), self._parts.comm.tally.copy(), zero, zero.clone())
+
+    def _open(self, batch: Batch | Iterator[Batch]) -> tuple[_Step, list[Batch]]:
+        """Start a step; a bad batch is kept as its problem, so that the other ranks do not wait for ever."""
+        step = self._begin()
+        try:
+            return step, take_microbatches(batch, self.config.micro, self.config.accumulation)
+        except EngineError as problem:
+            step.problem = problem
+            return step, []
+
+    def _random_key(self, index: int) -> tuple[int, int, int]:
+        """(seed, step, global microbatch): the same whatever the grid is."""
+        return self.config.seed, self._updates, self.grid.coord().dp * self.config.accumulation + index
+
+    def _to_model(self, batch: Batch) -> Batch:
+        return map_tensors(batch, lambda t: self.plan.precision.input(t.to(self._device, non_blocking=True)))
+
+    def _loss(self, output: Any, microbatch: Batch) -> WeightedLoss:
+        moved = map_tensors(microbatch, lambda t: t.to(self._device, non_blocking=True))
+        return find_loss(output, moved, self._parts.loss_fn)
+
+    def _backward(self, step: _Step, loss: WeightedLoss, tokens: int) -> None:
+        check_trainable(loss.sum)
+        self._count(step, loss, tokens)
+        with self._parts.reducer.backward(last=step.microbatches == self.config.accumulation):
+            torch.autograd.backward(loss.sum)
+
+    def _count(self, step: _Step, loss: WeightedLoss, tokens: int) -> None:
+        step.loss += loss.sum.detach()
+        step.weight += loss.weight
+        step.tokens += tokens
+        step.microbatches += 1
+
+    def _update(self, step: _Step) -> StepReport:
+        self._parts.reducer.finish()
+        control = self._agree(step, squared_norm(self._parts.buckets))
+        agreed = time.perf_counter()
+        norm = gradient_norm(control.squared_norm, control.weight)
+        skipped = not math.isfinite(norm)
+        lr = self.lr
+        if skipped:
+            self._skipped += 1
+        else:
+            self._parts.learning_rate.prepare(self._updates)
+            self._parts.optimizer.step(clip_factor(norm, self.config.gradient_clipping) / control.weight)
+            self._parts.learning_rate.done()
+            self._updates += 1
+        self._update_seconds = time.perf_counter() - agreed
+        return self._record(self._report(step, control, norm, skipped, lr), step)
+
+    def _agree(self, step: _Step, norm: Tensor | float) -> _Control:
+        """Sum the control values over the world: the one point where all ranks meet."""
+        coord = self.grid.coord()
+        speaks = coord.tp == 0 and coord.pp == self.grid.pp - 1  # one rank of each data coordinate has the loss
+        values = torch.zeros(CONTROL_SCALARS, dtype=torch.float64, device=self._device)
+        if speaks:
+            values[0], values[1], values[3] = step.loss, step.weight, step.tokens
+        values[2] = norm
+        values[4] = step.problem is not None
+        values[5] = time.perf_counter() - step.started + self._update_seconds
+        self._parts.comm.all_reduce(values, "world", "control").wait()
+        control = _Control(*values.tolist())
+        if step.problem is not None:
+            raise step.problem
+        if control.problems:
+            raise EngineError(
+                f"{control.problems:.0f} other rank(s) could not take their batch, so no rank makes this step; "
+                "their message tells why."
+            )
+        return control
+
+    def _report(
+        self, step: _Step, control: _Control, norm: float, skipped: bool, lr: float | None = None
+    ) -> StepReport:
+        seconds = control.seconds / self.grid.world_size
+        flops = 6 * self.plan.table.elements * control.tokens / seconds / self.grid.world_size
+        peak = peak_tflops(self._device)
+        return StepReport(
+            step=self._updates,
+            loss=control.loss / control.weight if control.weight else math.nan,
+            grad_norm=norm,
+            lr=self.lr if lr is None else lr,
+            tokens=int(control.tokens),
+            seconds=seconds,
+            tflops=flops / 1e12,
+            mfu=flops / 1e12 / peak if peak else None,
+            peak_bytes=peak_memory(self._device),
+            bytes_sent=self._parts.comm.tally.since(step.sent).bytes(),
+            skipped=skipped,
+        )
+
+    def _record(self, report: StepReport, step: _Step) -> StepReport:
+        self._attempts += 1
+        for row in self._parts.comm.tally.since(step.sent).rows():
+            self._trained.add(row)
+        if report.step % self.config.monitor.every == 0 or report.step == 1:
+            for sink in self._sinks:
+                sink.write(report)
+        return report

@@ -1,0 +1,29 @@
+"""Every error a user can meet: one sentence each - what was given, the rule, what to do."""
+
+
+class EngineError(Exception):
+    """Base of all errors that Trine raises on purpose.
+
+    Raised when a running engine is used against its rules: a batch with a wrong leading dim,
+    ``step`` before ``backward``, a loss that is not a scalar.
+    """
+
+
+class ConfigError(EngineError):
+    """The configuration is wrong; the message lists every problem with its JSON path."""
+
+
+class GridError(EngineError):
+    """Ranks, axes and processes do not fit together, or the processes cannot find each other."""
+
+
+class ScheduleError(EngineError):
+    """A pipeline schedule is incomplete, out of order or would deadlock."""
+
+
+class PlanError(EngineError):
+    """The model and the configuration do not fit together."""
+
+
+class CheckpointError(EngineError):
+    """A checkpoint is missing, incomplete, damaged or belongs to another model."""

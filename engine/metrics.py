@@ -1,0 +1,126 @@
+"""What a step reports, and where the reports go."""
+
+import json
+import resource
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+
+from engine.config import MonitorConfig
+
+# Dense bf16 TFLOP/s by the vendors' datasheets; MFU is stated only against one of these.
+PEAK_TFLOPS = MappingProxyType(
+    {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0, "L40S": 362.0, "V100": 125.0}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One optimizer step. Loss, norm, lr, tokens, seconds and skipped are equal on every rank."""
+
+    step: int
+    """Updates made, this one included (0 for an evaluation before the first)."""
+    loss: float
+    """Sum of losses over sum of weights, over all microbatches and data ranks."""
+    grad_norm: float
+    """L2 norm of the averaged gradient before clipping; nan for an evaluation."""
+    lr: float
+    """Rate of the first group in this update."""
+    tokens: int
+    """Elements of ``input_ids``, else rows, over all data ranks."""
+    seconds: float
+    """Mean over ranks: this step up to its norm, and the update of the step before."""
+    tflops: float | None
+    """Achieved per rank: 6 x parameters x tokens / seconds / ranks; None without tokens."""
+    mfu: float | None
+    """``tflops`` over the dense bf16 peak of the GPU; None where the peak is not known."""
+    peak_bytes: int
+    """Largest memory of this rank so far: allocated on the GPU, or resident."""
+    bytes_sent: int
+    """Sent by this rank in this step, by ring convention."""
+    skipped: bool
+    """The gradient was not finite and nothing was updated."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All values, for a log."""
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the allocator's peak on a GPU, the resident peak of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Dense bf16 peak of the device, or None if we do not know it."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for model, peak in PEAK_TFLOPS.items() if model in name), None)
+
+
+class Sink(Protocol):
+    """Takes reports; only rank 0 has sinks."""
+
+    def write(self, report: StepReport) -> None:
+        """Take one report."""
+
+    def close(self) -> None:
+        """Write out what is left."""
+
+
+class JsonLines:
+    """One JSON object a line, appended, so that a resumed run goes on in the same file."""
+
+    def __init__(self, path: str) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+
+    def write(self, report: StepReport) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(report.as_dict()) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard; needs the extra ``ui``."""
+
+    def __init__(self, folder: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(folder)
+
+    def write(self, report: StepReport) -> None:
+        """Write every number of the report."""
+        for name, value in report.as_dict().items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(f"train/{name}", value, report.step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+def make_sinks(config: MonitorConfig) -> Sequence[Sink]:
+    """The sinks that a configuration asks for."""
+    sinks: list[Sink] = []
+    if config.jsonl:
+        sinks.append(JsonLines(config.jsonl))
+    if config.tensorboard:
+        sinks.append(TensorBoard(config.tensorboard))
+    return sinks

@@ -1,0 +1,205 @@
+"""The proof: the same training in one process of plain torch, compared with the engine's.
+
+The reference is written with as little of Trine as possible: a loop over all microbatches of all data
+ranks in order, ``torch.optim``, ``clip_grad_norm_``. Any grid has to give its losses, norms and weights.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.api import initialize
+from engine.batch import Batch, call_model, map_tensors
+from engine.build import make_model
+from engine.config import Config, load_config
+from engine.groups import assign_groups
+from engine.loss import LossFunction, find_loss
+from engine.lr import SchedulerArgument, make_learning_rate
+from engine.parallel.comm import read_world
+from engine.precision import make_precision, place_rest
+from engine.randomness import keyed
+from engine.zero.inner import FlatLion
+from engine.zero.optimizer import OptimizerFactory
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a training run leaves behind."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Deviations of the engine from one process."""
+
+    engine: Run
+    reference: Run
+
+    @property
+    def loss(self) -> float:
+        """Largest relative deviation of a loss."""
+        return _worst(self.engine.losses, self.reference.losses)
+
+    @property
+    def norm(self) -> float:
+        """Largest relative deviation of a gradient norm."""
+        return _worst(self.engine.norms, self.reference.norms)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Largest absolute deviation of each weight."""
+        return {
+            name: float((self.engine.weights[name].double() - value.double()).abs().max()) if value.numel() else 0.0
+            for name, value in self.reference.weights.items()
+        }
+
+    @property
+    def weight(self) -> float:
+        """Largest absolute deviation of any weight."""
+        return max(self.weights.values())
+
+    def holds(self, loss: float = 1e-6, norm: float = 1e-5, weight: float = 1e-5) -> bool:
+        """Whether all deviations lie within the bounds; the defaults are the promise for fp32.
+
+        Weights are bound only with an Adam eps of about 1e-5: at 1e-8 a gradient that is zero but for
+        rounding (a key bias) makes full steps.
+        """
+        return self.loss <= loss and self.norm <= norm and self.weight <= weight
+
+    def __str__(self) -> str:
+        name, deviation = max(self.weights.items(), key=lambda item: item[1])
+        return (
+            f"losses {self.loss:.1e} relative, norms {self.norm:.1e} relative, weights {deviation:.1e} absolute "
+            f"(most in {name}) over {len(self.engine.losses)} steps"
+        )
+
+
+def verify(
+    build_model: Callable[[], nn.Module],
+    config: Any,
+    batches: Sequence[Batch],
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerFactory | None = None,
+    lr_scheduler: SchedulerArgument | None = None,
+) -> Parity | None:
+    """Train on the grid and in one process, and compare. Call it on every rank.
+
+    Args:
+        build_model: gives the same weights whenever it is called.
+        config: as for :func:`engine.initialize`.
+        batches: one global batch a step: tensors with ``train_batch_size`` rows, the same on all ranks.
+
+    Returns:
+        The comparison on rank 0, None elsewhere.
+    """
+    world = read_world()
+    resolved = load_config(config, world.size)
+    with initialize(build_model(), resolved, loss_fn, None, optimizer, lr_scheduler) as engine:
+        rank, rows = engine.grid.coord().dp, resolved.micro * resolved.accumulation
+        reports = [engine.train_batch(_rows(batch, rank * rows, rows)) for batch in batches]
+        weights = engine.full_state_dict()
+    if world.rank:
+        return None
+    ours = Run(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), weights)
+    model = make_model(build_model, resolved.seed).to(world.device)
+    return Parity(ours, _Reference(model, resolved, loss_fn, optimizer, lr_scheduler).train(batches))
+
+
+class _Reference:
+    """One process, plain torch: gradients summed in fp32 on fp32 masters."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        loss_fn: LossFunction | None,
+        optimizer: OptimizerFactory | None,
+        lr_scheduler: SchedulerArgument | None,
+    ) -> None:
+        self.model, self.config, self.loss_fn = model, config, loss_fn
+        self.precision = make_precision(config)
+        self.device = next(model.parameters()).device
+        self.dtypes = {key: value.dtype for key, value in model.state_dict().items()}
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self.parameters.items()}
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.to(self.precision.compute or parameter.dtype)
+        place_rest(model, self.precision, self.device)
+        assigned, groups = assign_groups(model, config.optimizer)
+        members: list[list[nn.Parameter]] = [[] for _ in groups]
+        for name, group in assigned.items():
+            members[group].append(self.masters[name])
+        options = [{"params": m, **g.as_kwargs()} for m, g in zip(members, groups, strict=True) if m]
+        self.optimizer = optimizer(options) if optimizer else _plain_optimizer(config, options)
+        self.rate = make_learning_rate(self.optimizer, config.scheduler, lr_scheduler)
+
+    def train(self, batches: Sequence[Batch]) -> Run:
+        """All steps; the weights are the masters, in the dtypes of the model as given."""
+        steps = [self._step(number, batch) for number, batch in enumerate(batches)]
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                self.parameters[name].data = master.detach()
+        state = {key: value.to("cpu", self.dtypes[key]) for key, value in self.model.state_dict().items()}
+        return Run(tuple(loss for loss, _ in steps), tuple(norm for _, norm in steps), state)
+
+    def _step(self, number: int, batch: Batch) -> tuple[float, float]:
+        total = weight = 0.0
+        for master in self.masters.values():
+            master.grad = torch.zeros_like(master)
+        micro = self.config.micro
+        for index in range(self.config.dp * self.config.accumulation):
+            part = _rows(batch, index * micro, micro)
+            with keyed(self.device, self.config.seed, number, index):
+                moved = map_tensors(part, lambda t: t.to(self.device))
+                output = call_model(self.model, map_tensors(moved, self.precision.input))
+                loss = find_loss(output, moved, self.loss_fn)
+                torch.autograd.backward(loss.sum)
+            total, weight = total + float(loss.sum.detach()), weight + float(loss.weight)
+            self._collect()
+        for master in self.masters.values():
+            master.grad = None if master.grad is None else master.grad / weight
+        clip = self.config.gradient_clipping or math.inf
+        norm = nn.utils.clip_grad_norm_(self.masters.values(), clip, foreach=False)
+        self._update(number)
+        return total / weight, float(norm)
+
+    def _collect(self) -> None:
+        for name, parameter in self.parameters.items():
+            grad, parameter.grad = parameter.grad, None
+            master = self.masters[name]
+            if grad is not None and master.grad is not None:
+                master.grad += grad.to(master.dtype)
+
+    @torch.no_grad()
+    def _update(self, number: int) -> None:
+        self.rate.prepare(number)
+        self.optimizer.step()
+        self.rate.done()
+        for name, master in self.masters.items():
+            self.parameters[name].copy_(master)
+
+
+def _plain_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    kinds: dict[str, type[torch.optim.Optimizer]] = {
+        "AdamW": torch.optim.AdamW,
+        "Adam": torch.optim.Adam,
+        "SGD": torch.optim.SGD,
+        "Lion": FlatLion,
+    }
+    assert config.optimizer is not None  # initialize() has refused a run without one
+    return kinds[config.optimizer.type](groups, **dict(config.optimizer.params))
+
+
+def _rows(batch: Batch, start: int, count: int) -> Batch:
+    return map_tensors(batch, lambda tensor: tensor[start : start + count] if tensor.ndim else tensor)
+
+
+def _worst(ours: Sequence[float], reference: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) if b else abs(a) for a, b in zip(ours, reference, strict=True))

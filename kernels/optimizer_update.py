@@ -1,0 +1,104 @@
+"""Optimizer updates on flat local tensors, in place. Elementwise: a shard gives the same as the whole.
+
+Adam, AdamW and SGD run torch's fused kernels (one pass over memory, on CPU and GPU). Step counts are
+Python ints: the caller's state holds no tensor but the moments.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+
+@dataclass(frozen=True, slots=True)
+class AdamRule:
+    """Hyperparameters of one Adam update (Kingma and Ba 2015; decoupled: Loshchilov and Hutter 2019)."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    """AdamW: decay the weight itself instead of adding it to the gradient."""
+
+
+def adam_(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    first_moments: Sequence[Tensor],
+    second_moments: Sequence[Tensor],
+    step: int,
+    rule: AdamRule,
+) -> None:
+    """Update number ``step`` (from 1) of Adam or AdamW on lists of tensors of equal shape and dtype."""
+    # torch adds 1 to the counter that it is given; one throw-away counter serves all tensors of a device
+    counters = {w.device: torch.tensor(float(step - 1), device=w.device) for w in weights}
+    adam(
+        list(weights),
+        list(grads),
+        list(first_moments),
+        list(second_moments),
+        [],
+        [counters[w.device].clone() for w in weights],
+        fused=True,
+        decoupled_weight_decay=rule.decoupled,
+        amsgrad=False,
+        beta1=rule.betas[0],
+        beta2=rule.betas[1],
+        lr=rule.lr,
+        weight_decay=rule.weight_decay,
+        eps=rule.eps,
+        maximize=False,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SGDRule:
+    """Hyperparameters of one SGD update with momentum, as ``torch.optim.SGD`` defines them."""
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+
+
+def sgd_(
+    weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor | None], rule: SGDRule
+) -> list[Tensor | None]:
+    """One SGD update; returns the momentum buffers, which the first update makes."""
+    buffers = list(momenta)
+    sgd(
+        list(weights),
+        list(grads),
+        buffers,
+        foreach=False,
+        fused=True,
+        weight_decay=rule.weight_decay,
+        momentum=rule.momentum,
+        lr=rule.lr,
+        dampening=rule.dampening,
+        nesterov=rule.nesterov,
+        maximize=False,
+    )
+    return buffers
+
+
+@dataclass(frozen=True, slots=True)
+class LionRule:
+    """Hyperparameters of one Lion update (Chen et al. 2023, algorithm 2)."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+
+
+def lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
+    """One Lion update: the sign of an interpolated momentum, and decoupled decay."""
+    for weight, grad, momentum in zip(weights, grads, momenta, strict=True):
+        direction = momentum.lerp(grad, 1 - rule.betas[0]).sign_()
+        weight.mul_(1 - rule.lr * rule.weight_decay).add_(direction, alpha=-rule.lr)
+        momentum.lerp_(grad, 1 - rule.betas[1])

@@ -1,0 +1,315 @@
+"""The only door to ``torch.distributed``: every collective is named, recorded and counted here.
+
+``Comm`` is what the engine calls; a ``Backend`` does the work. ``TorchBackend`` talks to real
+processes, ``RecordingBackend`` moves nothing, so that a plan can be replayed for any number of ranks
+in one process. Collectives are issued at once and finished by ``Pending.wait``.
+"""
+
+import atexit
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from engine.errors import EngineError, GridError
+from engine.parallel.grid import Axis, Grid
+from engine.parallel.traffic import Op, Record, Tally, Traffic, sent_bytes
+
+Wait = Callable[[], object]
+
+FLIGHT_RECORD_LENGTH = 256
+
+
+class Backend(Protocol):
+    """Moves tensors between the ranks of one axis; returns what must be called to finish.
+
+    ``shard`` may be this rank's own slice of ``full``.
+    """
+
+    def all_reduce(self, tensor: Tensor, axis: Axis) -> Wait:
+        """Sum ``tensor`` in place over the axis."""
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """Sum ``full`` over the axis and leave this rank's slice in ``shard``; ``full`` may be spoiled."""
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        """Concatenate the shards of the axis into ``full``."""
+
+    def close(self) -> None:
+        """Let go of everything that belongs to the processes."""
+
+
+class Pending:
+    """A collective under way; ``wait`` finishes it and names it when it fails."""
+
+    def __init__(self, wait: Wait | None = None, describe: Callable[[], str] = str) -> None:
+        self._wait = wait
+        self._describe = describe
+
+    def wait(self) -> None:
+        """Block (on a GPU: the current stream) until the result may be read.
+
+        Raises:
+            EngineError: the collective failed or timed out; the message names it and its ranks.
+        """
+        wait, self._wait = self._wait, None
+        if wait is None:
+            return
+        try:
+            wait()
+        except RuntimeError as error:
+            raise _named_failure(self._describe(), error) from error
+
+
+def _named_failure(what: str, error: RuntimeError) -> EngineError:
+    cause = str(error).strip().splitlines()[0]
+    return EngineError(f"{what} failed: {cause}. A peer has probably stopped; look for the first traceback of the job.")
+
+
+class Comm:
+    """Named, counted collectives over the axes of a grid.
+
+    ``tally`` sums calls and sent bytes by axis and label; ``records`` holds the last collectives in
+    the order of their issue. An axis of one rank sends nothing and counts nothing.
+    """
+
+    def __init__(self, grid: Grid, backend: Backend) -> None:
+        self.grid = grid
+        self.tally = Tally()
+        self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
+        self._backend = backend
+        self._sequence = 0
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, label: str) -> Pending:
+        """Sum ``tensor`` (any shape) in place over ``axis``."""
+        return self._issue("all_reduce", tensor, axis, label, lambda: self._backend.all_reduce(tensor, axis))
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis, label: str) -> Pending:
+        """Sum ``full`` [N*s] over ``axis``, leaving slice ``index`` in ``shard`` [s]; ``full`` may be spoiled."""
+        return self._issue("reduce_scatter", full, axis, label, lambda: self._backend.reduce_scatter(shard, full, axis))
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
+        """Concatenate every rank's ``shard`` [s] into ``full`` [N*s] over ``axis``."""
+        return self._issue("all_gather", full, axis, label, lambda: self._backend.all_gather(full, shard, axis))
+
+    def close(self) -> None:
+        """End the communication of this engine; the process group itself belongs to the :class:`World`."""
+        self._backend.close()
+
+    def _issue(self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait]) -> Pending:
+        ranks = self.grid.size(axis)
+        if ranks == 1:
+            return Pending()
+        self._sequence += 1
+        dtype = str(full.dtype).removeprefix("torch.")
+        record = Record(self._sequence, op, axis, label, full.numel(), dtype)
+        self.records.append(record)
+        self.tally.add(Traffic(axis, label, 1, sent_bytes(op, full.numel() * full.element_size(), ranks)))
+
+        def describe() -> str:
+            return f"collective {record} between ranks {self.grid.peers(axis)} on rank {self.grid.rank}"
+
+        try:
+            return Pending(call(), describe)
+        except RuntimeError as error:
+            raise _named_failure(describe(), error) from error
+
+
+class RecordingBackend:
+    """Moves nothing: every rank seems to send zeros, except that gathers place the own shard."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def all_reduce(self, tensor: Tensor, axis: Axis) -> Wait:
+        """Leave ``tensor`` as it is."""
+        return lambda: None
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """Copy this rank's slice of ``full``."""
+        shard.copy_(self._own(full, axis))
+        return lambda: None
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        """Copy ``shard`` to this rank's slice of ``full``."""
+        self._own(full, axis).copy_(shard)
+        return lambda: None
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _own(self, full: Tensor, axis: Axis) -> Tensor:
+        return full.view(self._grid.size(axis), -1)[self._grid.index(axis)]
+
+
+class TorchBackend:
+    """Real processes: NCCL on GPUs, gloo on CPUs, one group per axis taken from a DeviceMesh."""
+
+    def __init__(self, grid: Grid, device: torch.device) -> None:
+        mesh = init_device_mesh(device.type, (grid.pp, grid.dp, grid.tp), mesh_dim_names=("pp", "dp", "tp"))
+        self._groups: dict[Axis, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
+        axes: tuple[Axis, ...] = ("pp", "dp", "tp")
+        for axis in axes:
+            self._groups[axis] = mesh.get_group(axis)
+        atexit.register(self._groups.clear)
+
+    def close(self) -> None:
+        """Let go of the groups. One that outlives the process group aborts the interpreter at its exit."""
+        atexit.unregister(self._groups.clear)
+        self._groups.clear()
+
+    def all_reduce(self, tensor: Tensor, axis: Axis) -> Wait:
+        """Sum ``tensor`` in place."""
+        return _finisher(dist.all_reduce(tensor, group=self._groups[axis], async_op=True))
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """Sum slices; on gloo by exchanging slices and adding them in rank order."""
+        group = self._groups[axis]
+        if dist.get_backend(group) == "gloo":
+            return _reduce_scatter_by_exchange(shard, full, group)
+        return _finisher(_REDUCE_SCATTER(shard, full, group=group, async_op=True))
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        """Concatenate shards."""
+        return _finisher(_ALL_GATHER(full, shard, group=self._groups[axis], async_op=True))
+
+
+# torch 2.13 renames the flat collectives and warns about the old names.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def _finisher(work: dist.Work | None) -> Wait:
+    return work.wait if work is not None else lambda: None
+
+
+def _reduce_scatter_by_exchange(shard: Tensor, full: Tensor, group: dist.ProcessGroup | None) -> Wait:
+    """Reduce-scatter as an all-to-all and a sum.
+
+    gloo's own reduce-scatter is an all-reduce inside: it sends twice the bytes and refuses a shard
+    that lies in ``full``. Adding in rank order also makes the result independent of timing; half
+    precision is added in fp32.
+    """
+    received = torch.empty_like(full)
+    work = _finisher(dist.all_to_all_single(received, full, group=group, async_op=True))
+
+    def finish() -> None:
+        work()
+        first, *others = received.view(dist.get_world_size(group), -1)
+        total = first.float() if first.element_size() < 4 else first
+        for other in others:
+            total += other
+        shard.copy_(total)
+
+    return finish
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The processes of this job, before any grid is laid over them."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    owned: bool
+    """Whether we started the process group and therefore have to end it."""
+
+    def close(self) -> None:
+        """End the process group if it is ours."""
+        if self.owned and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def read_world() -> World:
+    """Find out who we are without communicating: from the process group, torchrun's variables, or alone.
+
+    Raises:
+        GridError: torchrun's variables are incomplete, or there are more local ranks than GPUs.
+    """
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local_rank = _variable("LOCAL_RANK", rank)
+        shared = dist.get_backend() == "gloo"  # gloo ranks may share a GPU, NCCL ranks may not
+        return World(rank, size, local_rank, _device(local_rank, shared), owned=False)
+    present = [name for name in _RENDEZVOUS if name in os.environ]
+    if present and len(present) < len(_RENDEZVOUS):
+        missing = ", ".join(name for name in _RENDEZVOUS if name not in os.environ)
+        raise GridError(
+            f"{', '.join(present)} is set but {missing} is not: all four of {', '.join(_RENDEZVOUS)} make a "
+            "distributed job and none makes a single process; start with torchrun."
+        )
+    rank, size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+    local_rank = _variable("LOCAL_RANK", rank)
+    return World(rank, size, local_rank, _device(local_rank, shared=False), owned=True)
+
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _variable(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise GridError(f"{name}={text!r} is not a number of 0 or more; let torchrun set it.")
+    return int(text)
+
+
+def _device(local_rank: int, shared: bool) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if local_rank >= gpus and not shared:
+        raise GridError(
+            f"local rank {local_rank} has no GPU of its own, this node has {gpus}; start at most {gpus} processes "
+            "here, or set CUDA_VISIBLE_DEVICES='' to run on the CPU."
+        )
+    return torch.device("cuda", local_rank % gpus)
+
+
+def open_world(world: World) -> World:
+    """Start the process group that ``read_world`` described; returns the world to close later.
+
+    The time-out of the rendezvous and of every collective is ``TRINE_TIMEOUT_SECONDS`` (600).
+
+    Raises:
+        GridError: the other ranks cannot be reached; names the address and the network interface.
+    """
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if dist.is_initialized():
+        return replace(world, owned=False)
+    seconds = _variable("TRINE_TIMEOUT_SECONDS", 600)
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    bound = world.device if world.device.type == "cuda" else None
+    try:
+        dist.init_process_group(
+            backend,
+            store=None if "RANK" in os.environ else torch._C._distributed_c10d.HashStore(),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=seconds),
+            device_id=bound,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise _rendezvous_failure(world, seconds, error) from error
+    atexit.register(world.close)
+    return world
+
+
+def _rendezvous_failure(world: World, seconds: int, error: Exception) -> GridError:
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    interfaces = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
+    hint = f"interface settings are {interfaces}" if interfaces else "no network interface is set"
+    cause = str(error).strip().splitlines()[0]
+    return GridError(
+        f"rank {world.rank} of {world.size} could not join the job at {address} within {seconds} s ({cause}); "
+        f"all nodes need the same MASTER_ADDR and an open MASTER_PORT, and {hint}: GLOO_SOCKET_IFNAME or "
+        "NCCL_SOCKET_IFNAME must name an interface of this machine (see `ip address`)."
+    )

@@ -1,0 +1,94 @@
+"""Ranks as a pipeline x data x tensor box. Pure arithmetic: any rank, no processes, no torch.
+
+tp varies fastest, then dp, then pp, so that the ranks that talk most sit closest together:
+
+    8 ranks as pp=2, dp=2, tp=2            stage 0          stage 1
+                                     dp 0   0   1     dp 0   4   5
+                                     dp 1   2   3     dp 1   6   7
+                                          tp0 tp1          tp0 tp1
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from engine.errors import GridError
+
+Axis = Literal["pp", "dp", "tp", "world"]
+
+
+class Coord(NamedTuple):
+    """Position of a rank in the grid."""
+
+    pp: int
+    dp: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The box of ranks and this rank's place in it.
+
+    Raises:
+        GridError: a size below 1, or a rank outside the box.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = (("pipeline", self.pp), ("data", self.dp), ("tensor", self.tp))
+        for name, size in sizes:
+            if size < 1:
+                raise GridError(f"{name} size {size} is below 1; give every axis at least one rank.")
+        if not 0 <= self.rank < self.world_size:
+            shape = " x ".join(f"{size} {name}" for name, size in sizes)
+            raise GridError(
+                f"rank {self.rank} is outside a grid of {self.world_size} ranks ({shape}); "
+                f"start exactly {self.world_size} processes."
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the box."""
+        return self.pp * self.dp * self.tp
+
+    def coord(self, rank: int | None = None) -> Coord:
+        """Position of ``rank``, or of this rank."""
+        rank = self.rank if rank is None else rank
+        if not 0 <= rank < self.world_size:
+            raise GridError(f"rank {rank} is outside this grid; give a rank from 0 to {self.world_size - 1}.")
+        return Coord(rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp)
+
+    def rank_at(self, pp: int, dp: int, tp: int) -> int:
+        """The rank at a position; inverse of :meth:`coord`."""
+        return (pp * self.dp + dp) * self.tp + tp
+
+    def size(self, axis: Axis) -> int:
+        """Number of ranks along ``axis``."""
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp, "world": self.world_size}[axis]
+
+    def index(self, axis: Axis) -> int:
+        """This rank's index among its :meth:`peers` along ``axis``."""
+        return self.rank if axis == "world" else getattr(self.coord(), axis)
+
+    def peers(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` (or this rank) along ``axis`` only, itself included."""
+        if axis == "world":
+            return tuple(range(self.world_size))
+        here = self.coord(rank)
+        return tuple(self.rank_at(**here._replace(**{axis: i})._asdict()) for i in range(self.size(axis)))
+
+    def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
+        """Every group of peers along ``axis``; together they hold each rank once."""
+        seen: set[int] = set()
+        for rank in range(self.world_size):
+            if rank not in seen:
+                group = self.peers(axis, rank)
+                seen.update(group)
+                yield group
+
+    def __str__(self) -> str:
+        return f"{self.world_size} ranks = {self.pp} pipeline x {self.dp} data x {self.tp} tensor"

@@ -1,0 +1,162 @@
+"""DeepSpeed's JSON: honoured, noted or refused with the reason."""
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.config import Config, load_config
+from engine.config_deepspeed import TABLE, Noted
+from engine.config_reader import paths
+from engine.errors import ConfigError
+
+ZERO2: dict[str, Any] = json.loads("""{
+  "train_batch_size": 256, "train_micro_batch_size_per_gpu": 8, "steps_per_print": 100,
+  "optimizer": {"type": "Adam", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8,
+    "weight_decay": 3e-7,
+  "torch_adam": false, "adam_w_mode": true}},
+  "scheduler": {"type": "WarmupDecayLR", "params": {"last_batch_iteration": -1, "total_num_steps":
+    5e4,
+  "warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}},
+  "bf16": {"enabled": true}, "fp16": {"enabled": false, "auto_cast": false, "loss_scale": 0},
+  "gradient_clipping": 1.0, "prescale_gradients": false, "wall_clock_breakdown": false,
+  "zero_optimization": {"stage": 2, "allgather_partitions": true, "allgather_bucket_size": 5e8,
+    "overlap_comm": true,
+  "reduce_scatter": true, "reduce_bucket_size": 5e8, "contiguous_gradients": true,
+    "round_robin_gradients": true,
+  "offload_optimizer": {"device": "cpu", "pin_memory": true}, "offload_param": {"device": "none",
+    "buffer_count": 5},
+  "zero_quantized_weights": false, "zero_hpz_partition_size": 1},
+  "activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": false},
+  "checkpoint": {"tag_validation": "Warn"}, "pipeline": {"stages": "auto", "seed_layers": false},
+  "tensor_parallel": {"autotp_size": 2}, "tensorboard": {"enabled": true, "output_path": "logs/",
+    "job_name": "run"},
+  "wandb": {"enabled": false, "project": "x"}, "flops_profiler": {"enabled": true, "profile_step":
+    1},
+  "comms_logger": {"enabled": false}, "autotuning": {"enabled": false, "fast": true}, "amp":
+    {"enabled": false},
+  "aio": {"block_size": 1048576}, "elasticity": {"enabled": false}, "data_types":
+    {"grad_accum_dtype": "fp32"},
+  "compile": {"deepcompile": false}, "zero_allow_untested_optimizer": true
+}""")
+
+
+def _refusal(raw: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(raw)
+    return str(caught.value)
+
+
+def test_full_zero2_bf16_file() -> None:
+    config = load_config(ZERO2, 8)
+    assert (config.dp, config.tp, config.micro, config.accumulation) == (4, 2, 8, 8)
+    assert config.monitor.every == 100 and config.monitor.tensorboard == "logs/run"
+    assert config.zero_optimization.stage == 2 and config.zero_optimization.reduce_bucket_size == 500_000_000
+    assert config.zero_optimization.offload_optimizer.device == "cpu"
+    assert config.optimizer is not None and config.optimizer.type == "AdamW"
+    assert config.optimizer.params["weight_decay"] == 3e-7
+    assert config.scheduler is not None and config.scheduler.params["total_num_steps"] == 50_000
+    assert (
+        "zero_optimization.overlap_comm: accepted, changes nothing here; Trine plans its own messages." in config.notes
+    )
+    assert all("changes nothing here" in note for note in config.notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "kind", "decay"),
+    [("Adam", None, "AdamW", 0.0), ("adam", True, "AdamW", 0.0), ("ADAM", False, "Adam", 0.0),
+     ("AdamW", None, "AdamW", 0.01), ("adamw", False, "AdamW", 0.01)],
+)  # fmt: skip
+def test_adam_is_adamw_unless_told(given: str, mode: bool | None, kind: str, decay: float) -> None:
+    params = {} if mode is None else {"adam_w_mode": mode}
+    optimizer = load_config({"optimizer": {"type": given, "params": params}}).optimizer
+    assert optimizer is not None
+    assert (optimizer.type, optimizer.params["weight_decay"]) == (kind, decay)
+    assert set(optimizer.params) == {"lr", "betas", "eps", "weight_decay"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({"fp32_allreduce": True}, {"communication_data_type": "fp32"}),
+        ({"communication_data_type": "bfp16"}, {"communication_data_type": "bf16"}),
+        (
+            {"zero_optimization": {"cpu_offload": True}},
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        ),
+        ({"compile": {"enabled": True}}, {"compile": True}),
+        ({"compile": {"deepcompile": False}}, {}),
+        ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
+        ({"data_parallel_size": 4}, {"parallel": {"data": 4}}),
+        ({"tensor_parallel": {"autotp_size": 0}}, {}),
+        ({"tensorboard": {"enabled": False, "output_path": "x"}}, {}),
+        ({"tensorboard": None, "pipeline": None, "amp": None}, {}),
+    ],
+)
+def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert load_config(raw) == load_config(expected)
+
+
+@pytest.mark.parametrize(
+    ("raw", "parts"),
+    [
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            ('zero_optimization.offload_param.device: "cpu" is not supported;', 'give "none"'),
+        ),
+        (
+            {"zero_optimization": {"zero_quantized_weights": True}},
+            ("zero_quantized_weights: true is not supported",),
+        ),
+        (
+            {"zero_optimization": {"zero_hpz_partition_size": 2}},
+            ("zero_hpz_partition_size: 2 is not supported",),
+        ),
+        ({"zero_optimization": {"zero_hpz_partition_size": True}}, ("true is not supported",)),
+        ({"curriculum_learning": {"enabled": True}}, ("curriculum_learning.enabled: true", "data loader")),
+        ({"progressive_layer_drop": {"enabled": True}}, ("progressive_layer_drop.enabled: true",)),
+        ({"sparse_attention": {"mode": "fixed"}}, ("sparse_attention.mode",)),
+        ({"amp": {"enabled": True}}, ("use bf16.enabled",)),
+        ({"gradient_allreduce_op": "sum"}, ("gradient_allreduce_op", "loss_fn")),
+        ({"tensorboard": {"enabled": True}}, ("tensorboard.output_path: missing; give a folder.",)),
+        (
+            {"tensorboard": {"enable": True}},
+            ("tensorboard.enable: unknown key. Did you mean tensorboard.enabled?",),
+        ),
+        (
+            {"tensor_parallel": {"autotp_size": 2}, "parallel": {"tensor": 4}},
+            ("tensor_parallel.autotp_size: asks for parallel.tensor 2, which is given as 4; keep one of them.",),
+        ),
+        ({"tensor_parallel": {"autotp_size": "2"}}, ('tensor_parallel.autotp_size: "2" is text;',)),
+        ({"pipeline": {"stags": 2}}, ("pipeline.stags: unknown key. Did you mean pipeline.stages?",)),
+        ({"checkpoint": {"tag_validaton": 1}}, ("Did you mean checkpoint.tag_validation?",)),
+        ({"pipeline": 2}, ("pipeline: 2 is a number;", "Did you mean parallel.pipeline?")),
+        ({"zero_optimization": {"overlap_com": True}}, ("Did you mean zero_optimization.overlap_comm?",)),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 5}}},
+            ("last_batch_iteration: 5",),
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": "yes"}}},
+            ("optimizer.params.adam_w_mode",),
+        ),
+        ({"bf16": {}, "bfloat16": {}}, ("keep bf16",)),
+        ({"grandient_accumulation_steps": 2}, ("Did you mean gradient_accumulation_steps?",)),
+    ],
+)
+def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> None:
+    message = _refusal(raw)
+    assert all(part in message for part in parts), message
+
+
+def test_noted_keys_take_what_hugging_face_writes() -> None:
+    """A value that is not used need not be written out; one that is used must be."""
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": "auto"}
+    assert _refusal({"zero_optimization": zero}).startswith(
+        'zero_optimization.reduce_bucket_size: "auto" is text; give'
+    )
+
+
+def test_table_does_not_shadow_our_own_keys() -> None:
+    assert not set(TABLE) & set(paths(Config))
+    assert all(entry.reason and not entry.reason.endswith(".") for entry in TABLE.values() if isinstance(entry, Noted))

@@ -1,0 +1,108 @@
+"""Models that the parity tests train: ours, Hugging Face's, and one written as people write them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.decoder import Decoder, DecoderConfig
+
+VOCABULARY = 61
+LENGTH = 12
+
+
+def decoder(tied: bool = False, dropout: float = 0.0) -> nn.Module:
+    """The reference decoder, tiny."""
+    torch.manual_seed(7)
+    config = DecoderConfig(
+        vocabulary=VOCABULARY, layers=2, width=32, heads=4, context=LENGTH, tied=tied, dropout=dropout
+    )
+    return Decoder(config)
+
+
+def llama() -> nn.Module:
+    """Hugging Face Llama with fewer kv heads than heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH,
+        )
+    )  # fmt: skip
+
+
+def gpt2() -> nn.Module:
+    """Hugging Face GPT-2: fused Conv1D qkv, tied head; dropout left on, as its default is."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(7)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH,
+                   bos_token_id=0, eos_token_id=0)
+    )  # fmt: skip
+
+
+class NanoBlock(nn.Module):
+    """A nanoGPT-like block: fused qkv, head count arithmetic in forward."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.n_head = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc, self.proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = self.c_attn(self.ln_1(x)).split(C, dim=2)
+        heads = [t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v)]
+        y = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        out: Tensor = x + self.proj(F.gelu(self.fc(self.ln_2(x))))
+        return out
+
+
+class Nano(nn.Module):
+    """Returns (logits, loss) from a positional call, as nanoGPT does; head tied to the embedding."""
+
+    def __init__(self, width: int = 32, heads: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.h = nn.ModuleList(NanoBlock(width, heads) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+        self.lm_head.weight = self.wte.weight
+        self.frozen_scale = nn.Parameter(torch.ones(width), requires_grad=False)
+        self.never_used = nn.Parameter(torch.ones(5))
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device))
+        for block in self.h:
+            x = block(x)
+        logits = self.lm_head(self.ln_f(x) * self.frozen_scale)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def nano() -> nn.Module:
+    """The nanoGPT-like module with a frozen, an unused and a tied parameter."""
+    torch.manual_seed(7)
+    return Nano()
+
+
+def token_batches(rows: int, steps: int = 4, seed: int = 3) -> list[Tensor]:
+    """Random tokens [rows, LENGTH + 1] for each step."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCABULARY, (rows, LENGTH + 1), generator=generator) for _ in range(steps)]
+
+
+def batches_for(kind: str, rows: int, steps: int = 4) -> list[Any]:
+    """Global batches in the form that each model is called with."""
+    tokens = token_batches(rows, steps)
+    if kind == "nano":
+        return [(t[:, :-1], t[:, 1:]) for t in tokens]
+    if kind in ("llama", "gpt2"):
+        return [{"input_ids": t[:, :-1], "labels": t[:, :-1]} for t in tokens]
+    return [{"input_ids": t[:, :-1], "labels": t[:, 1:]} for t in tokens]

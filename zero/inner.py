@@ -1,0 +1,111 @@
+"""The optimizers that a JSON file can name, over flat tensors. They are ordinary torch optimizers.
+
+State is the moments alone; the step count of a group is a Python int in the group.
+"""
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from engine.kernels.optimizer_update import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
+
+
+class _FlatOptimizer(torch.optim.Optimizer):
+    """Calls ``_update`` for each group with the tensors that have gradients."""
+
+    elementwise = True
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every group once."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            group["step"] = group.get("step", 0) + 1
+            if weights:
+                self._update(weights, [weight.grad for weight in weights], group)
+        return loss
+
+    def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _moments(self, weights: list[Tensor], name: str) -> list[Tensor]:
+        for weight in weights:
+            if name not in self.state[weight]:
+                self.state[weight][name] = torch.zeros_like(weight)
+        return [self.state[weight][name] for weight in weights]
+
+
+class FlatAdam(_FlatOptimizer):
+    """Adam, or AdamW with ``decoupled``; two moments an element."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled: bool = False,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
+        )
+
+    def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        rule = AdamRule(
+            float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["decoupled"]
+        )
+        first, second = self._moments(weights, "exp_avg"), self._moments(weights, "exp_avg_sq")
+        adam_(weights, grads, first, second, group["step"], rule)
+
+
+class FlatSGD(_FlatOptimizer):
+    """SGD; one buffer an element with momentum, none without."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"nesterov": nesterov})
+
+    def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        rule = SGDRule(
+            float(group["lr"]), group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"]
+        )
+        buffers = sgd_(weights, grads, [self.state[w].get("momentum_buffer") for w in weights], rule)
+        for weight, buffer in zip(weights, buffers, strict=True):
+            if buffer is not None:
+                self.state[weight]["momentum_buffer"] = buffer
+
+
+class FlatLion(_FlatOptimizer):
+    """Lion; one momentum an element."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        rule = LionRule(float(group["lr"]), tuple(group["betas"]), group["weight_decay"])
+        lion_(weights, grads, self._moments(weights, "exp_avg"), rule)

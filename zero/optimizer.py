@@ -1,0 +1,139 @@
+"""The sharded optimizer step: one norm, one decision, update the owned weights, gather the parameters."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import ConfigError
+from engine.parallel.comm import Comm
+from engine.zero.storage import FlatBucket
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+# Optimizers of torch whose update of an element reads nothing but that element's own history, so that
+# a shard is updated as the whole tensor would be.
+_ELEMENTWISE = frozenset(
+    {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """What an optimizer group overrides; None leaves the optimizer's own value."""
+
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    def as_kwargs(self) -> dict[str, float]:
+        """The overrides as keys of a torch parameter group."""
+        values = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class ShardedOptimizer:
+    """Updates the owned weights of every bucket and makes the parameters whole again.
+
+    Args:
+        buckets: the flat buckets of this rank.
+        groups: overrides by group index.
+        factory: makes the inner optimizer from torch parameter groups.
+        comm: communication; label "parameters" on axis dp, one all-gather a bucket and step.
+        sharded: update shards only (ZeRO 1); at ZeRO 0 every rank updates everything.
+        shaped: give the inner optimizer whole parameters in their shapes instead of flat runs. Only at
+            ZeRO 0, where an optimizer that looks at a whole matrix (LAMB, Muon) then works.
+
+    Raises:
+        ConfigError: the inner optimizer does not work element by element and sharding is asked.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[FlatBucket],
+        groups: Sequence[GroupOptions],
+        factory: OptimizerFactory,
+        comm: Comm,
+        sharded: bool,
+        shaped: bool = False,
+    ) -> None:
+        self._buckets = buckets
+        self._comm = comm
+        self._sharded = sharded
+        collect = _whole_parameters if shaped and not sharded else _segments
+        members: dict[int, list[nn.Parameter]] = {index: [] for index in range(len(groups))}
+        for flat in buckets:
+            for group, parameter in collect(flat):
+                members[group].append(parameter)
+        self.inner = factory([{"params": members[i], **group.as_kwargs()} for i, group in enumerate(groups)])
+        if sharded:
+            _check_elementwise(self.inner)
+
+    @torch.no_grad()
+    def step(self, scale: float) -> None:
+        """Multiply the reduced gradients by ``scale``, update, and gather every bucket over dp."""
+        for flat in self._buckets:
+            flat.grads[flat.owned].mul_(scale)
+        self.inner.step()
+        gathers = []
+        for flat in self._buckets:
+            if flat.master is not None:
+                flat.params[flat.owned].copy_(flat.master)
+            if self._sharded:
+                own = flat.params[flat.shard]
+                gathers.append(self._comm.all_gather(flat.params, own, "dp", "parameters"))
+        for gather in gathers:
+            gather.wait()
+
+    @torch.no_grad()
+    def full_weights(self) -> Mapping[str, Tensor]:
+        """Every parameter in its widest dtype, whole, by name. Collective over dp where masters are sharded.
+
+        The tensors are views of the parameters or of one gathered copy of the masters.
+        """
+        full: dict[str, Tensor] = {}
+        for flat in self._buckets:
+            whole = flat.params
+            if flat.master is not None:
+                whole = torch.zeros(flat.bucket.elements, dtype=flat.master.dtype, device=flat.params.device)
+                whole[flat.owned].copy_(flat.master)
+                if self._sharded:
+                    self._comm.all_gather(whole, whole[flat.shard], "dp", "full state").wait()
+            for slot in flat.bucket.slots:
+                full[slot.name] = whole[slot.start : slot.stop].view(slot.shape)
+        return full
+
+
+def _segments(flat: FlatBucket) -> list[tuple[int, nn.Parameter]]:
+    """Flat parameters, one a run of equal group, so that an update is a few long kernels."""
+    found = []
+    for segment in flat.bucket.segments(flat.owned):
+        weights = flat.weights[segment.start - flat.owned.start : segment.stop - flat.owned.start]
+        found.append((segment.group, _with_grad(weights, flat.grads[segment.start : segment.stop])))
+    return found
+
+
+def _whole_parameters(flat: FlatBucket) -> list[tuple[int, nn.Parameter]]:
+    found = []
+    for slot in flat.bucket.slots:
+        weights = flat.weights[slot.start : slot.stop].view(slot.shape)
+        grads = flat.grads[slot.start : slot.stop].view(slot.shape)
+        found.append((slot.group, _with_grad(weights, grads)))
+    return found
+
+
+def _with_grad(weights: Tensor, grads: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(weights)
+    parameter.grad = grads
+    return parameter
+
+
+def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
+    if not known and not getattr(kind, "elementwise", False):
+        raise ConfigError(
+            f"optimizer {kind.__name__} is sharded by zero_optimization.stage 1, which needs an optimizer that works "
+            "element by element: use stage 0, or set `elementwise = True` on its class if it does."
+        )

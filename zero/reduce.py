@@ -1,0 +1,179 @@
+"""Gradients from backward into the flat buckets, and from there over the data axis while backward runs.
+
+    backward of the last microbatch   head      block 7     block 6   ...   embedding
+    bucket 0 complete                      | reduce-scatter 0 ------>
+    bucket 1 complete                                  | reduce-scatter 1 ------>
+    finish                                                                  | the rest | wait
+
+Collectives are issued in the order of the buckets on every rank, whatever the order of the hooks,
+so that ranks whose backward differs (an unused parameter, another branch) still meet.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from engine.errors import EngineError
+from engine.parallel.comm import Comm, Pending
+from engine.zero.layout import Slot
+from engine.zero.storage import FlatBucket
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the gradient of one parameter goes."""
+
+    name: str
+    view: Tensor
+    touched: bool = False
+    """A gradient of this step lies in ``view``; otherwise its content is stale."""
+    arrived: bool = False
+    """The running backward has given its gradient."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far one bucket is."""
+
+    flat: FlatBucket
+    places: list[_Place] = field(default_factory=list)
+    missing: int = 0
+    repeats: bool = False
+    """A parameter gave twice in one backward (re-entrant checkpointing), so that nobody knows which
+    gift is the last: the bucket waits for ``finish``."""
+    reduction: Pending | None = None
+    received: Callable[[], object] | None = None
+
+
+class GradientReducer:
+    """Sums gradients over microbatches into the buckets and reduces the buckets over dp.
+
+    Args:
+        buckets: the flat buckets of this rank.
+        parameters: trainable parameters by the names used in the buckets.
+        comm: communication; label "gradients" on axis dp, one collective a bucket and step.
+        dtype: dtype on the wire; None is the dtype of accumulation.
+        scatter: reduce-scatter to the shards (ZeRO 1) instead of all-reduce (ZeRO 0).
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[FlatBucket],
+        parameters: Mapping[str, nn.Parameter],
+        comm: Comm,
+        dtype: torch.dtype | None,
+        scatter: bool,
+    ) -> None:
+        self._comm = comm
+        self._dtype = dtype
+        self._scatter = scatter
+        self._progress = [_Progress(flat) for flat in buckets]
+        self._next = 0
+        self._in_backward = False
+        self._eager = False
+        self._whole_step_seen = False
+        self._hooks: list[RemovableHandle] = [
+            parameters[slot.name].register_post_accumulate_grad_hook(
+                partial(self._arrive, progress, _place(progress, slot))
+            )
+            for progress in self._progress
+            for slot in progress.flat.bucket.slots
+        ]
+
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[None]:
+        """Collect the gradients of one backward; with ``last``, reduce complete buckets meanwhile.
+
+        Raises:
+            EngineError: a parameter gave a gradient after its bucket was reduced.
+        """
+        for progress in self._progress:
+            progress.missing = len(progress.places)
+            for place in progress.places:
+                place.arrived = False
+        # The first step only watches: which parameters give more than once is not known before.
+        self._eager = last and self._whole_step_seen
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = self._eager = False
+
+    def finish(self) -> None:
+        """Reduce what is left, wait for all, get ready for the next step.
+
+        Afterwards each shard (stage 0: each whole bucket) of ``grads`` holds the sum over microbatches
+        and data ranks; a parameter without a gradient in this step has given zero.
+        """
+        while self._next < len(self._progress):
+            self._launch()
+        for progress in self._progress:
+            if progress.reduction is not None:
+                progress.reduction.wait()
+            if progress.received is not None:
+                progress.received()
+        self._whole_step_seen = True
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the gradients of a step that did not end."""
+        self._next = 0
+        for progress in self._progress:
+            progress.reduction = progress.received = None
+            for place in progress.places:
+                place.touched = False
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _arrive(self, progress: _Progress, place: _Place, parameter: Tensor) -> None:
+        if not self._in_backward or parameter.grad is None:
+            return  # a backward of the user's own: not our gradient
+        if progress.reduction is not None:
+            raise EngineError(
+                f"parameter {place.name!r} got a gradient after its bucket was reduced: its use differs from the "
+                "earlier steps; call it the same number of times in every backward."
+            )
+        grad, parameter.grad = parameter.grad, None
+        grad = grad.to_dense() if grad.layout != torch.strided else grad
+        if place.touched:
+            place.view.add_(grad)
+        else:
+            place.view.copy_(grad)
+        progress.repeats = progress.repeats or place.arrived
+        progress.missing -= not place.arrived
+        place.touched = place.arrived = True
+        while self._eager and self._next < len(self._progress) and self._ready(self._progress[self._next]):
+            self._launch()
+
+    def _ready(self, progress: _Progress) -> bool:
+        return progress.missing == 0 and not progress.repeats
+
+    def _launch(self) -> None:
+        progress = self._progress[self._next]
+        self._next += 1
+        for place in progress.places:
+            if not place.touched:
+                place.view.zero_()
+        grads, shard = progress.flat.grads, progress.flat.shard
+        wire = grads if self._dtype is None else grads.to(self._dtype)
+        if self._scatter:
+            progress.reduction = self._comm.reduce_scatter(wire[shard], wire, "dp", "gradients")
+        else:
+            progress.reduction = self._comm.all_reduce(wire, "dp", "gradients")
+        if wire is not grads:
+            kept = shard if self._scatter else slice(None)
+            progress.received = partial(grads[kept].copy_, wire[kept])
+
+
+def _place(progress: _Progress, slot: Slot) -> _Place:
+    place = _Place(slot.name, progress.flat.grads[slot.start : slot.stop].view(slot.shape))
+    progress.places.append(place)
+    return place
