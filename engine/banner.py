@@ -32,15 +32,18 @@ def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
     lines = [f"bytes sent by rank {rank} per step, over {steps} steps", _row("axis", "what", "planned", "measured")]
     for row in measured.rows():
         plan_row = planned.pop((row.axis, row.label), None)
-        expected = f"{plan_row.bytes:,} ({plan_row.calls} calls)" if plan_row else "-"
-        calls = f"{row.calls / steps:g}"
-        lines.append(_row(row.axis, row.label, expected, f"{row.bytes / steps:,.0f} ({calls} calls)"))
-    lines += [_row(r.axis, r.label, f"{r.bytes:,} ({r.calls} calls)", "0") for r in planned.values()]
+        expected = _amount(plan_row.bytes, plan_row.calls) if plan_row else "-"
+        lines.append(_row(row.axis, row.label, expected, _amount(row.bytes / steps, row.calls / steps)))
+    lines += [_row(row.axis, row.label, _amount(row.bytes, row.calls), "0") for row in planned.values()]
     return "\n".join(lines)
 
 
 def _row(axis: str, label: str, planned: str, measured: str) -> str:
     return f"  {axis:<6} {label:<12} {planned:>26} {measured:>26}"
+
+
+def _amount(count: float, calls: float) -> str:
+    return f"{count:,.0f} in {calls:g} call{'s' * (calls != 1)}"
 
 
 def megabytes(count: int) -> str:
@@ -65,7 +68,7 @@ def _precision_line(plan: Plan) -> str:
 def _zero_line(plan: Plan) -> str:
     stage, layout = plan.config.zero_optimization.stage, plan.layout(plan.grid(0).coord())
     what = "gradients reduce-scattered, parameters gathered" if stage else "gradients all-reduced"
-    return f"stage {stage}: {what} in {len(layout.buckets)} buckets during backward"
+    return f"stage {stage}: {what} in {len(layout.buckets)} bucket{'s' * (len(layout.buckets) != 1)} during backward"
 
 
 def _state_line(plan: Plan, rank: RankPlan) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from engine.config import Config, OptimizerConfig
 from engine.errors import ConfigError, PlanError
 from engine.loss import LossFunction
 from engine.lr import LearningRate, SchedulerArgument, make_learning_rate
+from engine.metrics import check_sinks
 from engine.parallel.comm import Comm, TorchBackend, World
 from engine.parallel.grid import Grid
 from engine.plan import Plan, build_plan
@@ -49,6 +50,8 @@ class Parts:
     optimizer: ShardedOptimizer
     learning_rate: LearningRate
     loss_fn: LossFunction | None
+    given_dtypes: Mapping[str, torch.dtype]
+    """Of ``model.state_dict()`` as the user gave it."""
 
 
 def make_model(source: ModelSource, seed: int) -> nn.Module:
@@ -77,11 +80,13 @@ def make_model(source: ModelSource, seed: int) -> nn.Module:
 def build(model: nn.Module, config: Config, world: World, request: Request) -> Parts:
     """Plan, check, then place: communication starts only after every local check has passed."""
     _refuse_unbuilt(config)
+    check_sinks(config.monitor)
     plan = build_plan(model, config, own_optimizer=request.optimizer is not None)
     grid = plan.grid(world.rank)
     comm = Comm(grid, TorchBackend(grid, world.device))
     _check_equal(model, config, comm, world.device)
     _switch_cache_off(model)
+    given_dtypes = {key: value.dtype for key, value in model.state_dict().items() if isinstance(value, Tensor)}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sharded = config.zero_optimization.stage > 0
     who = Ownership(grid.coord().dp, grid.dp, sharded)
@@ -91,7 +96,7 @@ def build(model: nn.Module, config: Config, world: World, request: Request) -> P
     factory = request.optimizer or _factory(config.optimizer)
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped=request.optimizer is not None)
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
-    return Parts(plan, grid, world, comm, model, buckets, reducer, optimizer, rate, request.loss_fn)
+    return Parts(plan, grid, world, comm, model, buckets, reducer, optimizer, rate, request.loss_fn, given_dtypes)
 
 
 def _refuse_unbuilt(config: Config) -> None:

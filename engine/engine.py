@@ -239,13 +239,12 @@ class Engine:
         weights = self._parts.optimizer.full_weights()
         if self.grid.rank:
             return {}
-        given = {alias: row for row in self.plan.table for alias in (row.name, *row.aliases)}
-        state: dict[str, Tensor] = {}
-        for key, value in self._model.state_dict().items():
-            row = given.get(key)
-            source = weights.get(row.name, value) if row else value
-            state[key] = source.detach().to("cpu", row.dtype if row else value.dtype, copy=True)
-        return state
+        first_names = {alias: row.name for row in self.plan.table for alias in (row.name, *row.aliases)}
+        state = self._model.state_dict()
+        for key, dtype in self._parts.given_dtypes.items():
+            source = weights.get(first_names.get(key, key), state[key])
+            state[key] = source.detach().to("cpu", dtype, copy=True)
+        return dict(state)
 
     def close(self) -> None:
         """Take the hooks off, close the logs, end the communication. The engine cannot be used afterwards."""

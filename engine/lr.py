@@ -111,7 +111,7 @@ def _cycle_position(update: int, p: Mapping[str, Any]) -> float:
     return math.floor(position * stairs) / stairs if stairs else position
 
 
-_SCHEDULES: Mapping[str, Callable[[int, float, Mapping[str, Any]], float]] = {
+_SCHEDULES: Mapping[str, Callable[..., float]] = {
     "LRRangeTest": lr_range_test,
     "OneCycle": one_cycle,
     "WarmupLR": warmup,

@@ -4,6 +4,7 @@ import json
 import resource
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.config import MonitorConfig
+from engine.errors import ConfigError
 
 # Dense bf16 TFLOP/s by the vendors' datasheets; MFU is stated only against one of these.
 PEAK_TFLOPS = MappingProxyType(
@@ -114,6 +116,15 @@ class TensorBoard:
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
+
+
+def check_sinks(config: MonitorConfig) -> None:
+    """Refuse a sink whose package is not installed, on every rank, before anything is started."""
+    if config.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError(
+            f"monitor.tensorboard: {config.tensorboard!r} needs the package tensorboard, which is not installed; "
+            "pip install 'trine[ui]', or leave it out."
+        )
 
 
 def make_sinks(config: MonitorConfig) -> Sequence[Sink]:

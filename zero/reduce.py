@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,13 +78,12 @@ class GradientReducer:
         self._in_backward = False
         self._eager = False
         self._whole_step_seen = False
-        self._hooks: list[RemovableHandle] = [
-            parameters[slot.name].register_post_accumulate_grad_hook(
-                partial(self._arrive, progress, _place(progress, slot))
-            )
-            for progress in self._progress
-            for slot in progress.flat.bucket.slots
-        ]
+        self._hooks: list[RemovableHandle] = []
+        for progress in self._progress:
+            for slot in progress.flat.bucket.slots:
+                arrive = partial(self._arrive, progress, _place(progress, slot))
+                parameter: Any = parameters[slot.name]  # torch leaves this method untyped
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrive))
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:

@@ -1,0 +1,76 @@
+"""The command ``trine``. Reading and checking a configuration needs no torch and answers at once."""
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.config import load_config
+from engine.config_schema import schema
+from engine.errors import EngineError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except EngineError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="trine", description="3D-parallel training of unchanged PyTorch models.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("schema", help="print the JSON Schema of the configuration")
+    command.set_defaults(run=_print_schema)
+
+    command = commands.add_parser("check", help="check a configuration, all mistakes at once")
+    command.add_argument("config", type=Path)
+    command.add_argument("--world", type=int, default=None, help="number of processes it has to fit")
+    command.set_defaults(run=_check)
+
+    command = commands.add_parser("plan", help="what every rank would hold and send, without processes")
+    command.add_argument("config", type=Path)
+    command.add_argument("--world", type=int, required=True, help="number of processes")
+    command.add_argument("--layers", type=int, default=8, help="blocks of the reference decoder")
+    command.add_argument("--width", type=int, default=256, help="its width")
+    command.add_argument("--heads", type=int, default=4, help="its attention heads")
+    command.add_argument("--context", type=int, default=128, help="its window in tokens")
+    command.set_defaults(run=_plan)
+    return parser
+
+
+def _print_schema(options: Namespace) -> None:
+    print(json.dumps(schema(), indent=2))
+
+
+def _check(options: Namespace) -> None:
+    config = load_config(options.config, options.world)
+    for note in config.notes:
+        print(f"note: {note}")
+    print(f"{options.config} is right" + (f" for {options.world} ranks" if options.world else ""))
+
+
+def _plan(options: Namespace) -> None:
+    import torch
+
+    from engine.banner import describe
+    from engine.decoder import Decoder, DecoderConfig
+    from engine.plan import build_plan
+
+    config = load_config(options.config, options.world)
+    shape = DecoderConfig(
+        layers=options.layers, width=options.width, heads=options.heads, context=options.context
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Decoder(shape)
+    print(describe(build_plan(model, config), "no device: a plan"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Every mistake gets one sentence: what was given, the rule, what to do. Nothing hangs."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import engine
+from engine.decoder import loss_sum
+from tests import models
+from tests.engine.test_engine import CONFIG, batches
+
+RunRanks = Callable[..., list[Any]]
+
+
+def message(action: Callable[[], object], kind: type[Exception] = engine.EngineError) -> str:
+    with pytest.raises(kind) as caught:
+        action()
+    return str(caught.value)
+
+
+def train(batch: Any, loss_fn: Any = loss_sum, model: nn.Module | None = None) -> Callable[[], object]:
+    def run() -> object:
+        with engine.initialize(model or models.decoder(), CONFIG, loss_fn=loss_fn) as eng:
+            return eng.train_batch(batch)
+
+    return run
+
+
+def test_wrong_leading_dim_names_the_key() -> None:
+    batch = batches(1)[0]
+    batch["labels"] = batch["labels"][:6]
+    assert message(train(batch)) == (
+        "batch['labels'] has leading dim 6, but a data rank's share has micro x accumulation = 2 x 4 = 8 rows; "
+        "change the loader or the sizes in the configuration."
+    )
+
+
+def test_iterable_that_is_no_iterator() -> None:
+    text = message(train(torch.utils.data.DataLoader([1, 2])))  # type: ignore[arg-type]
+    assert (
+        text.startswith("the batch is a DataLoader; give a tensor, tuple, dict or iterator") and "iter(loader)" in text
+    )
+
+
+def test_microbatch_of_wrong_size_in_an_iterator() -> None:
+    text = message(train(iter(batches(1))))
+    assert "batch['input_ids'] has leading dim 8" in text and "train_micro_batch_size_per_gpu = 2 rows" in text
+
+
+def test_batch_without_tensors() -> None:
+    assert "the batch holds no tensor with a leading dim; give tensors of" in message(train({"a": 1}))
+
+
+def test_loss_that_is_no_scalar() -> None:
+    assert message(train(batches(1)[0], lambda output, batch: output.mean(dim=0))) == (
+        "the loss that loss_fn returned is a float32 tensor of shape (12, 61); a loss is a 0-dim floating tensor: "
+        "return a mean, or (sum, weight)."
+    )
+    assert "is a float;" in message(train(batches(1)[0], lambda output, batch: 1.0))
+
+
+def test_model_without_a_loss() -> None:
+    text = message(train(batches(1)[0], None, nn.Sequential(models.decoder())), TypeError)
+    assert "unexpected keyword" in text, "a call the model does not take is the model's own error"
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.layer(x)}
+
+    assert message(train({"x": torch.ones(8, 2)}, None, Named())) == (
+        "the model returned a dict without a loss; pass labels to the model, or loss_fn=... to engine.initialize."
+    )
+
+
+def test_loss_without_gradient() -> None:
+    text = message(train(batches(1)[0], lambda output, batch: output.detach().mean()))
+    assert text.startswith("the loss does not depend on any trainable parameter; check requires_grad")
+
+
+def test_weight_zero_everywhere() -> None:
+    batch = batches(1)[0]
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    assert "the weight of this step is 0 on all ranks" in message(train(batch))
+
+
+def test_step_before_backward_and_too_many_backwards() -> None:
+    with engine.initialize(models.nano(), CONFIG) as eng:
+        assert message(eng.step) == (
+            "step() before backward(): there is no gradient to step with; call backward first."
+        )
+        tokens = models.token_batches(2, 1)[0]
+        for _ in range(4):
+            eng.backward(eng(tokens[:, :-1], tokens[:, 1:])[1])
+        text = message(lambda: eng.backward(eng(tokens[:, :-1], tokens[:, 1:])[1]))
+        assert text.startswith("backward was called 5 times; gradient_accumulation_steps is 4")
+        assert "train_batch inside an unfinished accumulation" in message(lambda: eng.train_batch(None))
+        assert eng.step() is not None, "the mistake did not spoil the step"
+
+
+def test_failed_step_leaves_no_gradient_behind() -> None:
+    with engine.initialize(models.decoder(), CONFIG, loss_fn=loss_sum) as eng:
+        good = batches(1)[0]
+        bad = {"input_ids": good["input_ids"].clone(), "labels": good["labels"].clone()}
+        bad["input_ids"][6:] = 10**6
+        with pytest.raises(IndexError):
+            eng.train_batch(bad)
+        report = eng.train_batch(good)
+    with engine.initialize(models.decoder(), CONFIG, loss_fn=loss_sum) as clean:
+        expected = clean.train_batch(good)
+    assert (report.loss, report.grad_norm) == (expected.loss, expected.grad_norm)
+
+
+def test_what_this_version_cannot_do_is_said_at_once() -> None:
+    settings = CONFIG | {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}, "compile": True}
+    text = message(lambda: engine.initialize(models.decoder(), settings), engine.ConfigError)
+    assert text.startswith("zero_optimization.stage 3, fp16.enabled true, compile true: not in this version")
+
+
+def test_models_that_cannot_be_trained() -> None:
+    def start(model: Any) -> Callable[[], object]:
+        return lambda: engine.initialize(model, CONFIG, loss_fn=loss_sum)
+
+    frozen = models.decoder().requires_grad_(False)
+    assert "no trainable parameter; set requires_grad" in message(start(frozen), engine.PlanError)
+    assert "'tokens.weight' is bfloat16 and the run is fp32" in message(
+        start(models.decoder().bfloat16()), engine.PlanError
+    )
+    assert "model is a int; give an nn.Module or a callable" in message(start(3), engine.PlanError)
+    assert "returned a int; it must return an nn.Module" in message(start(lambda: 3), engine.PlanError)
+    with torch.device("meta"):
+        empty = models.decoder()
+    assert "on the meta device" in message(start(empty), engine.PlanError)
+
+
+def test_patterns_that_match_nothing() -> None:
+    optimizer = {"type": "AdamW", "no_weight_decay": ["*.bia"], "groups": [{"params": ["heads.*"], "lr": 0.1}]}
+    text = message(lambda: engine.initialize(models.decoder(), CONFIG | {"optimizer": optimizer}), engine.ConfigError)
+    assert text.startswith(
+        "optimizer.no_weight_decay[0]: '*.bia'; optimizer.groups[0].params[0]: 'heads.*' matches no trainable parameter"
+    )
+
+
+def test_scheduler_that_is_neither() -> None:
+    text = message(
+        lambda: engine.initialize(models.decoder(), CONFIG, lr_scheduler=lambda anything: "fast"), engine.ConfigError
+    )
+    assert "pass a callable update -> factor or optimizer -> torch.optim.lr_scheduler.LRScheduler" in text
+
+
+# ---------------------------------------------------------------------- several ranks
+
+
+def ends_early() -> tuple[str, float]:
+    """Rank 1's iterator holds too few microbatches; then all ranks go on with whole batches."""
+    with engine.initialize(models.decoder(), CONFIG | {"train_batch_size": 16}, loss_fn=loss_sum) as eng:
+        parts = [{k: v[i : i + 2] for k, v in batches(1)[0].items()} for i in (0, 2, 4, 6)]
+        items: Iterator[Any] = iter(parts[:2] if eng.grid.rank else parts)
+        text = message(lambda: eng.train_batch(items))
+        assert eng.step_count == 0
+        return text, eng.train_batch(batches(1)[0]).loss
+
+
+def test_iterator_that_ends_early_on_one_rank_stops_all(run_ranks: RunRanks) -> None:
+    (first, loss), (second, same) = run_ranks(ends_early, 2)
+    assert first.startswith("1 other rank(s) could not take their batch, so no rank makes this step")
+    assert second.startswith(
+        "the iterator ended after 2 of 4 microbatches; a step needs gradient_accumulation_steps = 4"
+    )
+    assert loss == same
+
+
+def unequal(what: str) -> str:
+    """Ranks that were given different things."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    model = models.decoder()
+    if what == "weights" and rank == 2:
+        with torch.no_grad():
+            model.blocks[1].up.bias[3] += 1e-7  # type: ignore[index, union-attr, operator]
+    settings = CONFIG | {"train_batch_size": 24, "seed": 5 + (what == "settings" and rank == 1)}
+    return message(lambda: engine.initialize(model, settings, loss_fn=loss_sum))
+
+
+def test_different_weights_or_settings_are_named(run_ranks: RunRanks) -> None:
+    texts = run_ranks(unequal, 3, "weights")
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("rank 0 and rank 2 were given different weights, first in 'blocks.1.up.bias'; build the")
+    texts = run_ranks(unequal, 3, "settings")
+    assert set(texts) == {"rank 0 and rank 1 were given different configurations; pass the same to all."}
+
+
+def does_not_fit() -> str:
+    """A configuration for four ranks on two."""
+    settings = CONFIG | {"parallel": {"data": 4}}
+    return message(lambda: engine.initialize(models.decoder(), settings, loss_fn=loss_sum), engine.ConfigError)
+
+
+def test_world_size_that_does_not_fit(run_ranks: RunRanks) -> None:
+    texts = run_ranks(does_not_fit, 2)
+    assert texts[0] == texts[1] and "is not the world size 2" in texts[0] and "parallel.data 2" in texts[0]

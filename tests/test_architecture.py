@@ -1,0 +1,140 @@
+"""The rules of the house that a machine can check: direction of imports, one door, sizes, one import name."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ("kernels", "parallel", "zero", "engine", "launch")
+"""Lowest first; a layer imports from itself and from those before it."""
+
+# Bottom of the tower: errors carry no knowledge, and the layers below have to raise them.
+EVERYWHERE = {"engine.errors"}
+TORCH_FREE = (
+    "engine", "engine.config", "engine.config_schema", "engine.corpus", "engine.errors", "engine.launch.cli",
+    "engine.launch.options", "engine.parallel.grid", "engine.parallel.traffic", "engine.zero.layout",
+)  # fmt: skip
+
+# (file, function) -> why it is longer, or has more parameters, than the ceiling.
+LONG_FUNCTIONS: dict[tuple[str, str], str] = {}
+MANY_PARAMETERS = {
+    ("engine/api.py", "initialize"): "the public signature is fixed by DESIGN section 4",
+    ("engine/verify.py", "verify"): "takes what initialize takes",
+}
+DATA_OF_OPTIMIZERS = ("zero/inner.py",)
+"""Constructors with torch's own signatures."""
+
+
+def sources() -> Iterator[Path]:
+    """Every product file, by its real path."""
+    for layer in LAYERS:
+        folder = ROOT / layer
+        yield from sorted(path for path in folder.rglob("*.py") if not path.is_symlink())
+    yield ROOT / "train.py"
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def product_files() -> list[Path]:
+    """Sources without those reached a second time through the links in engine/."""
+    return [path for path in sources() if path.resolve() == path.absolute()]
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno} imports relatively"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def layer_of(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[0] != "engine":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in LAYERS else "engine"
+
+
+@pytest.mark.parametrize("path", product_files(), ids=name_of)
+def test_imports_go_down_only(path: Path) -> None:
+    own = path.relative_to(ROOT).parts[0]
+    if own == "train.py":
+        return
+    for module in imports(path):
+        layer = layer_of(module)
+        if layer is None or module in EVERYWHERE or any(module.startswith(f"{name}.") for name in EVERYWHERE):
+            continue
+        assert LAYERS.index(layer) <= LAYERS.index(own), f"{name_of(path)} ({own}) imports {module} ({layer})"
+
+
+@pytest.mark.parametrize("path", product_files(), ids=name_of)
+def test_only_comm_talks_to_torch_distributed(path: Path) -> None:
+    if name_of(path) != "parallel/comm.py":
+        distributed = [module for module in imports(path) if module.startswith("torch.distributed")]
+        assert not distributed, f"{name_of(path)} imports {distributed}; go through parallel/comm.py"
+
+
+@pytest.mark.parametrize("path", product_files(), ids=name_of)
+def test_bare_folder_names_are_no_packages(path: Path) -> None:
+    bare = [module for module in imports(path) if module.split(".")[0] in ("parallel", "zero", "kernels", "launch")]
+    assert not bare, f"{name_of(path)} imports {bare}; there is one import name, engine"
+
+
+@pytest.mark.parametrize("path", [*product_files(), *sorted((ROOT / "benchmarks").rglob("*.py"))], ids=name_of)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 400, f"{name_of(path)} has {len(text.splitlines())} lines, the ceiling is 400"
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        key = (name_of(path), node.name)
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        assert length <= 50 or key in LONG_FUNCTIONS, f"{key} has {length} lines, the ceiling is 50"
+        given = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        count = len([name for name in given if name not in ("self", "cls")])
+        excused = key in MANY_PARAMETERS or name_of(path) in DATA_OF_OPTIMIZERS
+        assert count <= 6 or excused, f"{key} has {count} parameters, the ceiling is 6"
+
+
+@pytest.mark.parametrize("path", product_files(), ids=name_of)
+def test_public_things_have_docstrings(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), f"{name_of(path)} has no docstring"
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{name_of(path)}: {node.name} has no docstring"
+
+
+def test_no_forbidden_names() -> None:
+    words = {"util", "utils", "helper", "helpers", "manager", "common", "misc"}
+    for path in product_files():
+        assert not words & set(path.stem.lower().split("_")), name_of(path)
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_module_imports_without_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0, module
+
+
+def test_configuration_and_grid_work_without_torch() -> None:
+    code = """
+import sys, engine
+from engine.parallel.grid import Grid
+config = engine.load_config({"train_batch_size": 8, "parallel": {"data": 2, "tensor": 2}}, 4)
+assert config.micro == 4 and Grid(dp=2, tp=2, rank=3).coord().dp == 1
+try:
+    engine.load_config({"train_batch": 8})
+except engine.ConfigError as error:
+    assert "train_batch_size" in str(error)
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,57 @@
+"""The reference run: a small decoder on real text, on any grid.
+
+    torchrun --nproc_per_node 4 train.py
+
+Everything that is the engine's is in ``initialize``, ``train_batch`` and ``eval_batch``; the rest is the
+usual: text, model, a loop, a few printed lines.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from engine.launch.options import training_options
+
+
+def main() -> None:
+    """Train, validate, let the model write, and compare planned with measured bytes."""
+    options = training_options()
+
+    # torch is imported from here on, so that --help answers at once
+    import engine
+    from engine.data import Batches, Sampler, window_count
+    from engine.decoder import Decoder, loss_sum
+    from engine.launch import progress, train
+
+    settings = train.read_settings(options, root=Path(__file__).parent)
+    training_text, validation_text = train.read_corpus(options)
+    shape = train.decoder_config(options)
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
+
+    if first := os.environ.get("RANK", "0") == "0":
+        train.open_run_folder(options.run, settings, training_text)
+    with engine.initialize(lambda: Decoder(shape), settings, loss_fn=loss_sum) as eng:
+        if first:
+            progress.say(train.describe_text(training_text))
+        windows = window_count(len(training_text.tokens), shape.context)
+        rows = eng.config.train_batch_size
+        assert rows is not None
+        sampler = Sampler(windows, rows, eng.config.seed, eng.grid.coord().dp, eng.grid.dp)
+        batches = Batches(training_text, shape.context, sampler)
+        line = progress.Progress(options.steps, eng.config.monitor.every)
+        for _ in range(options.steps):
+            report = eng.train_batch(next(batches))
+            if first:
+                line.show(report)
+
+        loss = train.evaluate(eng, validation_text, shape.context)
+        text = train.sample_text(eng, shape, options.sample)
+        if first and text is not None:
+            progress.say(f"validation loss {loss:.3f}, {progress.bits_per_byte(loss):.3f} bits per byte")
+            progress.say(f"--- sample\n{progress.printable(text)}\n---")
+            progress.say(eng.traffic_report())
+
+
+if __name__ == "__main__":
+    main()
