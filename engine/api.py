@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from engine.banner import describe
-from engine.build import ModelSource, Request, build, make_model
+from engine.build import ModelSource, Request, build, make_model, prepare
 from engine.config import Config, load_config
 from engine.engine import Engine
 from engine.loss import LossFunction
@@ -48,8 +48,14 @@ def initialize(
     world = read_world()
     resolved = load_config(config, world.size)
     built = make_model(model, resolved.seed)
+    request = Request(loss_fn, optimizer, lr_scheduler)
+    plan = prepare(built, resolved, request)
     world = open_world(world)
-    engine = Engine(build(built, resolved, world, Request(loss_fn, optimizer, lr_scheduler)))
+    try:
+        engine = Engine(build(built, plan, world, request))
+    except BaseException:
+        world.close()
+        raise
     if world.rank == 0:
         logger.info(describe(engine.plan, str(world.device)))
     return engine

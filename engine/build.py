@@ -77,12 +77,18 @@ def make_model(source: ModelSource, seed: int) -> nn.Module:
     return model
 
 
-def build(model: nn.Module, config: Config, world: World, request: Request) -> Parts:
-    """Plan, check, then place: communication starts only after every local check has passed."""
+def prepare(model: nn.Module, config: Config, request: Request) -> Plan:
+    """Everything that can be refused without communication, and the plan."""
     _refuse_unbuilt(config)
     check_sinks(config.monitor)
-    plan = build_plan(model, config, own_optimizer=request.optimizer is not None)
-    grid = plan.grid(world.rank)
+    if config.optimizer is None and request.optimizer is None:
+        raise ConfigError("optimizer: null, and none was given in code; name one, or pass optimizer=... in code.")
+    return build_plan(model, config, own_optimizer=request.optimizer is not None)
+
+
+def build(model: nn.Module, plan: Plan, world: World, request: Request) -> Parts:
+    """Check that all ranks were given the same, then place parameters, hooks and optimizer."""
+    config, grid = plan.config, plan.grid(world.rank)
     comm = Comm(grid, TorchBackend(grid, world.device))
     _check_equal(model, config, comm, world.device)
     _switch_cache_off(model)
@@ -93,7 +99,7 @@ def build(model: nn.Module, config: Config, world: World, request: Request) -> P
     place_rest(model, plan.precision, world.device)
     buckets = allocate(plan.layout(grid.coord()), trainable, who, world.device)
     reducer = GradientReducer(buckets, trainable, comm, plan.precision.wire, scatter=sharded)
-    factory = request.optimizer or _factory(config.optimizer)
+    factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped=request.optimizer is not None)
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
     return Parts(plan, grid, world, comm, model, buckets, reducer, optimizer, rate, request.loss_fn, given_dtypes)
@@ -129,9 +135,7 @@ def _refuse_unbuilt(config: Config) -> None:
         )
 
 
-def _factory(config: OptimizerConfig | None) -> OptimizerFactory:
-    if config is None:
-        raise ConfigError("optimizer: null, and none was given in code; name one, or pass optimizer=... in code.")
+def _factory(config: OptimizerConfig) -> OptimizerFactory:
     kinds: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
         "AdamW": (FlatAdam, {"decoupled": True}),
         "Adam": (FlatAdam, {"decoupled": False}),

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -147,13 +147,18 @@ class Engine:
         try:
             for index, microbatch in enumerate(microbatches):
                 with keyed(self._device, *self._random_key(index)):
-                    model_input = self._to_model(microbatch)
-                    loss = self._loss(call_model(self._model, model_input), microbatch)
+                    _, loss = self._forward(microbatch)
                     self._backward(step, loss, count_tokens(microbatch))
         except BaseException:
             self._parts.reducer.reset()
             raise
         return self._update(step)
+
+    @overload
+    def eval_batch(self, batch: Batch | Iterator[Batch], return_output: Literal[False] = False) -> StepReport: ...
+
+    @overload
+    def eval_batch(self, batch: Batch | Iterator[Batch], return_output: Literal[True]) -> tuple[StepReport, Any]: ...
 
     @torch.no_grad()
     def eval_batch(
@@ -169,8 +174,8 @@ class Engine:
         try:
             for index, microbatch in enumerate(microbatches):
                 with keyed(self._device, *self._random_key(index)):
-                    output = call_model(self._model, self._to_model(microbatch))
-                    self._count(step, self._loss(output, microbatch), count_tokens(microbatch))
+                    output, loss = self._forward(microbatch)
+                    self._count(step, loss, count_tokens(microbatch))
                 if return_output and self.grid.rank == 0:
                     step.outputs.append(output)
         finally:
@@ -189,8 +194,8 @@ class Engine:
         whole = len(args) == 1 and not kwargs
         with keyed(self._device, *self._random_key(index)):
             if whole:
-                return call_model(self._model, self._to_model(args[0]))
-            return self._model(*self._to_model(args), **self._to_model(kwargs))
+                return call_model(self._model, self._cast(self._move(args[0])))
+            return self._model(*self._cast(self._move(args)), **self._cast(self._move(kwargs)))
 
     def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
         """Backward of one microbatch; the loss, a 0-dim mean or (sum, weight), is averaged over the step.
@@ -282,12 +287,16 @@ class Engine:
         """(seed, step, global microbatch): the same whatever the grid is."""
         return self.config.seed, self._updates, self.grid.coord().dp * self.config.accumulation + index
 
-    def _to_model(self, batch: Batch) -> Batch:
-        return map_tensors(batch, lambda t: self.plan.precision.input(t.to(self._device, non_blocking=True)))
+    def _forward(self, microbatch: Batch) -> tuple[Any, WeightedLoss]:
+        moved = self._move(microbatch)
+        output = call_model(self._model, self._cast(moved))
+        return output, find_loss(output, moved, self._parts.loss_fn)
 
-    def _loss(self, output: Any, microbatch: Batch) -> WeightedLoss:
-        moved = map_tensors(microbatch, lambda t: t.to(self._device, non_blocking=True))
-        return find_loss(output, moved, self._parts.loss_fn)
+    def _move(self, batch: Batch) -> Batch:
+        return map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
+
+    def _cast(self, batch: Batch) -> Batch:
+        return map_tensors(batch, self.plan.precision.input)
 
     def _backward(self, step: _Step, loss: WeightedLoss, tokens: int) -> None:
         check_trainable(loss.sum)

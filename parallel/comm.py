@@ -291,7 +291,7 @@ def open_world(world: World) -> World:
     try:
         dist.init_process_group(
             backend,
-            store=None if "RANK" in os.environ else torch._C._distributed_c10d.HashStore(),
+            store=None if "RANK" in os.environ else dist.HashStore(),  # type: ignore[attr-defined]
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(seconds=seconds),

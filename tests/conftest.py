@@ -1,12 +1,18 @@
-"""What all tests share: ranks on a fork server."""
+"""What all tests share: ranks on a fork server, and the tables of the README."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.ranks import run_ranks as start_ranks
 from tests.ranks import start_server
+from tests.readme import Table
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Measured figures go into the README only when asked."""
+    parser.addoption("--write-readme", action="store_true", help="write measured tables into README.md")
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +20,12 @@ def run_ranks() -> Callable[..., list[Any]]:
     """``run_ranks(function, world_size, *arguments, env=None, seconds=120)``; see tests/ranks.py."""
     start_server()
     return start_ranks
+
+
+@pytest.fixture(scope="session")
+def parity_table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """Largest relative deviation of a loss from one process, by model and grid."""
+    table = Table("parity", "largest relative deviation of a loss")
+    yield table
+    if request.config.getoption("--write-readme"):
+        table.write()

@@ -71,7 +71,7 @@ class GradientReducer:
         scatter: bool,
     ) -> None:
         self._comm = comm
-        self._dtype = dtype
+        self._dtype = dtype if comm.grid.dp > 1 else None
         self._scatter = scatter
         self._progress = [_Progress(flat) for flat in buckets]
         self._next = 0

@@ -184,7 +184,7 @@ def unequal(what: str) -> str:
     model = models.decoder()
     if what == "weights" and rank == 2:
         with torch.no_grad():
-            model.blocks[1].up.bias[3] += 1e-7  # type: ignore[index, union-attr, operator]
+            model.get_parameter("blocks.1.up.bias")[3] += 1e-7
     settings = CONFIG | {"train_batch_size": 24, "seed": 5 + (what == "settings" and rank == 1)}
     return message(lambda: engine.initialize(model, settings, loss_fn=loss_sum))
 

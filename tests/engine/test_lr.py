@@ -13,7 +13,6 @@ from engine.lr import LearningRate, make_learning_rate
 from engine.zero.inner import FlatAdam
 
 
-
 def rate(kind: str, lr: float = 0.1, **params: Any) -> LearningRate:
     config = load_config({"train_batch_size": 1, "scheduler": {"type": kind, "params": params}})
     optimizer = FlatAdam([torch.nn.Parameter(torch.zeros(1))], lr=lr)

@@ -11,6 +11,7 @@ from torch import nn
 from engine.decoder import loss_sum
 from engine.verify import Parity, verify
 from tests import models
+from tests.readme import Table
 
 RunRanks = Callable[..., list[Any]]
 
@@ -54,9 +55,9 @@ def parity(run_ranks: RunRanks, name: str, config: dict[str, Any], dp: int) -> P
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_fp32_equals_one_process(run_ranks: RunRanks, name: str, dp: int, stage: int) -> None:
+def test_fp32_equals_one_process(run_ranks: RunRanks, parity_table: Table, name: str, dp: int, stage: int) -> None:
     result = parity(run_ranks, name, config_for(dp, stage), dp)
-    print(result)
+    parity_table.cells[name, f"dp{dp} ZeRO-{stage}"] = f"{result.loss:.0e}"
     assert result.holds(), str(result)
     assert all(norm > 0.5 for norm in result.reference.norms), "clipping must be active"
 

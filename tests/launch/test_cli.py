@@ -1,0 +1,58 @@
+"""The command line: answers at once, without torch, in sentences."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.launch.cli import main
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_configs_are_right(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(path), "--world", "4"]) == 0
+    assert f"{path} is right for 4 ranks" in capsys.readouterr().out
+
+
+def test_all_mistakes_are_printed_and_the_status_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text('{"train_batch": 8, "zero_optimization": {"stage": 4}}')
+    assert main(["check", str(path)]) == 1
+    text = capsys.readouterr().err
+    assert "train_batch: unknown key. Did you mean train_batch_size?" in text and "zero_optimization.stage: 4" in text
+
+
+def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert "train_batch_size" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_plan_needs_no_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(ROOT / "configs" / "dp4_zero1.json"), "--world", "48"]) == 0
+    text = capsys.readouterr().out
+    assert "48 ranks = 1 pipeline x 48 data x 1 tensor" in text and "6,482,432 parameters" in text
+
+
+@pytest.mark.parametrize("arguments", [["-m", "engine.launch.cli", "--help"], ["train.py", "--help"]])
+def test_help_does_not_import_torch(arguments: list[str]) -> None:
+    # a module that stands in the way of torch would make the import fail
+    code = f"""
+import runpy, sys
+sys.modules["torch"] = None
+sys.argv = {arguments[-2:]!r}
+try:
+    {
+        "runpy.run_module('engine.launch.cli', run_name='__main__')"
+        if arguments[0] == "-m"
+        else "runpy.run_path('train.py', run_name='__main__')"
+    }
+except SystemExit as done:
+    sys.exit(done.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr

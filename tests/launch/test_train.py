@@ -1,0 +1,98 @@
+"""The main job under real torchrun: one node, two nodes, the user's own text, and a rank that fails."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--steps", "3", "--layers", "1", "--width", "32", "--context", "32", "--sample", "20"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def run(command: list[str], folder: Path, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds, check=False
+    )
+
+
+def test_one_command_trains_and_reports(tmp_path: Path) -> None:
+    done = run([*TORCHRUN, "--nproc_per_node", "2", str(ROOT / "train.py"), *SMALL], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for expected in ("2 ranks = 1 pipeline x 2 data x 1 tensor", "step 1/3", "step 3/3 100%", "bpb", "eta 0s",
+                     "bits per byte", "--- sample", "gradients", "clipped at 1", "digest"):  # fmt: skip
+        assert expected in done.stdout, expected
+    assert done.stdout.count("step 3/3") == 1, "one progress line, from rank 0"
+    for line in done.stdout.splitlines():
+        if line.strip().startswith(("dp ", "world ")):
+            planned, measured = line.split("call")[:2]
+            assert planned.split()[-3:] == measured.split()[-3:], f"plan and measurement differ: {line}"
+    lines = [json.loads(line) for line in (tmp_path / "runs/train/metrics.jsonl").read_text().splitlines()]
+    assert lines and lines[0]["step"] == 1
+    record = json.loads((tmp_path / "runs/train/run.json").read_text())
+    assert len(record["corpus"]["digest"]) == 16 and record["config"]["zero_optimization"]["stage"] == 1
+
+
+def test_a_second_run_keeps_the_first_and_reads_the_users_text(tmp_path: Path) -> None:
+    text = tmp_path / "mine.txt"
+    text.write_text("to be or not to be, that is the question\n" * 400)
+    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--data", str(text)]
+    first, second = run(command, tmp_path), run(command, tmp_path)
+    assert first.returncode == second.returncode == 0, second.stderr[-3000:]
+    assert (tmp_path / "runs/train/run.json").exists() and (tmp_path / "runs/train.1/metrics.jsonl").exists()
+    losses = [[line for line in done.stdout.splitlines() if line.startswith("validation")] for done in (first, second)]
+    assert losses[0] == losses[1], "the same seed gives the same run"
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = []
+    for node in range(2):
+        place = ["--nnodes", "2", "--node_rank", str(node), "--nproc_per_node", "2"]
+        address = ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+        command = [*TORCHRUN, *place, *address, str(ROOT / "train.py"), *SMALL]
+        nodes.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        )
+    outputs = [node.communicate(timeout=120) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs[0][1][-2000:]
+    assert "4 ranks = 1 pipeline x 4 data x 1 tensor" in outputs[0][0] and "step 3/3" in outputs[0][0]
+    assert "step" not in outputs[1][0], "only rank 0 speaks"
+
+
+FAILING = """
+import sys, torch, engine
+from torch import nn
+
+def loss(output, batch):
+    if torch.distributed.get_rank() == 1:
+        raise RuntimeError("the user's own mistake")
+    return output.mean()
+
+with engine.initialize(lambda: nn.Linear(4, 4), {"train_batch_size": 4}, loss_fn=loss) as eng:
+    eng.train_batch(torch.ones(2, 4))
+"""
+
+
+def test_a_rank_that_raises_brings_the_job_down_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(FAILING)
+    started = time.monotonic()
+    done = run([*TORCHRUN, "--nproc_per_node", "2", "fail.py"], tmp_path)
+    assert done.returncode != 0 and "the user's own mistake" in done.stderr
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--data", "missing.txt"], ["--config", "missing.json"]])
+def test_wrong_options_are_named(tmp_path: Path, arguments: list[str]) -> None:
+    done = run([sys.executable, str(ROOT / "train.py"), *arguments], tmp_path)
+    assert done.returncode != 0 and (arguments[0] in done.stderr or arguments[1] in done.stderr)
