@@ -23,8 +23,12 @@ def map_tensors(tree: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     if isinstance(tree, Mapping):
         return {key: map_tensors(value, change) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)(map_tensors(value, change) for value in tree)
+        return _like(tree, [map_tensors(value, change) for value in tree])
     return tree
+
+
+def _like(tree: Any, parts: list[Any]) -> Any:
+    return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)  # a namedtuple takes its parts singly
 
 
 def named_tensors(tree: Batch, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
@@ -89,10 +93,14 @@ def _rows(batch: Batch, start: int, count: int) -> Batch:
 
 def count_tokens(microbatch: Batch) -> int:
     """Elements of ``input_ids`` if there is one, else rows."""
-    ids = microbatch.get("input_ids") if isinstance(microbatch, Mapping) else None
-    if isinstance(ids, Tensor):
-        return ids.numel()
-    return next(tensor.shape[0] for _, tensor in named_tensors(microbatch) if tensor.ndim)
+    if is_text(microbatch):
+        return int(microbatch["input_ids"].numel())
+    return next((tensor.shape[0] for _, tensor in named_tensors(microbatch) if tensor.ndim), 1)
+
+
+def is_text(microbatch: Batch) -> bool:
+    """Whether the batch says how many tokens it has."""
+    return isinstance(microbatch, Mapping) and isinstance(microbatch.get("input_ids"), Tensor)
 
 
 def call_model(model: nn.Module, microbatch: Batch) -> Any:
@@ -112,5 +120,5 @@ def join_outputs(outputs: list[Any]) -> Any:
     if isinstance(first, Mapping):
         return {key: join_outputs([output[key] for output in outputs]) for key in first}
     if isinstance(first, tuple | list):
-        return type(first)(join_outputs(list(parts)) for parts in zip(*outputs, strict=True))
+        return _like(first, [join_outputs(list(parts)) for parts in zip(*outputs, strict=True)])
     return outputs

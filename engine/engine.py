@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.banner import compare_traffic
-from engine.batch import Batch, call_model, count_tokens, join_outputs, map_tensors, take_microbatches
+from engine.batch import Batch, call_model, count_tokens, is_text, join_outputs, map_tensors, take_microbatches
 from engine.build import Parts
 from engine.config import Config
 from engine.errors import EngineError
@@ -38,6 +38,8 @@ class _Step:
     """fp64, 0-dim, on the device: reading it would wait for the GPU."""
     weight: Tensor
     tokens: int = 0
+    text: bool = False
+    """Tokens are tokens, not rows."""
     microbatches: int = 0
     problem: EngineError | None = None
     outputs: list[Any] = field(default_factory=list)
@@ -63,6 +65,7 @@ class Engine:
         self._model = parts.model
         self._device = parts.world.device
         self._step: _Step | None = None
+        self._forwarded: Batch = None
         self._updates = 0
         self._skipped = 0
         self._update_seconds = 0.0
@@ -148,7 +151,7 @@ class Engine:
             for index, microbatch in enumerate(microbatches):
                 with keyed(self._device, *self._random_key(index)):
                     _, loss = self._forward(microbatch)
-                    self._backward(step, loss, count_tokens(microbatch))
+                    self._backward(step, loss, microbatch)
         except BaseException:
             self._parts.reducer.reset()
             raise
@@ -175,7 +178,7 @@ class Engine:
             for index, microbatch in enumerate(microbatches):
                 with keyed(self._device, *self._random_key(index)):
                     output, loss = self._forward(microbatch)
-                    self._count(step, loss, count_tokens(microbatch))
+                    self._count(step, loss, microbatch)
                 if return_output and self.grid.rank == 0:
                     step.outputs.append(output)
         finally:
@@ -191,17 +194,17 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them."""
         index = self._step.microbatches if self._step else 0
-        whole = len(args) == 1 and not kwargs
+        self._forwarded = args[0] if len(args) == 1 and not kwargs else kwargs or args
         with keyed(self._device, *self._random_key(index)):
-            if whole:
-                return call_model(self._model, self._cast(self._move(args[0])))
+            if self._forwarded is not kwargs:
+                return call_model(self._model, self._cast(self._move(self._forwarded)))
             return self._model(*self._cast(self._move(args)), **self._cast(self._move(kwargs)))
 
     def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
         """Backward of one microbatch; the loss, a 0-dim mean or (sum, weight), is averaged over the step.
 
-        Gradients are reduced over dp during the backward of the last microbatch. Tokens are counted as
-        one a microbatch, because the batch is not seen here.
+        Gradients are reduced over dp during the backward of the last microbatch. Tokens are those of the
+        last forward through the engine.
 
         Raises:
             EngineError: more backwards than ``gradient_accumulation_steps``, or no scalar.
@@ -215,7 +218,7 @@ class Engine:
         pair = loss if isinstance(loss, tuple) else (loss, 1.0)
         weighted = WeightedLoss(check_scalar(pair[0], "the loss given to backward"), pair[1])
         try:
-            self._backward(step, weighted, tokens=1)
+            self._backward(step, weighted, self._forwarded)
         except BaseException:
             self._step = None
             self._parts.reducer.reset()
@@ -298,16 +301,17 @@ class Engine:
     def _cast(self, batch: Batch) -> Batch:
         return map_tensors(batch, self.plan.precision.input)
 
-    def _backward(self, step: _Step, loss: WeightedLoss, tokens: int) -> None:
+    def _backward(self, step: _Step, loss: WeightedLoss, microbatch: Batch) -> None:
         check_trainable(loss.sum)
-        self._count(step, loss, tokens)
+        self._count(step, loss, microbatch)
         with self._parts.reducer.backward(last=step.microbatches == self.config.accumulation):
             torch.autograd.backward(loss.sum)
 
-    def _count(self, step: _Step, loss: WeightedLoss, tokens: int) -> None:
+    def _count(self, step: _Step, loss: WeightedLoss, microbatch: Batch) -> None:
         step.loss += loss.sum.detach()
         step.weight += loss.weight
-        step.tokens += tokens
+        step.tokens += count_tokens(microbatch)
+        step.text = is_text(microbatch)
         step.microbatches += 1
 
     def _update(self, step: _Step) -> StepReport:
@@ -361,8 +365,8 @@ class Engine:
             lr=self.lr if lr is None else lr,
             tokens=int(control.tokens),
             seconds=seconds,
-            tflops=flops / 1e12,
-            mfu=flops / 1e12 / peak if peak else None,
+            tflops=flops / 1e12 if step.text else None,
+            mfu=flops / 1e12 / peak if peak and step.text else None,
             peak_bytes=peak_memory(self._device),
             bytes_sent=self._parts.comm.tally.since(step.sent).bytes(),
             skipped=skipped,

@@ -37,7 +37,7 @@ def find_loss(output: Any, batch: Batch, loss_fn: LossFunction | None) -> Weight
     found = loss_fn(output, batch) if loss_fn is not None else _loss_in(output)
     source = "loss_fn" if loss_fn is not None else "the model"
     if isinstance(found, tuple) and len(found) == 2 and loss_fn is not None:
-        return WeightedLoss(check_scalar(found[0], f"the sum that {source} returned"), found[1])
+        return WeightedLoss(check_scalar(found[0], f"the sum that {source} returned"), _check_weight(found[1]))
     return WeightedLoss(check_scalar(found, f"the loss that {source} returned"), 1.0)
 
 
@@ -50,6 +50,15 @@ def check_scalar(loss: Any, what: str) -> Tensor:
     else:
         return loss
     raise EngineError(f"{what} is {given}; a loss is a 0-dim floating tensor: return a mean, or (sum, weight).")
+
+
+def _check_weight(weight: Any) -> Tensor | float:
+    if isinstance(weight, Tensor) and weight.ndim == 0:
+        return weight.detach()
+    if isinstance(weight, int | float):
+        return float(weight)
+    given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
+    raise EngineError(f"the weight that loss_fn returned is {given}; return a number or a 0-dim tensor beside the sum.")
 
 
 def check_trainable(loss: Tensor) -> None:

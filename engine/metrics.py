@@ -37,7 +37,7 @@ class StepReport:
     seconds: float
     """Mean over ranks: this step up to its norm, and the update of the step before."""
     tflops: float | None
-    """Achieved per rank: 6 x parameters x tokens / seconds / ranks; None without tokens."""
+    """Achieved per rank: 6 x parameters x tokens / seconds / ranks; None where tokens are rows."""
     mfu: float | None
     """``tflops`` over the dense bf16 peak of the GPU; None where the peak is not known."""
     peak_bytes: int

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from engine.errors import ConfigError
 from engine.parallel.comm import Comm
+from engine.zero.edits import EditWatch
 from engine.zero.storage import FlatBucket
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -61,6 +62,7 @@ class ShardedOptimizer:
         self._buckets = buckets
         self._comm = comm
         self._sharded = sharded
+        self._edits = EditWatch(buckets)
         collect = _whole_parameters if shaped and not sharded else _segments
         members: dict[int, list[nn.Parameter]] = {index: [] for index in range(len(groups))}
         for flat in buckets:
@@ -73,6 +75,7 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self, scale: float) -> None:
         """Multiply the reduced gradients by ``scale``, update, and gather every bucket over dp."""
+        self._edits.carry_over()
         for flat in self._buckets:
             flat.grads[flat.owned].mul_(scale)
         self.inner.step()
@@ -92,6 +95,7 @@ class ShardedOptimizer:
 
         The tensors are views of the parameters or of one gathered copy of the masters.
         """
+        self._edits.carry_over()
         full: dict[str, Tensor] = {}
         for flat in self._buckets:
             whole = flat.params

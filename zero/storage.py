@@ -33,6 +33,8 @@ class FlatBucket:
     """The elements whose gradient this rank counts in the norm; always its 1/N."""
     master: Tensor | None
     """[owned] in fp32, if ``params`` are narrower."""
+    parameters: tuple[nn.Parameter, ...]
+    """The user's parameters, in the order of the slots."""
 
     @property
     def weights(self) -> Tensor:
@@ -85,7 +87,8 @@ def _fill(bucket: Bucket, parameters: Mapping[str, nn.Parameter], who: Ownership
             kept = given[start - slot.start : stop - slot.start]
             master[start - owned.start : stop - owned.start].copy_(kept)
         parameter.data = params[slot.start : slot.stop].view(slot.shape)
-    return FlatBucket(bucket, params, grads, owned, shard, master)
+    held = tuple(parameters[slot.name] for slot in bucket.slots)
+    return FlatBucket(bucket, params, grads, owned, shard, master, held)
 
 
 def squared_norm(buckets: Sequence[FlatBucket]) -> Tensor:

@@ -72,3 +72,24 @@ def test_losses_and_masters_equal_plain_torch(run_ranks: RunRanks, dp: int, stag
     losses, expected, deviation = run_ranks(train, dp, stage)[0]
     assert losses == expected and losses[-1] < losses[0]
     assert deviation <= 1e-9
+
+
+def load_weights_afterwards() -> tuple[float, float, float]:
+    """Loss of other weights loaded after initialize; a step with lr 0 must keep them."""
+    config = config_for(torch.distributed.get_world_size(), 1, bf16={"enabled": True})
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.0}}
+    del config["scheduler"]
+    batch = models.batches_for("nano", ROWS, 1)[0]
+    with engine.initialize(models.nano(), config) as eng:
+        share = ROWS // eng.grid.dp
+        mine = tuple(part[eng.grid.rank * share :][:share] for part in batch)
+        given = eng.eval_batch(mine).loss
+        eng.module.load_state_dict({name: value * 1.5 for name, value in eng.module.state_dict().items()})
+        loaded = eng.eval_batch(mine).loss
+        eng.train_batch(mine)
+        return given, loaded, eng.eval_batch(mine).loss
+
+
+def test_weights_loaded_after_initialize_survive_the_next_update(run_ranks: RunRanks) -> None:
+    given, loaded, kept = run_ranks(load_weights_afterwards, 2)[0]
+    assert given != loaded and kept == loaded
