@@ -69,8 +69,12 @@ class Pending:
 
 
 def _named_failure(what: str, error: RuntimeError) -> EngineError:
-    cause = str(error).strip().splitlines()[0]
+    cause = _first_line(error)
     return EngineError(f"{what} failed: {cause}. A peer has probably stopped; look for the first traceback of the job.")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class Comm:
@@ -182,8 +186,9 @@ class TorchBackend:
 
 
 # torch 2.13 renames the flat collectives and warns about the old names.
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_RENAMED = hasattr(dist, "reduce_scatter_single")
+_REDUCE_SCATTER = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
+_ALL_GATHER = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
 
 
 def _finisher(work: dist.Work | None) -> Wait:
@@ -256,7 +261,7 @@ _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def _variable(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         raise GridError(f"{name}={text!r} is not a number of 0 or more; let torchrun set it.")
     return int(text)
 
@@ -307,7 +312,7 @@ def _rendezvous_failure(world: World, seconds: int, error: Exception) -> GridErr
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     interfaces = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
     hint = f"interface settings are {interfaces}" if interfaces else "no network interface is set"
-    cause = str(error).strip().splitlines()[0]
+    cause = _first_line(error)
     return GridError(
         f"rank {world.rank} of {world.size} could not join the job at {address} within {seconds} s ({cause}); "
         f"all nodes need the same MASTER_ADDR and an open MASTER_PORT, and {hint}: GLOO_SOCKET_IFNAME or "

@@ -1,6 +1,6 @@
 """The sharded optimizer step: one norm, one decision, update the owned weights, gather the parameters."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +65,12 @@ class ShardedOptimizer:
         self._edits = EditWatch(buckets)
         collect = _whole_parameters if shaped and not sharded else _segments
         members: dict[int, list[nn.Parameter]] = {index: [] for index in range(len(groups))}
+        self._grads: list[tuple[nn.Parameter, Tensor]] = []
         for flat in buckets:
-            for group, parameter in collect(flat):
+            for group, weights, grads in collect(flat):
+                parameter = nn.Parameter(weights)
                 members[group].append(parameter)
+                self._grads.append((parameter, grads))
         self.inner = factory([{"params": members[i], **group.as_kwargs()} for i, group in enumerate(groups)])
         if sharded:
             _check_elementwise(self.inner)
@@ -78,6 +81,8 @@ class ShardedOptimizer:
         self._edits.carry_over()
         for flat in self._buckets:
             flat.grads[flat.owned].mul_(scale)
+        for parameter, grads in self._grads:
+            parameter.grad = grads  # anew each time: zero_grad() on the inner optimizer must not end the training
         self.inner.step()
         gathers = []
         for flat in self._buckets:
@@ -109,28 +114,18 @@ class ShardedOptimizer:
         return full
 
 
-def _segments(flat: FlatBucket) -> list[tuple[int, nn.Parameter]]:
-    """Flat parameters, one a run of equal group, so that an update is a few long kernels."""
-    found = []
+def _segments(flat: FlatBucket) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(group, weights, gradients) of each run of equal group, flat: an update is then a few long kernels."""
     for segment in flat.bucket.segments(flat.owned):
         weights = flat.weights[segment.start - flat.owned.start : segment.stop - flat.owned.start]
-        found.append((segment.group, _with_grad(weights, flat.grads[segment.start : segment.stop])))
-    return found
+        yield segment.group, weights, flat.grads[segment.start : segment.stop]
 
 
-def _whole_parameters(flat: FlatBucket) -> list[tuple[int, nn.Parameter]]:
-    found = []
+def _whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(group, weights, gradients) of each parameter, in its shape."""
     for slot in flat.bucket.slots:
-        weights = flat.weights[slot.start : slot.stop].view(slot.shape)
-        grads = flat.grads[slot.start : slot.stop].view(slot.shape)
-        found.append((slot.group, _with_grad(weights, grads)))
-    return found
-
-
-def _with_grad(weights: Tensor, grads: Tensor) -> nn.Parameter:
-    parameter = nn.Parameter(weights)
-    parameter.grad = grads
-    return parameter
+        place = slice(slot.start, slot.stop)
+        yield slot.group, flat.weights[place].view(slot.shape), flat.grads[place].view(slot.shape)
 
 
 def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:

@@ -30,6 +30,7 @@ class _Place:
     """Where the gradient of one parameter goes."""
 
     name: str
+    parameter: nn.Parameter
     view: Tensor
     touched: bool = False
     """A gradient of this step lies in ``view``; otherwise its content is stale."""
@@ -77,32 +78,45 @@ class GradientReducer:
         self._next = 0
         self._in_backward = False
         self._eager = False
-        self._whole_step_seen = False
+        self._backward_seen = self._whole_step_seen = False
+        self._abandoned: list[Pending] = []
         self._hooks: list[RemovableHandle] = []
         for progress in self._progress:
             for slot in progress.flat.bucket.slots:
-                arrive = partial(self._arrive, progress, _place(progress, slot))
-                parameter: Any = parameters[slot.name]  # torch leaves this method untyped
+                parameter: Any = parameters[slot.name]  # torch leaves the method below untyped
+                arrive = partial(self._arrive, progress, _place(progress, slot, parameter))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(arrive))
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
         """Collect the gradients of one backward; with ``last``, reduce complete buckets meanwhile.
 
+        A ``grad`` that a backward of the user's own has left on a parameter is not ours: it is put aside
+        and put back.
+
         Raises:
             EngineError: a parameter gave a gradient after its bucket was reduced.
         """
+        while self._abandoned:
+            self._abandoned.pop().wait()
+        users: list[tuple[nn.Parameter, Tensor]] = []
         for progress in self._progress:
             progress.missing = len(progress.places)
             for place in progress.places:
                 place.arrived = False
+                if place.parameter.grad is not None:
+                    users.append((place.parameter, place.parameter.grad))
+                    place.parameter.grad = None
         # The first step only watches: which parameters give more than once is not known before.
         self._eager = last and self._whole_step_seen
         self._in_backward = True
         try:
             yield
+            self._backward_seen = True
         finally:
             self._in_backward = self._eager = False
+            for parameter, grad in users:
+                parameter.grad = grad
 
     def finish(self) -> None:
         """Reduce what is left, wait for all, get ready for the next step.
@@ -117,13 +131,20 @@ class GradientReducer:
                 progress.reduction.wait()
             if progress.received is not None:
                 progress.received()
-        self._whole_step_seen = True
+            progress.reduction = progress.received = None
+        self._whole_step_seen = self._whole_step_seen or self._backward_seen
         self.reset()
 
     def reset(self) -> None:
-        """Forget the gradients of a step that did not end."""
+        """Forget the gradients of a step that did not end.
+
+        A collective under way still writes into its bucket. It is waited for by the next backward and not
+        here, where a peer that never joined it would keep the error of this step from being seen.
+        """
         self._next = 0
         for progress in self._progress:
+            if progress.reduction is not None:
+                self._abandoned.append(progress.reduction)
             progress.reduction = progress.received = None
             for place in progress.places:
                 place.touched = False
@@ -173,7 +194,7 @@ class GradientReducer:
             progress.received = partial(grads[kept].copy_, wire[kept])
 
 
-def _place(progress: _Progress, slot: Slot) -> _Place:
-    place = _Place(slot.name, progress.flat.grads[slot.start : slot.stop].view(slot.shape))
+def _place(progress: _Progress, slot: Slot, parameter: nn.Parameter) -> _Place:
+    place = _Place(slot.name, parameter, progress.flat.grads[slot.start : slot.stop].view(slot.shape))
     progress.places.append(place)
     return place

@@ -1,0 +1,223 @@
+"""Collectives between real gloo processes: values, repeatability, and the bytes that the kernel saw."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.parallel.comm import Comm, TorchBackend
+from engine.parallel.grid import Axis, Grid
+from tests.ranks import RankError
+
+RunRanks = Callable[..., list[Any]]
+
+AXES: tuple[Axis, ...] = ("dp", "tp", "pp", "world")
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+SHAPES = {"1x2x2": (1, 2, 2), "2x2x1": (2, 2, 1), "1x4x1": (1, 4, 1)}
+MEGABYTES = 16
+
+
+def open_comm(pp: int, dp: int, tp: int) -> Comm:
+    """A Comm over the running process group."""
+    grid = Grid(pp, dp, tp, dist.get_rank())
+    return Comm(grid, TorchBackend(grid, torch.device("cpu")))
+
+
+def payload(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
+    """Whole numbers that bf16 sums exactly, different on every rank and element."""
+    return (torch.arange(elements) % 13 + 16 * rank).to(dtype)
+
+
+def check_values(comm: Comm, axis: Axis, dtype: torch.dtype) -> None:
+    """The three collectives against sums and concatenations made locally."""
+    peers, me = comm.grid.peers(axis), comm.grid.index(axis)
+    elements = 5 * len(peers)
+    given = torch.stack([payload(rank, elements, dtype) for rank in peers])
+    total, mine = given.sum(0).to(dtype), given[me].clone()
+    own = slice(5 * me, 5 * me + 5)
+
+    if len(peers) == 1:  # nothing is sent, so the result must be where it already is
+        comm.all_reduce(mine, axis, "x").wait()
+        assert torch.equal(mine, given[0])
+        return
+    shard, spoiled = torch.empty(5, dtype=dtype), mine.clone()
+    comm.reduce_scatter(shard, spoiled, axis, "x").wait()
+    assert torch.equal(shard, total[own]), (axis, dtype, "reduce_scatter to a tensor of its own")
+    inside = mine.clone()
+    comm.reduce_scatter(inside[own], inside, axis, "x").wait()
+    assert torch.equal(inside[own], total[own]), (axis, dtype, "reduce_scatter in place")
+    check_gather(comm, axis, dtype)
+    square = mine.view(5, -1)
+    comm.all_reduce(square, axis, "x").wait()
+    assert torch.equal(square.flatten(), total), (axis, dtype, "all_reduce")
+    scalar = torch.tensor(comm.grid.rank + 1).to(dtype)
+    comm.all_reduce(scalar, axis, "x").wait()
+    assert int(scalar) == sum(rank + 1 for rank in peers), (axis, dtype, "0-dim")
+
+
+def check_gather(comm: Comm, axis: Axis, dtype: torch.dtype) -> None:
+    """All-gather of a shard of its own, and of one that lies in the result."""
+    peers, me = comm.grid.peers(axis), comm.grid.index(axis)
+    shard = payload(comm.grid.rank, 5, dtype)
+    expected = torch.cat([payload(rank, 5, dtype) for rank in peers])
+    full = torch.zeros(5 * len(peers), dtype=dtype)
+    comm.all_gather(full, shard, axis, "x").wait()
+    assert torch.equal(full, expected), (axis, dtype, "all_gather")
+    inside = torch.zeros_like(full)
+    inside.view(-1, 5)[me] = shard
+    comm.all_gather(inside, inside.view(-1, 5)[me], axis, "x").wait()
+    assert torch.equal(inside, expected), (axis, dtype, "all_gather in place")
+
+
+def values_on(sizes: tuple[int, int, int]) -> int:
+    """Body of a rank; returns how many axes had company."""
+    comm = open_comm(*sizes)
+    for dtype in DTYPES:
+        for axis in AXES:
+            check_values(comm, axis, dtype)
+    checked = {record.axis for record in comm.records}
+    comm.close()
+    return len(checked)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_on_every_axis_and_dtype(run_ranks: RunRanks, shape: str) -> None:
+    expected = sum(size > 1 for size in SHAPES[shape]) + 1
+    assert run_ranks(values_on, 4, SHAPES[shape]) == [expected] * 4
+
+
+def noise(dtype: torch.dtype) -> Tensor:
+    """Values whose sum depends on the order of addition."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    digits = torch.randn(4096, generator=generator, dtype=torch.float64)
+    return (digits * torch.pow(10, digits.flip(0))).to(dtype)
+
+
+def reduce(comm: Comm, full: Tensor) -> Tensor:
+    """The own slice of the sum over dp."""
+    shard = torch.empty_like(full.view(comm.grid.dp, -1)[0])
+    comm.reduce_scatter(shard, full.clone(), "dp", "x").wait()
+    return shard
+
+
+def exactness() -> None:
+    """Body of a rank: the sum is that of the rank order, each time, and in half precision is rounded once."""
+    comm = open_comm(1, 4, 1)
+    for dtype, wide in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        given = noise(dtype)
+        first = reduce(comm, given)
+        assert all(torch.equal(reduce(comm, given), first) for _ in range(20)), dtype
+        table = torch.zeros(4, 4096, dtype=dtype)
+        comm.all_gather(table.view(-1), given, "dp", "x").wait()
+        parts = table.to(wide)
+        in_order = parts[0] + parts[1] + parts[2] + parts[3]
+        own = slice(1024 * comm.grid.rank, 1024 * (comm.grid.rank + 1))
+        assert torch.equal(first, in_order[own].to(dtype)), dtype
+    comm.close()
+
+
+def test_reduce_scatter_adds_in_rank_order_every_time(run_ranks: RunRanks) -> None:
+    run_ranks(exactness, 4)
+
+
+def both_paths() -> None:
+    """Body of a rank: stage 0 and stage 1 of two data ranks must train on the same bits."""
+    comm = open_comm(1, 2, 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = noise(dtype)
+        shard = reduce(comm, whole)
+        comm.all_reduce(whole, "dp", "x").wait()
+        assert torch.equal(shard, whole.view(2, -1)[comm.grid.rank]), dtype
+    comm.close()
+
+
+def test_two_ranks_get_the_same_bits_from_both_zero_paths(run_ranks: RunRanks) -> None:
+    run_ranks(both_paths, 2)
+
+
+# bytes on the wire
+
+
+def loopback_bytes() -> int:
+    """Bytes that this machine has sent to itself, from /proc/net/dev."""
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def measure(comm: Comm, collective: Callable[[], None]) -> float:
+    """Bytes at the loopback interface over bytes in the tallies of all ranks; others use it too, so the best of 40."""
+    best = torch.tensor(math.inf)
+    for _ in range(40):
+        dist.barrier()
+        before, counted = loopback_bytes(), comm.tally.bytes()
+        dist.barrier()
+        collective()
+        dist.barrier()
+        sent = (comm.tally.bytes() - counted) * comm.grid.world_size
+        best = best.clamp(max=(loopback_bytes() - before) / sent)
+        dist.broadcast(best, src=0)
+        if best < 1.01:
+            break
+    return float(best)
+
+
+def wire() -> dict[str, float]:
+    """Body of a rank: measured over counted bytes of each collective."""
+    comm = open_comm(1, dist.get_world_size(), 1)
+    full = torch.ones(MEGABYTES * 2**20 // 4)
+    own = full.view(comm.grid.dp, -1)[comm.grid.rank]
+    ratios = {
+        "reduce_scatter": measure(comm, lambda: comm.reduce_scatter(own, full, "dp", "x").wait()),
+        "all_gather": measure(comm, lambda: comm.all_gather(full, own, "dp", "x").wait()),
+        "all_reduce": measure(comm, lambda: comm.all_reduce(full, "dp", "x").wait()),
+    }
+    comm.close()
+    return ratios
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_kernel_counts_the_bytes_that_we_count(run_ranks: RunRanks, ranks: int) -> None:
+    ratios = run_ranks(wire, ranks)[0]
+    print(ratios)
+    assert all(0.95 < ratio < 1.05 for ratio in ratios.values()), ratios
+
+
+# a peer that stops
+
+
+def lose_a_peer(told: Path) -> None:
+    """Body of a rank: rank 1 leaves; rank 0 writes down what its next collective says. Both end by failing."""
+    comm = open_comm(1, 2, 1)
+    dist.barrier()
+    if comm.grid.rank == 1:
+        comm.close()
+        dist.destroy_process_group()
+        for _ in range(400):
+            time.sleep(0.0 if told.exists() else 0.05)
+        raise SystemExit("the end")
+    try:
+        comm.all_reduce(torch.ones(2**20), "dp", "gradients").wait()
+        said = "nothing"
+    except EngineError as error:
+        said = str(error)
+    told.write_text(said)
+    raise SystemExit("the end")
+
+
+def test_a_survivor_is_told_which_collective_failed(run_ranks: RunRanks, tmp_path: Path) -> None:
+    with pytest.raises(RankError):
+        run_ranks(lose_a_peer, 2, tmp_path / "told")
+    said = (tmp_path / "told").read_text()
+    assert "collective #1 all_reduce 'gradients' over dp, 1048576 x float32 between ranks (0, 1) on rank 0" in said
+    assert "A peer has probably stopped" in said

@@ -1,0 +1,130 @@
+"""Ranks as a box: arithmetic that everything else stands on, checked against itself and a published picture."""
+
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import EngineError, GridError
+from engine.parallel.grid import Axis, Coord, Grid
+
+sizes_st = st.integers(1, 6)
+grids_st = st.builds(Grid, pp=sizes_st, dp=sizes_st, tp=sizes_st)
+AXES: tuple[Axis, ...] = ("pp", "dp", "tp", "world")
+
+
+@given(grids_st)
+def test_coord_and_rank_at_are_inverse_and_run_in_order(grid: Grid) -> None:
+    positions = [Coord(*at) for at in product(range(grid.pp), range(grid.dp), range(grid.tp))]
+    assert [grid.coord(rank) for rank in range(grid.world_size)] == positions  # tp innermost, pp outermost
+    assert [grid.rank_at(*at) for at in positions] == list(range(grid.world_size))
+
+
+@given(grids_st, st.sampled_from(AXES))
+def test_groups_hold_each_rank_once(grid: Grid, axis: Axis) -> None:
+    groups = list(grid.groups(axis))
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
+    assert {len(group) for group in groups} == {grid.size(axis)}
+
+
+@given(grids_st, st.sampled_from(AXES), st.data())
+def test_peers_are_the_own_group_and_index_finds_oneself(grid: Grid, axis: Axis, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, grid.world_size - 1))
+    here = Grid(grid.pp, grid.dp, grid.tp, rank)
+    assert here.peers(axis) == grid.peers(axis, rank)
+    assert here.peers(axis) in list(grid.groups(axis))
+    assert here.peers(axis)[here.index(axis)] == rank
+    assert here.coord() == grid.coord(rank)
+
+
+@given(grids_st, st.sampled_from(("pp", "dp", "tp")))
+def test_peers_differ_along_their_axis_only(grid: Grid, axis: Axis) -> None:
+    for group in grid.groups(axis):
+        places = [grid.coord(rank)._asdict() for rank in group]
+        assert [place.pop(axis) for place in places] == list(range(grid.size(axis)))
+        assert all(place == places[0] for place in places)
+
+
+def test_neighbours_are_as_near_as_their_axis_talks() -> None:
+    grid = Grid(pp=2, dp=3, tp=5)
+    strides = {axis: grid.peers(axis)[1] - grid.peers(axis)[0] for axis in AXES}
+    assert strides == {"tp": 1, "dp": 5, "pp": 15, "world": 1}
+
+
+# 32 ranks as in DeepSpeed's 3D figure: 4 pipeline x 2 data x 4 tensor on 8 nodes of 4 GPUs
+
+FIGURE = Grid(pp=4, dp=2, tp=4)
+
+
+def test_every_tensor_group_stays_inside_one_node() -> None:
+    nodes = [{rank // 4 for rank in group} for group in FIGURE.groups("tp")]
+    assert nodes == [{node} for node in range(8)]
+
+
+def test_stage_0_is_ranks_0_to_7_with_one_node_a_data_rank() -> None:
+    stage0 = [rank for rank in range(32) if FIGURE.coord(rank).pp == 0]
+    assert stage0 == list(range(8))
+    assert [rank for rank in stage0 if FIGURE.coord(rank).dp == 0] == [0, 1, 2, 3]
+    assert [rank for rank in stage0 if FIGURE.coord(rank).dp == 1] == [4, 5, 6, 7]
+
+
+def test_data_peers_and_pipeline_neighbours_are_those_of_the_figure() -> None:
+    assert list(FIGURE.groups("dp"))[:4] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert list(FIGURE.groups("pp"))[:2] == [(0, 8, 16, 24), (1, 9, 17, 25)]
+    assert list(FIGURE.groups("pp"))[-1] == (7, 15, 23, 31)
+    assert Grid(4, 2, 4, rank=22).peers("world") == tuple(range(32))
+
+
+# mistakes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [((0, 1, 1), "pipeline size 0"), ((1, -2, 1), "data size -2"), ((1, 1, 0), "tensor size 0")],
+)
+def test_an_axis_below_one_is_refused_by_name(sizes: tuple[int, int, int], said: str) -> None:
+    with pytest.raises(GridError) as caught:
+        Grid(*sizes)
+    assert str(caught.value) == f"{said} is below 1; give every axis at least one rank."
+    assert isinstance(caught.value, EngineError)
+
+
+@pytest.mark.parametrize("rank", [-1, 4, 100])
+def test_a_rank_outside_the_box_is_refused_with_the_number_of_processes(rank: int) -> None:
+    with pytest.raises(GridError) as caught:
+        Grid(2, 2, 1, rank)
+    assert f"rank {rank} is outside a grid of 4 ranks (2 pipeline x 2 data x 1 tensor)" in str(caught.value)
+    assert "start exactly 4 processes" in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_the_position_of_a_foreign_rank_is_refused(rank: int) -> None:
+    with pytest.raises(GridError, match=f"rank {rank} is outside this grid; give a rank from 0 to 3"):
+        Grid(2, 2, 1).coord(rank)
+    with pytest.raises(GridError, match=f"rank {rank} is outside"):
+        Grid(2, 2, 1).peers("dp", rank)
+
+
+def test_a_grid_says_what_it_is() -> None:
+    assert str(FIGURE) == "32 ranks = 4 pipeline x 2 data x 4 tensor"
+
+
+# no torch
+
+LIGHT = {
+    "grid": "import engine.parallel.grid as g; assert g.Grid(4, 2, 4).coord(9) == (1, 0, 1)",
+    "engine": "import engine; assert 'initialize' in dir(engine); engine.GridError",
+    "load_config": "import engine; assert engine.load_config({'train_batch_size': 8}, 4).dp == 4",
+    "layout": "import engine.zero.layout as z; assert z.build_layout([z.Item('w', (3,), 'float32')], 2, 9).elements",
+    "traffic": "import engine.parallel.traffic as t; assert t.sent_bytes('all_reduce', 8, 2) == 8",
+}
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_pure_parts_import_no_torch(name: str) -> None:
+    check = f"{LIGHT[name]}; import sys; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or "torch was imported"

@@ -1,0 +1,103 @@
+"""The shard table: one row per logical parameter, whatever shares, freezes or cuts it."""
+
+import pytest
+import torch
+from torch import nn
+
+from engine.parallel.shards import Range, ShardRow, ShardTable, build_table
+
+
+class Odd(nn.Module):
+    """A tied pair, a frozen parameter, a scalar, an empty and a half-precision parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.embed = nn.Embedding(7, 3)
+        self.norm = nn.LayerNorm(3, dtype=torch.bfloat16)
+        self.empty = nn.Parameter(torch.ones(0, 4))
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.again = self.head
+        self.norm.bias.requires_grad_(False)
+
+
+@pytest.fixture
+def table() -> ShardTable:
+    return build_table(Odd(), {"embed.weight": 2, "scale": 1})
+
+
+def row(table: ShardTable, name: str) -> ShardRow:
+    return next(row for row in table if row.name == name)
+
+
+def test_rows_are_the_parameters_in_model_order(table: ShardTable) -> None:
+    assert [row.name for row in table] == [name for name, _ in Odd().named_parameters()]
+    assert [row.name for row in table] == ["scale", "empty", "embed.weight", "norm.weight", "norm.bias"]
+
+
+def test_a_tied_parameter_is_one_row_with_all_its_other_names(table: ShardTable) -> None:
+    assert row(table, "embed.weight").aliases == ("head.weight", "again.weight")
+    assert row(table, "norm.weight").aliases == ()
+    assert table.elements == 1 + 21 + 3 + 3 + 0
+
+
+def test_a_row_tells_shape_dtype_group_and_whether_it_is_trained(table: ShardTable) -> None:
+    assert row(table, "embed.weight").shape == (7, 3) and row(table, "embed.weight").group == 2
+    assert row(table, "scale").shape == () and row(table, "scale").group == 1
+    assert row(table, "empty").elements == 0 and row(table, "scale").elements == 1
+    assert row(table, "norm.weight").dtype == torch.bfloat16 and row(table, "norm.weight").group == 0
+    assert [row.name for row in table if not row.trainable] == ["norm.bias"]
+
+
+def test_the_meta_device_gives_the_same_table(table: ShardTable) -> None:
+    with torch.device("meta"):
+        assert build_table(Odd(), {"embed.weight": 2, "scale": 1}) == table
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_an_uncut_row_is_one_range_that_every_tensor_rank_holds(tp: int) -> None:
+    table = build_table(Odd(), {}, tp)
+    holders = tuple(range(tp))
+    assert row(table, "embed.weight").ranges == (Range(0, 7, holders),)
+    assert row(table, "scale").ranges == (Range(0, 1, holders),)
+    assert row(table, "empty").ranges == (Range(0, 0, holders),)
+    assert all(row.local_shape(rank) == row.shape for row in table for rank in range(tp))
+
+
+def test_rows_of_a_stage_are_those_it_owns_and_a_tie_is_on_several(table: ShardTable) -> None:
+    assert table.on_stage(0) == table.rows and table.on_stage(1) == ()
+    first, tied, last = cut("a", (0,)), cut("b", (0, 2)), cut("c", (2,))
+    staged = ShardTable((first, tied, last))
+    assert staged.on_stage(0) == (first, tied)
+    assert staged.on_stage(1) == ()
+    assert staged.on_stage(2) == (tied, last)
+    assert staged.elements == 3 * 8 * 6
+
+
+def cut(name: str, stages: tuple[int, ...], dim: int | None = 0, *ranges: Range) -> ShardRow:
+    """A row of shape (8, 6) that the tensor axis cuts along ``dim``."""
+    return ShardRow(name, (), (8, 6), torch.float32, stages, dim, ranges or (Range(0, 8, (0,)),), True, 0)
+
+
+def test_a_cut_row_has_its_part_on_each_rank() -> None:
+    by_rows = cut("w", (0,), 0, Range(0, 4, (0,)), Range(4, 8, (1,)))
+    assert [by_rows.local_shape(tp) for tp in (0, 1)] == [(4, 6), (4, 6)]
+    by_columns = cut("w", (0,), 1, Range(0, 1, (0,)), Range(1, 6, (1,)))
+    assert [by_columns.local_shape(tp) for tp in (0, 1)] == [(8, 1), (8, 5)]
+
+
+def test_a_shared_kv_head_is_whole_on_each_of_its_holders() -> None:
+    shared = cut("k", (0,), 0, Range(0, 4, (0, 1)), Range(4, 8, (2, 3)))
+    assert [shared.local_shape(tp) for tp in range(4)] == [(4, 6)] * 4
+    held = sum(len(part.holders) * (part.stop - part.start) for part in shared.ranges)
+    assert held == 2 * 8 and shared.elements == 48
+
+
+def test_a_fused_projection_is_several_ranges_of_one_rank() -> None:
+    fused = cut("qkv", (0,), 0, *(Range(2 * i, 2 * i + 2, (i % 2,)) for i in range(4)))
+    assert [fused.local_shape(tp) for tp in (0, 1)] == [(4, 6), (4, 6)]
+
+
+def test_a_rank_without_a_part_holds_nothing() -> None:
+    assert cut("w", (0,), 0, Range(0, 8, (0,))).local_shape(1) == (0, 6)

@@ -1,0 +1,107 @@
+"""Who we are, and what is said when the others cannot be found."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from engine.errors import GridError
+from engine.parallel.comm import read_world
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start without any variable of torchrun."""
+    for name in (*TORCHRUN, "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_without_torchrun_we_are_alone() -> None:
+    world = read_world()
+    assert (world.rank, world.size, world.local_rank, world.owned) == (0, 1, 0, True)
+
+
+def test_torchruns_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, TORCHRUN | {"LOCAL_RANK": "0"})
+    world = read_world()
+    assert (world.rank, world.size, world.local_rank) == (1, 2, 0)
+
+
+@pytest.mark.parametrize("missing", TORCHRUN)
+def test_incomplete_variables_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    set_all(monkeypatch, {name: value for name, value in TORCHRUN.items() if name != missing})
+    with pytest.raises(GridError, match="start with torchrun") as caught:
+        read_world()
+    given, rule = str(caught.value).split(" is not: ")
+    assert given.endswith(f" is set but {missing}")
+    assert all(name in given for name in TORCHRUN)
+    assert rule.startswith("all four of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT make a distributed job")
+
+
+@pytest.mark.parametrize("value", ["", "-1", "two", "1.0", "1 2"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_a_variable_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    set_all(monkeypatch, TORCHRUN | {name: value})
+    with pytest.raises(GridError) as caught:
+        read_world()
+    assert str(caught.value) == f"{name}={value!r} is not a number of 0 or more; let torchrun set it."
+
+
+def test_a_digit_that_int_cannot_read_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, TORCHRUN | {"RANK": "\u00b2"})  # superscript two
+    with pytest.raises(GridError):  # BUG: str.isdigit lets it pass and int() raises ValueError; use isdecimal
+        read_world()
+
+
+# joining: in processes of their own, side by side because each waits for its time-out
+
+JOIN = """
+from engine.errors import GridError
+from engine.parallel.comm import open_world, read_world
+try:
+    world = open_world(read_world())
+    print("joined", world.size)
+    world.close()
+except GridError as error:
+    print("refused:", error)
+"""
+
+
+def closed_port() -> str:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def start(environment: dict[str, str]) -> "subprocess.Popen[str]":
+    """A process that tries to join a job within two seconds."""
+    pipe = subprocess.PIPE
+    merged = {**os.environ, "TRINE_TIMEOUT_SECONDS": "2", **environment}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", JOIN], env=merged, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def test_a_world_that_cannot_be_joined_is_refused_with_its_address() -> None:
+    port, wrong = closed_port(), {"GLOO_SOCKET_IFNAME": "nope0"}
+    started = [
+        start(TORCHRUN | {"MASTER_PORT": port}),
+        start(TORCHRUN | {"MASTER_PORT": closed_port(), "RANK": "0", "WORLD_SIZE": "1"} | wrong),
+        start({}),
+    ]
+    closed, misnamed, single = (process.communicate(timeout=120)[0].strip() for process in started)
+    assert f"refused: rank 1 of 2 could not join the job at 127.0.0.1:{port} within 2 s" in closed
+    assert "the same MASTER_ADDR and an open MASTER_PORT" in closed and "no network interface is set" in closed
+    assert "refused: rank 0 of 1 could not join" in misnamed and "nope0" in misnamed
+    assert "interface settings are {'GLOO_SOCKET_IFNAME': 'nope0'}" in misnamed
+    assert single == "joined 1"

@@ -1,0 +1,160 @@
+"""The flat layout: every element has one place and one owner, whatever the parameters look like."""
+
+import math
+from itertools import pairwise
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from engine.zero.layout import ALIGNMENT, Bucket, FlatLayout, Item, build_layout
+
+shapes_st = st.lists(st.sampled_from([0, 1, 2, 3, 7, 32, 64, 65, 129]), max_size=3).map(tuple)
+dtypes_st = st.sampled_from(["float32", "bfloat16", "float64"])
+
+
+@st.composite
+def items_st(draw: st.DrawFn) -> list[Item]:
+    """Parameters with distinct names: empty, 0-dim, odd and large ones, of several dtypes and groups."""
+    kinds = draw(st.lists(st.tuples(shapes_st, dtypes_st, st.integers(0, 3)), min_size=1, max_size=12))
+    return [Item(f"p{i}", shape, dtype, group) for i, (shape, dtype, group) in enumerate(kinds)]
+
+
+ranks_st = st.sampled_from([1, 2, 3, 4, 5, 8])
+limits_st = st.sampled_from([1, 63, 64, 65, 200, 1000, 10**9])
+layouts_st = st.builds(build_layout, items_st(), ranks_st, limits_st)
+
+
+@given(items_st(), ranks_st, limits_st)
+@example([Item("nothing", (0,), "float32")], 8, 1)
+@example([Item("scalar", (), "bfloat16", 3)], 8, 64)
+def test_every_parameter_has_one_slot_of_its_own_size(items: list[Item], ranks: int, limit: int) -> None:
+    layout = build_layout(items, ranks, limit)
+    placed = {slot.name: (slot.shape, bucket.dtype, slot.group) for bucket in layout.buckets for slot in bucket.slots}
+    assert placed == {item.name: (item.shape, item.dtype, item.group) for item in items}
+    assert sum(len(bucket.slots) for bucket in layout.buckets) == len(items)
+    assert all(slot.stop - slot.start == math.prod(slot.shape) for b in layout.buckets for slot in b.slots)
+
+
+@given(layouts_st)
+def test_slots_are_disjoint_aligned_in_order_and_inside(layout: FlatLayout) -> None:
+    for bucket in layout.buckets:
+        assert all(slot.start % ALIGNMENT == 0 for slot in bucket.slots)
+        assert all(a.stop <= b.start for a, b in pairwise(bucket.slots))
+        assert all(b.start - a.stop < ALIGNMENT for a, b in pairwise(bucket.slots))
+        assert bucket.slots[0].start >= 0 and bucket.slots[-1].stop <= bucket.elements
+
+
+@given(layouts_st)
+def test_buckets_divide_evenly_and_are_padded_no_more_than_that(layout: FlatLayout) -> None:
+    assert [bucket.index for bucket in layout.buckets] == list(range(len(layout.buckets)))
+    for bucket in layout.buckets:
+        quantum = ALIGNMENT * layout.ranks
+        assert bucket.elements % quantum == 0 and bucket.elements > 0
+        assert bucket.elements - max(bucket.slots[-1].stop, 1) < quantum
+
+
+@given(layouts_st)
+def test_shards_partition_each_bucket_equally(layout: FlatLayout) -> None:
+    for bucket in layout.buckets:
+        shards = [bucket.shard(index, layout.ranks) for index in range(layout.ranks)]
+        assert [shard.start for shard in shards] == [0, *(shard.stop for shard in shards[:-1])]
+        assert shards[-1].stop == bucket.elements
+        assert len({shard.stop - shard.start for shard in shards}) == 1
+        assert all(shard.start % ALIGNMENT == 0 for shard in shards)
+
+
+@given(layouts_st)
+def test_segments_partition_each_shard(layout: FlatLayout) -> None:
+    for bucket in layout.buckets:
+        for index in range(layout.ranks):
+            shard = bucket.shard(index, layout.ranks)
+            segments = bucket.segments(shard)
+            assert segments[0].start == shard.start and segments[-1].stop == shard.stop
+            assert all(a.stop == b.start for a, b in pairwise(segments))
+            assert all(segment.start < segment.stop for segment in segments)
+
+
+def group_at(bucket: Bucket, element: int) -> int | None:
+    """Group of the parameter that ``element`` belongs to; None in padding."""
+    return next((slot.group for slot in bucket.slots if slot.start <= element < slot.stop), None)
+
+
+@given(layouts_st)
+def test_each_element_lies_in_a_segment_of_its_own_group(layout: FlatLayout) -> None:
+    for bucket in layout.buckets:
+        shards = [bucket.shard(index, layout.ranks) for index in range(layout.ranks)]
+        for segment in (segment for shard in shards for segment in bucket.segments(shard)):
+            corners = {segment.start, segment.stop - 1}
+            inside = {s.start for s in bucket.slots} | {s.stop - 1 for s in bucket.slots}
+            for element in corners | {e for e in inside if segment.start <= e < segment.stop}:
+                assert group_at(bucket, element) in (segment.group, None)
+
+
+@given(layouts_st)
+def test_a_group_is_one_run_of_each_bucket(layout: FlatLayout) -> None:
+    for bucket in layout.buckets:
+        runs = bucket.segments(slice(0, bucket.elements))
+        assert len({run.group for run in runs}) == len(runs)
+        assert [run.group for run in runs] == sorted(run.group for run in runs)
+
+
+@given(layouts_st)
+def test_sums_by_dtype_add_up(layout: FlatLayout) -> None:
+    assert sum(layout.elements_by_dtype().values()) == layout.elements == sum(b.elements for b in layout.buckets)
+    assert set(layout.elements_by_dtype()) == {bucket.dtype for bucket in layout.buckets}
+
+
+@given(items_st(), limits_st)
+def test_a_bucket_exceeds_its_limit_only_with_a_single_parameter(items: list[Item], limit: int) -> None:
+    for bucket in build_layout(items, 1, limit).buckets:
+        filled = sum(-(-math.prod(slot.shape) // ALIGNMENT) * ALIGNMENT for slot in bucket.slots)
+        nonempty = [slot for slot in bucket.slots if math.prod(slot.shape)]
+        assert filled <= limit or len(nonempty) == 1
+
+
+@given(items_st(), ranks_st, ranks_st, limits_st)
+def test_places_depend_on_the_items_alone(items: list[Item], ranks: int, others: int, limit: int) -> None:
+    first, again = build_layout(items, ranks, limit), build_layout(tuple(items), ranks, limit)
+    assert first == again and hash(first) == hash(again)
+    elsewhere = build_layout(items, others, limit)  # so that a checkpoint fits another number of ranks
+    assert [bucket.slots for bucket in elsewhere.buckets] == [bucket.slots for bucket in first.buckets]
+
+
+@given(items_st(), ranks_st)
+def test_with_one_group_slots_follow_backward(items: list[Item], ranks: int) -> None:
+    plain = [Item(item.name, item.shape, "float32") for item in items]
+    for limit in (1, 300, 10**9):
+        order = [slot.name for bucket in build_layout(plain, ranks, limit).buckets for slot in bucket.slots]
+        assert order == [item.name for item in reversed(plain)]
+
+
+def test_dtypes_never_share_a_bucket_but_fill_theirs_across_each_other() -> None:
+    items = [Item(name, (64,), dtype) for name, dtype in zip("abcd", ["float32", "bfloat16"] * 2, strict=True)]
+    buckets = build_layout(items, 2, 1000).buckets
+    assert [(b.dtype, [slot.name for slot in b.slots]) for b in buckets] == [
+        ("bfloat16", ["d", "b"]),
+        ("float32", ["c", "a"]),
+    ]
+
+
+def test_a_bucket_is_filled_up_to_its_limit_padding_included() -> None:
+    items = [Item(name, (33,), "float32") for name in "abc"]
+    assert [len(bucket.slots) for bucket in build_layout(items, 1, 2 * ALIGNMENT).buckets] == [2, 1]
+    assert [len(bucket.slots) for bucket in build_layout(items, 1, 2 * ALIGNMENT - 1).buckets] == [1, 1, 1]
+
+
+def test_a_large_parameter_is_alone_and_its_neighbours_are_not_lost() -> None:
+    items = [Item("a", (64,), "float32"), Item("big", (50, 50), "float32"), Item("c", (64,), "float32")]
+    buckets = build_layout(items, 4, 128).buckets
+    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["c"], ["big"], ["a"]]
+    assert [bucket.elements for bucket in buckets] == [256, 2560, 256]
+
+
+def test_fewer_elements_than_ranks_leave_whole_shards_of_padding() -> None:
+    (bucket,) = build_layout([Item("scalar", (), "float32", 1)], 8, 1).buckets
+    assert bucket.elements == 8 * ALIGNMENT and bucket.slots[0].stop == 1
+    assert [bucket.segments(bucket.shard(i, 8))[0].group for i in range(8)] == [1] * 8
+
+
+def test_nothing_to_lay_out_is_no_bucket() -> None:
+    assert build_layout([], 4, 64) == FlatLayout(4, ())

@@ -1,0 +1,87 @@
+"""What the plan says a rank holds is what a walk over all live tensors of the process finds, to the byte."""
+
+import time
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from engine.engine import Engine
+from tests.zero.small import batch, forget_the_living, live_bytes, start
+
+RunRanks = Callable[..., list[Any]]
+
+# optimizer -> values per element that it keeps
+OPTIMIZERS: dict[str, tuple[dict[str, Any], int]] = {
+    "AdamW": ({"type": "AdamW"}, 2),
+    "SGD": ({"type": "SGD", "params": {"lr": 0.1}}, 0),
+    "SGD momentum": ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, 1),
+    "Lion": ({"type": "Lion"}, 1),
+}
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+
+
+def by_formula(eng: Engine, moments: int) -> int:
+    """DESIGN section 7, state bytes: parameters and gradients whole, the rest cut at stage 1."""
+    share = eng.grid.dp if eng.config.zero_optimization.stage else 1
+    total = 11 * (2 if eng.config.bf16.enabled else 4)  # the frozen parameter
+    for dtype, psi in eng.plan.layout(eng.grid.coord()).elements_by_dtype().items():
+        param, wide, master = {"float32": (4, 4, 0), "float64": (8, 8, 0), "bfloat16": (2, 4, 4)}[dtype]
+        total += psi * (param + wide) + psi * (master + wide * moments) // share
+    return total
+
+
+def settled_bytes(expected: int) -> int:
+    """Bytes alive, once gloo's thread has let go of the control values (48 bytes) of the last collective."""
+    deadline = time.monotonic() + 2
+    while (found := live_bytes()) != expected and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def measure(name: str, precision: str, stage: int) -> tuple[int, int, int]:
+    """Bytes found, planned and by formula, after two steps. Nothing is left out of what is found."""
+    options, moments = OPTIMIZERS[name]
+    forget_the_living()
+    changes = {"optimizer": options, "zero_optimization": {"stage": stage, "reduce_bucket_size": 700}}
+    eng = start(changes | PRECISIONS[precision])
+    for step in range(2):
+        eng.train_batch(batch(eng, step))
+    planned = sum(eng.plan.rank(eng.grid.rank).state_bytes.values())
+    found = settled_bytes(planned)
+    formula = by_formula(eng, moments)
+    eng.close()
+    return found, planned, formula
+
+
+def measure_all() -> list[str]:
+    """Body of a rank: one line for each case that deviates."""
+    wrong = []
+    for case in product(OPTIMIZERS, PRECISIONS, (0, 1)):
+        found, planned, formula = measure(*case)
+        if not found == planned == formula:
+            wrong.append(f"{case}: found {found}, planned {planned}, formula {formula}")
+    return wrong
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_live_bytes_are_what_the_plan_says(run_ranks: RunRanks, dp: int) -> None:
+    for rank, wrong in enumerate(run_ranks(measure_all, dp)):
+        assert not wrong, f"rank {rank}: " + "; ".join(wrong)
+
+
+def hidden() -> tuple[int, int, int]:
+    """Body of a rank: what the walk finds with nothing, a view pair, and a gradient of a leaf."""
+    forget_the_living()
+    empty = live_bytes()
+    leaf = torch.ones(100, requires_grad=True)
+    views = leaf.detach()[:50], leaf.detach()[50:]
+    viewed = live_bytes()
+    torch.autograd.backward(leaf.square().sum())
+    return empty, viewed, live_bytes() + 0 * len(views)
+
+
+def test_the_walk_finds_each_storage_once_and_gradients_too(run_ranks: RunRanks) -> None:
+    assert run_ranks(hidden, 1) == [(0, 400, 800)]

@@ -1,0 +1,83 @@
+"""Bytes and calls of a step are those of DESIGN section 7, written down here once more."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+
+from engine.engine import Engine
+from tests.zero.small import batch, start
+
+RunRanks = Callable[..., list[Any]]
+
+WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2}
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+# stage, precision, communication_data_type, reduce_bucket_size
+CASES = [
+    *product((0, 1), PRECISIONS, (None, "bf16", "fp32"), (900,)),
+    *product((0, 1), PRECISIONS, (None,), (1, 10**9)),
+]
+
+
+def expected(eng: Engine, wire: str | None) -> dict[tuple[str, str], tuple[int, int]]:
+    """(axis, label) -> calls and bytes: 2 Psi (N-1)/N in the dtype of each traffic, one call a bucket."""
+    N, stage = eng.grid.dp, eng.config.zero_optimization.stage
+    gradients = parameters = calls = 0
+    for bucket in eng.plan.layout(eng.grid.coord()).buckets:
+        calls += 1
+        width = WIDTHS[bucket.dtype]
+        sent = {"bf16": 2, "fp32": 4}[wire] if wire else max(4, width)
+        gradients += (2 if stage == 0 else 1) * bucket.elements * sent * (N - 1) // N
+        parameters += bucket.elements * width * (N - 1) // N
+    rows = {("dp", "gradients"): (calls, gradients), ("world", "control"): (1, 2 * 6 * 8 * (N - 1) // N)}
+    return rows | ({("dp", "parameters"): (calls, parameters)} if stage else {})
+
+
+def measure(stage: int, precision: str, wire: str | None, size: int) -> tuple[int, list[str]]:
+    """Number of buckets, and what deviates in two steps."""
+    zero = {"stage": stage, "reduce_bucket_size": size}
+    eng = start({"zero_optimization": zero, "communication_data_type": wire} | PRECISIONS[precision])
+    wrong = []
+    for step in range(2):
+        before = eng.sent
+        report = eng.train_batch(batch(eng, step))
+        rows = eng.sent.since(before).rows()
+        found: dict[tuple[str, str], tuple[int, int]] = {(row.axis, row.label): (row.calls, row.bytes) for row in rows}
+        planned = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.plan.rank(eng.grid.rank).traffic}
+        if not found == planned == expected(eng, wire):
+            wrong.append(f"step {step}: found {found}, planned {planned}, formula {expected(eng, wire)}")
+        if report.bytes_sent != sum(row.bytes for row in rows):
+            wrong.append(f"step {step}: reported {report.bytes_sent}")
+    buckets = len(eng.plan.layout(eng.grid.coord()).buckets)
+    eng.close()
+    return buckets, wrong
+
+
+def measure_all() -> tuple[set[int], list[str]]:
+    """Body of a rank: numbers of buckets met, and one line for each case that deviates."""
+    counts, lines = set(), []
+    for case in CASES:
+        buckets, wrong = measure(*case)
+        counts.add(buckets)
+        lines += [f"{case}: {line}" for line in wrong]
+    return counts, lines
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_bytes_and_calls_of_a_step_meet_the_formula(run_ranks: RunRanks, dp: int) -> None:
+    for rank, (counts, wrong) in enumerate(run_ranks(measure_all, dp)):
+        assert not wrong, f"rank {rank}: " + "; ".join(wrong)
+        assert counts >= {1, 2, 9}, "one bucket a dtype, one a parameter, and something between"
+
+
+def alone() -> tuple[int, int]:
+    """Body of a rank without peers."""
+    eng = start({"zero_optimization": {"stage": 1}})
+    report = eng.train_batch(batch(eng, 0))
+    eng.close()
+    return report.bytes_sent, len(eng.plan.rank(0).traffic)
+
+
+def test_one_rank_sends_nothing(run_ranks: RunRanks) -> None:
+    assert run_ranks(alone, 1) == [(0, 0)]
