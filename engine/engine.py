@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, NamedTuple, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,13 @@ class _Step:
     microbatches: int = 0
     problem: EngineError | None = None
     outputs: list[Any] = field(default_factory=list)
+
+
+class _Forward(NamedTuple):
+    """Held no longer than needed: the logits of a large vocabulary are the largest tensor of a step."""
+
+    output: Any
+    loss: WeightedLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +157,7 @@ class Engine:
         try:
             for index, microbatch in enumerate(microbatches):
                 with keyed(self._device, *self._random_key(index)):
-                    _, loss = self._forward(microbatch)
-                    self._backward(step, loss, microbatch)
+                    self._backward(step, self._forward(microbatch).loss, microbatch)
         except BaseException:
             self._parts.reducer.reset()
             raise
@@ -177,10 +183,10 @@ class Engine:
         try:
             for index, microbatch in enumerate(microbatches):
                 with keyed(self._device, *self._random_key(index)):
-                    output, loss = self._forward(microbatch)
-                    self._count(step, loss, microbatch)
+                    done = self._forward(microbatch)
+                    self._count(step, done.loss, microbatch)
                 if return_output and self.grid.rank == 0:
-                    step.outputs.append(output)
+                    step.outputs.append(done.output)
         finally:
             for module, mode in training.items():
                 module.training = mode
@@ -290,10 +296,10 @@ class Engine:
         """(seed, step, global microbatch): the same whatever the grid is."""
         return self.config.seed, self._updates, self.grid.coord().dp * self.config.accumulation + index
 
-    def _forward(self, microbatch: Batch) -> tuple[Any, WeightedLoss]:
+    def _forward(self, microbatch: Batch) -> _Forward:
         moved = self._move(microbatch)
         output = call_model(self._model, self._cast(moved))
-        return output, find_loss(output, moved, self._parts.loss_fn)
+        return _Forward(output, find_loss(output, moved, self._parts.loss_fn))
 
     def _move(self, batch: Batch) -> Batch:
         return map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True))

@@ -58,7 +58,7 @@ def test_a_variable_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_a_digit_that_int_cannot_read_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, TORCHRUN | {"RANK": "\u00b2"})  # superscript two
-    with pytest.raises(GridError):  # BUG: str.isdigit lets it pass and int() raises ValueError; use isdecimal
+    with pytest.raises(GridError):  # str.isdigit alone would let it pass
         read_world()
 
 

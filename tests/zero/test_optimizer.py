@@ -221,4 +221,4 @@ def test_zero_grad_on_the_optimizer_does_not_stop_training(stage: int) -> None:
     set_gradients(rig, 0)
     optimizer.step(1.0)
     moved = [not torch.equal(flat.weights, old) for flat, old in zip(rig.buckets, before, strict=True)]
-    assert all(moved)  # BUG: the flat parameters have lost their gradients for ever and nothing says so
+    assert all(moved)

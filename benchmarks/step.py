@@ -1,0 +1,160 @@
+"""What one training step costs: Trine beside plain torch and torch DDP, on the CPU over gloo.
+
+    python -m benchmarks.step [--ranks 4] [--rounds 7] [--steps 10] [--accumulation 1] [--out FILE]
+
+Exit code 1 when Trine uses more CPU than DDP beyond the limit, or when losses differ. CPU seconds are the
+figure to judge by: on a shared machine wall time measures the neighbours.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.peers import Mode, Workload
+from benchmarks.report import LOSS_TOLERANCE, Rounds, Sample, as_json, judge, loss_spread, table
+from benchmarks.startup import launch
+from benchmarks.timing import Block, Team, start_server
+
+WARMUP_STEPS = 3
+BLOCK_STEPS = 5
+"""Steps that a mode takes before the next has its turn."""
+DDP = "torch DDP"
+CONTROL = "torch DDP again (control)"
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure."""
+
+    rounds: int = 7
+    steps: int = 10
+    """Timed steps of each mode in each round, after the warm-up."""
+
+
+def make_modes(ranks: int, accumulation: int = 1) -> tuple[Mode, ...]:
+    """All rows of the table."""
+    return (
+        Mode("one process, plain torch", "plain", 1, accumulation),
+        Mode("plain torch, one all-reduce", "plain", ranks, accumulation),
+        Mode(DDP, "ddp", ranks, accumulation),
+        Mode(CONTROL, "ddp", ranks, accumulation),
+        Mode("Trine ZeRO-0", "trine", ranks, accumulation, stage=0),
+        Mode("Trine ZeRO-1", "trine", ranks, accumulation, stage=1),
+    )
+
+
+def measure(modes: Sequence[Mode], workload: Workload, effort: Effort) -> Rounds:
+    """All rounds; each starts new processes, so that start-up and memory layout are sampled too."""
+    start_server()
+    rounds = []
+    for turn in range(effort.rounds):
+        samples = _measure_round(modes, workload, effort.steps, turn)
+        rounds.append(samples)
+        spent = ", ".join(f"{sample.mode} {sample.cpu_seconds:.3f}" for sample in samples)
+        print(f"round {turn + 1} of {effort.rounds}, CPU s per step: {spent}", file=sys.stderr, flush=True)
+    return rounds
+
+
+def _measure_round(modes: Sequence[Mode], workload: Workload, steps: int, turn: int) -> list[Sample]:
+    """Every mode once: started and warmed up alone, then in turns of a few steps, in a new order each time.
+
+    The order is shuffled and not rotated: neighbours in time share the machine's mood, and DDP must not
+    always be the neighbour of its control, or their spread would look smaller than that of other pairs.
+    """
+    order = random.Random(turn)
+    with ExitStack() as stack:
+        teams: dict[Mode, Team] = {}
+        for mode in order.sample(modes, len(modes)):
+            teams[mode] = stack.enter_context(Team(mode, workload))
+            teams[mode].run(WARMUP_STEPS)
+        blocks: dict[Mode, list[Block]] = {mode: [] for mode in modes}
+        for first in range(0, steps, BLOCK_STEPS):
+            for mode in order.sample(modes, len(modes)):
+                blocks[mode].append(teams[mode].run(min(BLOCK_STEPS, steps - first)))
+        return [_sample(mode, teams[mode], blocks[mode]) for mode in modes]
+
+
+def _sample(mode: Mode, team: Team, blocks: Sequence[Block]) -> Sample:
+    steps, held = sum(block.steps for block in blocks), team.footprint()
+    crossed = [block.loopback_bytes for block in blocks if block.loopback_bytes is not None]
+    return Sample(
+        mode=mode.name,
+        seconds=sum(block.seconds for block in blocks) / steps,
+        cpu_seconds=sum(block.cpu_seconds for block in blocks) / steps,
+        sent_bytes=sum(block.sent_bytes for block in blocks) // steps,
+        loopback_bytes=sum(crossed) // steps if crossed else None,
+        live_bytes=held.live_bytes,
+        peak_resident_bytes=held.peak_resident_bytes,
+        startup_seconds=team.startup_seconds,
+        loss=blocks[-1].loss,
+    )
+
+
+def conclude(rounds: Rounds, modes: Sequence[Mode]) -> tuple[str, dict[str, Any], bool]:
+    """(text for people, the same for programs, whether all is well)."""
+    verdicts = [judge(rounds, mode.name, DDP, CONTROL) for mode in reversed(modes) if mode.kind == "trine"]
+    apart = loss_spread(rounds)
+    agree = apart <= LOSS_TOLERANCE
+    losses = f"losses of all modes and rounds within {apart:.1e}; limit {LOSS_TOLERANCE:.0e} -> "
+    lines = [table(rounds, DDP, CONTROL), "", *map(str, verdicts), losses + ("pass" if agree else "FAIL")]
+    return "\n".join(lines), as_json(rounds, verdicts), agree and all(verdict.passed for verdict in verdicts)
+
+
+def _conditions(arguments: argparse.Namespace, workload: Workload) -> dict[str, Any]:
+    """What a reader needs to repeat the run; nothing that names the machine."""
+    return {
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "machine": {"cpus": os.cpu_count(), "architecture": platform.machine(), "load_at_start": os.getloadavg()[0]},
+        "run": {name: value for name, value in vars(arguments).items() if name != "out"},
+        "workload": asdict(workload),
+    }
+
+
+def _parse(command: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description="Cost of one training step.")
+    parser.add_argument("--ranks", type=int, default=4, help="data-parallel ranks")
+    parser.add_argument("--rounds", type=int, default=7, help="fresh processes each")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps a round and mode")
+    parser.add_argument("--accumulation", type=int, default=1, help="microbatches a step; the batch stays the same")
+    parser.add_argument("--bucket", type=int, help="Trine's reduce_bucket_size in elements")
+    parser.add_argument("--adamw", choices=("fused", "default"), default="fused", help="kernel of the peers' AdamW")
+    parser.add_argument("--torchrun", action="store_true", help="also start every mode once under torchrun")
+    parser.add_argument("--out", type=Path, help="write all samples to this JSON file")
+    arguments = parser.parse_args(command)
+    sequences = Workload().sequences
+    if sequences % (arguments.ranks * arguments.accumulation):
+        parser.error(f"ranks x accumulation must divide the batch of {sequences} sequences")
+    return arguments
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 0 when every check passed."""
+    arguments = _parse(command)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    workload = replace(Workload(), bucket_elements=arguments.bucket, optimizer_kernel=arguments.adamw)
+    modes = make_modes(arguments.ranks, arguments.accumulation)
+    conditions = _conditions(arguments, workload)
+    rounds = measure(modes, workload, Effort(arguments.rounds, arguments.steps))
+    text, figures, passed = conclude(rounds, modes)
+    print(text)
+    if arguments.torchrun:
+        figures["torchrun_startup_seconds"] = started = {mode.name: launch(mode) for mode in modes if mode.ranks > 1}
+        print("start-up under torchrun, s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in started.items()))
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(conditions | figures, indent=1) + "\n", encoding="ascii")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
