@@ -1,6 +1,7 @@
 """The command ``trine``. Reading and checking a configuration needs no torch and answers at once."""
 
 import json
+import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -9,6 +10,9 @@ from pathlib import Path
 from engine.config import load_config
 from engine.config_schema import schema
 from engine.errors import EngineError
+from engine.parallel.pipeline.check import check, peak_live, simulate
+from engine.parallel.pipeline.draw import draw
+from engine.parallel.pipeline.schedule import BUILT, make_schedule
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +46,13 @@ def _parser() -> ArgumentParser:
     command.add_argument("--heads", type=int, default=4, help="its attention heads")
     command.add_argument("--context", type=int, default=128, help="its window in tokens")
     command.set_defaults(run=_plan)
+
+    command = commands.add_parser("schedule", help="draw a pipeline schedule: its order, idle share and memory")
+    command.add_argument("--kind", default="1f1b", help=f"{' or '.join(BUILT)} (default %(default)s)")
+    command.add_argument("--stages", type=int, default=4, help="pipeline ranks (default %(default)s)")
+    command.add_argument("--microbatches", type=int, default=8, help="per step (default %(default)s)")
+    command.add_argument("--width", type=int, default=None, help="columns of the picture (default: the terminal's)")
+    command.set_defaults(run=_schedule)
     return parser
 
 
@@ -70,6 +81,15 @@ def _plan(options: Namespace) -> None:
     with torch.device("meta"):
         model = Decoder(shape)
     print(describe(build_plan(model, config), "no device: a plan"))
+
+
+def _schedule(options: Namespace) -> None:
+    schedule = make_schedule(options.kind, options.stages, options.microbatches)
+    check(schedule)
+    timeline = simulate(schedule)
+    print(draw(timeline, options.width or shutil.get_terminal_size((120, 24)).columns))
+    print(f"idle share (bubble)       {timeline.bubble:.1%}, a backward as long as two forwards")
+    print(f"most microbatches held    {' '.join(map(str, peak_live(schedule)))} (by rank)")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""The picture of a schedule, letter by letter."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.parallel.pipeline.check import Cost, simulate
+from engine.parallel.pipeline.draw import draw
+from engine.parallel.pipeline.schedule import BUILT, make_schedule, one_f_one_b, parse_schedule
+
+
+def test_one_f_one_b() -> None:
+    picture = """\
+1f1b
+rank 0 |F0 F1 F2 F3  .  .  .  .  .  . B0 B0 F4 B1 B1 F5 B2 B2  . B3 B3  . B4 B4  . B5 B5
+rank 1 | . F0 F1 F2  .  .  .  . B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3  . B4 B4  . B5 B5  .  .
+rank 2 | .  . F0 F1  .  . B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 F5 B4 B4  . B5 B5  .  .  .  .
+rank 3 | .  .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5  .  .  .  .  .  ."""
+    assert draw(simulate(one_f_one_b(4, 6))) == picture
+
+
+def test_several_stages_on_a_rank_show_the_stage() -> None:
+    v_shape = parse_schedule("0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 1I0 2W0 1W0", "v")
+    picture = """\
+v
+rank 0 |0F0   .   . 3F0 3I0 3W0   . 0I0 0W0
+rank 1 |  . 1F0 2F0   .   . 2I0 1I0 2W0 1W0"""
+    assert draw(simulate(v_shape)) == picture
+
+
+def test_a_narrow_picture_keeps_one_letter_of_each_cell() -> None:
+    picture = """\
+1f1b, a letter is the time of one cell
+rank 0 |FFFF......BBFBBFBB.BB.BB.BB
+rank 1 |.FFF....BBFBBFBBFBB.BB.BB..
+rank 2 |..FF..BBFBBFBBFBBFBB.BB....
+rank 3 |...FBBFBBFBBFBBFBBFBB......"""
+    assert draw(simulate(one_f_one_b(4, 6)), width=40) == picture
+
+
+def test_a_narrower_picture_keeps_the_phases() -> None:
+    picture = """\
+1f1b, a letter is the time of 3 cells
+rank 0 |F..BBBBBB
+rank 1 |F..BBBBB.
+rank 2 |..BBBBBB.
+rank 3 |.BBBBBB.."""
+    assert draw(simulate(one_f_one_b(4, 6)), width=20) == picture
+
+
+def test_transfers_and_unequal_times() -> None:
+    timeline = simulate(one_f_one_b(2, 2), Cost(forward=0.5, backward=1.0, transfer=0.5))
+    picture = """\
+1f1b
+rank 0 |F0 F1  .  .  .  . B0 B0  . B1 B1
+rank 1 | .  . F0 B0 B0 F1 B1 B1  .  .  ."""
+    assert draw(timeline) == picture
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(BUILT)), st.integers(1, 12), st.integers(1, 24), st.integers(20, 200))
+def test_no_picture_is_wider_than_asked(kind: str, stages: int, microbatches: int, width: int) -> None:
+    title, *rows = draw(simulate(make_schedule(kind, stages, microbatches)), width).splitlines()
+    assert len(rows) == stages and title.startswith(kind)
+    assert len({len(row) for row in rows}) == 1 and len(rows[0]) <= width
+
+
+@pytest.mark.parametrize("cost", [Cost(forward=0.1, backward=0.2), Cost(forward=1 / 3, backward=2 / 3, transfer=1 / 7)])
+def test_rounding_adds_no_column(cost: Cost) -> None:
+    *_, last = draw(simulate(one_f_one_b(1, 10), cost), 200).splitlines()
+    assert last.split("|")[1].split() == [f"{op}{i}" for i in range(10) for op in "FBB"]
