@@ -83,6 +83,7 @@ def prepare(model: nn.Module, config: Config, request: Request) -> Plan:
     check_sinks(config.monitor)
     if config.optimizer is None and request.optimizer is None:
         raise ConfigError("optimizer: null, and none was given in code; name one, or pass optimizer=... in code.")
+    _refuse_shared_memory(model)
     return build_plan(model, config, own_optimizer=request.optimizer is not None)
 
 
@@ -133,6 +134,20 @@ def _refuse_unbuilt(config: Config) -> None:
             f"{', '.join(asked)}: not in this version, which has data parallelism with ZeRO 0 and 1 in fp32 and bf16; "
             "leave it out."
         )
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Two parameters over one memory would be taken apart by the flat buckets without a word."""
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not parameter.numel():
+            continue
+        other = owners.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            raise PlanError(
+                f"parameters {other!r} and {name!r} are two objects over the same memory; tie them by assigning one "
+                "nn.Parameter to both modules."
+            )
 
 
 def _factory(config: OptimizerConfig) -> OptimizerFactory:

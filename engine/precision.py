@@ -38,6 +38,11 @@ class Precision:
         Raises:
             PlanError: a dtype that this run cannot train.
         """
+        if not given.is_floating_point:
+            raise PlanError(
+                f"parameter {name!r} is {str(given).removeprefix('torch.')}; only real floating parameters can be "
+                "trained: freeze it (requires_grad_(False)) or store its real parts."
+            )
         if self.compute is not None:
             return self.compute
         if given not in (torch.float32, torch.float64):

@@ -252,6 +252,8 @@ def read_world() -> World:
             "distributed job and none makes a single process; start with torchrun."
         )
     rank, size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+    if rank >= size:
+        raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}; ranks count from 0: let torchrun set both.")
     local_rank = _variable("LOCAL_RANK", rank)
     return World(rank, size, local_rank, _device(local_rank, shared=False), owned=True)
 
@@ -309,12 +311,13 @@ def open_world(world: World) -> World:
 
 
 def _rendezvous_failure(world: World, seconds: int, error: Exception) -> GridError:
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    alone = "MASTER_ADDR" not in os.environ
+    address = "of one process" if alone else f"at {os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
     interfaces = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
     hint = f"interface settings are {interfaces}" if interfaces else "no network interface is set"
     cause = _first_line(error)
     return GridError(
-        f"rank {world.rank} of {world.size} could not join the job at {address} within {seconds} s ({cause}); "
+        f"rank {world.rank} of {world.size} could not join the job {address} within {seconds} s ({cause}); "
         f"all nodes need the same MASTER_ADDR and an open MASTER_PORT, and {hint}: GLOO_SOCKET_IFNAME or "
         "NCCL_SOCKET_IFNAME must name an interface of this machine (see `ip address`)."
     )

@@ -1,5 +1,6 @@
 """What all tests share: ranks on a fork server, and the tables of the README."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 from tests.ranks import run_ranks as start_ranks
 from tests.ranks import start_server
 from tests.readme import Table
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks and tests share few cores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

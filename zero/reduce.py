@@ -97,8 +97,7 @@ class GradientReducer:
         Raises:
             EngineError: a parameter gave a gradient after its bucket was reduced.
         """
-        while self._abandoned:
-            self._abandoned.pop().wait()
+        self._settle()
         users: list[tuple[nn.Parameter, Tensor]] = []
         for progress in self._progress:
             progress.missing = len(progress.places)
@@ -124,6 +123,7 @@ class GradientReducer:
         Afterwards each shard (stage 0: each whole bucket) of ``grads`` holds the sum over microbatches
         and data ranks; a parameter without a gradient in this step has given zero.
         """
+        self._settle()
         while self._next < len(self._progress):
             self._launch()
         for progress in self._progress:
@@ -148,6 +148,10 @@ class GradientReducer:
             progress.reduction = progress.received = None
             for place in progress.places:
                 place.touched = False
+
+    def _settle(self) -> None:
+        while self._abandoned:
+            self._abandoned.pop().wait()
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""

@@ -134,6 +134,15 @@ def test_models_that_cannot_be_trained() -> None:
     )
     assert "model is a int; give an nn.Module or a callable" in message(start(3), engine.PlanError)
     assert "returned a int; it must return an nn.Module" in message(start(lambda: 3), engine.PlanError)
+    shared = models.decoder()
+    shared.get_parameter("head.weight").data = shared.get_parameter("tokens.weight").data
+    assert message(start(shared), engine.PlanError) == (
+        "parameters 'tokens.weight' and 'head.weight' are two objects over the same memory; tie them by assigning one "
+        "nn.Parameter to both modules."
+    )
+    odd = models.decoder()
+    odd.register_parameter("phase", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
+    assert "parameter 'phase' is complex64; only real floating parameters" in message(start(odd), engine.PlanError)
     with torch.device("meta"):
         empty = models.decoder()
     assert "on the meta device" in message(start(empty), engine.PlanError)
