@@ -47,15 +47,11 @@ def initialize(
     """
     world = read_world()
     resolved = load_config(config, world.size)
-    built = make_model(model, resolved.seed)
+    built = make_model(model, resolved.seed, world.device)
     request = Request(loss_fn, optimizer, lr_scheduler)
     plan = prepare(built, resolved, request)
-    world = open_world(world)
-    try:
-        engine = Engine(build(built, plan, world, request))
-    except BaseException:
-        world.close()
-        raise
+    open_world(world)
+    engine = Engine(build(built, plan, world, request))
     if world.rank == 0:
         logger.info(describe(engine.plan, str(world.device)))
     return engine

@@ -54,7 +54,7 @@ class Parts:
     """Of ``model.state_dict()`` as the user gave it."""
 
 
-def make_model(source: ModelSource, seed: int) -> nn.Module:
+def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
     """The user's module, built under the configured seed when a callable is given.
 
     Raises:
@@ -64,7 +64,7 @@ def make_model(source: ModelSource, seed: int) -> nn.Module:
     if not isinstance(source, nn.Module):
         if not callable(source):
             raise PlanError(f"model is a {type(source).__name__}; give an nn.Module or a callable that returns one.")
-        with keyed(torch.device("cpu"), seed):
+        with keyed(device, seed):
             model = source()
     if not isinstance(model, nn.Module):
         raise PlanError(f"the model callable returned a {type(model).__name__}; it must return an nn.Module.")
@@ -114,17 +114,22 @@ def _refuse_unbuilt(config: Config) -> None:
         f"parallel.pipeline {config.pp}": config.pp > 1,
         "parallel.sequence_parallel true": parallel.sequence_parallel,
         f"zero_optimization.stage {zero.stage}": zero.stage > 1,
+        "zero_optimization.reduce 'microbatch'": zero.reduce == "microbatch",
         f"zero_optimization.offload_optimizer.device {zero.offload_optimizer.device!r}": (
             zero.offload_optimizer.device != "none"
         ),
         "fp16.enabled true": config.fp16.enabled,
         "bf16.bf16_master_weights_and_grads true": config.bf16.bf16_master_weights_and_grads,
+        "bf16.bf16_optimizer_states true": config.bf16.bf16_optimizer_states,
+        "bf16.check_grad_overflow false": config.bf16.enabled and not config.bf16.check_grad_overflow,
+        "communication_data_type 'fp16'": config.communication_data_type == "fp16",
         "keep_fp32": bool(config.keep_fp32),
         f"activation_checkpointing.mode {config.activation_checkpointing.mode!r}": (
             config.activation_checkpointing.mode != "none"
         ),
         "kernels 'triton'": config.kernels == "triton",
         "compile true": config.compile,
+        "checkpoint.every": config.checkpoint.every > 0,
         "checkpoint.folder": config.checkpoint.folder is not None,
         "checkpoint.init_from": config.checkpoint.init_from is not None,
     }
@@ -172,18 +177,25 @@ def _switch_cache_off(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _check_equal(model: nn.Module, config: Config, comm: Comm, device: torch.device) -> None:
-    """Refuse ranks that were given different configurations or different weights.
+    """Refuse ranks that were given different configurations, models or weights.
 
-    One all-gather of two hashes; only when they differ a second one finds the first parameter.
+    One all-gather of three hashes; only when the weights differ a second one finds the first parameter.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     sums = torch.tensor([_bit_sum(tensor) for _, tensor in named], dtype=torch.int64)
-    settings = json.dumps(config.to_json(), sort_keys=True).encode()
-    hashes = torch.stack([_hash(settings), _hash(sums.numpy().tobytes())])
-    gathered = _gather(hashes, comm, device)
+    settings = json.dumps(config.to_json(), sort_keys=True)
+    aliased = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    structure = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in aliased])
+    hashes = [_hash(text) for text in (settings.encode(), structure.encode(), sums.numpy().tobytes())]
+    gathered = _gather(torch.stack(hashes), comm, device)
     if others := _differing(gathered, 0):
         raise ConfigError(f"rank 0 and rank {others[0]} were given different configurations; pass the same to all.")
-    if _differing(gathered, 1):
+    if others := _differing(gathered, 1):
+        raise PlanError(
+            f"rank 0 and rank {others[0]} were given different models (names, shapes, dtypes or requires_grad); build "
+            "the same model on every rank."
+        )
+    if _differing(gathered, 2):
         table = _gather(sums, comm, device)
         column = next(i for i in range(len(named)) if _differing(table, i))
         raise PlanError(

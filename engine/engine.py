@@ -6,62 +6,27 @@ train_batch    cut -> [ forward, loss, backward + reduce ] x m -> control -> upd
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
 
+from engine.attached import Attachment
 from engine.banner import compare_traffic
 from engine.batch import Batch, call_model, count_tokens, is_text, join_outputs, map_tensors, take_microbatches
 from engine.build import Parts
 from engine.config import Config
 from engine.errors import EngineError
-from engine.loss import WeightedLoss, check_scalar, check_trainable, find_loss
+from engine.loss import WeightedLoss, check_pair, check_trainable, find_loss
 from engine.metrics import StepReport, make_sinks, peak_memory, peak_tflops
 from engine.parallel.grid import Grid
 from engine.parallel.traffic import Tally
 from engine.plan import CONTROL_SCALARS, Plan
 from engine.randomness import keyed
+from engine.step import Control, Forward, Step
 from engine.zero.clip import clip_factor, gradient_norm
 from engine.zero.storage import squared_norm
-
-
-@dataclass(slots=True)
-class _Step:
-    """What a step has gathered on this rank so far."""
-
-    started: float
-    sent: Tally
-    loss: Tensor
-    """fp64, 0-dim, on the device: reading it would wait for the GPU."""
-    weight: Tensor
-    tokens: int = 0
-    text: bool = False
-    """Tokens are tokens, not rows."""
-    microbatches: int = 0
-    problem: EngineError | None = None
-    outputs: list[Any] = field(default_factory=list)
-
-
-class _Forward(NamedTuple):
-    """Held no longer than needed: the logits of a large vocabulary are the largest tensor of a step."""
-
-    output: Any
-    loss: WeightedLoss
-
-
-@dataclass(frozen=True, slots=True)
-class _Control:
-    """The sums that all ranks agree on once a step."""
-
-    loss: float
-    weight: float
-    squared_norm: float
-    tokens: float
-    problems: float
-    seconds: float
 
 
 class Engine:
@@ -71,8 +36,11 @@ class Engine:
         self._parts = parts
         self._model = parts.model
         self._device = parts.world.device
-        self._step: _Step | None = None
+        self._attachment = Attachment(parts.model, parts.buckets)
+        self._step: Step | None = None
         self._forwarded: Batch = None
+        self._forwards = 0
+        self._loop_started: float | None = None
         self._updates = 0
         self._skipped = 0
         self._update_seconds = 0.0
@@ -145,11 +113,11 @@ class Engine:
             batch: tensor, tuple, list or mapping whose tensors have micro x accumulation rows, or an
                 iterator of microbatches, from which exactly ``accumulation`` items are pulled.
 
-        Communicates gradients and parameters over dp, and six scalars over the world.
+        Communicates gradients and parameters over dp, and five scalars over the world.
 
         Raises:
-            EngineError: a bad batch or loss. A rank whose batch is bad still meets the others in the
-                collectives of this step; then all ranks raise and nothing is updated.
+            EngineError: a bad batch or loss. Whatever goes wrong on a rank, it still meets the others in the
+                collectives of this step; then all ranks raise, each its own error, and nothing is updated.
         """
         if self._step is not None:
             raise EngineError("train_batch inside an unfinished accumulation; call step() first.")
@@ -158,9 +126,8 @@ class Engine:
             for index, microbatch in enumerate(microbatches):
                 with keyed(self._device, *self._random_key(index)):
                     self._backward(step, self._forward(microbatch).loss, microbatch)
-        except BaseException:
-            self._parts.reducer.reset()
-            raise
+        except Exception as problem:  # of the user's model: the other ranks must not wait for us
+            step.problem = problem
         return self._update(step)
 
     @overload
@@ -187,10 +154,14 @@ class Engine:
                     self._count(step, done.loss, microbatch)
                 if return_output and self.grid.rank == 0:
                     step.outputs.append(done.output)
+        except Exception as problem:
+            step.problem = problem
         finally:
             for module, mode in training.items():
                 module.training = mode
-        report = self._report(step, self._agree(step, 0.0), math.nan, skipped=False)
+        control = self._agree(step, 0.0)
+        step.seconds = time.perf_counter() - step.started
+        report = self._report(step, control, math.nan, skipped=False)
         if not return_output:
             return report
         return report, join_outputs(step.outputs) if step.outputs else None
@@ -199,9 +170,13 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them."""
+        if self._step is None and self._loop_started is None:
+            self._loop_started = time.perf_counter()
         index = self._step.microbatches if self._step else 0
+        key = (*self._random_key(index), self._forwards) if self._forwards else self._random_key(index)
+        self._forwards += 1
         self._forwarded = args[0] if len(args) == 1 and not kwargs else kwargs or args
-        with keyed(self._device, *self._random_key(index)):
+        with keyed(self._device, *key):
             if self._forwarded is not kwargs:
                 return call_model(self._model, self._cast(self._move(self._forwarded)))
             return self._model(*self._cast(self._move(args)), **self._cast(self._move(kwargs)))
@@ -215,16 +190,16 @@ class Engine:
         Raises:
             EngineError: more backwards than ``gradient_accumulation_steps``, or no scalar.
         """
+        weighted = check_pair(loss)
         step = self._step = self._step or self._begin()
         if step.microbatches == self.config.accumulation:
             raise EngineError(
                 f"backward was called {step.microbatches + 1} times; gradient_accumulation_steps is "
                 f"{self.config.accumulation}: call step() after each backward."
             )
-        pair = loss if isinstance(loss, tuple) else (loss, 1.0)
-        weighted = WeightedLoss(check_scalar(pair[0], "the loss given to backward"), pair[1])
         try:
             self._backward(step, weighted, self._forwarded)
+            self._forwards = 0
         except BaseException:
             self._step = None
             self._parts.reducer.reset()
@@ -250,24 +225,30 @@ class Engine:
 
         Other ranks get an empty dict. Masters are gathered bucket by bucket over dp.
         """
-        weights = self._parts.optimizer.full_weights()
+        state: dict[str, Any] = dict(self._model.state_dict())
+        keys: dict[int, list[str]] = {}
+        for key in self._parts.given_dtypes:
+            keys.setdefault(state[key].data_ptr(), []).append(key)
+        # by address and not by name: state-dict hooks may rename
+        for address, weight in self._parts.optimizer.full_weights():
+            for key in keys.pop(address, []) if self.grid.rank == 0 and weight.numel() else []:
+                state[key] = weight.detach().to("cpu", self._parts.given_dtypes[key], copy=True)
         if self.grid.rank:
             return {}
-        first_names = {alias: row.name for row in self.plan.table for alias in (row.name, *row.aliases)}
-        state = self._model.state_dict()
-        for key, dtype in self._parts.given_dtypes.items():
-            source = weights.get(first_names.get(key, key), state[key])
-            state[key] = source.detach().to("cpu", dtype, copy=True)
-        return dict(state)
+        for key in (key for left in keys.values() for key in left):
+            state[key] = state[key].detach().to("cpu", self._parts.given_dtypes[key], copy=True)
+        return state
 
     def close(self) -> None:
-        """Take the hooks off, close the logs, end the communication. The engine cannot be used afterwards."""
+        """Take the hooks off, close the logs, let go of its groups. The engine cannot be used afterwards.
+
+        The process group itself lives until the interpreter exits: other engines may use it.
+        """
         for sink in self._sinks:
             sink.close()
         self._sinks = ()
         self._parts.reducer.remove()
         self._parts.comm.close()
-        self._parts.world.close()
 
     def __enter__(self) -> Self:
         return self
@@ -279,16 +260,18 @@ class Engine:
 
     # ------------------------------------------------------------------ inside a step
 
-    def _begin(self) -> _Step:
+    def _begin(self) -> Step:
+        self._attachment.check()
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        return _Step(time.perf_counter(), self._parts.comm.tally.copy(), zero, zero.clone())
+        started, self._loop_started = self._loop_started or time.perf_counter(), None
+        return Step(started, self._parts.comm.tally.copy(), zero, zero.clone())
 
-    def _open(self, batch: Batch | Iterator[Batch]) -> tuple[_Step, list[Batch]]:
+    def _open(self, batch: Batch | Iterator[Batch]) -> tuple[Step, list[Batch]]:
         """Start a step; a bad batch is kept as its problem, so that the other ranks do not wait for ever."""
         step = self._begin()
         try:
             return step, take_microbatches(batch, self.config.micro, self.config.accumulation)
-        except EngineError as problem:
+        except Exception as problem:  # an iterator may fail in any way
             step.problem = problem
             return step, []
 
@@ -296,10 +279,10 @@ class Engine:
         """(seed, step, global microbatch): the same whatever the grid is."""
         return self.config.seed, self._updates, self.grid.coord().dp * self.config.accumulation + index
 
-    def _forward(self, microbatch: Batch) -> _Forward:
+    def _forward(self, microbatch: Batch) -> Forward:
         moved = self._move(microbatch)
         output = call_model(self._model, self._cast(moved))
-        return _Forward(output, find_loss(output, moved, self._parts.loss_fn))
+        return Forward(output, find_loss(output, moved, self._parts.loss_fn))
 
     def _move(self, batch: Batch) -> Batch:
         return map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
@@ -307,23 +290,24 @@ class Engine:
     def _cast(self, batch: Batch) -> Batch:
         return map_tensors(batch, self.plan.precision.input)
 
-    def _backward(self, step: _Step, loss: WeightedLoss, microbatch: Batch) -> None:
+    def _backward(self, step: Step, loss: WeightedLoss, microbatch: Batch) -> None:
         check_trainable(loss.sum)
         self._count(step, loss, microbatch)
         with self._parts.reducer.backward(last=step.microbatches == self.config.accumulation):
             torch.autograd.backward(loss.sum)
 
-    def _count(self, step: _Step, loss: WeightedLoss, microbatch: Batch) -> None:
+    def _count(self, step: Step, loss: WeightedLoss, microbatch: Batch) -> None:
         step.loss += loss.sum.detach()
         step.weight += loss.weight
         step.tokens += count_tokens(microbatch)
         step.text = is_text(microbatch)
         step.microbatches += 1
 
-    def _update(self, step: _Step) -> StepReport:
+    def _update(self, step: Step) -> StepReport:
         self._parts.reducer.finish()
         control = self._agree(step, squared_norm(self._parts.buckets))
         agreed = time.perf_counter()
+        step.seconds = agreed - step.started + self._update_seconds
         norm = gradient_norm(control.squared_norm, control.weight)
         skipped = not math.isfinite(norm)
         lr = self.lr
@@ -337,7 +321,7 @@ class Engine:
         self._update_seconds = time.perf_counter() - agreed
         return self._record(self._report(step, control, norm, skipped, lr), step)
 
-    def _agree(self, step: _Step, norm: Tensor | float) -> _Control:
+    def _agree(self, step: Step, norm: Tensor | float) -> Control:
         """Sum the control values over the world: the one point where all ranks meet."""
         coord = self.grid.coord()
         speaks = coord.tp == 0 and coord.pp == self.grid.pp - 1  # one rank of each data coordinate has the loss
@@ -346,31 +330,28 @@ class Engine:
             values[0], values[1], values[3] = step.loss, step.weight, step.tokens
         values[2] = norm
         values[4] = step.problem is not None
-        values[5] = time.perf_counter() - step.started + self._update_seconds
         self._parts.comm.all_reduce(values, "world", "control").wait()
-        control = _Control(*values.tolist())
+        control = Control(*values.tolist())
         if step.problem is not None:
             raise step.problem
         if control.problems:
             raise EngineError(
-                f"{control.problems:.0f} other rank(s) could not take their batch, so no rank makes this step; "
+                f"{control.problems:.0f} other rank(s) failed in this step, so no rank makes it; "
                 "their message tells why."
             )
         return control
 
-    def _report(
-        self, step: _Step, control: _Control, norm: float, skipped: bool, lr: float | None = None
-    ) -> StepReport:
-        seconds = control.seconds / self.grid.world_size
-        flops = 6 * self.plan.table.elements * control.tokens / seconds / self.grid.world_size
+    def _report(self, step: Step, control: Control, norm: float, skipped: bool, lr: float | None = None) -> StepReport:
+        flops = 6 * self.plan.table.elements * control.tokens / step.seconds / self.grid.world_size
         peak = peak_tflops(self._device)
         return StepReport(
             step=self._updates,
             loss=control.loss / control.weight if control.weight else math.nan,
+            weight=control.weight,
             grad_norm=norm,
             lr=self.lr if lr is None else lr,
             tokens=int(control.tokens),
-            seconds=seconds,
+            seconds=step.seconds,
             tflops=flops / 1e12 if step.text else None,
             mfu=flops / 1e12 / peak if peak and step.text else None,
             peak_bytes=peak_memory(self._device),
@@ -378,11 +359,11 @@ class Engine:
             skipped=skipped,
         )
 
-    def _record(self, report: StepReport, step: _Step) -> StepReport:
+    def _record(self, report: StepReport, step: Step) -> StepReport:
         self._attempts += 1
         for row in self._parts.comm.tally.since(step.sent).rows():
             self._trained.add(row)
-        if report.step % self.config.monitor.every == 0 or report.step == 1:
+        if self._attempts % self.config.monitor.every == 0 or self._attempts == 1:
             for sink in self._sinks:
                 sink.write(report)
         return report

@@ -17,7 +17,7 @@ def assign_groups(
     """The group index of every trainable parameter, by its first name, and the options of each group.
 
     ``optimizer.groups`` are tried in order, the first match wins; ``no_weight_decay`` then takes the decay
-    away. A pattern may name any alias of a tied parameter. Group 0 holds what nothing matches.
+    away. A pattern may name any alias of a tied parameter. Groups are numbered by their first parameter.
 
     Raises:
         ConfigError: a pattern that matches no trainable parameter.
@@ -25,14 +25,9 @@ def assign_groups(
     config = config or OptimizerConfig()
     names = _names(model)
     _refuse_idle_patterns(config, [alias for aliases in names.values() for alias in aliases])
-    options = [GroupOptions()]
-    assigned = {}
-    for name, aliases in names.items():
-        chosen = _options(aliases, config)
-        if chosen not in options:
-            options.append(chosen)
-        assigned[name] = options.index(chosen)
-    return assigned, tuple(options)
+    chosen = {name: _options(aliases, config) for name, aliases in names.items()}
+    options = tuple(dict.fromkeys(chosen.values()))
+    return {name: options.index(option) for name, option in chosen.items()}, options
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:

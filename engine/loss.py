@@ -34,11 +34,16 @@ def find_loss(output: Any, batch: Batch, loss_fn: LossFunction | None) -> Weight
     Raises:
         EngineError: no loss can be found, or it is not a 0-dim floating tensor.
     """
-    found = loss_fn(output, batch) if loss_fn is not None else _loss_in(output)
-    source = "loss_fn" if loss_fn is not None else "the model"
-    if isinstance(found, tuple) and len(found) == 2 and loss_fn is not None:
-        return WeightedLoss(check_scalar(found[0], f"the sum that {source} returned"), _check_weight(found[1]))
-    return WeightedLoss(check_scalar(found, f"the loss that {source} returned"), 1.0)
+    if loss_fn is None:
+        return WeightedLoss(check_scalar(_loss_in(output), "the loss that the model returned"), 1.0)
+    return check_pair(loss_fn(output, batch), "the {} that loss_fn returned")
+
+
+def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLoss:
+    """A 0-dim loss, or (sum, weight), as :class:`WeightedLoss`; otherwise an EngineError."""
+    if isinstance(found, tuple) and len(found) == 2:
+        return WeightedLoss(check_scalar(found[0], what.format("sum")), _check_weight(found[1], what.format("weight")))
+    return WeightedLoss(check_scalar(found, what.format("loss")), 1.0)
 
 
 def check_scalar(loss: Any, what: str) -> Tensor:
@@ -52,13 +57,13 @@ def check_scalar(loss: Any, what: str) -> Tensor:
     raise EngineError(f"{what} is {given}; a loss is a 0-dim floating tensor: return a mean, or (sum, weight).")
 
 
-def _check_weight(weight: Any) -> Tensor | float:
+def _check_weight(weight: Any, what: str) -> Tensor | float:
     if isinstance(weight, Tensor) and weight.ndim == 0:
         return weight.detach()
     if isinstance(weight, int | float):
         return float(weight)
     given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
-    raise EngineError(f"the weight that loss_fn returned is {given}; return a number or a 0-dim tensor beside the sum.")
+    raise EngineError(f"{what} is {given}; give a number or a 0-dim tensor beside the sum.")
 
 
 def check_trainable(loss: Tensor) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
@@ -173,9 +173,14 @@ def make_learning_rate(
 
 def _from_callable(optimizer: torch.optim.Optimizer, base: tuple[float, ...], given: SchedulerArgument) -> LearningRate:
     try:
-        made = given(optimizer)
-    except Exception:  # a factor function fails on an optimizer in whatever way it likes
-        made = None
+        made, failure = given(optimizer), None
+    except Exception as error:  # a factor function fails on an optimizer in whatever way it likes
+        made, failure = None, error
+    if isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            "lr_scheduler gives a ReduceLROnPlateau, which needs a metric at each step; pass a schedule of the step, "
+            "or change eng.optimizer's lr yourself."
+        )
     if isinstance(made, LRScheduler):
         return LearningRate(optimizer, base, schedule=None, scheduler=made)
     try:
@@ -184,5 +189,5 @@ def _from_callable(optimizer: torch.optim.Optimizer, base: tuple[float, ...], gi
         raise ConfigError(
             f"lr_scheduler {given!r} gives no number for update 0 and no LRScheduler for the optimizer; pass a "
             "callable update -> factor or optimizer -> torch.optim.lr_scheduler.LRScheduler."
-        ) from error
+        ) from (failure or error)
     return LearningRate(optimizer, base, schedule=lambda update, lr: lr * float(given(update)))

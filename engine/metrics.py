@@ -5,6 +5,7 @@ import resource
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -22,12 +23,14 @@ PEAK_TFLOPS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One optimizer step. Loss, norm, lr, tokens, seconds and skipped are equal on every rank."""
+    """One optimizer step. Loss, weight, norm, lr, tokens and skipped are equal on every rank."""
 
     step: int
     """Updates made, this one included (0 for an evaluation before the first)."""
     loss: float
     """Sum of losses over sum of weights, over all microbatches and data ranks."""
+    weight: float
+    """What the sum of losses was divided by: microbatches, or the weights of the loss function."""
     grad_norm: float
     """L2 norm of the averaged gradient before clipping; nan for an evaluation."""
     lr: float
@@ -35,7 +38,7 @@ class StepReport:
     tokens: int
     """Elements of ``input_ids``, else rows, over all data ranks."""
     seconds: float
-    """Mean over ranks: this step up to its norm, and the update of the step before."""
+    """On this rank: this step up to where all ranks agree on its norm, and the update of the step before."""
     tflops: float | None
     """Achieved per rank: 6 x parameters x tokens / seconds / ranks; None where tokens are rows."""
     mfu: float | None
@@ -53,8 +56,9 @@ class StepReport:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All values, for a log."""
-        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        """All values, for a log; what is not finite is None, as JSON has no word for it."""
+        values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        return {name: None if value != value or value in (inf, -inf) else value for name, value in values.items()}
 
 
 def peak_memory(device: torch.device) -> int:

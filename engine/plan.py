@@ -21,8 +21,8 @@ from engine.precision import Precision, make_precision
 from engine.zero.layout import FlatLayout, Item, build_layout
 from engine.zero.optimizer import GroupOptions
 
-CONTROL_SCALARS = 6
-"""fp64 values that one step sums over all ranks: loss, weight, norm squared, tokens, problems, seconds."""
+CONTROL_SCALARS = 5
+"""fp64 values that one step sums over all ranks: loss, weight, norm squared, tokens, problems."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def build_plan(model: nn.Module, config: Config, own_optimizer: bool = False) ->
         for tp in range(config.tp)
     }
     moments = None if own_optimizer else _moments(config)
-    return Plan(config, table, layouts, groups, precision, moments, _notes(model, config))
+    return Plan(config, table, layouts, groups, precision, moments, _notes(model, config, precision))
 
 
 def _items(table: ShardTable, stage: int, tp: int, precision: Precision) -> list[Item]:
@@ -149,11 +149,20 @@ def _moments(config: Config) -> int | None:
     return 1 if config.optimizer.type == "Lion" else 2
 
 
-def _notes(model: nn.Module, config: Config) -> tuple[str, ...]:
+def _notes(model: nn.Module, config: Config, precision: Precision) -> tuple[str, ...]:
     notes = list(config.notes)
     if hasattr(model, "generate") and hasattr(model, "config"):
         notes.append(
             "loss: a Hugging Face output.loss is a mean per microbatch; with unequal token counts pass a loss_fn that "
             "returns (sum, weight) for the exact mean over tokens"
         )
+    if config.bf16.enabled:
+        frozen = [name for name, p in model.named_parameters() if p.is_floating_point() and not p.requires_grad]
+        buffers = [
+            name for name, buffer in model.named_buffers() if precision.buffer(name, buffer.dtype) != buffer.dtype
+        ]
+        for kind, names in (("frozen parameters", frozen), ("buffers", buffers)):
+            if names:
+                more = f" and {len(names) - 2} more" * (len(names) > 2)
+                notes.append(f"{kind} are rounded to bf16, as Module.to does it: {', '.join(names[:2])}{more}")
     return tuple(notes)

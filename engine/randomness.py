@@ -1,7 +1,7 @@
 """Random numbers keyed by what they are for, so that dropout does not depend on the grid.
 
-The generator is set from (seed, step, global microbatch index) before a microbatch and put back
-afterwards: the user's own stream is not touched.
+The generators are set from (seed, step, global microbatch index) before a microbatch and put back
+afterwards: the user's own streams are not touched.
 """
 
 import hashlib
@@ -20,7 +20,15 @@ def derive_seed(*key: int) -> int:
 
 @contextmanager
 def keyed(device: torch.device, *key: int) -> Iterator[None]:
-    """Seed the CPU's and the device's generator from ``key``; restore both at the end."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
-        torch.manual_seed(derive_seed(*key))
+    """Seed the CPU's and this device's generator from ``key``; restore both at the end."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    before = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(derive_seed(*key))
         yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)

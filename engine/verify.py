@@ -5,7 +5,7 @@ ranks in order, ``torch.optim``, ``clip_grad_norm_``. Any grid has to give its l
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +55,12 @@ class Parity:
     @property
     def weights(self) -> dict[str, float]:
         """Largest absolute deviation of each weight."""
-        return {
-            name: float((self.engine.weights[name].double() - value.double()).abs().max()) if value.numel() else 0.0
-            for name, value in self.reference.weights.items()
-        }
+        return {name: _distance(self.engine.weights[name], value) for name, value in self.reference.weights.items()}
 
     @property
     def weight(self) -> float:
         """Largest absolute deviation of any weight."""
-        return max(self.weights.values())
+        return _largest(self.weights.values())
 
     def holds(self, loss: float = 1e-6, norm: float = 1e-5, weight: float = 1e-5) -> bool:
         """Whether all deviations lie within the bounds; the defaults are the promise for fp32.
@@ -92,7 +89,7 @@ def verify(
     """Train on the grid and in one process, and compare. Call it on every rank.
 
     Args:
-        build_model: gives the same weights whenever it is called.
+        build_model: builds the model; it is called under the configured seed.
         config: as for :func:`engine.initialize`.
         batches: one global batch a step: tensors with ``train_batch_size`` rows, the same on all ranks.
 
@@ -101,14 +98,14 @@ def verify(
     """
     world = read_world()
     resolved = load_config(config, world.size)
-    with initialize(build_model(), resolved, loss_fn, None, optimizer, lr_scheduler) as engine:
+    with initialize(build_model, resolved, loss_fn, None, optimizer, lr_scheduler) as engine:
         rank, rows = engine.grid.coord().dp, resolved.micro * resolved.accumulation
         reports = [engine.train_batch(_rows(batch, rank * rows, rows)) for batch in batches]
         weights = engine.full_state_dict()
     if world.rank:
         return None
     ours = Run(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), weights)
-    model = make_model(build_model, resolved.seed).to(world.device)
+    model = make_model(build_model, resolved.seed, world.device).to(world.device)
     return Parity(ours, _Reference(model, resolved, loss_fn, optimizer, lr_scheduler).train(batches))
 
 
@@ -206,4 +203,15 @@ def _rows(batch: Batch, start: int, count: int) -> Batch:
 
 
 def _worst(ours: Sequence[float], reference: Sequence[float]) -> float:
-    return max(abs(a - b) / abs(b) if b else abs(a) for a, b in zip(ours, reference, strict=True))
+    return _largest(abs(a - b) / abs(b) if b else abs(a) for a, b in zip(ours, reference, strict=True))
+
+
+def _distance(ours: Tensor, reference: Tensor) -> float:
+    if not reference.numel():
+        return 0.0
+    return float((ours.double() - reference.double()).abs().nan_to_num(nan=math.inf).max())
+
+
+def _largest(deviations: Iterable[float]) -> float:
+    """The largest, infinite if any is not a number: ``max`` alone would pass over a nan."""
+    return max((value if math.isfinite(value) else math.inf for value in deviations), default=0.0)

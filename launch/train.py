@@ -76,7 +76,8 @@ def evaluate(eng: engine.Engine, corpus: Corpus, context: int) -> float:
     total = weight = 0.0
     for batch in batches:
         report = eng.eval_batch(batch)
-        total, weight = total + report.loss * report.tokens, weight + report.tokens
+        if report.weight:
+            total, weight = total + report.loss * report.weight, weight + report.weight
     return total / weight
 
 

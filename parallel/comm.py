@@ -9,7 +9,7 @@ import atexit
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -224,13 +224,11 @@ class World:
     size: int
     local_rank: int
     device: torch.device
-    owned: bool
-    """Whether we started the process group and therefore have to end it."""
 
-    def close(self) -> None:
-        """End the process group if it is ours."""
-        if self.owned and dist.is_initialized():
-            dist.destroy_process_group()
+
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def read_world() -> World:
@@ -243,7 +241,7 @@ def read_world() -> World:
         rank, size = dist.get_rank(), dist.get_world_size()
         local_rank = _variable("LOCAL_RANK", rank)
         shared = dist.get_backend() == "gloo"  # gloo ranks may share a GPU, NCCL ranks may not
-        return World(rank, size, local_rank, _device(local_rank, shared), owned=False)
+        return World(rank, size, local_rank, _device(local_rank, shared))
     present = [name for name in _RENDEZVOUS if name in os.environ]
     if present and len(present) < len(_RENDEZVOUS):
         missing = ", ".join(name for name in _RENDEZVOUS if name not in os.environ)
@@ -255,7 +253,7 @@ def read_world() -> World:
     if rank >= size:
         raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}; ranks count from 0: let torchrun set both.")
     local_rank = _variable("LOCAL_RANK", rank)
-    return World(rank, size, local_rank, _device(local_rank, shared=False), owned=True)
+    return World(rank, size, local_rank, _device(local_rank, shared=False))
 
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -280,8 +278,8 @@ def _device(local_rank: int, shared: bool) -> torch.device:
     return torch.device("cuda", local_rank % gpus)
 
 
-def open_world(world: World) -> World:
-    """Start the process group that ``read_world`` described; returns the world to close later.
+def open_world(world: World) -> None:
+    """Start the process group that ``read_world`` described; at the exit of the interpreter it is ended.
 
     The time-out of the rendezvous and of every collective is ``TRINE_TIMEOUT_SECONDS`` (600).
 
@@ -291,7 +289,7 @@ def open_world(world: World) -> World:
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
-        return replace(world, owned=False)
+        return
     seconds = _variable("TRINE_TIMEOUT_SECONDS", 600)
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     bound = world.device if world.device.type == "cuda" else None
@@ -306,8 +304,7 @@ def open_world(world: World) -> World:
         )
     except (RuntimeError, ValueError) as error:
         raise _rendezvous_failure(world, seconds, error) from error
-    atexit.register(world.close)
-    return world
+    atexit.register(_end_process_group)  # not with an engine: others may live in this process
 
 
 def _rendezvous_failure(world: World, seconds: int, error: Exception) -> GridError:

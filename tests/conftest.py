@@ -1,6 +1,7 @@
 """What all tests share: ranks on a fork server, and the tables of the README."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Measured figures go into the README only when asked."""
     parser.addoption("--write-readme", action="store_true", help="write measured tables into README.md")
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """An engine leaves its process group to the interpreter's exit; the next test starts without."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

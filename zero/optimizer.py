@@ -1,6 +1,6 @@
 """The sharded optimizer step: one norm, one decision, update the owned weights, gather the parameters."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from engine.errors import ConfigError
 from engine.parallel.comm import Comm
-from engine.zero.edits import EditWatch
+from engine.zero.edits import carry_over
 from engine.zero.storage import FlatBucket
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -62,7 +62,6 @@ class ShardedOptimizer:
         self._buckets = buckets
         self._comm = comm
         self._sharded = sharded
-        self._edits = EditWatch(buckets)
         collect = _whole_parameters if shaped and not sharded else _segments
         members: dict[int, list[nn.Parameter]] = {index: [] for index in range(len(groups))}
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
@@ -78,8 +77,8 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self, scale: float) -> None:
         """Multiply the reduced gradients by ``scale``, update, and gather every bucket over dp."""
-        self._edits.carry_over()
         for flat in self._buckets:
+            carry_over(flat)
             flat.grads[flat.owned].mul_(scale)
         for parameter, grads in self._grads:
             parameter.grad = grads  # anew each time: zero_grad() on the inner optimizer must not end the training
@@ -93,16 +92,18 @@ class ShardedOptimizer:
                 gathers.append(self._comm.all_gather(flat.params, own, "dp", "parameters"))
         for gather in gathers:
             gather.wait()
+        # our writes went past autograd, which has to refuse a backward through a graph of the old weights
+        torch.autograd.graph.increment_version([p for flat in self._buckets for p in flat.parameters])
 
     @torch.no_grad()
-    def full_weights(self) -> Mapping[str, Tensor]:
-        """Every parameter in its widest dtype, whole, by name. Collective over dp where masters are sharded.
+    def full_weights(self) -> Iterator[tuple[int, Tensor]]:
+        """(address of the parameter, the same values whole and in their widest dtype), bucket by bucket.
 
-        The tensors are views of the parameters or of one gathered copy of the masters.
+        Collective over dp where masters are sharded; every rank has to take all items. A tensor is a view
+        of the parameters or of one gathered bucket.
         """
-        self._edits.carry_over()
-        full: dict[str, Tensor] = {}
         for flat in self._buckets:
+            carry_over(flat)
             whole = flat.params
             if flat.master is not None:
                 whole = torch.zeros(flat.bucket.elements, dtype=flat.master.dtype, device=flat.params.device)
@@ -110,8 +111,7 @@ class ShardedOptimizer:
                 if self._sharded:
                     self._comm.all_gather(whole, whole[flat.shard], "dp", "full state").wait()
             for slot in flat.bucket.slots:
-                full[slot.name] = whole[slot.start : slot.stop].view(slot.shape)
-        return full
+                yield flat.address(slot.start), whole[slot.start : slot.stop].view(slot.shape)
 
 
 def _segments(flat: FlatBucket) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -199,6 +199,7 @@ class GradientReducer:
 
 
 def _place(progress: _Progress, slot: Slot, parameter: nn.Parameter) -> _Place:
-    place = _Place(slot.name, parameter, progress.flat.grads[slot.start : slot.stop].view(slot.shape))
+    view = progress.flat.grads[slot.start : slot.stop].view(slot.shape)
+    place = _Place(slot.name, parameter, view)
     progress.places.append(place)
     return place

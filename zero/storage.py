@@ -15,7 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.zero.layout import Bucket, FlatLayout, Slot
+from engine.zero.layout import Bucket, FlatLayout
+
+NORM_PIECE = 1 << 20
+"""Elements whose squares are summed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +39,14 @@ class FlatBucket:
     parameters: tuple[nn.Parameter, ...]
     """The user's parameters, in the order of the slots."""
 
+    def address(self, start: int) -> int:
+        """Memory address of element ``start`` of ``params``."""
+        return self.params.data_ptr() + start * self.params.element_size()
+
     @property
     def weights(self) -> Tensor:
         """[owned]: what the optimizer updates."""
         return self.params[self.owned] if self.master is None else self.master
-
-    def weights_of(self, slot: Slot) -> Tensor | None:
-        """Shaped view of the weights of ``slot``, or None where this rank does not own all of it."""
-        if slot.start < self.owned.start or slot.stop > self.owned.stop:
-            return None
-        return self.weights[slot.start - self.owned.start : slot.stop - self.owned.start].view(slot.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,10 @@ def _fill(bucket: Bucket, parameters: Mapping[str, nn.Parameter], who: Ownership
 
 
 def squared_norm(buckets: Sequence[FlatBucket]) -> Tensor:
-    """Sum of squares of the gradients in this rank's shards, as one fp64 scalar; padding is zero."""
-    norms = [torch.linalg.vector_norm(b.grads[b.shard], dtype=torch.float64) for b in buckets]
+    """Sum of squares of the gradients in this rank's shards, as one fp64 scalar; padding is zero.
+
+    In pieces, because torch widens all that it sums before it sums.
+    """
+    pieces = [piece for flat in buckets for piece in torch.split(flat.grads[flat.shard], NORM_PIECE)]
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     return torch.stack(norms).square().sum()

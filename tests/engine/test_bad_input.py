@@ -163,6 +163,48 @@ def test_scheduler_that_is_neither() -> None:
     assert "pass a callable update -> factor or optimizer -> torch.optim.lr_scheduler.LRScheduler" in text
 
 
+def test_scheduler_that_needs_a_metric() -> None:
+    def plateau(optimizer: torch.optim.Optimizer) -> object:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    text = message(lambda: engine.initialize(models.decoder(), CONFIG, lr_scheduler=plateau), engine.ConfigError)
+    assert text.startswith("lr_scheduler gives a ReduceLROnPlateau, which needs a metric at each step")
+
+
+def test_bad_loss_given_to_backward_opens_no_step() -> None:
+    with engine.initialize(models.nano(), CONFIG) as eng:
+        text = message(lambda: eng.backward(torch.ones(3, requires_grad=True)))
+        assert text.startswith("the loss given to backward is a float32 tensor of shape (3,)")
+        assert message(eng.step).startswith("step() before backward()")
+
+
+def test_parameters_that_left_the_engine_are_named() -> None:
+    def spoil(how: Callable[[nn.Module], object]) -> str:
+        with engine.initialize(models.decoder(), CONFIG, loss_fn=loss_sum) as eng:
+            eng.train_batch(batches(1)[0])
+            how(eng.module)
+            return message(lambda: eng.train_batch(batches(1)[0]))
+
+    def assign(model: nn.Module) -> None:
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+    for how in (assign, nn.Module.double):
+        assert "no longer lies in the engine's memory" in spoil(how)
+    frozen = spoil(lambda model: model.get_parameter("blocks.0.up.bias").requires_grad_(False))
+    assert frozen == (
+        "parameter 'blocks.0.up.bias' was frozen after engine.initialize; do it before, or build a new engine."
+    )
+
+
+def test_backward_through_a_graph_of_old_weights_is_refused() -> None:
+    with engine.initialize(models.nano(), CONFIG | {"train_batch_size": 2}) as eng:
+        tokens = models.token_batches(2, 2)
+        losses = [eng(t[:, :-1], t[:, 1:])[1] for t in tokens]
+        eng.backward(losses[0])
+        eng.step()
+        assert "modified by an inplace operation" in message(lambda: eng.backward(losses[1]), RuntimeError)
+
+
 # ---------------------------------------------------------------------- several ranks
 
 
@@ -178,7 +220,7 @@ def ends_early() -> tuple[str, float]:
 
 def test_iterator_that_ends_early_on_one_rank_stops_all(run_ranks: RunRanks) -> None:
     (first, loss), (second, same) = run_ranks(ends_early, 2)
-    assert first.startswith("1 other rank(s) could not take their batch, so no rank makes this step")
+    assert first.startswith("1 other rank(s) failed in this step, so no rank makes it; their message tells why.")
     assert second.startswith(
         "the iterator ended after 2 of 4 microbatches; a step needs gradient_accumulation_steps = 4"
     )
@@ -204,6 +246,47 @@ def test_different_weights_or_settings_are_named(run_ranks: RunRanks) -> None:
     assert texts[0].startswith("rank 0 and rank 2 were given different weights, first in 'blocks.1.up.bias'; build the")
     texts = run_ranks(unequal, 3, "settings")
     assert set(texts) == {"rank 0 and rank 1 were given different configurations; pass the same to all."}
+
+
+def unequal_models(what: str) -> str:
+    """Ranks whose models differ in what is trained, or in size."""
+    import torch.distributed as dist
+
+    model: nn.Module = models.decoder()
+    if dist.get_rank():
+        if what == "frozen":
+            model.get_parameter("blocks.0.up.weight").requires_grad_(False)
+        else:
+            model = nn.Sequential(model, nn.Linear(2, 2))
+    return message(lambda: engine.initialize(model, CONFIG | {"train_batch_size": 16}, loss_fn=loss_sum))
+
+
+@pytest.mark.parametrize("what", ["frozen", "size"])
+def test_different_models_are_refused(run_ranks: RunRanks, what: str) -> None:
+    texts = run_ranks(unequal_models, 2, what)
+    assert len(set(texts)) == 1 and texts[0].startswith("rank 0 and rank 1 were given different models (names, shapes")
+
+
+def fails_on_one_rank() -> tuple[str, float]:
+    """Rank 1's loss fails in its second microbatch; the next step is made by all."""
+    calls = 0
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and eng.grid.rank:
+            raise RuntimeError("the user's own mistake")
+        return loss_sum(output, batch)
+
+    with engine.initialize(models.decoder(), CONFIG | {"train_batch_size": 16}, loss_fn=loss) as eng:
+        text = message(lambda: eng.train_batch(batches(1)[0]), Exception)
+        return text, eng.train_batch(batches(1)[0]).loss
+
+
+def test_an_error_in_the_middle_of_a_step_reaches_all_ranks(run_ranks: RunRanks) -> None:
+    (first, loss), (second, same) = run_ranks(fails_on_one_rank, 2)
+    assert first.startswith("1 other rank(s) failed in this step") and second == "the user's own mistake"
+    assert loss == same
 
 
 def does_not_fit() -> str:

@@ -93,3 +93,17 @@ def load_weights_afterwards() -> tuple[float, float, float]:
 def test_weights_loaded_after_initialize_survive_the_next_update(run_ranks: RunRanks) -> None:
     given, loaded, kept = run_ranks(load_weights_afterwards, 2)[0]
     assert given != loaded and kept == loaded
+
+
+def test_a_partial_write_leaves_the_other_masters_exact() -> None:
+    config = config_for(1, 1, bf16={"enabled": True})
+    for through_data in (False, True):
+        model = models.nano()
+        given = model.get_parameter("ln_f.weight").detach().clone() + 1e-4  # not a bf16 number
+        with torch.no_grad():
+            model.get_parameter("ln_f.weight").copy_(given)
+        with engine.initialize(model, config) as eng, torch.no_grad():
+            weight = eng.module.get_parameter("ln_f.weight")
+            (weight.data if through_data else weight)[3] = 7.0
+            kept = eng.full_state_dict()["ln_f.weight"]
+        assert kept[3] == 7.0 and torch.equal(kept[4:], given[4:]) and torch.equal(kept[:3], given[:3])

@@ -230,3 +230,34 @@ def test_monitor_writes_tensorboard(tmp_path: Any) -> None:
     with engine.initialize(models.decoder(), settings, loss_fn=loss_sum) as eng:
         eng.train_batch(batches(1)[0])
     assert list((tmp_path / "board").glob("events*"))
+
+
+def test_state_dict_hooks_that_rename_keys_export_the_masters() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = models.decoder()
+    model.register_module("norm", checkpoint_wrapper(model.get_submodule("norm")))
+    given = {key: value.clone() for key, value in model.state_dict().items()}
+    with engine.initialize(model, CONFIG | {"bf16": {"enabled": True}}, loss_fn=loss_sum) as eng:
+        state = eng.full_state_dict()
+    assert list(state) == list(given) and all(torch.equal(state[key], given[key]) for key in given)
+
+
+def close_the_first() -> list[float]:
+    """Two engines over one process group; the second goes on when the first is closed."""
+    first = engine.initialize(models.decoder(), CONFIG | {"train_batch_size": 16}, loss_fn=loss_sum)
+    second = engine.initialize(models.decoder(), CONFIG | {"train_batch_size": 16}, loss_fn=loss_sum)
+    first.train_batch(batches(1)[0])
+    first.close()
+    return [second.train_batch(batch).loss for batch in batches()]
+
+
+def test_closing_one_engine_leaves_the_other(run_ranks: Any) -> None:
+    assert len(set(map(tuple, run_ranks(close_the_first, 2)))) == 1
+
+
+def test_second_forward_in_a_microbatch_draws_other_numbers() -> None:
+    with engine.initialize(models.decoder(dropout=0.5), CONFIG, loss_fn=loss_sum) as eng:
+        part = {key: value[:2] for key, value in batches(1)[0].items()}
+        first, second = eng(part), eng(part)
+        assert not torch.equal(first, second)

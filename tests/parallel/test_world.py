@@ -27,7 +27,7 @@ def set_all(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
 
 def test_without_torchrun_we_are_alone() -> None:
     world = read_world()
-    assert (world.rank, world.size, world.local_rank, world.owned) == (0, 1, 0, True)
+    assert (world.rank, world.size, world.local_rank) == (0, 1, 0)
 
 
 def test_torchruns_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,9 +68,9 @@ JOIN = """
 from engine.errors import GridError
 from engine.parallel.comm import open_world, read_world
 try:
-    world = open_world(read_world())
+    world = read_world()
+    open_world(world)
     print("joined", world.size)
-    world.close()
 except GridError as error:
     print("refused:", error)
 """

@@ -1,7 +1,6 @@
 """Flat tensors: the parameters become views and keep every bit, in the master where they get narrower."""
 
 import math
-from copy import deepcopy
 
 import pytest
 import torch
@@ -73,22 +72,6 @@ def test_wide_parameters_have_no_second_copy(dtype: str, wide: torch.dtype) -> N
         assert flat.weights.untyped_storage().data_ptr() == flat.params.untyped_storage().data_ptr()
         flat.weights.fill_(5)
         assert bool((flat.params[flat.shard] == 5).all()) and int((flat.params == 5).sum()) == flat.weights.numel()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_weights_of_a_slot_are_given_only_by_who_owns_all_of_it(dtype: str, stage: int) -> None:
-    given = dict(deepcopy(Awkward()).named_parameters())
-    owners: dict[str, int] = {}
-    for rank in range(3):
-        for flat in fill(Awkward(), Setting(3, rank, stage, 10**6, dtype)):
-            for slot in flat.bucket.slots:
-                weights = flat.weights_of(slot)
-                if weights is not None:
-                    owners[slot.name] = owners.get(slot.name, 0) + 1
-                    torch.testing.assert_close(weights, given[slot.name].detach().to(weights.dtype), rtol=0, atol=0)
-    assert owners.get("scalar") == (1 if stage else 3)
-    assert "turned" in owners and (stage or set(owners) == set(given))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -30,7 +30,7 @@ def expected(eng: Engine, wire: str | None) -> dict[tuple[str, str], tuple[int, 
         sent = {"bf16": 2, "fp32": 4}[wire] if wire else max(4, width)
         gradients += (2 if stage == 0 else 1) * bucket.elements * sent * (N - 1) // N
         parameters += bucket.elements * width * (N - 1) // N
-    rows = {("dp", "gradients"): (calls, gradients), ("world", "control"): (1, 2 * 6 * 8 * (N - 1) // N)}
+    rows = {("dp", "gradients"): (calls, gradients), ("world", "control"): (1, 2 * 5 * 8 * (N - 1) // N)}
     return rows | ({("dp", "parameters"): (calls, parameters)} if stage else {})
 
 

@@ -1,0 +1,45 @@
+"""What a step gathers on this rank, and what all ranks then agree on."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from engine.loss import WeightedLoss
+from engine.parallel.traffic import Tally
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step has gathered on this rank so far."""
+
+    started: float
+    sent: Tally
+    loss: Tensor
+    """fp64, 0-dim, on the device: reading it would wait for the GPU."""
+    weight: Tensor
+    seconds: float = 0.0
+    tokens: int = 0
+    text: bool = False
+    """Tokens are tokens, not rows."""
+    microbatches: int = 0
+    problem: Exception | None = None
+    outputs: list[Any] = field(default_factory=list)
+
+
+class Forward(NamedTuple):
+    """Held no longer than needed: the logits of a large vocabulary are the largest tensor of a step."""
+
+    output: Any
+    loss: WeightedLoss
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """The sums that all ranks agree on once a step."""
+
+    loss: float
+    weight: float
+    squared_norm: float
+    tokens: float
+    problems: float
