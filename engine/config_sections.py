@@ -80,7 +80,7 @@ class ZeroConfig:
     """Reduce gradients once per step, or after every microbatch (less memory, more bytes)."""
     gather: Literal["microbatch", "step"] = setting("microbatch", _words("microbatch", "step", noun="a gather mode"))
     """Stage 3: gather parameters for every microbatch, or once per step and keep them (more memory)."""
-    reduce_bucket_size: int = setting(2_000_000, SIZE)
+    reduce_bucket_size: int = setting(4_000_000, SIZE)
     """Elements reduced in one message."""
     offload_optimizer: OffloadConfig = setting(OffloadConfig(), Section(cls=OffloadConfig))
     """Where optimizer state lives."""
@@ -334,7 +334,7 @@ class MonitorConfig:
     """Where step figures go."""
 
     jsonl: str | None = setting(None, FOLDER)
-    """File that gets one JSON object per step."""
+    """File that gets a JSON object every ``every`` steps."""
     tensorboard: str | None = setting(None, FOLDER)
     """Folder for TensorBoard."""
     every: int = setting(10, SIZE)
