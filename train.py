@@ -30,7 +30,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
 
     if first := os.environ.get("RANK", "0") == "0":
-        train.open_run_folder(options.run, settings, training_text)
+        train.open_run_folder(options.out, settings, training_text)
     with engine.initialize(lambda: Decoder(shape), settings, loss_fn=loss_sum) as eng:
         if first:
             progress.say(train.describe_text(training_text))

@@ -22,7 +22,7 @@ def training_options(arguments: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--heads", type=_count, default=4, help="attention heads (default %(default)s)")
     parser.add_argument("--context", type=_count, default=128, help="tokens in a window (default %(default)s)")
     parser.add_argument("--sample", type=_count, default=200, help="bytes of text at the end (default %(default)s)")
-    parser.add_argument("--run", type=Path, default=Path("runs/train"), help="folder for logs (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder for logs (default %(default)s)")
     return parser.parse_args(arguments)
 
 

@@ -36,7 +36,7 @@ def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
         }
     if "bf16" not in given and "fp16" not in given:
         settings["bf16"]["enabled"] = torch.cuda.is_available()
-    settings["monitor"]["jsonl"] = settings["monitor"]["jsonl"] or str(options.run / "metrics.jsonl")
+    settings["monitor"]["jsonl"] = settings["monitor"]["jsonl"] or str(options.out / "metrics.jsonl")
     return settings
 
 
