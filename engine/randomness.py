@@ -23,6 +23,7 @@ def keyed(device: torch.device, *key: int) -> Iterator[None]:
     """Seed the CPU's and this device's generator from ``key``; restore both at the end."""
     generators = [torch.default_generator]
     if device.type == "cuda":
+        torch.cuda.current_device()  # starts CUDA: the generators do not exist before
         generators.append(torch.cuda.default_generators[device.index])
     before = [generator.get_state() for generator in generators]
     try:
