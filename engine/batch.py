@@ -59,7 +59,7 @@ def take_microbatches(batch: Batch | Iterator[Batch], micro: int, count: int) ->
         )
     rows = micro * count
     _check_rows(batch, rows, f"micro x accumulation = {micro} x {count} = {rows}")
-    return [_rows(batch, index * micro, micro) for index in range(count)]
+    return [take_rows(batch, index * micro, micro) for index in range(count)]
 
 
 def _pull(items: Iterator[Batch], micro: int, count: int) -> list[Batch]:
@@ -87,7 +87,8 @@ def _check_rows(batch: Batch, rows: int, rule: str) -> None:
             )
 
 
-def _rows(batch: Batch, start: int, count: int) -> Batch:
+def take_rows(batch: Batch, start: int, count: int) -> Batch:
+    """Rows ``start`` to ``start + count`` of every tensor; scalars and what is no tensor as they are."""
     return map_tensors(batch, lambda tensor: tensor[start : start + count] if tensor.ndim else tensor)
 
 

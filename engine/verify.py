@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.api import initialize
-from engine.batch import Batch, call_model, map_tensors
+from engine.batch import Batch, call_model, map_tensors, take_rows
 from engine.build import make_model
 from engine.config import Config, load_config
 from engine.groups import assign_groups
@@ -100,7 +100,7 @@ def verify(
     resolved = load_config(config, world.size)
     with initialize(build_model, resolved, loss_fn, None, optimizer, lr_scheduler) as engine:
         rank, rows = engine.grid.coord().dp, resolved.micro * resolved.accumulation
-        reports = [engine.train_batch(_rows(batch, rank * rows, rows)) for batch in batches]
+        reports = [engine.train_batch(take_rows(batch, rank * rows, rows)) for batch in batches]
         weights = engine.full_state_dict()
     if world.rank:
         return None
@@ -156,7 +156,7 @@ class _Reference:
             master.grad = torch.zeros_like(master)
         micro = self.config.micro
         for index in range(self.config.dp * self.config.accumulation):
-            part = _rows(batch, index * micro, micro)
+            part = take_rows(batch, index * micro, micro)
             with keyed(self.device, self.config.seed, number, index):
                 moved = map_tensors(part, lambda t: t.to(self.device))
                 output = call_model(self.model, map_tensors(moved, self.precision.input))
@@ -196,10 +196,6 @@ def _plain_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.opti
     }
     assert config.optimizer is not None  # initialize() has refused a run without one
     return kinds[config.optimizer.type](groups, **dict(config.optimizer.params))
-
-
-def _rows(batch: Batch, start: int, count: int) -> Batch:
-    return map_tensors(batch, lambda tensor: tensor[start : start + count] if tensor.ndim else tensor)
 
 
 def _worst(ours: Sequence[float], reference: Sequence[float]) -> float:
