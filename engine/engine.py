@@ -170,11 +170,11 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them."""
-        if self._step is None and self._loop_started is None:
+        if self._step is None and self._loop_started is None and torch.is_grad_enabled():
             self._loop_started = time.perf_counter()
         index = self._step.microbatches if self._step else 0
         key = (*self._random_key(index), self._forwards) if self._forwards else self._random_key(index)
-        self._forwards += 1
+        self._forwards += torch.is_grad_enabled()  # an evaluation must not change what training draws
         self._forwarded = args[0] if len(args) == 1 and not kwargs else kwargs or args
         with keyed(self._device, *key):
             if self._forwarded is not kwargs:
@@ -268,6 +268,7 @@ class Engine:
 
     def _open(self, batch: Batch | Iterator[Batch]) -> tuple[Step, list[Batch]]:
         """Start a step; a bad batch is kept as its problem, so that the other ranks do not wait for ever."""
+        self._loop_started, self._forwards = None, 0  # of a forward that no backward followed
         step = self._begin()
         try:
             return step, take_microbatches(batch, self.config.micro, self.config.accumulation)

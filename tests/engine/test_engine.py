@@ -1,6 +1,7 @@
 """The engine in one process: both loops, evaluation, state, and what it does not touch."""
 
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -261,3 +262,17 @@ def test_second_forward_in_a_microbatch_draws_other_numbers() -> None:
         part = {key: value[:2] for key, value in batches(1)[0].items()}
         first, second = eng(part), eng(part)
         assert not torch.equal(first, second)
+
+
+def test_an_evaluation_forward_changes_neither_masks_nor_the_clock() -> None:
+    part = {key: value[:2] for key, value in batches(1)[0].items()}
+    outputs = []
+    for evaluate in (False, True):
+        with engine.initialize(models.decoder(dropout=0.5), CONFIG, loss_fn=loss_sum) as eng:
+            if evaluate:
+                with torch.no_grad():
+                    eng(part)
+                time.sleep(0.5)
+            outputs.append(eng(part).detach())
+            assert eng.train_batch(batches(1)[0]).seconds < 0.5
+    assert torch.equal(outputs[0], outputs[1])
