@@ -1,8 +1,7 @@
 """The only door to ``torch.distributed``: every collective is named, recorded and counted here.
 
-``Comm`` is what the engine calls; a ``Backend`` does the work. ``TorchBackend`` talks to real
-processes, ``RecordingBackend`` moves nothing, so that a plan can be replayed for any number of ranks
-in one process. Collectives are issued at once and finished by ``Pending.wait``.
+``Comm`` is what the engine calls; a ``Backend`` does the work, ``TorchBackend`` between real processes.
+Collectives and messages are issued at once and finished by ``Pending.wait``.
 """
 
 import atexit
@@ -11,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,31 +18,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from engine.errors import EngineError, GridError
+from engine.parallel.backend import Backend, Flow, Wait
 from engine.parallel.grid import Axis, Grid
 from engine.parallel.traffic import Op, Record, Tally, Traffic, sent_bytes
 
-Wait = Callable[[], object]
-
 FLIGHT_RECORD_LENGTH = 256
-
-
-class Backend(Protocol):
-    """Moves tensors between the ranks of one axis; returns what must be called to finish.
-
-    ``shard`` may be this rank's own slice of ``full``.
-    """
-
-    def all_reduce(self, tensor: Tensor, axis: Axis) -> Wait:
-        """Sum ``tensor`` in place over the axis."""
-
-    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Sum ``full`` over the axis and leave this rank's slice in ``shard``; ``full`` may be spoiled."""
-
-    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Concatenate the shards of the axis into ``full``."""
-
-    def close(self) -> None:
-        """Let go of everything that belongs to the processes."""
 
 
 class Pending:
@@ -95,6 +74,23 @@ class Comm:
         """Sum ``tensor`` (any shape) in place over ``axis``."""
         return self._issue("all_reduce", tensor, axis, label, lambda: self._backend.all_reduce(tensor, axis))
 
+    def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
+        """Sum ``tensor`` in place over some indices of axis pp, for which ``connect`` was called before."""
+        call = partial(self._backend.sum_over_stages, tensor, stages)
+        return self._issue("all_reduce", tensor, "pp", label, call, len(stages))
+
+    def connect(self, stages: tuple[int, ...]) -> None:
+        """Prepare sums over these indices of axis pp. All ranks of the world call it, in the same order."""
+        self._backend.connect(stages)
+
+    def send(self, tensor: Tensor, to: int, flow: Flow) -> Pending:
+        """Send ``tensor`` to index ``to`` of axis pp, counted under ``flow``; it must not change before the wait."""
+        return self._issue("send", tensor, "pp", flow, lambda: self._backend.send(tensor, to, flow))
+
+    def receive(self, tensor: Tensor, source: int, flow: Flow) -> Pending:
+        """Fill ``tensor`` with what index ``source`` of axis pp sends; messages of one flow keep their order."""
+        return self._issue("receive", tensor, "pp", flow, lambda: self._backend.receive(tensor, source, flow))
+
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis, label: str) -> Pending:
         """Sum ``full`` [N*s] over ``axis``, leaving slice ``index`` in ``shard`` [s]; ``full`` may be spoiled."""
         return self._issue("reduce_scatter", full, axis, label, lambda: self._backend.reduce_scatter(shard, full, axis))
@@ -107,18 +103,22 @@ class Comm:
         """End the communication of this engine; the process group itself belongs to the :class:`World`."""
         self._backend.close()
 
-    def _issue(self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait]) -> Pending:
-        ranks = self.grid.size(axis)
+    def _issue(
+        self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait], ranks: int | None = None
+    ) -> Pending:
+        ranks = self.grid.size(axis) if ranks is None else ranks
         if ranks == 1:
             return Pending()
         self._sequence += 1
         dtype = str(full.dtype).removeprefix("torch.")
         record = Record(self._sequence, op, axis, label, full.numel(), dtype)
         self.records.append(record)
-        self.tally.add(Traffic(axis, label, 1, sent_bytes(op, full.numel() * full.element_size(), ranks)))
+        if op != "receive":
+            self.tally.add(Traffic(axis, label, 1, sent_bytes(op, full.numel() * full.element_size(), ranks)))
 
         def describe() -> str:
-            return f"collective {record} between ranks {self.grid.peers(axis)} on rank {self.grid.rank}"
+            kind = "message" if op in ("send", "receive") else "collective"
+            return f"{kind} {record} between ranks {self.grid.peers(axis)} on rank {self.grid.rank}"
 
         try:
             return Pending(call(), describe)
@@ -126,43 +126,56 @@ class Comm:
             raise _named_failure(describe(), error) from error
 
 
-class RecordingBackend:
-    """Moves nothing: every rank seems to send zeros, except that gathers place the own shard."""
-
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-
-    def all_reduce(self, tensor: Tensor, axis: Axis) -> Wait:
-        """Leave ``tensor`` as it is."""
-        return lambda: None
-
-    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Copy this rank's slice of ``full``."""
-        shard.copy_(self._own(full, axis))
-        return lambda: None
-
-    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Copy ``shard`` to this rank's slice of ``full``."""
-        self._own(full, axis).copy_(shard)
-        return lambda: None
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-    def _own(self, full: Tensor, axis: Axis) -> Tensor:
-        return full.view(self._grid.size(axis), -1)[self._grid.index(axis)]
-
-
 class TorchBackend:
-    """Real processes: NCCL on GPUs, gloo on CPUs, one group per axis taken from a DeviceMesh."""
+    """Real processes: NCCL on GPUs, gloo on CPUs, one group per axis taken from a DeviceMesh.
+
+    Forward and backward messages have groups of their own, because NCCL runs all messages between two ranks
+    of one group in the order of their issue, which the two ends do not share.
+    """
 
     def __init__(self, grid: Grid, device: torch.device) -> None:
         mesh = init_device_mesh(device.type, (grid.pp, grid.dp, grid.tp), mesh_dim_names=("pp", "dp", "tp"))
-        self._groups: dict[Axis, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
+        self._grid = grid
+        self._groups: dict[Axis | Flow | tuple[int, ...], dist.ProcessGroup | None] = {"world": dist.group.WORLD}
         axes: tuple[Axis, ...] = ("pp", "dp", "tp")
         for axis in axes:
             self._groups[axis] = mesh.get_group(axis)
+        if grid.pp > 1:
+            self._groups["forward"] = self._groups["pp"]
+            self._groups["backward"] = self._open(list(grid.groups("pp")))
+        self._groups["replica"] = self._replica()
         atexit.register(self._groups.clear)
+
+    def _open(self, groups: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """Make all ``groups``, which every rank has to do; the one that has this rank, or None."""
+        made = [dist.new_group(list(group)) for group in groups]
+        return next((m for m, group in zip(made, groups, strict=True) if self._grid.rank in group), None)
+
+    def _replica(self) -> dist.ProcessGroup | None:
+        grid = self._grid
+        if grid.dp == 1:
+            return self._groups["world"]
+        if grid.pp == 1 or grid.tp == 1:
+            return self._groups["tp" if grid.pp == 1 else "pp"]
+        return self._open(list(grid.groups("replica")))
+
+    def connect(self, stages: tuple[int, ...]) -> None:
+        """Make the groups of these stages, for every data and tensor coordinate."""
+        if stages not in self._groups:
+            groups = [tuple(peers[stage] for stage in stages) for peers in self._grid.groups("pp")]
+            self._groups[stages] = self._open(groups)
+
+    def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
+        """Sum ``tensor`` in place."""
+        return _finisher(dist.all_reduce(tensor, group=self._groups[stages], async_op=True))
+
+    def send(self, tensor: Tensor, to: int, flow: Flow) -> Wait:
+        """Send to a rank of this pipeline."""
+        return _finisher(dist.isend(tensor, self._grid.peers("pp")[to], group=self._groups[flow]))
+
+    def receive(self, tensor: Tensor, source: int, flow: Flow) -> Wait:
+        """Receive from a rank of this pipeline."""
+        return _finisher(dist.irecv(tensor, self._grid.peers("pp")[source], group=self._groups[flow]))
 
     def close(self) -> None:
         """Let go of the groups. One that outlives the process group aborts the interpreter at its exit."""

@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple
 
 from engine.errors import GridError
 
-Axis = Literal["pp", "dp", "tp", "world"]
+Axis = Literal["pp", "dp", "tp", "replica", "world"]
+"""What a group of ranks differs in. A replica is one whole model: all ranks of one data coordinate."""
 
 
 class Coord(NamedTuple):
@@ -68,17 +69,20 @@ class Grid:
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along ``axis``."""
-        return {"pp": self.pp, "dp": self.dp, "tp": self.tp, "world": self.world_size}[axis]
+        replica = self.pp * self.tp
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp, "replica": replica, "world": self.world_size}[axis]
 
     def index(self, axis: Axis) -> int:
         """This rank's index among its :meth:`peers` along ``axis``."""
-        return self.rank if axis == "world" else getattr(self.coord(), axis)
+        return self.peers(axis).index(self.rank) if axis in ("replica", "world") else getattr(self.coord(), axis)
 
     def peers(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` (or this rank) along ``axis`` only, itself included."""
         if axis == "world":
             return tuple(range(self.world_size))
         here = self.coord(rank)
+        if axis == "replica":
+            return tuple(self.rank_at(pp, here.dp, tp) for pp in range(self.pp) for tp in range(self.tp))
         return tuple(self.rank_at(**here._replace(**{axis: i})._asdict()) for i in range(self.size(axis)))
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:

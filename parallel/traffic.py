@@ -2,7 +2,8 @@
 
 One rule serves the planner and the counter, so that a plan can be compared with a run exactly.
 Bytes are those that one rank sends in a ring (Patarasuk and Yuan 2009): a reduce-scatter or an
-all-gather of n bytes over N ranks sends n(N-1)/N, an all-reduce is one of each.
+all-gather of n bytes over N ranks sends n(N-1)/N, an all-reduce is one of each. A send of n bytes to
+one other rank sends n, and its receive nothing.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,20 +13,22 @@ from typing import Literal
 
 from engine.parallel.grid import Axis
 
-Op = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Op = Literal["all_reduce", "reduce_scatter", "all_gather", "send", "receive"]
 
 # How often the (N-1)/N part of the payload leaves a rank.
 _PASSES: Mapping[Op, int] = MappingProxyType({"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1})
 
 
-def sent_bytes(op: Op, payload_bytes: int, ranks: int) -> int:
-    """Bytes that one rank sends for one collective whose full tensor has ``payload_bytes``."""
+def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
+    """Bytes that one rank sends for one collective whose full tensor has ``payload_bytes``, or for one message."""
+    if op in ("send", "receive"):
+        return payload_bytes if op == "send" else 0
     return _PASSES[op] * payload_bytes * (ranks - 1) // ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Calls and sent bytes of one label on one axis, on one rank."""
+    """Calls and sent bytes of one label on one axis, on one rank. Receives are no calls."""
 
     axis: Axis
     label: str
@@ -38,7 +41,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One collective as it was issued; the flight record keeps the last ones."""
+    """One collective or message as it was issued; the flight record keeps the last ones."""
 
     sequence: int
     op: Op

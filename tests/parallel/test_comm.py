@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.parallel.comm import FLIGHT_RECORD_LENGTH, Comm, Pending, RecordingBackend, Wait
+from engine.parallel.backend import RecordingBackend, Wait
+from engine.parallel.comm import FLIGHT_RECORD_LENGTH, Comm, Pending
 from engine.parallel.grid import Axis, Grid
 from engine.parallel.traffic import Op, Record, Tally, Traffic
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.comm import Backend, Comm, RecordingBackend
+from engine.parallel.backend import Backend, RecordingBackend
+from engine.parallel.comm import Comm
 from engine.parallel.grid import Grid
 from engine.zero.layout import FlatLayout, Item, build_layout
 from engine.zero.reduce import GradientReducer

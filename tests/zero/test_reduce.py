@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
-from engine.parallel.comm import RecordingBackend, Wait
+from engine.parallel.backend import RecordingBackend, Wait
 from engine.parallel.grid import Axis, Grid
 from tests.zero.rig import Rig, Setting, build, plain_grads
 
