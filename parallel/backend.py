@@ -1,0 +1,91 @@
+"""Who moves tensors between ranks: the interface, and a backend that moves nothing.
+
+With ``RecordingBackend`` a plan can be replayed for any number of ranks in one process. The backend of
+real processes is in ``comm``, the only door to ``torch.distributed``.
+"""
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from engine.parallel.grid import Axis, Grid
+
+Wait = Callable[[], object]
+Flow = Literal["forward", "backward"]
+"""Which way a message of a pipeline goes. Each way has a channel of its own between two ranks, first in
+first out, so that an activation never waits behind a gradient."""
+
+
+class Backend(Protocol):
+    """Moves tensors between the ranks of one axis; returns what must be called to finish.
+
+    ``shard`` may be this rank's own slice of ``full``.
+    """
+
+    def all_reduce(self, tensor: Tensor, axis: Axis) -> Wait:
+        """Sum ``tensor`` in place over the axis."""
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """Sum ``full`` over the axis and leave this rank's slice in ``shard``; ``full`` may be spoiled."""
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        """Concatenate the shards of the axis into ``full``."""
+
+    def send(self, tensor: Tensor, to: int, flow: Flow) -> Wait:
+        """Send ``tensor`` to index ``to`` of axis pp; it must not change before the wait."""
+
+    def receive(self, tensor: Tensor, source: int, flow: Flow) -> Wait:
+        """Fill ``tensor`` with what index ``source`` of axis pp sends."""
+
+    def connect(self, stages: tuple[int, ...]) -> None:
+        """Prepare ``sum_over_stages``; called by all ranks."""
+
+    def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
+        """Sum ``tensor`` in place over these indices of axis pp."""
+
+    def close(self) -> None:
+        """Let go of everything that belongs to the processes."""
+
+
+class RecordingBackend:
+    """Moves nothing: every rank seems to send zeros, except that gathers place the own shard."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def all_reduce(self, tensor: Tensor, axis: Axis) -> Wait:
+        """Leave ``tensor`` as it is."""
+        return lambda: None
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """Copy this rank's slice of ``full``."""
+        shard.copy_(self._own(full, axis))
+        return lambda: None
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        """Copy ``shard`` to this rank's slice of ``full``."""
+        self._own(full, axis).copy_(shard)
+        return lambda: None
+
+    def connect(self, stages: tuple[int, ...]) -> None:
+        """Nothing to prepare."""
+
+    def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
+        """Leave ``tensor`` as it is."""
+        return lambda: None
+
+    def send(self, tensor: Tensor, to: int, flow: Flow) -> Wait:
+        """Send nothing."""
+        return lambda: None
+
+    def receive(self, tensor: Tensor, source: int, flow: Flow) -> Wait:
+        """Receive zeros."""
+        tensor.zero_()
+        return lambda: None
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _own(self, full: Tensor, axis: Axis) -> Tensor:
+        return full.view(self._grid.size(axis), -1)[self._grid.index(axis)]
