@@ -9,14 +9,21 @@ every bucket, so that reducing and gathering need no bookkeeping at run time:
     bucket 1   | blocks.7.down.weight ............ | ...      |pad|     S1 elements
                |  rank 0      |  rank 1     |  rank 2     |  rank 3     |
 
+Parameters whose gradient this rank alone does not know have buckets of their own at the end: what is
+tied over pipeline stages, and what is partial over tensor ranks. Such a bucket is laid out alike on all
+ranks that share it, and waits for the end of the step.
+
 Slots start on multiples of ALIGNMENT elements and a bucket is padded to N times that, which is the
 padding that the budget formulas call part of the layout (the field's name for the sum is Psi).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
+
+_Key = TypeVar("_Key")
 
 # 64 elements are 128 bytes in bf16: full memory transactions, and what tensor cores and vector
 # instructions ask of a matrix that starts inside a larger buffer.
@@ -31,6 +38,12 @@ class Item:
     shape: tuple[int, ...]
     dtype: str
     group: int = 0
+    counted: bool = True
+    """Whether this rank counts it in the gradient norm: one of those that hold a copy does."""
+    ties: tuple[int, ...] = ()
+    """The pipeline stages that own it, when there are several: its gradient is their sum."""
+    partial: bool = False
+    """Its gradient is a sum over tensor ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,7 @@ class Slot:
     shape: tuple[int, ...]
     start: int
     group: int
+    counted: bool = True
 
     @property
     def stop(self) -> int:
@@ -66,6 +80,15 @@ class Bucket:
     slots: tuple[Slot, ...]
     elements: int
     """Padded size, a multiple of the number of data ranks."""
+    ties: tuple[int, ...] = ()
+    """Pipeline stages over which its gradients are summed."""
+    partial: bool = False
+    """Its gradients are summed over tensor ranks."""
+
+    @property
+    def late(self) -> bool:
+        """Its reduction waits until every gradient of the step is there."""
+        return bool(self.ties) or self.partial
 
     def shard(self, index: int, ranks: int) -> slice:
         """The slice that data rank ``index`` of ``ranks`` owns."""
@@ -74,13 +97,20 @@ class Bucket:
 
     def segments(self, within: slice) -> tuple[Segment, ...]:
         """The part of ``within`` that each optimizer group covers, padding included, in order."""
-        runs: list[Segment] = []
-        for group, slots in groupby(self.slots, key=lambda slot: slot.group):
-            runs.append(Segment(group, next(slots).start, self.elements))
-            if len(runs) > 1:
-                runs[-2] = Segment(runs[-2].group, runs[-2].start, runs[-1].start)
-        clipped = (Segment(r.group, max(r.start, within.start), min(r.stop, within.stop)) for r in runs)
-        return tuple(segment for segment in clipped if segment.start < segment.stop)
+        return tuple(Segment(group, start, stop) for group, start, stop in self._runs(within, lambda slot: slot.group))
+
+    def counted(self, within: slice) -> tuple[slice, ...]:
+        """The parts of ``within`` that this rank counts in the gradient norm; padding may be among them."""
+        return tuple(slice(start, stop) for yes, start, stop in self._runs(within, lambda slot: slot.counted) if yes)
+
+    def _runs(self, within: slice, key: Callable[[Slot], _Key]) -> Iterator[tuple[_Key, int, int]]:
+        """(key, start, stop) of consecutive slots with the same key, as far as they lie in ``within``."""
+        firsts = [(value, next(slots).start) for value, slots in groupby(self.slots, key=key)]
+        stops = [start for _, start in firsts[1:]] + [self.elements]
+        for (value, start), stop in zip(firsts, stops, strict=True):
+            start, stop = max(start, within.start), min(stop, within.stop)
+            if start < stop:
+                yield value, start, stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +137,16 @@ def build_layout(items: Sequence[Item], ranks: int, bucket_elements: int) -> Fla
     """Lay ``items`` (in model order) out for ``ranks`` data ranks.
 
     A bucket is closed when the next parameter would take it past ``bucket_elements``; a larger
-    parameter gets a bucket of its own. Inside a bucket slots are ordered by optimizer group, so that
-    a group is one run and not many.
+    parameter gets a bucket of its own. Inside a bucket slots are ordered by optimizer group, and in a
+    group those that the norm counts come first, so that each is one run and not many.
     """
     filled: list[list[Item]] = []
-    open_buckets: dict[str, list[Item]] = {}
-    for item in reversed(items):
-        current = open_buckets.get(item.dtype)
+    open_buckets: dict[tuple[object, ...], list[Item]] = {}
+    for item in sorted(reversed(items), key=lambda item: bool(item.ties) or item.partial):
+        kind = (item.dtype, item.ties, item.partial)
+        current = open_buckets.get(kind)
         if current is None or _elements(current) + _elements([item]) > bucket_elements:
-            current = open_buckets[item.dtype] = []
+            current = open_buckets[kind] = []
             filled.append(current)
         current.append(item)
     return FlatLayout(ranks, tuple(_bucket(i, members, ranks) for i, members in enumerate(filled)))
@@ -124,10 +155,11 @@ def build_layout(items: Sequence[Item], ranks: int, bucket_elements: int) -> Fla
 def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
     slots: list[Slot] = []
     end = 0
-    for item in sorted(members, key=lambda item: item.group):
-        slots.append(Slot(item.name, item.shape, end, item.group))
+    for item in sorted(members, key=lambda item: (item.group, not item.counted)):
+        slots.append(Slot(item.name, item.shape, end, item.group, item.counted))
         end += _aligned(math.prod(item.shape), ALIGNMENT)
-    return Bucket(index, members[0].dtype, tuple(slots), _aligned(max(end, 1), ALIGNMENT * ranks))
+    kind = members[0]
+    return Bucket(index, kind.dtype, tuple(slots), _aligned(max(end, 1), ALIGNMENT * ranks), kind.ties, kind.partial)
 
 
 def _elements(items: Iterable[Item]) -> int:

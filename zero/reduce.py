@@ -7,6 +7,9 @@
 
 Collectives are issued in the order of the buckets on every rank, whatever the order of the hooks,
 so that ranks whose backward differs (an unused parameter, another branch) still meet.
+
+Late buckets stand last and wait for ``finish``: gradients that are partial over tensor ranks are summed
+there before their reduction, those of parameters tied over pipeline stages after it, on the shard.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +26,8 @@ from engine.errors import EngineError
 from engine.parallel.comm import Comm, Pending
 from engine.zero.layout import Slot
 from engine.zero.storage import FlatBucket
+
+SumPartial = Callable[[Mapping[str, Tensor]], None]
 
 
 @dataclass(slots=True)
@@ -61,6 +66,7 @@ class GradientReducer:
         comm: communication; label "gradients" on axis dp, one collective a bucket and step.
         dtype: dtype on the wire; None is the dtype of accumulation.
         scatter: reduce-scatter to the shards (ZeRO 1) instead of all-reduce (ZeRO 0).
+        sum_partial: sums gradients by parameter name, in place, over the tensor ranks that hold a part.
     """
 
     def __init__(
@@ -70,9 +76,11 @@ class GradientReducer:
         comm: Comm,
         dtype: torch.dtype | None,
         scatter: bool,
+        sum_partial: SumPartial | None = None,
     ) -> None:
         self._comm = comm
         self._dtype = dtype if comm.grid.dp > 1 else None
+        self._sum_partial = sum_partial
         self._scatter = scatter
         self._progress = [_Progress(flat) for flat in buckets]
         self._next = 0
@@ -124,6 +132,7 @@ class GradientReducer:
         and data ranks; a parameter without a gradient in this step has given zero.
         """
         self._settle()
+        self._add_parts()
         while self._next < len(self._progress):
             self._launch()
         for progress in self._progress:
@@ -132,6 +141,7 @@ class GradientReducer:
             if progress.received is not None:
                 progress.received()
             progress.reduction = progress.received = None
+        self._add_ties()
         self._whole_step_seen = self._whole_step_seen or self._backward_seen
         self.reset()
 
@@ -179,7 +189,26 @@ class GradientReducer:
             self._launch()
 
     def _ready(self, progress: _Progress) -> bool:
-        return progress.missing == 0 and not progress.repeats
+        return progress.missing == 0 and not progress.repeats and not progress.flat.bucket.late
+
+    def _add_parts(self) -> None:
+        """Sum the gradients that are partial over tensor ranks: every holder then has the whole one."""
+        places = [place for progress in self._progress if progress.flat.bucket.partial for place in progress.places]
+        if not places or self._sum_partial is None:
+            return
+        for place in places:
+            if not place.touched:
+                place.view.zero_()
+                place.touched = True
+        self._sum_partial({place.name: place.view for place in places})
+
+    def _add_ties(self) -> None:
+        """Sum the reduced gradients of tied parameters over the stages that own them; all of them update alike."""
+        for progress in self._progress:
+            flat = progress.flat
+            if flat.bucket.ties:
+                kept = flat.grads[flat.shard if self._scatter else slice(None)]
+                self._comm.sum_over_stages(kept, flat.bucket.ties, "ties").wait()
 
     def _launch(self) -> None:
         progress = self._progress[self._next]

@@ -93,10 +93,13 @@ def _fill(bucket: Bucket, parameters: Mapping[str, nn.Parameter], who: Ownership
 
 
 def squared_norm(buckets: Sequence[FlatBucket]) -> Tensor:
-    """Sum of squares of the gradients in this rank's shards, as one fp64 scalar; padding is zero.
+    """Sum of squares of the gradients that this rank counts in its shards, as one fp64 scalar; padding is zero.
 
     In pieces, because torch widens all that it sums before it sums.
     """
-    pieces = [piece for flat in buckets for piece in torch.split(flat.grads[flat.shard], NORM_PIECE)]
+    parts = [flat.grads[part] for flat in buckets for part in flat.bucket.counted(flat.shard)]
+    pieces = [piece for part in parts for piece in torch.split(part, NORM_PIECE)]
+    if not pieces:
+        return torch.zeros((), dtype=torch.float64)
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     return torch.stack(norms).square().sum()
