@@ -2,13 +2,14 @@
 
 All modes start from the same weights, see the same sequences and take the same step: mean cross-entropy,
 clipping, AdamW. The peers get torch's fused AdamW, which Trine runs inside too, so that a difference
-between modes is a difference in distribution and not in the optimizer's kernel.
+between modes is a difference in distribution and not in the optimizer's kernel. What torch offers beyond
+data parallelism is in ``parallel_peers``.
 """
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,19 +45,29 @@ class Mode:
     """One way to train, and one row of the table."""
 
     name: str
-    kind: Literal["plain", "ddp", "trine"]
+    kind: Literal["plain", "ddp", "dtensor", "pipelining", "trine"]
     ranks: int
     accumulation: int = 1
     """Microbatches of one step on one rank."""
     stage: int = 0
     """ZeRO stage, Trine only."""
+    axis: Literal["data", "tensor", "pipeline"] = "data"
+    """What the ranks share among them: the batch, or the model across or along its layers."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Among how many ranks the batch is cut."""
+        return self.ranks if self.axis == "data" else 1
 
 
 class Trainer(Protocol):
     """One rank of a mode, ready for its first step."""
 
-    def step(self, rows: Tensor) -> float:
-        """One optimizer step on this rank's sequences [rows, context + 1]; the rank's or the global loss."""
+    def step(self, rows: Tensor) -> float | None:
+        """One optimizer step on this rank's sequences [rows, context + 1].
+
+        The rank's or the global loss; None where this rank does not see it.
+        """
 
     def sent_bytes(self) -> int:
         """Bytes this rank has sent so far, by ring convention."""
@@ -64,20 +75,25 @@ class Trainer(Protocol):
 
 def make_trainer(mode: Mode, workload: Workload) -> Trainer:
     """Build one rank of ``mode`` inside a running process group."""
+    if mode.kind in ("dtensor", "pipelining"):
+        from benchmarks import parallel_peers  # here, so that other modes do not pay for its imports
+
+        pipelined = mode.kind == "pipelining"
+        return (parallel_peers.PipeliningPeer if pipelined else parallel_peers.DTensorPeer)(mode, workload)
     if mode.kind == "trine":
         return _Trine(mode, workload)
-    return _Plain(mode, workload) if mode.kind == "plain" else _Ddp(mode, workload)
+    return Plain(mode, workload) if mode.kind == "plain" else _Ddp(mode, workload)
 
 
-def make_rows(workload: Workload, step: int, rank: int, ranks: int) -> Tensor:
-    """This rank's sequences of one step, int64 [sequences / ranks, context + 1].
+def make_rows(mode: Mode, workload: Workload, step: int, rank: int) -> Tensor:
+    """The sequences of one step for one rank of ``mode``, int64 [sequences / data ranks, context + 1].
 
     The bytes are skewed towards 0, so that there is something to learn and losses fall.
     """
     generator = torch.Generator().manual_seed(workload.seed + step)
     draws = torch.rand(workload.sequences, workload.decoder.context + 1, generator=generator)
     rows = (draws.square() * workload.decoder.vocabulary).long()
-    return rows.chunk(ranks)[rank]
+    return rows.chunk(mode.data_ranks)[rank % mode.data_ranks]
 
 
 def _make_model(workload: Workload) -> Decoder:
@@ -85,16 +101,17 @@ def _make_model(workload: Workload) -> Decoder:
     return Decoder(workload.decoder)
 
 
-def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy in nats, 0-dim, of logits [B, L, V] and labels [B, L]."""
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class _Plain:
-    """A loop as in a tutorial: backward, one flat all-reduce, clip, step."""
+class Plain:
+    """A loop as in a tutorial: backward, one flat all-reduce, clip, step. The other peers change parts of it."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         self._mode = mode
-        self._clip = workload.clip
+        self._largest_norm = workload.clip
         self._model = self._wrap(_make_model(workload))
         self._parameters = list(self._model.parameters())
         self._optimizer = torch.optim.AdamW(
@@ -106,24 +123,33 @@ class _Plain:
         )
         self._sent = 0
 
-    def step(self, rows: Tensor) -> float:
-        count, loss = self._mode.accumulation, 0.0
-        for index, part in enumerate(rows.chunk(count)):
-            with self._quiet() if index < count - 1 else nullcontext():
-                mean = _mean_loss(self._model(part[:, :-1]), part[:, 1:])
-                (mean / count if count > 1 else mean).backward()  # type: ignore[no-untyped-call]
-            loss += mean.item() / count
+    def step(self, rows: Tensor) -> float | None:
+        """Loss of this rank's sequences."""
+        loss = self._backward(rows)
         self._reduce()
-        nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        self._clip()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._count()
         return loss
 
     def sent_bytes(self) -> int:
+        """By formula."""
         return self._sent
 
-    def _wrap(self, model: nn.Module) -> nn.Module:
+    def _backward(self, rows: Tensor) -> float | None:
+        count, loss = self._mode.accumulation, 0.0
+        for index, part in enumerate(rows.chunk(count)):
+            with self._quiet() if index < count - 1 else nullcontext():
+                mean = mean_loss(self._model(part[:, :-1]), part[:, 1:])
+                (mean / count if count > 1 else mean).backward()  # type: ignore[no-untyped-call]
+            loss += mean.item() / count
+        return loss
+
+    def _clip(self) -> None:
+        nn.utils.clip_grad_norm_(self._parameters, self._largest_norm)
+
+    def _wrap(self, model: Decoder) -> nn.Module:
         return model
 
     def _quiet(self) -> AbstractContextManager[None]:
@@ -146,10 +172,10 @@ class _Plain:
         self._sent += 2 * payload * (self._mode.ranks - 1) // self._mode.ranks
 
 
-class _Ddp(_Plain):
+class _Ddp(Plain):
     """torch's DistributedDataParallel with its default buckets."""
 
-    def _wrap(self, model: nn.Module) -> nn.Module:
+    def _wrap(self, model: Decoder) -> nn.Module:
         self._ddp = DistributedDataParallel(model)
         return self._ddp
 
@@ -166,20 +192,8 @@ class _Trine:
     def __init__(self, mode: Mode, workload: Workload) -> None:
         import engine  # here, so that its import counts as its start-up
 
-        zero = {"stage": mode.stage}
-        if workload.bucket_elements is not None:
-            zero["reduce_bucket_size"] = workload.bucket_elements
-        config = {
-            "train_batch_size": workload.sequences,
-            "gradient_accumulation_steps": mode.accumulation,
-            "zero_optimization": zero,
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": workload.learning_rate, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY},
-            },
-            "gradient_clipping": workload.clip,
-        }
-        self._engine = engine.initialize(_make_model(workload), config, _loss_of_batch)
+        config, example = make_config(mode, workload), _make_example(mode, workload)
+        self._engine = engine.initialize(_make_model(workload), config, _loss_of_batch, example)
 
     def step(self, rows: Tensor) -> float:
         return self._engine.train_batch({"input_ids": rows[:, :-1], "labels": rows[:, 1:]}).loss
@@ -188,5 +202,34 @@ class _Trine:
         return self._engine.sent.bytes()
 
 
+def make_config(mode: Mode, workload: Workload) -> dict[str, Any]:
+    """What a Trine mode gives to ``engine.initialize``."""
+    zero = {"stage": mode.stage}
+    if workload.bucket_elements is not None:
+        zero["reduce_bucket_size"] = workload.bucket_elements
+    parallel: dict[str, int | str] = {"data": mode.data_ranks}
+    parallel |= {mode.axis: mode.ranks}
+    if mode.axis == "pipeline":
+        parallel |= {"schedule": "1f1b"}
+    return {
+        "train_batch_size": workload.sequences,
+        "gradient_accumulation_steps": mode.accumulation,
+        "parallel": parallel,
+        "zero_optimization": zero,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": workload.learning_rate, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY},
+        },
+        "gradient_clipping": workload.clip,
+    }
+
+
+def _make_example(mode: Mode, workload: Workload) -> dict[str, Tensor]:
+    """Shapes of one microbatch: what cuts along and across the layers are planned with."""
+    rows = workload.sequences // (mode.data_ranks * mode.accumulation)
+    tokens = torch.empty(rows, workload.decoder.context, dtype=torch.int64, device="meta")
+    return {"input_ids": tokens, "labels": tokens}
+
+
 def _loss_of_batch(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    return _mean_loss(logits, batch["labels"])
+    return mean_loss(logits, batch["labels"])

@@ -5,8 +5,6 @@ from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
 
-LIMIT = 1.03
-"""CPU seconds of Trine over those of DDP, before the spread of the measurement is added."""
 LOSS_TOLERANCE = 1e-5
 """Nats by which the modes may differ after the same number of steps."""
 
@@ -20,7 +18,7 @@ class Sample:
     cpu_seconds: float
     """Summed over ranks."""
     sent_bytes: int
-    """Per rank, by ring convention."""
+    """Largest of the ranks, by ring convention."""
     loopback_bytes: int | None
     """Per rank, as the loopback interface counted it."""
     live_bytes: int
@@ -32,14 +30,26 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """One Trine mode against DDP."""
+class Comparison:
+    """One mode to be held against another."""
 
     mode: str
+    peer: str
+    control: str | None = None
+    """A second team of the peer."""
+    limit: float | None = None
+    """CPU seconds over those of the peer, before the spread of the measurement is added; None only informs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a comparison came to."""
+
+    asked: Comparison
     ratio: float
-    """Median over rounds of CPU seconds over those of DDP in the same round."""
-    spread: float
-    """Median over rounds of the distance from 1 of the ratio of DDP's two teams.
+    """Median over rounds of CPU seconds over those of the peer in the same round."""
+    spread: float = 0.0
+    """Median over rounds of the distance from 1 of the ratio of the peer's two teams.
 
     A median, not the largest: one disturbed round must not widen the limit, or noise would help to pass.
     """
@@ -47,25 +57,35 @@ class Verdict:
     @property
     def passed(self) -> bool:
         """Whether the ratio keeps the limit."""
-        return self.ratio <= LIMIT + self.spread
+        return self.asked.limit is None or self.ratio <= self.asked.limit + self.spread
 
     def __str__(self) -> str:
-        limit = f"limit {LIMIT:.2f} + spread of DDP against itself ({self.spread:.3f})"
-        return f"CPU seconds of {self.mode} = {self.ratio:.3f}x DDP; {limit} -> {'pass' if self.passed else 'FAIL'}"
+        found = f"CPU seconds of {self.asked.mode} = {self.ratio:.3f}x {self.asked.peer}"
+        if self.asked.limit is None:
+            return f"{found}; no limit"
+        noise = f" + spread of {self.asked.peer} against itself ({self.spread:.3f})" if self.asked.control else ""
+        return f"{found}; limit {self.asked.limit:.2f}{noise} -> {'pass' if self.passed else 'FAIL'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What the ratios in the table are against: the mean of these modes in the same round."""
+
+    heading: str
+    modes: tuple[str, ...]
 
 
 Rounds = Sequence[Sequence[Sample]]
 """By round; in each the same modes, in any order."""
 
 
-def judge(rounds: Rounds, trine: str, ddp: str, control: str) -> Verdict:
-    """Pair ``trine`` with the mean of both DDP teams of its round."""
-    ratios, spreads = [], []
-    for samples in rounds:
-        cpu = {sample.mode: sample.cpu_seconds for sample in samples}
-        ratios.append(cpu[trine] / mean((cpu[ddp], cpu[control])))
-        spreads.append(abs(cpu[control] / cpu[ddp] - 1))
-    return Verdict(trine, median(ratios), median(spreads))
+def judge(rounds: Rounds, asked: Comparison) -> Verdict:
+    """Pair the mode with the mean of all teams of its peer in the same round."""
+    if asked.control is None:
+        return Verdict(asked, median(_ratios(rounds, asked.mode, (asked.peer,), "cpu_seconds")))
+    teams = (asked.peer, asked.control)
+    apart = [abs(ratio - 1) for ratio in _ratios(rounds, asked.control, (asked.peer,), "cpu_seconds")]
+    return Verdict(asked, median(_ratios(rounds, asked.mode, teams, "cpu_seconds")), median(apart))
 
 
 def loss_spread(rounds: Rounds) -> float:
@@ -94,38 +114,27 @@ def _middle(samples: Sequence[Sample]) -> Sample:
     )
 
 
-_HEADINGS = (
-    "mode",
-    "wall s",
-    "x DDP",
-    "CPU s",
-    "x DDP",
-    "sent MB",
-    "on wire MB",
-    "live MB",
-    "peak MB",
-    "start s",
-    "loss",
-)
+_HEADINGS = ("sent MB", "on wire MB", "live MB", "peak MB", "start s", "loss")
 
 
-def table(rounds: Rounds, ddp: str, control: str) -> str:
+def table(rounds: Rounds, baseline: Baseline) -> str:
     """Aligned text, one line a mode; ratios are medians of ratios within a round. MB are 10^6 bytes."""
-    lines = [list(_HEADINGS)]
+    against = baseline.heading
+    lines = [["mode", "wall s", against, "CPU s", against, *_HEADINGS]]
     for row in medians(rounds):
-        wall = median(_ratios(rounds, row.mode, (ddp, control), "seconds"))
-        cpu = median(_ratios(rounds, row.mode, (ddp, control), "cpu_seconds"))
+        wall = median(_ratios(rounds, row.mode, baseline.modes, "seconds"))
+        cpu = median(_ratios(rounds, row.mode, baseline.modes, "cpu_seconds"))
         lines.append([
             row.mode, f"{row.seconds:.3f}", f"{wall:.2f}", f"{row.cpu_seconds:.3f}", f"{cpu:.3f}",
             _megabytes(row.sent_bytes), _megabytes(row.loopback_bytes), _megabytes(row.live_bytes),
             _megabytes(row.peak_resident_bytes, 0), f"{row.startup_seconds:.2f}", f"{row.loss:.6f}",
         ])  # fmt: skip
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADINGS))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(_aligned(line, widths) for line in lines)
 
 
-def _ratios(rounds: Rounds, mode: str, baseline: tuple[str, str], field: str) -> list[float]:
+def _ratios(rounds: Rounds, mode: str, baseline: Sequence[str], field: str) -> list[float]:
     found = []
     for samples in rounds:
         value = {sample.mode: float(getattr(sample, field)) for sample in samples}
@@ -148,7 +157,11 @@ def as_json(rounds: Rounds, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """Rows, verdicts and all samples."""
     return {
         "rows": [asdict(row) for row in medians(rounds)],
-        "verdicts": [asdict(verdict) | {"limit": LIMIT, "passed": verdict.passed} for verdict in verdicts],
+        "verdicts": [_as_json(verdict) for verdict in verdicts],
         "loss_spread": loss_spread(rounds),
         "rounds": [[asdict(sample) for sample in samples] for samples in rounds],
     }
+
+
+def _as_json(verdict: Verdict) -> dict[str, Any]:
+    return asdict(verdict.asked) | {"ratio": verdict.ratio, "spread": verdict.spread, "passed": verdict.passed}

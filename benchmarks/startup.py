@@ -6,10 +6,11 @@ server of ``benchmarks.timing`` hides most of that; a user does not.
     python -m benchmarks.step --torchrun        calls this for every mode of several ranks
 """
 
+import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from benchmarks.peers import Mode, Workload, make_trainer
 
@@ -23,23 +24,21 @@ def launch(mode: Mode) -> float:
         subprocess.CalledProcessError: the job failed.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={mode.ranks}"]
-    arguments = [str(value) for value in asdict(mode).values()]
     started = time.time()
     job = subprocess.run(
-        [*launcher, "-m", "benchmarks.startup", *arguments], check=True, stdout=subprocess.PIPE, text=True
+        [*launcher, "-m", "benchmarks.startup", json.dumps(asdict(mode))], check=True, stdout=subprocess.PIPE, text=True
     )
     line = next(line for line in job.stdout.splitlines() if line.startswith(READY))
     return float(line.removeprefix(READY)) - started
 
 
-def _rank(name: str, kind: str, ranks: str, accumulation: str, stage: str) -> None:
+def _rank(mode: Mode) -> None:
     """Body of one rank."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mode = replace(Mode(name, "plain", int(ranks), int(accumulation), int(stage)), kind=kind)  # type: ignore[arg-type]
     trainer = make_trainer(mode, Workload())
     dist.barrier()
     if dist.get_rank() == 0:
@@ -49,4 +48,4 @@ def _rank(name: str, kind: str, ranks: str, accumulation: str, stage: str) -> No
 
 
 if __name__ == "__main__":
-    _rank(*sys.argv[1:])
+    _rank(Mode(**json.loads(sys.argv[1])))

@@ -17,23 +17,29 @@ import pickle
 import resource
 import time
 import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from benchmarks.peers import Mode, Trainer, Workload, make_rows, make_trainer
+from benchmarks.profiling import profile_steps
 
 # Not the engine: what Trine imports beyond torch is part of its start-up. The first optimizer of a process
 # imports torch._dynamo, which would drown the rest.
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.distributed.device_mesh", "torch.nn.parallel"]
 PATIENCE_SECONDS = 300.0
+SETTLE_SECONDS = 0.1
+"""A thread of gloo lets go of a collective's tensors up to some milliseconds after the wait for it returns."""
 
 
 class RankError(Exception):
@@ -124,9 +130,15 @@ class Team:
 
     def footprint(self) -> Footprint:
         """What the ranks hold in one more step."""
-        live, resident = zip(*self._ask(("footprint", self._steps)), strict=True)
+        live, resident = zip(*self._ask(("footprint", self._steps, 1)), strict=True)
         self._steps += 1
         return Footprint(max(live), max(resident))
+
+    def profile(self, steps: int) -> str:
+        """Where rank 0 spends its time in ``steps`` steps."""
+        report, *_ = self._ask(("profile", self._steps, steps))
+        self._steps += steps
+        return str(report)
 
     def close(self) -> None:
         """End all ranks."""
@@ -183,8 +195,17 @@ def live_tensor_bytes() -> int:
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     grads = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in (*tensors, *grads)}
+    storages = {storage.data_ptr(): storage for tensor in (*tensors, *grads) for storage in _storages(tensor)}
     return sum(storage.nbytes() for storage in storages.values())
+
+
+def _storages(thing: object) -> Iterator[torch.UntypedStorage]:
+    """What a tensor keeps in memory; a DTensor has no storage of its own but its local tensor's."""
+    if is_traceable_wrapper_subclass(thing):
+        for name in thing.__tensor_flatten__()[0]:
+            yield from _storages(getattr(thing, name))
+    elif isinstance(thing, Tensor) and thing.untyped_storage().device.type != "meta":
+        yield thing.untyped_storage()
 
 
 def _serve(end: Connection, place: _Place, mode: Mode, workload: Workload) -> None:
@@ -197,14 +218,9 @@ def _serve(end: Connection, place: _Place, mode: Mode, workload: Workload) -> No
         trainer = make_trainer(mode, workload)
         _answer(end, None)
         while True:
-            match end.recv():
-                case ("run", first, steps):
-                    rows = [make_rows(workload, first + i, place.rank, place.ranks) for i in range(steps)]
-                    _answer(end, _timed(trainer, rows))
-                    del rows
-                case ("footprint", step):
-                    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-                    _answer(end, (_live_in_step(trainer, make_rows(workload, step, place.rank, place.ranks)), resident))
+            task, first, steps = end.recv()
+            batches = [make_rows(mode, workload, first + index, place.rank) for index in range(steps)]
+            _answer(end, _TASKS[task](trainer, batches))
     except EOFError:
         os._exit(0)
     except BaseException:
@@ -216,10 +232,36 @@ def _answer(end: Connection, value: object) -> None:
     end.send_bytes(pickle.dumps((True, value)))
 
 
+def _timed(trainer: Trainer, batches: list[Tensor]) -> tuple[float, float, int, float]:
+    """(wall seconds, CPU seconds, sent bytes, global loss of the last step) of one rank."""
+    sent, loss = trainer.sent_bytes(), None
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for rows in batches:
+        loss = trainer.step(rows)
+    dist.barrier()  # the threads of gloo have then done their part too
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    # A peer knows its own share only, or nothing before the last stage; averaged outside the measured time.
+    total = torch.tensor([loss or 0.0, loss is not None], dtype=torch.float64)
+    dist.all_reduce(total)
+    return wall, cpu, trainer.sent_bytes() - sent, (total[0] / total[1]).item()
+
+
+def _footprint(trainer: Trainer, batches: list[Tensor]) -> tuple[int, int]:
+    """(bytes of live tensors, largest resident bytes) of one rank; one more step is taken between the two."""
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _live_in_step(trainer, batches[0]), resident
+
+
 def _live_in_step(trainer: Trainer, rows: Tensor) -> int:
     """Bytes of live tensors at the end of the inner optimizer's update in one more step."""
     seen: list[int] = []
-    hook = register_optimizer_step_post_hook(lambda *_: seen.append(live_tensor_bytes()))
+
+    def look(*_: object) -> None:
+        time.sleep(SETTLE_SECONDS)
+        seen.append(live_tensor_bytes())
+
+    hook = register_optimizer_step_post_hook(look)
     try:
         trainer.step(rows)
     finally:
@@ -227,15 +269,14 @@ def _live_in_step(trainer: Trainer, rows: Tensor) -> int:
     return max(seen)
 
 
-def _timed(trainer: Trainer, batches: list[Tensor]) -> tuple[float, float, int, float]:
-    """(wall seconds, CPU seconds, sent bytes, global loss of the last step) of one rank."""
-    sent, loss = trainer.sent_bytes(), 0.0
-    dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
+def _profiled(trainer: Trainer, batches: list[Tensor]) -> str | None:
+    if dist.get_rank() == 0:
+        return profile_steps(trainer, batches)
     for rows in batches:
-        loss = trainer.step(rows)
-    dist.barrier()  # the threads of gloo have then done their part too
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    mean = torch.tensor(loss, dtype=torch.float64)
-    dist.all_reduce(mean)  # a peer knows its own share only; averaged outside the measured time
-    return wall, cpu, trainer.sent_bytes() - sent, mean.item() / dist.get_world_size()
+        trainer.step(rows)
+    return None
+
+
+_TASKS: Mapping[str, Callable[[Trainer, list[Tensor]], object]] = MappingProxyType(
+    {"run": _timed, "footprint": _footprint, "profile": _profiled}
+)

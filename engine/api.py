@@ -8,12 +8,14 @@ from typing import Any
 from torch import nn
 
 from engine.banner import describe
-from engine.build import ModelSource, Request, build, make_model, prepare
+from engine.batch import Batch
+from engine.build import ModelSource, Parts, Request, build, make_model, plan_run, prepare
 from engine.config import Config, load_config
 from engine.engine import Engine
 from engine.loss import LossFunction
 from engine.lr import SchedulerArgument
 from engine.parallel.comm import open_world, read_world
+from engine.plan import needs_example
 from engine.zero.optimizer import OptimizerFactory
 
 logger = logging.getLogger("trine")
@@ -37,7 +39,8 @@ def initialize(
         config: a dict, the path of a JSON file, or a :class:`Config`.
         loss_fn: ``(output, batch) -> loss`` with a 0-dim mean or (sum, weight); without it the loss is
             looked for in the model's output.
-        example_batch: one microbatch, or its shapes; data parallelism does not need it.
+        example_batch: one microbatch, or its shapes (meta tensors do). Tensor and pipeline parallelism look at it;
+            without it they wait for the first batch, and the plan is not known before.
         optimizer: ``params -> torch.optim.Optimizer``, in place of the configured one.
         lr_scheduler: ``update -> factor`` or ``optimizer -> LRScheduler``.
 
@@ -47,11 +50,21 @@ def initialize(
     """
     world = read_world()
     resolved = load_config(config, world.size)
-    built = make_model(model, resolved.seed, world.device)
-    request = Request(loss_fn, optimizer, lr_scheduler)
-    plan = prepare(built, resolved, request)
+    made = make_model(model, resolved.seed, world.device)
+    request = Request(loss_fn, optimizer, lr_scheduler, example_batch)
+    prepare(made, resolved, request)
+    waits = needs_example(resolved) and example_batch is None
+    plan = None if waits else plan_run(made, resolved, request, example_batch)
     open_world(world)
-    engine = Engine(build(built, plan, world, request))
-    if world.rank == 0:
-        logger.info(describe(engine.plan, str(world.device)))
+
+    def complete(example: Batch) -> Parts:
+        known = plan or plan_run(made, resolved, request, example)
+        parts = build(made, known, world, request, example)
+        if world.rank == 0:
+            logger.info(describe(known, str(world.device)))
+        return parts
+
+    engine = Engine(made, resolved, world, complete)
+    if not waits:
+        engine.complete(example_batch)
     return engine

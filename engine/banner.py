@@ -1,7 +1,8 @@
 """The plan in words: what will run, printed before it runs, and what it measured, printed after."""
 
+from engine.budget import RankPlan
 from engine.parallel.traffic import Tally
-from engine.plan import Plan, RankPlan
+from engine.plan import Plan
 
 
 def describe(plan: Plan, device: str) -> str:

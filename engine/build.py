@@ -1,24 +1,35 @@
 """From a plan to live parts on this rank: the one place that knows all parts."""
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.agreement import check_equal
+from engine.batch import Batch
 from engine.config import Config, OptimizerConfig
 from engine.errors import ConfigError, PlanError
+from engine.full_state import FullState, state_entries
 from engine.loss import LossFunction
 from engine.lr import LearningRate, SchedulerArgument, make_learning_rate
+from engine.materialize import materialize
 from engine.metrics import check_sinks
 from engine.parallel.comm import Comm, TorchBackend, World
-from engine.parallel.grid import Grid
-from engine.plan import Plan, build_plan
-from engine.precision import place_rest
-from engine.randomness import keyed
+from engine.parallel.pipeline.absent import make_absent
+from engine.parallel.pipeline.executor import Executor
+from engine.parallel.pipeline.stage import Stage
+from engine.parallel.pipeline.transport import CommTransport
+from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.tensor.install import install, local_part
+from engine.parallel.tensor.partial import PartialSums
+from engine.plan import Plan, Wish, build_plan
+from engine.precision import make_precision, place_rest
+from engine.program import Program
+from engine.randomness import Streams, keyed
+from engine.recompute import Recomputation
+from engine.work import Bench, Sights
 from engine.zero.inner import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optimizer import OptimizerFactory, ShardedOptimizer
 from engine.zero.reduce import GradientReducer
@@ -34,6 +45,7 @@ class Request:
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerArgument | None = None
+    example_batch: Batch = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +53,22 @@ class Parts:
     """Everything an engine needs, built and placed."""
 
     plan: Plan
-    grid: Grid
-    world: World
     comm: Comm
-    model: nn.Module
+    bench: Bench
+    executor: Executor
     buckets: Sequence[FlatBucket]
-    reducer: GradientReducer
     optimizer: ShardedOptimizer
     learning_rate: LearningRate
-    loss_fn: LossFunction | None
-    given_dtypes: Mapping[str, torch.dtype]
-    """Of ``model.state_dict()`` as the user gave it."""
+    full_state: FullState
+    removals: Sequence[Callable[[], None]]
+    """Take off what was put on the user's model, in this order."""
 
 
 def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
     """The user's module, built under the configured seed when a callable is given.
 
     Raises:
-        PlanError: neither a module nor a callable that returns one, or a model on the meta device.
+        PlanError: neither a module nor a callable that returns one.
     """
     model: object = source
     if not isinstance(source, nn.Module):
@@ -68,50 +78,81 @@ def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Modul
             model = source()
     if not isinstance(model, nn.Module):
         raise PlanError(f"the model callable returned a {type(model).__name__}; it must return an nn.Module.")
-    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if empty is not None:
-        raise PlanError(
-            f"parameter {empty!r} is on the meta device, from which this version only plans; build the model in "
-            "memory to train it."
-        )
     return model
 
 
-def prepare(model: nn.Module, config: Config, request: Request) -> Plan:
-    """Everything that can be refused without communication, and the plan."""
+def prepare(model: nn.Module, config: Config, request: Request) -> None:
+    """Refuse what can be refused without seeing a batch and without communication."""
     _refuse_unbuilt(config)
     check_sinks(config.monitor)
     if config.optimizer is None and request.optimizer is None:
         raise ConfigError("optimizer: null, and none was given in code; name one, or pass optimizer=... in code.")
     _refuse_shared_memory(model)
-    return build_plan(model, config, own_optimizer=request.optimizer is not None)
+    _switch_cache_off(model)
 
 
-def build(model: nn.Module, plan: Plan, world: World, request: Request) -> Parts:
+def plan_run(model: nn.Module, config: Config, request: Request, example: Batch) -> Plan:
+    """The plan of this run; see :func:`engine.plan.build_plan` for what it refuses."""
+    program = Program(model, request.loss_fn, make_precision(config), torch.device("cpu"))
+    return build_plan(config, Wish(program, example, request.optimizer is not None))
+
+
+def build(model: nn.Module, plan: Plan, world: World, request: Request, example: Batch) -> Parts:
     """Check that all ranks were given the same, then place parameters, hooks and optimizer."""
     config, grid = plan.config, plan.grid(world.rank)
     comm = Comm(grid, TorchBackend(grid, world.device))
-    _check_equal(model, config, comm, world.device)
-    _switch_cache_off(model)
-    given_dtypes = {key: value.dtype for key, value in model.state_dict().items() if isinstance(value, Tensor)}
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    check_equal(model, plan, comm, world.device)
+    for stages in plan.tie_stages:
+        comm.connect(stages)
+    entries = state_entries(model)
+    axis = TensorAxis(comm)
+    buckets, reducer = _place(model, plan, world, comm, axis)
     sharded = config.zero_optimization.stage > 0
-    who = Ownership(grid.coord().dp, grid.dp, sharded)
-    place_rest(model, plan.precision, world.device)
-    buckets = allocate(plan.layout(grid.coord()), trainable, who, world.device)
-    reducer = GradientReducer(buckets, trainable, comm, plan.precision.wire, scatter=sharded)
     factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped=request.optimizer is not None)
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
-    return Parts(plan, grid, world, comm, model, buckets, reducer, optimizer, rate, request.loss_fn, given_dtypes)
+    program = Program(model, request.loss_fn, plan.precision, world.device)
+    streams = Streams(model, world.device)
+    recomputation = Recomputation(model, config.activation_checkpointing.mode)
+    stage = Stage(model, world.device) if plan.cut is not None else None
+    bench = Bench(program, streams, Sights(plan, program, axis, example), stage, reducer)
+    executor = Executor(CommTransport(comm, plan.schedule.rank_of_stage, world.device))
+    removals = [stage.close] if stage else []
+    removals += [recomputation.remove, streams.remove, reducer.remove]
+    full = FullState(model, plan, entries, comm)
+    return Parts(plan, comm, bench, executor, buckets, optimizer, rate, full, removals)
+
+
+def _place(
+    model: nn.Module, plan: Plan, world: World, comm: Comm, axis: TensorAxis
+) -> tuple[Sequence[FlatBucket], GradientReducer]:
+    """Cut the model to what this rank holds, and move that into flat buckets with hooks on them."""
+    coord, config = comm.grid.coord(), plan.config
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    present = {row.name for row in plan.table.on_stage(coord.pp)}
+    absent = {row.name for row in plan.table} - present
+    cuts = plan.tensor.parameters if plan.tensor else {}
+
+    def keep(name: str, full: Tensor) -> Tensor:
+        return local_part(full, cuts[name], coord.tp) if name in cuts else full
+
+    drawn = {name for name, p in model.named_parameters() if p.is_meta and name in present}
+    materialize(model, drawn, config.seed, world.device, keep)
+    if plan.tensor is not None:
+        install(model, plan.tensor, axis, already_cut=drawn)
+    place_rest(model, plan.precision, world.device, absent)
+    make_absent(model, present, world.device)
+    held = {name: trainable[name] for name in trainable if name in present}
+    sharded = config.zero_optimization.stage > 0
+    buckets = allocate(plan.layout(coord), held, Ownership(coord.dp, comm.grid.dp, sharded), world.device)
+    sums = PartialSums(plan.table, comm)
+    return buckets, GradientReducer(buckets, held, comm, plan.precision.wire, sharded, sums)
 
 
 def _refuse_unbuilt(config: Config) -> None:
     """Refuse, all at once, what the configuration can say and this version cannot do."""
-    zero, parallel = config.zero_optimization, config.parallel
+    zero, parallel, recompute = config.zero_optimization, config.parallel, config.activation_checkpointing
     missing = {
-        f"parallel.tensor {config.tp}": config.tp > 1,
-        f"parallel.pipeline {config.pp}": config.pp > 1,
         "parallel.sequence_parallel true": parallel.sequence_parallel,
         f"zero_optimization.stage {zero.stage}": zero.stage > 1,
         "zero_optimization.reduce 'microbatch'": zero.reduce == "microbatch",
@@ -124,9 +165,7 @@ def _refuse_unbuilt(config: Config) -> None:
         "bf16.check_grad_overflow false": config.bf16.enabled and not config.bf16.check_grad_overflow,
         "communication_data_type 'fp16'": config.communication_data_type == "fp16",
         "keep_fp32": bool(config.keep_fp32),
-        f"activation_checkpointing.mode {config.activation_checkpointing.mode!r}": (
-            config.activation_checkpointing.mode != "none"
-        ),
+        "activation_checkpointing.mode 'selective'": recompute.mode == "selective",
         "kernels 'triton'": config.kernels == "triton",
         "compile true": config.compile,
         "checkpoint.every": config.checkpoint.every > 0,
@@ -136,8 +175,8 @@ def _refuse_unbuilt(config: Config) -> None:
     asked = [setting for setting, wanted in missing.items() if wanted]
     if asked:
         raise ConfigError(
-            f"{', '.join(asked)}: not in this version, which has data parallelism with ZeRO 0 and 1 in fp32 and bf16; "
-            "leave it out."
+            f"{', '.join(asked)}: not in this version, which has data, tensor and pipeline parallelism with ZeRO 0 and "
+            "1 in fp32 and bf16; leave it out."
         )
 
 
@@ -173,58 +212,3 @@ def _switch_cache_off(model: nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:
             config.use_cache = False
-
-
-@torch.no_grad()
-def _check_equal(model: nn.Module, config: Config, comm: Comm, device: torch.device) -> None:
-    """Refuse ranks that were given different configurations, models or weights.
-
-    One all-gather of three hashes; only when the weights differ a second one finds the first parameter.
-    """
-    named = [*model.named_parameters(), *model.named_buffers()]
-    sums = torch.tensor([_bit_sum(tensor) for _, tensor in named], dtype=torch.int64)
-    settings = json.dumps(config.to_json(), sort_keys=True)
-    aliased = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    structure = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in aliased])
-    hashes = [_hash(text) for text in (settings.encode(), structure.encode(), sums.numpy().tobytes())]
-    gathered = _gather(torch.stack(hashes), comm, device)
-    if others := _differing(gathered, 0):
-        raise ConfigError(f"rank 0 and rank {others[0]} were given different configurations; pass the same to all.")
-    if others := _differing(gathered, 1):
-        raise PlanError(
-            f"rank 0 and rank {others[0]} were given different models (names, shapes, dtypes or requires_grad); build "
-            "the same model on every rank."
-        )
-    if _differing(gathered, 2):
-        table = _gather(sums, comm, device)
-        column = next(i for i in range(len(named)) if _differing(table, i))
-        raise PlanError(
-            f"rank 0 and rank {_differing(table, column)[0]} were given different weights, first in "
-            f"{named[column][0]!r}; build the model with the same seed on every rank (torch.manual_seed), or pass "
-            "a callable that builds it."
-        )
-
-
-def _gather(values: Tensor, comm: Comm, device: torch.device) -> Tensor:
-    world = comm.grid.world_size
-    table = torch.zeros(world, values.numel(), dtype=values.dtype, device=device)
-    table[comm.grid.rank] = values.to(device)
-    comm.all_gather(table.view(-1), table[comm.grid.rank], "world", "equal weights").wait()
-    return table.cpu()
-
-
-def _differing(table: Tensor, column: int) -> list[int]:
-    return [int(rank) for rank in (table[:, column] != table[0, column]).nonzero().flatten()]
-
-
-def _hash(data: bytes) -> Tensor:
-    digest = hashlib.blake2b(data, digest_size=8).digest()
-    return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64)
-
-
-def _bit_sum(tensor: Tensor) -> int:
-    """Sum of the bit patterns: exact, and independent of the device's order of addition."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    size = flat.element_size()
-    return int(flat.view(words.get(size, torch.uint8)).sum(dtype=torch.int64)) if flat.numel() else 0

@@ -1,11 +1,13 @@
 """The engine: calls the parts in order, computes nothing itself.
 
-train_batch    cut -> [ forward, loss, backward + reduce ] x m -> control -> update + gather -> report
+train_batch    cut -> same batch on all ranks of a replica? -> executor [ forwards, backwards + reduce ]
+                   -> control -> update + gather -> report
 """
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
@@ -14,29 +16,40 @@ from torch import Tensor, nn
 
 from engine.attached import Attachment
 from engine.banner import compare_traffic
-from engine.batch import Batch, call_model, count_tokens, is_text, join_outputs, map_tensors, take_microbatches
+from engine.batch import Batch, call_model, count_tokens, is_text, join_outputs, take_microbatches
+from engine.budget import CONTROL_SCALARS
 from engine.build import Parts
 from engine.config import Config
 from engine.errors import EngineError
-from engine.loss import WeightedLoss, check_pair, check_trainable, find_loss
+from engine.loss import check_pair, check_trainable
 from engine.metrics import StepReport, make_sinks, peak_memory, peak_tflops
+from engine.parallel.comm import World
 from engine.parallel.grid import Grid
+from engine.parallel.pipeline.schedule import forward_only
 from engine.parallel.traffic import Tally
-from engine.plan import CONTROL_SCALARS, Plan
-from engine.randomness import keyed
-from engine.step import Control, Forward, Step
+from engine.plan import Plan
+from engine.replica import check_batch
+from engine.step import Control, Step
+from engine.work import Work
 from engine.zero.clip import clip_factor, gradient_norm
 from engine.zero.storage import squared_norm
 
+BuildParts = Callable[[Batch], Parts]
+
 
 class Engine:
-    """A model on its grid. Made by :func:`engine.initialize`; a context manager that closes itself."""
+    """A model on its grid. Made by :func:`engine.initialize`; a context manager that closes itself.
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._model = parts.model
-        self._device = parts.world.device
-        self._attachment = Attachment(parts.model, parts.buckets)
+    Where a plan needs to see a batch and none was given, the parts are built when the first one comes.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, world: World, build: BuildParts) -> None:
+        self._model = model
+        self._config = config
+        self._grid = Grid(config.pp, config.dp, config.tp, world.rank)
+        self._device = world.device
+        self._build: BuildParts = build
+        self._built: Parts | None = None
         self._step: Step | None = None
         self._forwarded: Batch = None
         self._forwards = 0
@@ -46,7 +59,22 @@ class Engine:
         self._update_seconds = 0.0
         self._trained = Tally()
         self._attempts = 0
-        self._sinks = make_sinks(self.config.monitor) if parts.grid.rank == 0 else ()
+        self._sinks = make_sinks(config.monitor) if world.rank == 0 else ()
+
+    def complete(self, example: Batch) -> None:
+        """Build what is missing, for microbatches like ``example``. Collective; ``initialize`` calls it."""
+        if self._built is None:
+            self._built = self._build(example)
+            self._attachment = Attachment(self._model, self._built.buckets)
+
+    @property
+    def _parts(self) -> Parts:
+        if self._built is None:
+            raise EngineError(
+                "the model is not cut before the first batch is seen; pass example_batch=... to engine.initialize, or "
+                "train a batch first."
+            )
+        return self._built
 
     # ------------------------------------------------------------------ what a run is
 
@@ -58,12 +86,12 @@ class Engine:
     @property
     def config(self) -> Config:
         """The resolved configuration."""
-        return self._parts.plan.config
+        return self._config
 
     @property
     def grid(self) -> Grid:
         """This rank's place among all."""
-        return self._parts.grid
+        return self._grid
 
     @property
     def device(self) -> torch.device:
@@ -113,21 +141,21 @@ class Engine:
             batch: tensor, tuple, list or mapping whose tensors have micro x accumulation rows, or an
                 iterator of microbatches, from which exactly ``accumulation`` items are pulled.
 
-        Communicates gradients and parameters over dp, and five scalars over the world.
+        Communicates values and their gradients over pp, activations over tp, gradients and parameters over
+        dp, a digest of the batch over the replica and five scalars over the world.
 
         Raises:
-            EngineError: a bad batch or loss. Whatever goes wrong on a rank, it still meets the others in the
-                collectives of this step; then all ranks raise, each its own error, and nothing is updated.
+            EngineError: a bad batch, or another than its replica's: all ranks raise, each its own error, and
+                nothing is updated. Without tensor and pipeline ranks the same holds for whatever else goes wrong.
+                With them, a rank that fails in the middle raises at once and the job is over.
         """
         if self._step is not None:
             raise EngineError("train_batch inside an unfinished accumulation; call step() first.")
         step, microbatches = self._open(batch)
-        try:
-            for index, microbatch in enumerate(microbatches):
-                with keyed(self._device, *self._random_key(index)):
-                    self._backward(step, self._forward(microbatch).loss, microbatch)
-        except Exception as problem:  # of the user's model: the other ranks must not wait for us
-            step.problem = problem
+        if step.problem is None:
+            work = Work(self._parts.bench, step, microbatches, self._random_key)
+            with self._keeping_problems(step):
+                self._parts.executor.run(self._parts.plan.schedule.per_rank[self._grid.coord().pp], work)
         return self._update(step)
 
     @overload
@@ -145,41 +173,48 @@ class Engine:
         With ``return_output``: (report, model output of rank 0's share, None on other ranks).
         """
         step, microbatches = self._open(batch)
-        training = {module: module.training for module in self._model.modules()}
-        self._model.eval()
-        try:
-            for index, microbatch in enumerate(microbatches):
-                with keyed(self._device, *self._random_key(index)):
-                    done = self._forward(microbatch)
-                    self._count(step, done.loss, microbatch)
-                if return_output and self.grid.rank == 0:
-                    step.outputs.append(done.output)
-        except Exception as problem:
-            step.problem = problem
-        finally:
-            for module, mode in training.items():
-                module.training = mode
+        if step.problem is None:
+            work = Work(
+                self._parts.bench, step, microbatches, self._random_key, "output" if return_output else "evaluate"
+            )
+            schedule = forward_only(self._config.pp, self._config.accumulation)
+            with self._keeping_problems(step), _evaluating(self._model):
+                self._parts.executor.run(schedule.per_rank[self._grid.coord().pp], work)
+                if return_output:
+                    work.bring_outputs(self._parts.comm, self._device)
         control = self._agree(step, 0.0)
         step.seconds = time.perf_counter() - step.started
         report = self._report(step, control, math.nan, skipped=False)
         if not return_output:
             return report
-        return report, join_outputs(step.outputs) if step.outputs else None
+        return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
 
     # ------------------------------------------------------------------ the loop in three calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them."""
+        """Forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them.
+
+        Raises:
+            EngineError: there is a pipeline, whose stages do not have the output.
+        """
+        if self._config.pp > 1:
+            raise EngineError(
+                f"eng(batch) with parallel.pipeline {self._config.pp}: a stage does not have the model's output; call "
+                "train_batch(batch) or eval_batch(batch)."
+            )
+        self.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
         if self._step is None and self._loop_started is None and torch.is_grad_enabled():
             self._loop_started = time.perf_counter()
         index = self._step.microbatches if self._step else 0
-        key = (*self._random_key(index), self._forwards) if self._forwards else self._random_key(index)
+        # negative, because positive numbers count the modules that have ended
+        key = (*self._random_key(index), -self._forwards) if self._forwards else self._random_key(index)
         self._forwards += torch.is_grad_enabled()  # an evaluation must not change what training draws
         self._forwarded = args[0] if len(args) == 1 and not kwargs else kwargs or args
-        with keyed(self._device, *key):
+        program = self._parts.bench.program
+        with self._parts.bench.streams.forward(*key):
             if self._forwarded is not kwargs:
-                return call_model(self._model, self._cast(self._move(self._forwarded)))
-            return self._model(*self._cast(self._move(args)), **self._cast(self._move(kwargs)))
+                return call_model(self._model, program.cast(program.move(self._forwarded)))
+            return self._model(*program.cast(program.move(args)), **program.cast(program.move(kwargs)))
 
     def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
         """Backward of one microbatch; the loss, a 0-dim mean or (sum, weight), is averaged over the step.
@@ -190,6 +225,11 @@ class Engine:
         Raises:
             EngineError: more backwards than ``gradient_accumulation_steps``, or no scalar.
         """
+        if self._config.pp > 1:
+            raise EngineError(
+                f"backward(loss) with parallel.pipeline {self._config.pp}: forwards and backwards of the stages are "
+                "one schedule; call train_batch(batch)."
+            )
         weighted = check_pair(loss)
         step = self._step = self._step or self._begin()
         if step.microbatches == self.config.accumulation:
@@ -198,11 +238,15 @@ class Engine:
                 f"{self.config.accumulation}: call step() after each backward."
             )
         try:
-            self._backward(step, weighted, self._forwarded)
+            check_trainable(weighted.sum)
+            step.text = is_text(self._forwarded)
+            step.count(weighted, count_tokens(self._forwarded))
+            with self._parts.bench.reducer.backward(last=step.microbatches == self._config.accumulation):
+                torch.autograd.backward(weighted.sum)
             self._forwards = 0
         except BaseException:
             self._step = None
-            self._parts.reducer.reset()
+            self._parts.bench.reducer.reset()
             raise
 
     def step(self) -> StepReport | None:
@@ -223,21 +267,9 @@ class Engine:
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model on rank 0: the keys and dtypes of ``model.state_dict()``, on the CPU. Collective.
 
-        Other ranks get an empty dict. Masters are gathered bucket by bucket over dp.
+        Other ranks get an empty dict. Masters are gathered bucket by bucket over dp, then row by row over tp and pp.
         """
-        state: dict[str, Any] = dict(self._model.state_dict())
-        keys: dict[int, list[str]] = {}
-        for key in self._parts.given_dtypes:
-            keys.setdefault(state[key].data_ptr(), []).append(key)
-        # by address and not by name: state-dict hooks may rename
-        for address, weight in self._parts.optimizer.full_weights():
-            for key in keys.pop(address, []) if self.grid.rank == 0 and weight.numel() else []:
-                state[key] = weight.detach().to("cpu", self._parts.given_dtypes[key], copy=True)
-        if self.grid.rank:
-            return {}
-        for key in (key for left in keys.values() for key in left):
-            state[key] = state[key].detach().to("cpu", self._parts.given_dtypes[key], copy=True)
-        return state
+        return self._parts.full_state.gather(self._parts.optimizer)
 
     def close(self) -> None:
         """Take the hooks off, close the logs, let go of its groups. The engine cannot be used afterwards.
@@ -247,8 +279,10 @@ class Engine:
         for sink in self._sinks:
             sink.close()
         self._sinks = ()
-        self._parts.reducer.remove()
-        self._parts.comm.close()
+        if self._built is not None:
+            for remove in self._built.removals:
+                remove()
+            self._built.comm.close()
 
     def __enter__(self) -> Self:
         return self
@@ -268,44 +302,43 @@ class Engine:
 
     def _open(self, batch: Batch | Iterator[Batch]) -> tuple[Step, list[Batch]]:
         """Start a step; a bad batch is kept as its problem, so that the other ranks do not wait for ever."""
+        if self._built is None:
+            batch, example = _first(batch, self._config)
+            self.complete(example)
         self._loop_started, self._forwards = None, 0  # of a forward that no backward followed
         step = self._begin()
+        microbatches: list[Batch] = []
         try:
-            return step, take_microbatches(batch, self.config.micro, self.config.accumulation)
+            microbatches = take_microbatches(batch, self._config.micro, self._config.accumulation)
+            step.text = is_text(microbatches[0])
         except Exception as problem:  # an iterator may fail in any way
             step.problem = problem
-            return step, []
+        try:
+            check_batch(microbatches, step.problem, self._parts.comm, self._device)
+        except EngineError as problem:
+            step.problem = problem
+        return step, microbatches
+
+    @contextmanager
+    def _keeping_problems(self, step: Step) -> Iterator[None]:
+        """Keep an error of the user's model until all ranks have met, where they can meet.
+
+        In the middle of a pipeline or between tensor ranks they cannot: others wait for what this rank will never
+        send, so the error goes out at once.
+        """
+        try:
+            yield
+        except Exception as problem:
+            if self._grid.size("replica") > 1:
+                raise
+            step.problem = problem
 
     def _random_key(self, index: int) -> tuple[int, int, int]:
         """(seed, step, global microbatch): the same whatever the grid is."""
         return self.config.seed, self._updates, self.grid.coord().dp * self.config.accumulation + index
 
-    def _forward(self, microbatch: Batch) -> Forward:
-        moved = self._move(microbatch)
-        output = call_model(self._model, self._cast(moved))
-        return Forward(output, find_loss(output, moved, self._parts.loss_fn))
-
-    def _move(self, batch: Batch) -> Batch:
-        return map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
-
-    def _cast(self, batch: Batch) -> Batch:
-        return map_tensors(batch, self.plan.precision.input)
-
-    def _backward(self, step: Step, loss: WeightedLoss, microbatch: Batch) -> None:
-        check_trainable(loss.sum)
-        self._count(step, loss, microbatch)
-        with self._parts.reducer.backward(last=step.microbatches == self.config.accumulation):
-            torch.autograd.backward(loss.sum)
-
-    def _count(self, step: Step, loss: WeightedLoss, microbatch: Batch) -> None:
-        step.loss += loss.sum.detach()
-        step.weight += loss.weight
-        step.tokens += count_tokens(microbatch)
-        step.text = is_text(microbatch)
-        step.microbatches += 1
-
     def _update(self, step: Step) -> StepReport:
-        self._parts.reducer.finish()
+        self._parts.bench.reducer.finish()
         control = self._agree(step, squared_norm(self._parts.buckets))
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._update_seconds
@@ -368,3 +401,21 @@ class Engine:
             for sink in self._sinks:
                 sink.write(report)
         return report
+
+
+def _first(batch: Batch | Iterator[Batch], config: Config) -> tuple[Batch | Iterator[Batch], Batch]:
+    """The batch, and the first of its microbatches to plan with."""
+    microbatches = take_microbatches(batch, config.micro, config.accumulation)
+    return (iter(microbatches) if isinstance(batch, Iterator) else batch), microbatches[0]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards each module has its own flag back."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode

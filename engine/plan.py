@@ -1,45 +1,48 @@
-"""The plan: what every rank holds and sends. Printed without processes, executed as it is.
+"""The plan: what every rank holds, does and sends. Printed without processes, executed as it is.
 
 Built from shapes alone, so a model on the meta device will do. The banner prints it, the engine takes
-its layout from it, and the measured bytes are compared with it.
+its cut, schedule and layout from it, and the measured bytes are compared with it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
+from pathlib import Path
 
-import torch
 from torch import nn
 
+from engine.batch import Batch
+from engine.budget import (
+    RankPlan,
+    control_traffic,
+    gradient_traffic,
+    held_elements,
+    stage_traffic,
+    state_bytes,
+    times,
+)
 from engine.config import Config
-from engine.errors import PlanError
+from engine.errors import PlanError, ScheduleError
+from engine.example import look
 from engine.groups import assign_groups
 from engine.parallel.grid import Coord, Grid
-from engine.parallel.shards import ShardTable, build_table
-from engine.parallel.traffic import Op, Tally, Traffic, sent_bytes
+from engine.parallel.pipeline.check import check
+from engine.parallel.pipeline.cut import Cut, make_cut
+from engine.parallel.pipeline.schedule import Op, Schedule, make_schedule, parse_schedule
+from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.shards import Division, ShardTable, build_table
+from engine.parallel.tensor.budget import Watch, loss_traffic, traffic_by_call
+from engine.parallel.tensor.plan import TensorPlan, find_tensor_plan
+from engine.parallel.traffic import Tally, Traffic
 from engine.precision import Precision, make_precision
+from engine.program import Program
+from engine.recompute import recomputed_blocks
 from engine.zero.layout import FlatLayout, Item, build_layout
 from engine.zero.optimizer import GroupOptions
-
-CONTROL_SCALARS = 5
-"""fp64 values that one step sums over all ranks: loss, weight, norm squared, tokens, problems."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """What one rank holds between steps and sends in one step."""
-
-    coord: Coord
-    parameters: int
-    """Elements of the parameters that take part in forward here, without padding."""
-    state_bytes: Mapping[str, int]
-    """Bytes by kind: parameters, frozen parameters, gradients, master, optimizer."""
-    traffic: tuple[Traffic, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Grid, shard table, flat layouts and budgets of one run."""
+    """Grid, shard table, flat layouts, cut, schedule and budgets of one run."""
 
     config: Config
     table: ShardTable
@@ -47,9 +50,19 @@ class Plan:
     """By (pipeline stage, tensor coordinate)."""
     groups: tuple[GroupOptions, ...]
     precision: Precision
+    schedule: Schedule
     moments: int | None
     """Optimizer values per element; None when the optimizer is the user's and we cannot know."""
     notes: tuple[str, ...]
+    tensor: TensorPlan | None = None
+    """Which layers the tensor axis cuts."""
+    timeline: Timeline | None = None
+    """Of the example; None where only data parallelism is asked, or tensor parallelism of a model that cannot be
+    followed."""
+    cut: Cut | None = None
+    """Which stage computes what; None without a pipeline."""
+    tensor_traffic: Mapping[int, Tally] = field(default_factory=dict)
+    """By stage: what a tensor rank sends over tp for one microbatch."""
 
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
@@ -59,86 +72,179 @@ class Plan:
         """The flat layout of a position."""
         return self.layouts[coord.pp, coord.tp]
 
+    @property
+    def tie_stages(self) -> tuple[tuple[int, ...], ...]:
+        """Every set of stages that own parameters together, in one order for all ranks."""
+        return tuple(sorted({row.stages for row in self.table if len(row.stages) > 1}))
+
     def rank(self, rank: int) -> RankPlan:
         """What ``rank`` holds and sends; pure arithmetic."""
         coord = self.grid(rank).coord()
         rows = self.table.on_stage(coord.pp)
-        held = sum(prod(row.local_shape(coord.tp)) for row in rows)
-        return RankPlan(coord, held, self._state(coord), self._traffic(coord))
-
-    def _state(self, coord: Coord) -> dict[str, int]:
+        held = sum(held_elements(row, coord.tp) for row in rows)
+        frozen = tuple((row, held_elements(row, coord.tp)) for row in rows if not row.trainable)
         share = self.config.dp if self.config.zero_optimization.stage else 1
-        state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
-        for name, elements in self.layout(coord).elements_by_dtype().items():
-            narrow, wide = (dtype.itemsize for dtype in _widths(name))
-            state["parameters"] += elements * narrow
-            state["gradients"] += elements * wide
-            state["master"] += elements // share * wide if wide != narrow else 0
-            state["optimizer"] += elements // share * wide * (self.moments or 0)
-        for row in self.table.on_stage(coord.pp):
-            if not row.trainable:
-                dtype = self.precision.compute if row.dtype.is_floating_point else None
-                state["frozen parameters"] += prod(row.local_shape(coord.tp)) * (dtype or row.dtype).itemsize
-        return state
+        state = state_bytes(self.layout(coord), frozen, self.precision, share, self.moments or 0)
+        return RankPlan(coord, held, state, self._traffic(coord))
 
     def _traffic(self, coord: Coord) -> tuple[Traffic, ...]:
-        ranks, tally = self.config.dp, Tally()
-        for bucket in self.layout(coord).buckets if ranks > 1 else ():
-            narrow, wide = _widths(bucket.dtype)
-            wire = (self.precision.wire or wide).itemsize
-            sharded = self.config.zero_optimization.stage > 0
-            op: Op = "reduce_scatter" if sharded else "all_reduce"
-            tally.add(Traffic("dp", "gradients", 1, sent_bytes(op, bucket.elements * wire, ranks)))
-            if sharded:
-                gathered = sent_bytes("all_gather", bucket.elements * narrow.itemsize, ranks)
-                tally.add(Traffic("dp", "parameters", 1, gathered))
-        world = self.grid(0).world_size
-        if world > 1:
-            tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", CONTROL_SCALARS * 8, world)))
-        return tally.rows()
+        microbatches = self.config.accumulation
+        rows = self.table.on_stage(coord.pp)
+        parts = [gradient_traffic(self.layout(coord), rows, self.config, self.precision)]
+        parts.append(control_traffic(self.config, self.grid(0).world_size))
+        parts.append(times(self.tensor_traffic.get(coord.pp, Tally()), microbatches))
+        if self.cut is not None and self.timeline is not None:
+            parts.append(stage_traffic(self.cut.stages[coord.pp], self.timeline.values, microbatches))
+        return Tally(row for part in parts for row in part.rows()).rows()
 
 
-def build_plan(model: nn.Module, config: Config, own_optimizer: bool = False) -> Plan:
-    """Plan a run of ``model`` under a resolved configuration. Reads shapes, dtypes and names only.
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a plan is made for, beside model and configuration."""
 
-    With ``own_optimizer`` the user brings the optimizer and its state is not known.
+    program: Program
+    example: Batch = None
+    own_optimizer: bool = False
+    """The user brings the optimizer, and its state is not known."""
+
+
+def needs_example(config: Config) -> bool:
+    """Whether planning needs to see a microbatch: everything but data parallelism does."""
+    return config.tp > 1 or config.pp > 1
+
+
+def build_plan(config: Config, wish: Wish) -> Plan:
+    """Plan a run of ``wish.program.model`` under a resolved configuration. Reads shapes, dtypes and names only.
 
     Raises:
         ConfigError: a pattern in the optimizer groups matches nothing.
-        PlanError: no trainable parameter, or one whose dtype cannot be trained.
+        PlanError: no trainable parameter, one whose dtype cannot be trained, sizes that tensor ranks cannot
+            share, or a model that cannot be cut into stages.
+        ScheduleError: the schedule does not exist or does not fit.
     """
+    model = wish.program.model
     assigned, groups = assign_groups(model, config.optimizer)
-    table = build_table(model, assigned, config.tp)
     precision = make_precision(config)
     if not assigned:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")
-    layouts = {
+    schedule = _schedule(config)
+    tensor = find_tensor_plan(model, config.parallel.tensor_plan, config.tp) if config.tp > 1 else None
+    sight = _see(config, wish, tensor)
+    table = build_table(model, assigned, _division(config, tensor, sight))
+    _check_glue(table)
+    notes = [*_notes(model, config, precision), *sight.notes]
+    return Plan(
+        config, table, _layouts(table, config, precision), groups, precision, schedule,
+        None if wish.own_optimizer else _moments(config), tuple(notes),
+        tensor, sight.timeline, sight.cut, sight.traffic,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """What the example showed."""
+
+    timeline: Timeline | None = None
+    cut: Cut | None = None
+    traffic: Mapping[int, Tally] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def _see(config: Config, wish: Wish, tensor: TensorPlan | None) -> _Sight:
+    if not needs_example(config):
+        return _Sight()
+    model = wish.program.model
+    watch = Watch(model, tensor, recomputed_blocks(model, config.activation_checkpointing.mode)) if tensor else None
+    try:
+        timeline = look(wish.program, wish.example, config.pp, watch)
+    except PlanError as problem:
+        if config.pp > 1:
+            raise
+        return _Sight(notes=(f"bytes over tp are not known before they are sent: {problem}",))
+    split = None if config.parallel.split == "auto" else config.parallel.split
+    cut = make_cut(timeline, config.pp, split) if config.pp > 1 else None
+    if tensor is None or watch is None:
+        return _Sight(timeline, cut)
+    stages = cut.stage_of_call if cut else (0,) * len(timeline.calls)
+    traffic = {stage: Tally() for stage in range(config.pp)}
+    for call, tally in traffic_by_call(watch.sums, timeline, config.tp).items():
+        traffic[stages[call]] = Tally((*traffic[stages[call]].rows(), *tally.rows()))
+    last = traffic[config.pp - 1].rows()
+    traffic[config.pp - 1] = Tally((*last, *loss_traffic(tensor, timeline, config.tp).rows()))
+    return _Sight(timeline, cut, traffic)
+
+
+def _division(config: Config, tensor: TensorPlan | None, sight: _Sight) -> Division:
+    return Division(
+        tp=config.tp,
+        cuts=tensor.parameters if tensor else {},
+        partial=tensor.partial if tensor else (),
+        owners=sight.cut.owners if sight.cut else {},
+        in_glue=sight.timeline.read_by_glue if sight.timeline else (),
+    )
+
+
+def _check_glue(table: ShardTable) -> None:
+    """A parameter that code outside its module reads is whole there, or the result is wrong."""
+    for row in table:
+        if row.dim is not None and row.in_glue:
+            raise PlanError(
+                f"parameter {row.name!r} is cut over the tensor ranks, but code outside its module reads it too; give "
+                f'its module the style "replicate" in parallel.tensor_plan.'
+            )
+
+
+def _schedule(config: Config) -> Schedule:
+    """The training schedule, proven before anything is built.
+
+    Raises:
+        ScheduleError: unknown, stuck, or not for these stages and microbatches.
+    """
+    kind, stages, microbatches = config.parallel.schedule, config.pp, config.accumulation
+    if not kind.endswith((".txt", ".csv")):
+        schedule = make_schedule(kind, stages, microbatches, config.parallel.virtual_stages)
+        check(schedule)
+        return schedule
+    try:
+        text = Path(kind).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"schedule {kind}: {error.strerror}; give the path of a file of actions.") from None
+    schedule = parse_schedule(text, kind)
+    check(schedule)
+    split = any(action.op not in (Op.FORWARD, Op.BACKWARD) for row in schedule.per_rank for action in row)
+    in_order = schedule.stages_of_rank == tuple((stage,) for stage in range(stages))
+    if split or not in_order or schedule.microbatches != microbatches or not schedule.training:
+        raise ScheduleError(
+            f"schedule {kind} has {schedule.stages} stages and {schedule.microbatches} microbatches; this run needs "
+            f"line r to do F and B of stage r for {stages} stages and {microbatches} microbatches."
+        )
+    return schedule
+
+
+def _layouts(table: ShardTable, config: Config, precision: Precision) -> dict[tuple[int, int], FlatLayout]:
+    return {
         (stage, tp): build_layout(
             _items(table, stage, tp, precision), config.dp, config.zero_optimization.reduce_bucket_size
         )
         for stage in range(config.pp)
         for tp in range(config.tp)
     }
-    moments = None if own_optimizer else _moments(config)
-    return Plan(config, table, layouts, groups, precision, moments, _notes(model, config, precision))
 
 
 def _items(table: ShardTable, stage: int, tp: int, precision: Precision) -> list[Item]:
     return [
-        Item(row.name, row.local_shape(tp), _dtype_name(precision.parameter(row.name, row.dtype)), row.group)
+        Item(
+            row.name,
+            row.local_shape(tp),
+            str(precision.parameter(row.name, row.dtype)).removeprefix("torch."),
+            row.group,
+            row.counted(stage, tp),
+            row.stages if len(row.stages) > 1 else (),
+            row.partial,
+        )
         for row in table.on_stage(stage)
         if row.trainable
     ]
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _widths(dtype_name: str) -> tuple[torch.dtype, torch.dtype]:
-    """Dtype of computation, and of accumulation, master and moments."""
-    narrow: torch.dtype = getattr(torch, dtype_name)
-    return narrow, torch.promote_types(narrow, torch.float32)
 
 
 def _moments(config: Config) -> int | None:

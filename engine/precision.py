@@ -4,7 +4,7 @@ fp32    parameters as given (fp32 or fp64), gradients and moments likewise, no s
 bf16    parameters bf16, gradients summed in fp32, fp32 master and moments (Kalamkar et al. 2019)
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -69,12 +69,19 @@ def make_precision(config: Config) -> Precision:
 
 
 @torch.no_grad()
-def place_rest(model: nn.Module, precision: Precision, device: torch.device) -> None:
-    """Move what the flat buckets do not hold, frozen parameters and buffers, to its device and dtype."""
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            narrow = precision.compute if parameter.is_floating_point() else None
-            parameter.data = parameter.data.to(device, narrow or parameter.dtype)
+def place_rest(
+    model: nn.Module, precision: Precision, device: torch.device, absent: Collection[str] = frozenset()
+) -> None:
+    """Move what the flat buckets do not hold, frozen parameters and buffers, to its device and dtype.
+
+    ``absent`` parameters belong to other stages: of them only shape and dtype stay.
+    """
+    for name, parameter in model.named_parameters():
+        narrow = (precision.compute if parameter.is_floating_point() else None) or parameter.dtype
+        if name in absent:
+            parameter.data = torch.zeros((), dtype=narrow, device=parameter.device).expand(parameter.shape)
+        elif not parameter.requires_grad:
+            parameter.data = parameter.data.to(device, narrow)
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             dtype = precision.buffer(f"{path}.{name}", buffer.dtype)

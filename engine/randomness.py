@@ -1,30 +1,28 @@
 """Random numbers keyed by what they are for, so that dropout does not depend on the grid.
 
-The generators are set from (seed, step, global microbatch index) before a microbatch and put back
+The generators are set from (seed, step, global microbatch index) before a microbatch, set anew at the exit
+of every block and other outermost module with parameters (key: how many of them have ended), and put back
 afterwards: the user's own streams are not touched.
+
+Setting them at exits and not at entries has two reasons: what is drawn between two modules is the same on
+whatever pipeline stage it runs, and recomputed activations, which go back to the state at a block's entry,
+draw the same numbers again.
 """
 
-import hashlib
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
-
-def derive_seed(*key: int) -> int:
-    """A 63-bit seed from a tuple of integers; near keys give unrelated seeds."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+from engine.parallel.pipeline.units import find_units
+from engine.parallel.seeds import derive_seed, generators_of
 
 
 @contextmanager
 def keyed(device: torch.device, *key: int) -> Iterator[None]:
     """Seed the CPU's and this device's generator from ``key``; restore both at the end."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        torch.cuda.current_device()  # starts CUDA: the generators do not exist before
-        generators.append(torch.cuda.default_generators[device.index])
+    generators = generators_of(device)
     before = [generator.get_state() for generator in generators]
     try:
         for generator in generators:
@@ -33,3 +31,35 @@ def keyed(device: torch.device, *key: int) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
+
+
+class Streams:
+    """The random streams of one model: hooks that reseed while a microbatch runs forward, and do nothing else."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._key: tuple[int, ...] | None = None
+        self._ended = 0
+        self._hooks = [unit.register_forward_hook(self._exit) for unit in find_units(model, deep=True).modules.values()]
+
+    @contextmanager
+    def forward(self, *key: int) -> Iterator[None]:
+        """Around the forward of one microbatch, whose key this is. Backward must lie outside."""
+        with keyed(self._device, *key):
+            self._key, self._ended = key, 0
+            try:
+                yield
+            finally:
+                self._key = None
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _exit(self, *_: object) -> None:
+        if self._key is not None:
+            self._ended += 1
+            seed = derive_seed(*self._key, self._ended)
+            for generator in generators_of(self._device):
+                generator.manual_seed(seed)

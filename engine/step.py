@@ -1,7 +1,7 @@
 """What a step gathers on this rank, and what all ranks then agree on."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -26,12 +26,12 @@ class Step:
     problem: Exception | None = None
     outputs: list[Any] = field(default_factory=list)
 
-
-class Forward(NamedTuple):
-    """Held no longer than needed: the logits of a large vocabulary are the largest tensor of a step."""
-
-    output: Any
-    loss: WeightedLoss
+    def count(self, loss: WeightedLoss, tokens: int) -> None:
+        """Add one microbatch."""
+        self.loss += loss.sum.detach()
+        self.weight += loss.weight
+        self.tokens += tokens
+        self.microbatches += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,10 @@ from engine.config import Config, load_config
 from engine.groups import assign_groups
 from engine.loss import LossFunction, find_loss
 from engine.lr import SchedulerArgument, make_learning_rate
+from engine.materialize import materialize
 from engine.parallel.comm import read_world
 from engine.precision import make_precision, place_rest
-from engine.randomness import keyed
+from engine.randomness import Streams
 from engine.zero.inner import FlatLion
 from engine.zero.optimizer import OptimizerFactory
 
@@ -98,14 +99,18 @@ def verify(
     """
     world = read_world()
     resolved = load_config(config, world.size)
-    with initialize(build_model, resolved, loss_fn, None, optimizer, lr_scheduler) as engine:
+    example = take_rows(batches[0], 0, resolved.micro)
+    with initialize(build_model, resolved, loss_fn, example, optimizer, lr_scheduler) as engine:
         rank, rows = engine.grid.coord().dp, resolved.micro * resolved.accumulation
         reports = [engine.train_batch(take_rows(batch, rank * rows, rows)) for batch in batches]
         weights = engine.full_state_dict()
     if world.rank:
         return None
     ours = Run(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), weights)
-    model = make_model(build_model, resolved.seed, world.device).to(world.device)
+    model = make_model(build_model, resolved.seed, world.device)
+    everything = [name for name, _ in model.named_parameters()]
+    materialize(model, everything, resolved.seed, world.device, lambda name, full: full)
+    model.to(world.device)
     return Parity(ours, _Reference(model, resolved, loss_fn, optimizer, lr_scheduler).train(batches))
 
 
@@ -133,6 +138,7 @@ class _Reference:
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(self.precision.compute or parameter.dtype)
         place_rest(model, self.precision, self.device)
+        self.streams = Streams(model, self.device)
         assigned, groups = assign_groups(model, config.optimizer)
         members: list[list[nn.Parameter]] = [[] for _ in groups]
         for name, group in assigned.items():
@@ -157,11 +163,11 @@ class _Reference:
         micro = self.config.micro
         for index in range(self.config.dp * self.config.accumulation):
             part = take_rows(batch, index * micro, micro)
-            with keyed(self.device, self.config.seed, number, index):
+            with self.streams.forward(self.config.seed, number, index):
                 moved = map_tensors(part, lambda t: t.to(self.device))
                 output = call_model(self.model, map_tensors(moved, self.precision.input))
                 loss = find_loss(output, moved, self.loss_fn)
-                torch.autograd.backward(loss.sum)
+            torch.autograd.backward(loss.sum)
             self._collect()
             total, weight = total + float(loss.sum.detach()), weight + float(loss.weight)
         for master in self.masters.values():

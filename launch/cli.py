@@ -71,8 +71,10 @@ def _plan(options: Namespace) -> None:
     import torch
 
     from engine.banner import describe
-    from engine.decoder import Decoder, DecoderConfig
-    from engine.plan import build_plan
+    from engine.decoder import Decoder, DecoderConfig, loss_sum
+    from engine.plan import Wish, build_plan
+    from engine.precision import make_precision
+    from engine.program import Program
 
     config = load_config(options.config, options.world)
     shape = DecoderConfig(
@@ -80,7 +82,10 @@ def _plan(options: Namespace) -> None:
     )  # fmt: skip
     with torch.device("meta"):
         model = Decoder(shape)
-    print(describe(build_plan(model, config), "no device: a plan"))
+        ids = torch.empty((config.micro, shape.context), dtype=torch.int64)
+    program = Program(model, loss_sum, make_precision(config), torch.device("cpu"))
+    wish = Wish(program, {"input_ids": ids, "labels": ids})
+    print(describe(build_plan(config, wish), "no device: a plan"))
 
 
 def _schedule(options: Namespace) -> None:

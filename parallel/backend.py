@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.parallel.grid import Axis, Grid
 
 Wait = Callable[[], object]
+Reduction = Literal["sum", "max"]
 Flow = Literal["forward", "backward"]
 """Which way a message of a pipeline goes. Each way has a channel of its own between two ranks, first in
 first out, so that an activation never waits behind a gradient."""
@@ -23,8 +24,8 @@ class Backend(Protocol):
     ``shard`` may be this rank's own slice of ``full``.
     """
 
-    def all_reduce(self, tensor: Tensor, axis: Axis) -> Wait:
-        """Sum ``tensor`` in place over the axis."""
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
+        """Sum ``tensor``, or take its largest values, in place over the axis."""
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
         """Sum ``full`` over the axis and leave this rank's slice in ``shard``; ``full`` may be spoiled."""
@@ -54,7 +55,7 @@ class RecordingBackend:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
-    def all_reduce(self, tensor: Tensor, axis: Axis) -> Wait:
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
         """Leave ``tensor`` as it is."""
         return lambda: None
 

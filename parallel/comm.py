@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from engine.errors import EngineError, GridError
-from engine.parallel.backend import Backend, Flow, Wait
+from engine.parallel.backend import Backend, Flow, Reduction, Wait
 from engine.parallel.grid import Axis, Grid
 from engine.parallel.traffic import Op, Record, Tally, Traffic, sent_bytes
 
@@ -70,9 +70,9 @@ class Comm:
         self._backend = backend
         self._sequence = 0
 
-    def all_reduce(self, tensor: Tensor, axis: Axis, label: str) -> Pending:
-        """Sum ``tensor`` (any shape) in place over ``axis``."""
-        return self._issue("all_reduce", tensor, axis, label, lambda: self._backend.all_reduce(tensor, axis))
+    def all_reduce(self, tensor: Tensor, axis: Axis, label: str, op: Reduction = "sum") -> Pending:
+        """Sum ``tensor`` (any shape) in place over ``axis``; with ``op`` "max" leave the largest values."""
+        return self._issue("all_reduce", tensor, axis, label, lambda: self._backend.all_reduce(tensor, axis, op))
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
         """Sum ``tensor`` in place over some indices of axis pp, for which ``connect`` was called before."""
@@ -83,13 +83,13 @@ class Comm:
         """Prepare sums over these indices of axis pp. All ranks of the world call it, in the same order."""
         self._backend.connect(stages)
 
-    def send(self, tensor: Tensor, to: int, flow: Flow) -> Pending:
-        """Send ``tensor`` to index ``to`` of axis pp, counted under ``flow``; it must not change before the wait."""
-        return self._issue("send", tensor, "pp", flow, lambda: self._backend.send(tensor, to, flow))
+    def send(self, tensor: Tensor, to: int, flow: Flow, label: str = "") -> Pending:
+        """Send ``tensor`` to index ``to`` of axis pp, label ``flow`` or another; unchanged until the wait."""
+        return self._issue("send", tensor, "pp", label or flow, lambda: self._backend.send(tensor, to, flow))
 
-    def receive(self, tensor: Tensor, source: int, flow: Flow) -> Pending:
+    def receive(self, tensor: Tensor, source: int, flow: Flow, label: str = "") -> Pending:
         """Fill ``tensor`` with what index ``source`` of axis pp sends; messages of one flow keep their order."""
-        return self._issue("receive", tensor, "pp", flow, lambda: self._backend.receive(tensor, source, flow))
+        return self._issue("receive", tensor, "pp", label or flow, lambda: self._backend.receive(tensor, source, flow))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis, label: str) -> Pending:
         """Sum ``full`` [N*s] over ``axis``, leaving slice ``index`` in ``shard`` [s]; ``full`` may be spoiled."""
@@ -182,9 +182,10 @@ class TorchBackend:
         atexit.unregister(self._groups.clear)
         self._groups.clear()
 
-    def all_reduce(self, tensor: Tensor, axis: Axis) -> Wait:
-        """Sum ``tensor`` in place."""
-        return _finisher(dist.all_reduce(tensor, group=self._groups[axis], async_op=True))
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
+        """Sum ``tensor``, or take the largest values, in place."""
+        reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        return _finisher(dist.all_reduce(tensor, reduction, self._groups[axis], async_op=True))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
         """Sum slices; on gloo by exchanging slices and adding them in rank order."""

@@ -9,11 +9,15 @@ tensor axis cuts it. A row that is not cut has a single range that every tensor 
     replicated over tp=2      Range(0, 8, holders=(0, 1))
     cut over tp=2             Range(0, 4, holders=(0,))  Range(4, 8, holders=(1,))
     a shared kv head, tp=4    Range(0, 4, holders=(0, 1))  Range(4, 8, holders=(2, 3))
+
+Of all copies of an element, over stages and tensor ranks, exactly one is counted (the first stage's, the
+first holder's), so that a norm sees every element once.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -46,6 +50,10 @@ class ShardRow:
     """Dim that the tensor axis cuts, or None."""
     ranges: tuple[Range, ...]
     """Which part every tensor rank holds; together they cover ``dim`` once."""
+    partial: bool
+    """Several tensor ranks hold the same elements, and each has a part of their gradient only."""
+    in_glue: bool
+    """Read by code outside blocks and other modules, where no module hook sees it."""
     trainable: bool
     group: int
     """Optimizer group, an index into the groups of the plan."""
@@ -61,6 +69,10 @@ class ShardRow:
             return self.shape
         held = sum(part.stop - part.start for part in self.ranges if tp in part.holders)
         return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
+
+    def counted(self, stage: int, tp: int) -> bool:
+        """Whether the copy that this stage and tensor coordinate hold is the one that a norm counts."""
+        return stage == self.stages[0] and all(part.holders[0] == tp for part in self.ranges if tp in part.holders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +94,64 @@ class ShardTable:
         return sum(row.elements for row in self.rows)
 
 
-def build_table(model: nn.Module, groups: Mapping[str, int], tp: int = 1) -> ShardTable:
-    """One row per parameter of ``model``; only shapes, dtypes and identities are read.
+class Cutting(Protocol):
+    """How the tensor axis cuts a parameter."""
 
-    ``groups`` maps the names of trainable parameters to optimizer groups. Every row lies on stage 0
-    and is held by all ``tp`` tensor ranks.
+    @property
+    def dim(self) -> int | None:
+        """The dim that is cut."""
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """Who holds which rows of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the grid divides the parameters, by their first names; the default divides nothing."""
+
+    tp: int = 1
+    cuts: Mapping[str, Cutting] = field(default_factory=dict)
+    """Over the tensor axis; who is not named is held by all tensor ranks."""
+    partial: Collection[str] = ()
+    """Held by all tensor ranks, each of which has a part of the gradient."""
+    owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Stages over the pipeline axis; who is not named lies on stage 0."""
+    in_glue: Collection[str] = ()
+    """Read outside modules."""
+
+
+def build_table(model: nn.Module, groups: Mapping[str, int], division: Division | None = None) -> ShardTable:
+    """One row per parameter of ``model``, which is not cut yet; only shapes, dtypes and identities are read.
+
+    ``groups`` maps the names of trainable parameters to optimizer groups.
     """
+    division = division or Division()
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return ShardTable(
         tuple(
-            ShardRow(
-                name=name,
-                aliases=tuple(names[id(parameter)][1:]),
-                shape=tuple(parameter.shape),
-                dtype=parameter.dtype,
-                stages=(0,),
-                dim=None,
-                ranges=(Range(0, parameter.shape[0] if parameter.ndim else 1, tuple(range(tp))),),
-                trainable=parameter.requires_grad,
-                group=groups.get(name, 0),
-            )
+            _row(names[id(parameter)], parameter, groups.get(name, 0), division)
             for name, parameter in model.named_parameters()
         )
+    )
+
+
+def _row(names: Sequence[str], parameter: nn.Parameter, group: int, division: Division) -> ShardRow:
+    name, shape = names[0], tuple(parameter.shape)
+    cut = division.cuts.get(name)
+    whole = Range(0, shape[0] if shape else 1, tuple(range(division.tp)))
+    return ShardRow(
+        name=name,
+        aliases=tuple(names[1:]),
+        shape=shape,
+        dtype=parameter.dtype,
+        stages=division.owners.get(name) or (0,),
+        dim=cut.dim if cut else None,
+        ranges=cut.ranges if cut else (whole,),
+        partial=any(len(part.holders) > 1 for part in cut.ranges) if cut else name in division.partial,
+        in_glue=name in division.in_glue,
+        trainable=parameter.requires_grad,
+        group=group,
     )

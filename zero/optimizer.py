@@ -96,8 +96,8 @@ class ShardedOptimizer:
         torch.autograd.graph.increment_version([p for flat in self._buckets for p in flat.parameters])
 
     @torch.no_grad()
-    def full_weights(self) -> Iterator[tuple[int, Tensor]]:
-        """(address of the parameter, the same values whole and in their widest dtype), bucket by bucket.
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name of the parameter, its values whole over dp and in their widest dtype), bucket by bucket.
 
         Collective over dp where masters are sharded; every rank has to take all items. A tensor is a view
         of the parameters or of one gathered bucket.
@@ -111,7 +111,7 @@ class ShardedOptimizer:
                 if self._sharded:
                     self._comm.all_gather(whole, whole[flat.shard], "dp", "full state").wait()
             for slot in flat.bucket.slots:
-                yield flat.address(slot.start), whole[slot.start : slot.stop].view(slot.shape)
+                yield slot.name, whole[slot.start : slot.stop].view(slot.shape)
 
 
 def _segments(flat: FlatBucket) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.parallel.backend import RecordingBackend, Wait
+from engine.parallel.backend import RecordingBackend, Reduction, Wait
 from engine.parallel.comm import FLIGHT_RECORD_LENGTH, Comm, Pending
 from engine.parallel.grid import Axis, Grid
 from engine.parallel.traffic import Op, Record, Tally, Traffic
@@ -129,7 +129,7 @@ class Failing(RecordingBackend):
         super().__init__(grid)
         self._at_once = at_once
 
-    def all_reduce(self, tensor: Tensor, axis: Axis) -> Wait:
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
         """Raise now or later."""
         if self._at_once:
             self._fail()

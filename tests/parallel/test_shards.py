@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.parallel.shards import Range, ShardRow, ShardTable, build_table
+from engine.parallel.shards import Division, Range, ShardRow, ShardTable, build_table
 
 
 class Odd(nn.Module):
@@ -57,7 +57,7 @@ def test_the_meta_device_gives_the_same_table(table: ShardTable) -> None:
 
 @pytest.mark.parametrize("tp", [1, 3])
 def test_an_uncut_row_is_one_range_that_every_tensor_rank_holds(tp: int) -> None:
-    table = build_table(Odd(), {}, tp)
+    table = build_table(Odd(), {}, Division(tp))
     holders = tuple(range(tp))
     assert row(table, "embed.weight").ranges == (Range(0, 7, holders),)
     assert row(table, "scale").ranges == (Range(0, 1, holders),)
@@ -77,7 +77,9 @@ def test_rows_of_a_stage_are_those_it_owns_and_a_tie_is_on_several(table: ShardT
 
 def cut(name: str, stages: tuple[int, ...], dim: int | None = 0, *ranges: Range) -> ShardRow:
     """A row of shape (8, 6) that the tensor axis cuts along ``dim``."""
-    return ShardRow(name, (), (8, 6), torch.float32, stages, dim, ranges or (Range(0, 8, (0,)),), True, 0)
+    held = ranges or (Range(0, 8, (0,)),)
+    shared = any(len(part.holders) > 1 for part in held)
+    return ShardRow(name, (), (8, 6), torch.float32, stages, dim, held, shared, False, True, 0)
 
 
 def test_a_cut_row_has_its_part_on_each_rank() -> None:
@@ -101,3 +103,24 @@ def test_a_fused_projection_is_several_ranges_of_one_rank() -> None:
 
 def test_a_rank_without_a_part_holds_nothing() -> None:
     assert cut("w", (0,), 0, Range(0, 8, (0,))).local_shape(1) == (0, 6)
+
+
+def test_exactly_one_copy_of_every_element_is_counted() -> None:
+    tied = cut("e", (0, 3), 0, Range(0, 4, (0,)), Range(4, 8, (1,)))
+    assert [(stage, tp) for stage in (0, 3) for tp in (0, 1) if tied.counted(stage, tp)] == [(0, 0), (0, 1)]
+    shared = cut("k", (1,), 0, Range(0, 4, (0, 1)), Range(4, 8, (2, 3)))
+    assert [tp for tp in range(4) if shared.counted(1, tp)] == [0, 2] and shared.partial
+
+
+def test_the_grid_divides_what_it_names_and_nothing_else() -> None:
+    half = cut("x", (0,), 0, Range(0, 4, (0,)), Range(4, 7, (1,)))
+    division = Division(
+        2, {"embed.weight": half}, partial={"norm.weight"}, owners={"embed.weight": (0, 1), "scale": (1,)},
+        in_glue={"scale"},
+    )  # fmt: skip
+    table = build_table(Odd(), {}, division)
+    embed, scale, norm = (row(table, name) for name in ("embed.weight", "scale", "norm.weight"))
+    assert embed.stages == (0, 1) and embed.dim == 0 and embed.ranges == half.ranges and not embed.partial
+    assert scale.stages == (1,) and scale.in_glue and scale.dim is None
+    assert norm.stages == (0,) and norm.partial and not norm.counted(0, 1) and norm.counted(0, 0)
+    assert table.on_stage(1) == (scale, embed)

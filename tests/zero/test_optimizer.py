@@ -209,8 +209,8 @@ def test_full_weights_are_the_widest_there_are(dtype: str) -> None:
     full = dict(sharded(rig, FACTORIES["FlatAdam"], 1).full_weights())
     given = dict(model().named_parameters())
     assert len(full) == len(given)
-    for name, parameter in rig.model.named_parameters():
-        assert torch.equal(full[parameter.data_ptr()], given[name].detach())
+    for name in given:
+        assert torch.equal(full[name], given[name].detach())
 
 
 @pytest.mark.parametrize("stage", [0, 1])

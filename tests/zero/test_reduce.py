@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
-from engine.parallel.backend import RecordingBackend, Wait
+from engine.parallel.backend import RecordingBackend, Reduction, Wait
 from engine.parallel.grid import Axis, Grid
 from tests.zero.rig import Rig, Setting, build, plain_grads
 
@@ -249,7 +249,7 @@ class Late(RecordingBackend):
         super().__init__(grid)
         self._under_way: list[Callable[[], object]] = []
 
-    def all_reduce(self, tensor: Tensor, axis: Axis) -> Wait:
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
         """The sum is that of the values at the time of issue."""
         self._arrive(2)
         self._under_way.append(partial(tensor.copy_, tensor.clone()))

@@ -1,0 +1,67 @@
+"""Counts what torch itself sends, for peers that do not know their own traffic."""
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_NAMESPACES = ("_c10d_functional", "c10d")
+_TIMES_AROUND: Mapping[str, int] = MappingProxyType({
+    "all_reduce": 2, "all_reduce_": 2, "allreduce_": 2,
+    "all_gather_into_tensor": 1, "_allgather_base_": 1, "allgather_": 1,
+    "reduce_scatter_tensor": 1, "_reduce_scatter_base_": 1, "reduce_scatter_": 1,
+    "all_to_all_single": 1, "alltoall_base_": 1, "alltoall_": 1, "broadcast": 1, "broadcast_": 1,
+})  # fmt: skip
+"""How often a collective's whole payload goes around the ring; each rank passes on all of it but its own part."""
+_SILENT = ("recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier")
+
+
+class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """A context in which ``sent`` grows by the bytes this rank sends, by ring convention.
+
+    All groups are taken to have ``ranks`` members. An operation that it does not know raises KeyError: no
+    count is better than a wrong one.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent = 0
+        self._ranks = ranks
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let it come down to what it does on local tensors
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in _NAMESPACES:
+            name = func.overloadpacket.__name__
+            self.sent += ring_bytes(name, max(_bytes(args), _bytes(result)), self._ranks)
+        return result
+
+
+def ring_bytes(operation: str, payload: int, ranks: int) -> int:
+    """Bytes that one of ``ranks`` sends for an operation of torch whose undivided tensor has ``payload`` bytes.
+
+    Raises:
+        KeyError: the operation is not known here.
+    """
+    if operation in _SILENT:
+        return 0
+    if operation == "send":
+        return payload
+    return int(_TIMES_AROUND[operation] * payload * Fraction(ranks - 1, ranks))
+
+
+def _bytes(tree: object) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if _is_plain(leaf))
+
+
+def _is_plain(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided

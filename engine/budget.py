@@ -1,0 +1,111 @@
+"""The budgets of a plan: state and traffic of every rank, as formulas. Counters must meet them exactly."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from engine.config import Config
+from engine.parallel.grid import Coord
+from engine.parallel.pipeline.stageplan import StagePlan
+from engine.parallel.pipeline.timeline import Value
+from engine.parallel.shards import ShardRow
+from engine.parallel.tensor.partial import LABEL
+from engine.parallel.traffic import Op, Tally, Traffic, sent_bytes
+from engine.precision import Precision
+from engine.zero.layout import FlatLayout
+
+CONTROL_SCALARS = 5
+"""fp64 values that one step sums over all ranks: loss, weight, norm squared, tokens, problems."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank holds between steps and sends in one step."""
+
+    coord: Coord
+    parameters: int
+    """Elements of the parameters that take part in forward here, without padding."""
+    state_bytes: Mapping[str, int]
+    """Bytes by kind: parameters, frozen parameters, gradients, master, optimizer."""
+    traffic: tuple[Traffic, ...]
+
+
+def state_bytes(
+    layout: FlatLayout, frozen: tuple[tuple[ShardRow, int], ...], precision: Precision, share: int, moments: int
+) -> dict[str, int]:
+    """What a rank holds. ``frozen``: rows that are not trained, with the elements held here."""
+    state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
+    for name, elements in layout.elements_by_dtype().items():
+        narrow, wide = (dtype.itemsize for dtype in widths(name))
+        state["parameters"] += elements * narrow
+        state["gradients"] += elements * wide
+        state["master"] += elements // share * wide if wide != narrow else 0
+        state["optimizer"] += elements // share * wide * moments
+    for row, elements in frozen:
+        dtype = precision.compute if row.dtype.is_floating_point else None
+        state["frozen parameters"] += elements * (dtype or row.dtype).itemsize
+    return state
+
+
+def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:
+    """Gradients and parameters over dp, partial gradients over tp, tied ones over pp."""
+    ranks, sharded, tally = config.dp, config.zero_optimization.stage > 0, Tally()
+    op: Op = "reduce_scatter" if sharded else "all_reduce"
+    for bucket in layout.buckets:
+        narrow, wide = widths(bucket.dtype)
+        wire = (precision.wire or wide).itemsize
+        if ranks > 1:
+            tally.add(Traffic("dp", "gradients", 1, sent_bytes(op, bucket.elements * wire, ranks)))
+        if ranks > 1 and sharded:
+            gathered = sent_bytes("all_gather", bucket.elements * narrow.itemsize, ranks)
+            tally.add(Traffic("dp", "parameters", 1, gathered))
+        if bucket.ties:
+            summed = bucket.elements // (ranks if sharded else 1) * wide.itemsize
+            tally.add(Traffic("pp", "ties", 1, sent_bytes("all_reduce", summed, len(bucket.ties))))
+    parts: dict[torch.dtype, int] = {}
+    for row in rows:
+        if row.partial and row.trainable:
+            _, wide = widths(str(precision.parameter(row.name, row.dtype)).removeprefix("torch."))
+            parts[wide] = parts.get(wide, 0) + row.elements
+    for wide, elements in parts.items():
+        tally.add(Traffic("tp", LABEL, 1, sent_bytes("all_reduce", elements * wide.itemsize, config.tp)))
+    return tally
+
+
+def stage_traffic(stage: StagePlan, values: tuple[Value, ...], microbatches: int) -> Tally:
+    """What a pipeline stage sends in a step: values forward, gradients of what it received backward."""
+    forward = [values[number].bytes for number, stages in stage.sends.items() for _ in stages]
+    backward = [values[number].bytes for number in stage.receives if values[number].grad]
+    tally = Tally()
+    for flow, sizes in (("forward", forward), ("backward", backward)):
+        if sizes:
+            tally.add(Traffic("pp", flow, len(sizes) * microbatches, sum(sizes) * microbatches))
+    return tally
+
+
+def control_traffic(config: Config, world: int) -> Tally:
+    """The control sum over the world, and the check that all ranks of a replica were given the same batch."""
+    tally, replica = Tally(), config.pp * config.tp
+    if world > 1:
+        tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", CONTROL_SCALARS * 8, world)))
+    if replica > 1:
+        tally.add(Traffic("replica", "batch check", 1, sent_bytes("all_gather", 8 * replica, replica)))
+    return tally
+
+
+def times(tally: Tally, count: int) -> Tally:
+    """The same so many times over."""
+    return Tally(Traffic(row.axis, row.label, row.calls * count, row.bytes * count) for row in tally.rows())
+
+
+def held_elements(row: ShardRow, tp: int) -> int:
+    """Elements of a row that a tensor rank holds."""
+    return prod(row.local_shape(tp))
+
+
+def widths(dtype_name: str) -> tuple[torch.dtype, torch.dtype]:
+    """Dtype of computation, and of accumulation, master and moments."""
+    narrow: torch.dtype = getattr(torch, dtype_name)
+    return narrow, torch.promote_types(narrow, torch.float32)

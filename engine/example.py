@@ -1,0 +1,67 @@
+"""One look at a run before it starts: the timeline of one microbatch, without memory and without processes.
+
+What more than data parallelism needs, values that cross stages and the sizes of what sharded layers send, is
+read off one forward on shapes. The model is seen as it will run: in the dtype of the computation, recording
+gradients, before anything is cut.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.batch import Batch, map_tensors
+from engine.parallel.pipeline.probe import probe
+from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.tensor.budget import Watch
+from engine.precision import Precision
+from engine.program import Program
+
+
+def look(program: Program, example: Batch, stages: int, watch: Watch | None = None) -> Timeline:
+    """The timeline of one training microbatch; ``watch`` sees what sharded layers would send.
+
+    Raises:
+        PlanError: the model cannot be followed; says what it does and where.
+    """
+    microbatch = map_tensors(example, _real)
+    there = program.on(torch.device("cpu"))
+
+    def run() -> tuple[Any, ...]:
+        with watch.run() if watch else nullcontext():
+            return tuple(there.forward(microbatch).loss)
+
+    with torch.enable_grad(), as_run(program.model, program.precision):
+        return probe(program.model, run, stages=stages)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Shapes are enough for an example; a meta tensor stands for zeros."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.cpu()
+
+
+@contextmanager
+def as_run(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """Inside, parameters and buffers have the dtypes of the run. Values are not kept: only shapes may be used."""
+    data: list[tuple[Any, Tensor]] = []
+    buffers: list[tuple[nn.Module, str, Tensor]] = []
+    try:
+        for parameter in model.parameters():
+            narrow = precision.compute if parameter.is_floating_point() else None
+            if narrow not in (None, parameter.dtype):
+                data.append((parameter, parameter.data))
+                parameter.data = torch.zeros((), dtype=narrow, device=parameter.device).expand(parameter.shape)
+        for path, module in model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                dtype = precision.buffer(f"{path}.{name}", buffer.dtype)
+                if dtype != buffer.dtype:
+                    buffers.append((module, name, buffer))
+                    setattr(module, name, buffer.to(dtype))
+        yield
+    finally:
+        for parameter, before in data:
+            parameter.data = before
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)

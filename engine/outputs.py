@@ -1,0 +1,56 @@
+"""What the last stage's model returned, on rank 0."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from engine.parallel.comm import Comm
+from engine.parallel.pipeline.timeline import FreeTensor, FromParameter, FromValue, Leaf, Timeline
+
+LABEL = "outputs"
+
+
+def bring_outputs(results: Sequence[Any], timelines: Sequence[Timeline], comm: Comm, device: torch.device) -> list[Any]:
+    """The results of the microbatches from the last stage of rank 0's replica, on rank 0; elsewhere nothing.
+
+    ``results``: (output, sum, weight) of each microbatch, on the last stage. Rank 0 knows their structure from
+    the timelines, so that tensors alone travel.
+    """
+    coord, last = comm.grid.coord(), comm.grid.pp - 1
+    if coord.dp or coord.tp or coord.pp not in (0, last):
+        return []
+    if coord.pp == last:
+        for result in results:
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    comm.send(leaf.detach().contiguous(), 0, "backward", LABEL).wait()
+        return []
+    return [_receive(timeline, comm, device) for timeline in timelines]
+
+
+def _receive(timeline: Timeline, comm: Comm, device: torch.device) -> Any:
+    leaves: list[Any] = []
+    for leaf in timeline.result.leaves:
+        found = _like(leaf, timeline)
+        if found is None:
+            leaves.append(getattr(leaf, "content", None))
+            continue
+        tensor = torch.empty(found[0], dtype=found[1], device=device)
+        comm.receive(tensor, comm.grid.pp - 1, "backward", LABEL).wait()
+        leaves.append(tensor)
+    return pytree.tree_unflatten(leaves, timeline.result.spec)
+
+
+def _like(leaf: Leaf, timeline: Timeline) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Shape and dtype of a leaf that is a tensor."""
+    if isinstance(leaf, FromValue):
+        value = timeline.values[leaf.value]
+        return value.shape, value.dtype
+    if isinstance(leaf, FreeTensor):
+        return leaf.shape, leaf.dtype
+    if isinstance(leaf, FromParameter):
+        raise NotImplementedError(leaf.parameter)
+    return None

@@ -1,0 +1,46 @@
+"""The user's model and loss as one function of a microbatch: move, cast, call, find the loss."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from engine.batch import Batch, call_model, map_tensors
+from engine.loss import LossFunction, WeightedLoss, find_loss
+from engine.precision import Precision
+
+
+class Forward(NamedTuple):
+    """Held no longer than needed: the logits of a large vocabulary are the largest tensor of a step."""
+
+    output: Any
+    loss: WeightedLoss
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every stage runs, each as far as it goes."""
+
+    model: nn.Module
+    loss_fn: LossFunction | None
+    precision: Precision
+    device: torch.device
+
+    def move(self, batch: Batch) -> Batch:
+        """The batch on the device."""
+        return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def cast(self, batch: Batch) -> Batch:
+        """The batch in the dtype of the computation; the loss function sees it as it was."""
+        return map_tensors(batch, self.precision.input)
+
+    def forward(self, microbatch: Batch) -> Forward:
+        """Output and loss of one microbatch."""
+        moved = self.move(microbatch)
+        output = call_model(self.model, self.cast(moved))
+        return Forward(output, find_loss(output, moved, self.loss_fn))
+
+    def on(self, device: torch.device) -> "Program":
+        """The same on another device."""
+        return replace(self, device=device)

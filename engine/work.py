@@ -1,0 +1,157 @@
+"""One step of this rank's stages: what the executor calls for every forward and backward.
+
+program     the user's model and loss, which every stage runs as far as it goes
+sight       timeline and cut of one input signature; others are looked at when they first come
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from engine.batch import Batch, count_tokens
+from engine.loss import WeightedLoss, check_trainable
+from engine.outputs import bring_outputs
+from engine.parallel.comm import Comm
+from engine.parallel.pipeline.cut import Cut, recut
+from engine.parallel.pipeline.executor import Forward, Part
+from engine.parallel.pipeline.probe import probe
+from engine.parallel.pipeline.stage import Stage
+from engine.parallel.pipeline.stageplan import StagePlan
+from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.tensor.sharded_logits import whole
+from engine.plan import Plan
+from engine.program import Program
+from engine.randomness import Streams
+from engine.step import Step
+from engine.zero.reduce import GradientReducer
+
+_ALONE = Part(
+    StagePlan(
+        stage=0, last=True, calls=frozenset(), receives={}, sends={}, glue=frozenset(), parameters=frozenset(),
+        tier=1, last_event=-1,
+    ),
+    (),
+)  # fmt: skip
+"""Without a pipeline nothing is received and nothing sent."""
+
+Run = Callable[[], Any]
+
+
+class Sight(NamedTuple):
+    """A forward as it was seen, and how it is cut."""
+
+    timeline: Timeline
+    cut: Cut
+
+
+class Sights:
+    """Timelines and cuts by input signature; the first comes from the plan."""
+
+    def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch) -> None:
+        self._plan, self._program, self._axis = plan, program, axis
+        self._held = [{row.name for row in plan.table.on_stage(index)} for index in range(plan.config.pp)]
+        self._seen: dict[object, Sight] = {}
+        if plan.timeline is not None and plan.cut is not None:
+            with torch.enable_grad():
+                self._seen[self._key(example, "train")] = Sight(plan.timeline, plan.cut)
+
+    def of(self, microbatch: Batch, kind: str, run: Run) -> Sight:
+        """The sight of a microbatch; looks at it if there is none like it. Nothing is communicated.
+
+        Raises:
+            PlanError: the model does something else with this input, which the cut does not allow.
+        """
+        key = self._key(microbatch, kind)
+        if key not in self._seen:
+            self._seen[key] = self._look(run)
+        return self._seen[key]
+
+    def _look(self, run: Run) -> Sight:
+        assert self._plan.cut is not None
+        with self._axis.dry_run():
+            timeline = probe(self._program.model, run, stages=self._plan.config.pp)
+        return Sight(timeline, recut(timeline, self._plan.cut.boundaries, self._held))
+
+    def _key(self, microbatch: Batch, kind: str) -> object:
+        leaves, spec = pytree.tree_flatten(microbatch)
+        shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        return kind, torch.is_grad_enabled(), self._program.model.training, str(spec), shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The live parts that work needs."""
+
+    program: Program
+    streams: Streams
+    sights: Sights
+    stage: Stage | None
+    """None without a pipeline."""
+    reducer: GradientReducer
+
+
+class Work:
+    """The microbatches of one step on this rank. ``kind``: "train", "evaluate", or "output" to keep outputs too."""
+
+    def __init__(
+        self, bench: Bench, step: Step, microbatches: Sequence[Batch], random_key: Callable[[int], tuple[int, ...]],
+        kind: str = "train",
+    ) -> None:  # fmt: skip
+        self._bench, self._step, self._random_key, self._kind = bench, step, random_key, kind
+        self._microbatches = microbatches
+        self._backwards = 0
+        self._results: list[Any] = []
+
+    def part(self, stage: int, microbatch: int) -> Part:
+        """What a stage exchanges for a microbatch."""
+        if self._bench.stage is None:
+            return _ALONE
+        sight = self._sight(microbatch)
+        return Part(sight.cut.stages[stage], sight.timeline.values)
+
+    def bring_outputs(self, comm: Comm, device: torch.device) -> None:
+        """Outputs of the evaluation to rank 0, which may lie on another stage than they do."""
+        if self._bench.stage is not None:
+            timelines = [self._sight(index).timeline for index in range(len(self._microbatches))]
+            self._results = bring_outputs(self._results, timelines, comm, device)
+        self._step.outputs = [result[0] for result in self._results]
+
+    def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> Forward:
+        """Run the program as far as this stage goes; the last one counts loss, weight and tokens."""
+        with self._bench.streams.forward(*self._random_key(microbatch)):
+            if self._bench.stage is None:
+                return Forward({}, self._count(self._run(microbatch), microbatch))
+            sight = self._sight(microbatch)
+            run = lambda: self._run(microbatch)  # noqa: E731
+            plan = sight.cut.stages[stage]
+            outcome = self._bench.stage.forward(sight.timeline, plan, run, received)
+            return Forward(outcome.sent, self._count(outcome.result, microbatch) if plan.last else None)
+
+    def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Collect gradients; the last backward of the step reduces them."""
+        self._backwards += 1
+        return self._bench.reducer.backward(last=self._backwards == len(self._microbatches))
+
+    def _sight(self, microbatch: int) -> Sight:
+        batch = self._microbatches[microbatch]
+        return self._bench.sights.of(batch, self._kind, lambda: self._run(microbatch))
+
+    def _run(self, microbatch: int) -> Any:
+        """(sum, weight), and with "output" what the model returned before them."""
+        done = self._bench.program.forward(self._microbatches[microbatch])
+        return (whole(done.output), *done.loss) if self._kind == "output" else tuple(done.loss)
+
+    def _count(self, result: Any, microbatch: int) -> Tensor | None:
+        if self._kind == "output":
+            self._results.append(result)
+        loss = WeightedLoss(*result[-2:])
+        if self._kind == "train":
+            check_trainable(loss.sum)
+        self._step.count(loss, count_tokens(self._microbatches[microbatch]))
+        return loss.sum if self._kind == "train" else None

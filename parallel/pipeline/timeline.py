@@ -1,0 +1,187 @@
+"""One forward of a model as data: what is called in which order, and which values pass between.
+
+    unit      a module treated as a black box: a block of a chain, or another outermost module with parameters
+    call      one invocation of a unit
+    glue      a torch function that runs outside units and touches a value or a parameter
+    value     a tensor that depends on a parameter; made by a call or by glue
+    free      any other tensor (masks, positions, labels): every stage computes it from the batch
+    target    a value that the program returns
+    event     a call or a glue operation; events are numbered in the order in which they run
+
+    event      0            1            2           3            4          5
+              call embed   glue add     call h.0    call h.1     call head  glue cross_entropy
+    value            0 ---------> 1 ---------> 2 ---------> 3 ---------> 4 ---------> 5 (target)
+
+A stage is an interval of the calls. Values point forward only, so any interval can be a stage.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+
+class FromValue(NamedTuple):
+    """A leaf that is a value."""
+
+    value: int
+
+
+class FromArgument(NamedTuple):
+    """A leaf that is the k-th leaf of the arguments, passed through."""
+
+    argument: int
+
+
+class FromParameter(NamedTuple):
+    """A leaf that is a parameter of the model."""
+
+    parameter: str
+
+
+class FreeTensor(NamedTuple):
+    """A leaf that depends on the batch alone."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Constant(NamedTuple):
+    """A leaf that is no tensor."""
+
+    content: Any
+
+
+Leaf = FromValue | FromArgument | FromParameter | FreeTensor | Constant
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The structure of what was returned and where each leaf comes from."""
+
+    spec: TreeSpec
+    leaves: tuple[Leaf, ...]
+
+    def values(self) -> Iterator[int]:
+        """The numbers of the values among the leaves."""
+        return (leaf.value for leaf in self.leaves if isinstance(leaf, FromValue))
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that depends on a parameter."""
+
+    number: int
+    maker: Literal["call", "glue"]
+    index: int
+    """Which call or glue operation makes it."""
+    inputs: tuple[int, ...]
+    """The values it is computed from."""
+    parameters: frozenset[str]
+    """The parameters that the glue operation reads itself."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+    """Whether a gradient flows back through it."""
+    movable: bool = True
+    """False for memory with several names written in place: one name cannot travel alone."""
+    rewritten: bool = False
+    """Whether an operation writes this memory later on."""
+
+    @property
+    def bytes(self) -> int:
+        """What one transfer takes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One invocation of a unit."""
+
+    unit: str
+    event: int
+    inputs: tuple[int, ...]
+    """Values it reads, by its arguments or by any side door."""
+    parameters: frozenset[str]
+    """Parameters of the unit, and others that it read."""
+    flops: int
+    output: Recipe
+    writes: tuple[tuple[int, int], ...] = ()
+    """(k, value) where the call leaves a value in the memory of the k-th leaf of its arguments."""
+    starts_block: bool = False
+    """Whether a stage may start here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Glue:
+    """One torch function outside units that touches a value or reads a parameter."""
+
+    name: str
+    event: int
+    calls_before: int
+    makes: tuple[int, ...]
+    """All values it makes, those that other names of written memory get among them."""
+    output: Recipe
+    place: str
+    """File and line of the code that runs it."""
+    flops: int = 0
+    writes: tuple[tuple[int, int], ...] = ()
+    """(k, value) where it leaves a value in the memory of the k-th leaf of its arguments."""
+    buffers: frozenset[str] = frozenset()
+    """Buffers that it writes: that outlives the forward, so that one stage must run it even if none reads it."""
+    updates: frozenset[str] = frozenset()
+    """Parameters that it writes in place, from parameters alone: every stage that holds them must run it."""
+    random: bool = False
+    """May draw random numbers: a stage that skips it must draw as many."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One forward as data; equal on every rank that probes the same model with the same input signature."""
+
+    values: tuple[Value, ...]
+    calls: tuple[Call, ...]
+    glue: tuple[Glue, ...]
+    units: tuple[str, ...]
+    """In the order of the model; units that this forward never calls are among them."""
+    blocks: tuple[str, ...]
+    parameter_bytes: Mapping[str, int]
+    """Every parameter of the model under its first name, in the order of the model."""
+    buffers: tuple[str, ...]
+    """Every buffer of the model, in its order."""
+    result: Recipe
+    """What the program returned."""
+
+    @cached_property
+    def targets(self) -> tuple[int, ...]:
+        """The values that the last stage must make, ascending."""
+        return tuple(sorted(set(self.result.values())))
+
+    @cached_property
+    def read_by_glue(self) -> tuple[str, ...]:
+        """Parameters read outside any unit: no module hook sees that."""
+        read = {name for value in self.values if value.maker == "glue" for name in value.parameters}
+        read |= {leaf.parameter for leaf in self.result.leaves if isinstance(leaf, FromParameter)}
+        return tuple(name for name in self.parameter_bytes if name in read)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The calls at which a block starts."""
+        return tuple(index for index, call in enumerate(self.calls) if call.starts_block)
+
+    def describe(self, number: int) -> str:
+        """Where a value comes from, for messages."""
+        value = self.values[number]
+        if value.maker == "call":
+            return f"the output of unit {self.calls[value.index].unit!r}"
+        glue = self.glue[value.index]
+        return f"the result of {glue.name} at {glue.place}"
+
+    def occurrence(self, index: int) -> tuple[str, int]:
+        """The unit of a call, and how many calls of that unit come before it."""
+        unit = self.calls[index].unit
+        return unit, sum(call.unit == unit for call in self.calls[:index])

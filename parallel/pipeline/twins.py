@@ -1,0 +1,140 @@
+"""A meta twin for every tensor that a probe meets.
+
+A value has no content while a model is probed: the user's code holds a *stand-in*, an expanded tensor on the run
+device that takes no memory. Its *twin* on the meta device is what operations really run on, so that shapes,
+strides, ``requires_grad`` and shared memory are torch's own. Free tensors and parameters get a twin when an
+operation mixes them with a value.
+
+Meta tensors and not FakeTensors: what user code holds must not look like tracing to it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from engine.parallel.pipeline.absent import absent, trainable
+from engine.parallel.pipeline.operation import Operation
+
+META = torch.device("meta")
+
+
+class Twins:
+    """Stand-ins, their twins, and which tensors share memory. Keeps every tensor alive, so that ids stay unique."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._twin: dict[int, Tensor] = {}
+        self._stand_ins: set[int] = set()
+        self._sharing: dict[int, dict[int, Tensor]] = {}
+        self._memory: dict[int, int] = {}
+        self._kept: dict[int, Any] = {}
+
+    def stand_in(self, twin: Tensor) -> Tensor:
+        """A new tensor for the user's code that ``twin`` stands behind."""
+        tensor = absent(twin.shape, twin.dtype, self.device)
+        self._stand_ins.add(id(tensor))
+        self._bind(tensor, twin)
+        return tensor
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The twin of ``tensor``."""
+        if id(tensor) not in self._twin:
+            self.notice(tensor)
+            twin = tensor.detach().to(META)
+            grad = trainable(tensor)
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=grad)
+            elif grad:
+                twin.requires_grad_()
+            # twins of tensors over one memory are made apart: the memory they stand for is what they share
+            self._memory[twin.untyped_storage()._cdata] = tensor.untyped_storage()._cdata
+            self._bind(tensor, twin)
+        return self._twin[id(tensor)]
+
+    def notice(self, tensor: Tensor) -> None:
+        """Remember a free tensor, since a later operation may write a value into its memory."""
+        if id(tensor) not in self._kept and tensor.layout == torch.strided:
+            self._keep(tensor, tensor.untyped_storage()._cdata)
+
+    def sharing(self, tensor: Tensor) -> list[Tensor]:
+        """All tensors met so far that share memory with ``tensor``, itself among them."""
+        storage = self.of(tensor).untyped_storage()._cdata
+        return list(self._sharing[self._memory.get(storage, storage)].values())
+
+    def swap(self, tree: Any) -> Any:
+        """``tree`` with the twin of every tensor, and the meta device for every device."""
+        return tree_map(self._swap_leaf, tree)
+
+    def on_meta(self, operation: Operation) -> Any:
+        """What the operation gives when run on twins; raises what torch raises there."""
+        name = operation.name
+        if name in ("cpu", "cuda"):
+            return self.of(operation.args[0])
+        args, kwargs = self.swap((operation.args, dict(operation.kwargs)))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = META
+        if name == "to":
+            args = tuple(META if isinstance(arg, str) else arg for arg in args)
+        out = operation.function(*args, **kwargs)
+        if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(out)):
+            raise NotImplementedError(f"{name} leaves the meta device")
+        return out
+
+    def on_zeros(self, operation: Operation) -> Any:
+        """What the operation gives when run for real, with zeros for everything that has no content here."""
+
+        def zeros(leaf: Any) -> Any:
+            # parameters too: what comes out must not differ between ranks that hold them and ranks that do not
+            empty = isinstance(leaf, nn.Parameter) or (isinstance(leaf, Tensor) and self._is_empty(leaf))
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device) if empty else leaf
+
+        with torch.no_grad():
+            return operation.function(*tree_map(zeros, operation.args), **tree_map(zeros, dict(operation.kwargs)))
+
+    def lift(self, out: Any, operation: Operation) -> Any:
+        """Twins for what ``on_zeros`` gave."""
+        grad = torch.is_grad_enabled() and any(self.of(tensor).requires_grad for tensor in operation.tensors)
+
+        def twin(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.detach().to(META).requires_grad_(grad and leaf.is_floating_point())
+
+        return tree_map(twin, out)
+
+    def _is_empty(self, tensor: Tensor) -> bool:
+        return tensor.is_meta or id(tensor) in self._stand_ins
+
+    def _swap_leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self.of(leaf)
+        return META if isinstance(leaf, torch.device) else leaf
+
+    def _bind(self, tensor: Tensor, twin: Tensor) -> None:
+        self._twin[id(tensor)] = twin
+        storage = twin.untyped_storage()._cdata
+        self._keep(tensor, self._memory.get(storage, storage))
+
+    def _keep(self, tensor: Tensor, memory: int) -> None:
+        self._kept[id(tensor)] = tensor
+        self._sharing.setdefault(memory, {})[id(tensor)] = tensor
+
+
+class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the floating point operations of matrix products, convolutions and attention, by torch's own formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            self.total += int(formula(*args, **kwargs, out_val=out))
+        return out

@@ -1,0 +1,158 @@
+"""What the sharded layers of a model send, found from one run of the whole model on shapes.
+
+Hooks on the layers of the plan note what goes in and out while the pipeline's probe runs the model, before
+anything is cut. The rules of the layers then give the bytes:
+
+    column      all-reduce of the input's gradient, once for all that share the input and region
+    row         all-reduce of the output, again when recomputation gets that far
+    embedding   all-reduce of the output
+    head        all-reduce of the input's gradient; the loss then 3 fp32 scalars a token, or a gather
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.tensor.collectives import COLUMN_INPUTS, EMBEDDING, LOGITS, LOSS, ROW_OUTPUTS
+from engine.parallel.tensor.plan import LayerCut, TensorPlan
+from engine.parallel.tensor.sharded_logits import KEEPS_THE_SLICE
+from engine.parallel.traffic import Op, Tally, Traffic, sent_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """One collective that a layer makes in a forward and its backward."""
+
+    layer: str
+    label: str
+    bytes: int
+    """Of the whole tensor."""
+    repeated: bool = False
+    """Recomputation of its block makes it once more."""
+
+
+class Watch:
+    """Notes what the planned layers of an uncut model are called with.
+
+    ``recomputed``: modules whose activations are recomputed, by name. Recomputation stops when the last tensor
+    that backward needs is there, so a row layer is summed again only if something after it saves one.
+    """
+
+    def __init__(self, model: nn.Module, plan: TensorPlan, recomputed: Mapping[str, nn.Module]) -> None:
+        self._model = model
+        self._plan = plan
+        self._recomputed = recomputed
+        self._sums: list[Sum] = []
+        self._seen: dict[str, list[Any]] = {}
+        self._saved = 0
+        self._pending: list[tuple[int, int]] = []
+        """(index of a row's sum, tensors saved until then) inside the running recomputed module."""
+
+    @property
+    def sums(self) -> tuple[Sum, ...]:
+        """Of the last run, in its order."""
+        return tuple(self._sums)
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Around one run of the model; an earlier one is forgotten."""
+        self._sums.clear()
+        self._seen.clear()
+        handles = [self._hook(self._model.get_submodule(name), cut) for name, cut in self._plan.layers.items()]
+        handles += [module.register_forward_pre_hook(self._enter) for module in self._recomputed.values()]
+        handles += [module.register_forward_hook(self._exit) for module in self._recomputed.values()]
+        try:
+            with saved_tensors_hooks(self._pack, lambda saved: saved):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._seen.clear()
+
+    def _hook(self, module: nn.Module, cut: LayerCut) -> RemovableHandle:
+        if cut.kind in ("column", "head"):
+            return module.register_forward_pre_hook(partial(self._column, cut), with_kwargs=True)
+        return module.register_forward_hook(partial(self._row, cut))
+
+    def _column(self, cut: LayerCut, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        shared = self._seen.setdefault(cut.region, []) if cut.region else []
+        if x.requires_grad and not any(x is other for other in shared):
+            shared.append(x)
+            self._sums.append(Sum(cut.name, COLUMN_INPUTS, _bytes(x)))
+
+    def _row(self, cut: LayerCut, module: nn.Module, args: object, output: Tensor) -> None:
+        if cut.kind == "row":
+            self._seen.pop(cut.region, None)
+            self._pending.append((len(self._sums), self._saved))
+        self._sums.append(Sum(cut.name, ROW_OUTPUTS if cut.kind == "row" else EMBEDDING, _bytes(output)))
+
+    def _pack(self, saved: Tensor) -> Tensor:
+        self._saved += 1
+        return saved
+
+    def _enter(self, *_: object) -> None:
+        self._pending.clear()
+
+    def _exit(self, *_: object) -> None:
+        for index, saved in self._pending:
+            if self._saved > saved:
+                self._sums[index] = replace(self._sums[index], repeated=True)
+        self._pending.clear()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def traffic_by_call(sums: tuple[Sum, ...], timeline: Timeline, tp: int) -> dict[int, Tally]:
+    """What each call of the timeline makes a tensor rank send for one microbatch, forward and backward."""
+    calls: dict[str, list[int]] = {}
+    for index, call in enumerate(timeline.calls):
+        calls.setdefault(call.unit, []).append(index)
+    by_layer: dict[str, list[Sum]] = {}
+    for item in sums:
+        by_layer.setdefault(item.layer, []).append(item)
+    tallies: dict[int, Tally] = {}
+    for layer, items in by_layer.items():
+        places = next((calls[unit] for unit in calls if layer == unit or layer.startswith(f"{unit}.")), [0])
+        for number, item in enumerate(items):
+            tally = tallies.setdefault(places[number * len(places) // len(items)], Tally())
+            for _ in range(1 + item.repeated):
+                tally.add(_traffic(item.label, "all_reduce", item.bytes, tp))
+    return tallies
+
+
+def loss_traffic(plan: TensorPlan, timeline: Timeline, tp: int) -> Tally:
+    """What becomes of the logits after the head: a vocabulary-parallel loss, or a gather by whoever needs all."""
+    heads = {name for name, cut in plan.layers.items() if cut.kind == "head"}
+    sharded = {number for call in timeline.calls if call.unit in heads for number in call.output.values()}
+    tally, gathered = Tally(), set[int]()
+    for value in timeline.values:
+        touched = sharded.intersection(value.inputs)
+        if value.maker != "glue" or not touched:
+            continue
+        glue = timeline.glue[value.index]
+        logits = timeline.values[min(touched)]
+        if glue.name == "cross_entropy":
+            tokens = logits.bytes // logits.dtype.itemsize // logits.shape[-1]
+            tally.add(_traffic(LOSS, "all_reduce", 4 * tokens, tp))
+            tally.add(_traffic(LOSS, "all_reduce", 8 * tokens, tp))
+        elif glue.name in KEEPS_THE_SLICE:
+            sharded.add(value.number)
+        elif not gathered & touched:
+            gathered |= touched
+            widest = -(-logits.shape[-1] // tp) * tp
+            tally.add(_traffic(LOGITS, "all_gather", logits.bytes // logits.shape[-1] * widest, tp))
+    return tally
+
+
+def _traffic(label: str, op: Op, payload: int, tp: int) -> Traffic:
+    return Traffic("tp", label, 1, sent_bytes(op, payload, tp))

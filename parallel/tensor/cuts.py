@@ -1,0 +1,58 @@
+"""A tensor plan as data: what is cut, and which part of it each tensor rank holds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.parallel.shards import Range
+from engine.parallel.tensor.ranges import held
+
+Kind = Literal["column", "row", "embedding", "head"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCut:
+    """How one parameter lies on the tensor ranks; a rank holds its ranges in their order, one behind the other."""
+
+    dim: int
+    ranges: tuple[Range, ...]
+    """Together they cover the dim once. A range with several holders (a shared kv head) has a gradient that is a
+    part on each of them."""
+
+    def widths(self, tp: int) -> tuple[int, ...]:
+        """Rows that each rank holds."""
+        return tuple(held(self.ranges, index) for index in range(tp))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCut:
+    """One layer that is cut."""
+
+    name: str
+    kind: Kind
+    region: str
+    """The module in which its column layers and its row layer lie; empty for embeddings and heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttributeChange:
+    """A whole number that a module computes with, as every tensor rank has to see it."""
+
+    module: str
+    attribute: str
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """Everything that :func:`engine.parallel.tensor.install.install` does."""
+
+    layers: Mapping[str, LayerCut]
+    """By module name."""
+    parameters: Mapping[str, ParameterCut]
+    """By first name in ``model.named_parameters()``; what is not here is whole on every rank."""
+    attributes: tuple[AttributeChange, ...]
+    partial: frozenset[str]
+    """Whole parameters whose gradient is a part on each tensor rank: their sum over "tp" is the gradient."""
+    source: str
+    """Where the plan comes from: a family of models, a file, the configuration."""

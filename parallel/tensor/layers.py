@@ -1,0 +1,173 @@
+"""Linear layers cut over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
+
+    y = gelu(x A) B      A is cut by columns, B by rows: one sum of x's gradient, one sum of y, per pair.
+
+A layer of a user's model becomes one of these without leaving its object: ``adopt`` changes its class to one
+that is made of ``ColumnLayer`` or ``RowLayer`` and of the class it had, so that hooks, attributes,
+``isinstance`` and the user's own forward stay. ``ColumnLinear`` and ``RowLinear`` are for model writers.
+
+Weights are [out, in] as in ``nn.Linear``, or [in, out] as in Hugging Face's ``Conv1D``.
+
+Shape suffixes: I inputs, O outputs, P the part of either that this rank holds.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.errors import PlanError
+from engine.parallel.shards import Range
+from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.tensor.collectives import ROW_OUTPUTS, reduce_from
+from engine.parallel.tensor.ranges import cut_parts
+from engine.parallel.tensor.region import Region
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is Hugging Face's Conv1D, a linear layer with the weight [in, out]; known by name and ``nf``."""
+    return hasattr(module, "nf") and any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether this layer is a matrix product that can be cut."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def has_plain_forward(module: nn.Module) -> bool:
+    """Whether forward is the library's own: a matrix product and nothing else."""
+    owner = next((base for base in type(module).__mro__ if "forward" in vars(base) and not _ours(base)), nn.Module)
+    return owner is nn.Linear or owner.__name__ == "Conv1D"
+
+
+def _ours(base: type) -> bool:
+    return base.__module__.startswith("engine.parallel.tensor.")
+
+
+class ColumnLayer(nn.Module):
+    """x [.., I], whole and equal on all ranks -> y [.., P], this rank's columns.
+
+    Backward sums the gradient of x over "tp" (label "column inputs"), once for all column layers of a region
+    that are given the same tensor.
+    """
+
+    tensor_region: Region
+
+    def forward(self, x_I: Tensor) -> Tensor:
+        """Run the layer's own forward on the region's copy of x."""
+        y_P: Tensor = super().forward(self.tensor_region.enter(self, x_I))
+        return y_P
+
+
+class RowLayer(nn.Module):
+    """x [.., P], this rank's part of the features -> y [.., O], whole and equal on all ranks.
+
+    Forward sums y over "tp" (label "row outputs"); the bias, which every rank holds, is added once, afterwards.
+    """
+
+    tensor_region: Region
+    tensor_product: str
+
+    def forward(self, x_P: Tensor) -> Tensor:
+        """Multiply, sum, close the region, add the bias."""
+        region = self.tensor_region
+        y_O = reduce_from(self._multiply(x_P), region.axis, ROW_OUTPUTS)
+        region.leave(x_P.device)
+        bias: Tensor | None = self._parameters["bias"]
+        return y_O if bias is None else y_O.add_(bias)  # y is ours: no need of another
+
+    def _multiply(self, x_P: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if self.tensor_product == "linear":
+            return functional.linear(x_P, weight)
+        if self.tensor_product == "conv1d":
+            return torch.matmul(x_P, weight)
+        return self._own_forward_without_bias(x_P)
+
+    def _own_forward_without_bias(self, x_P: Tensor) -> Tensor:
+        bias = self._parameters["bias"]
+        self._parameters["bias"] = None
+        try:
+            y_O: Tensor = super().forward(x_P)
+            return y_O
+        finally:
+            self._parameters["bias"] = bias
+
+
+class ColumnLinear(ColumnLayer, nn.Linear):
+    """An ``nn.Linear`` that holds ``out_features / size`` of its outputs; sizes are given for the whole layer.
+
+    Weights are drawn as for the whole layer, so that ranks with one seed hold parts of one matrix. Layers that
+    share an input, as query, key and value do, share it if they are given one ``region``; the row layer that
+    follows must be given the same.
+
+    Raises:
+        PlanError: the axis does not divide ``out_features``.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, axis: TensorAxis, region: Region | None = None
+    ) -> None:
+        _check_divides("out_features", out_features, axis.size)
+        super().__init__(in_features, out_features, bias)
+        keep_rows(self, 0, cut_parts(out_features, axis.size), axis.index)
+        prepare_column(self, region or Region(axis))
+
+
+class RowLinear(RowLayer, nn.Linear):
+    """An ``nn.Linear`` that holds ``in_features / size`` of its inputs; see :class:`ColumnLinear`.
+
+    Raises:
+        PlanError: the axis does not divide ``in_features``.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, axis: TensorAxis, region: Region | None = None
+    ) -> None:
+        _check_divides("in_features", in_features, axis.size)
+        super().__init__(in_features, out_features, bias)
+        keep_rows(self, 1, cut_parts(in_features, axis.size), axis.index)
+        prepare_row(self, region or Region(axis))
+
+
+def _check_divides(what: str, size: int, ranks: int) -> None:
+    if size % ranks:
+        raise PlanError(f"{what} = {size} does not divide among {ranks} tensor ranks; choose a multiple of {ranks}.")
+
+
+def prepare_column(module: nn.Module, region: Region) -> None:
+    """Give an already cut column layer its region and its local sizes."""
+    if not has_plain_forward(module):
+        region.owned = False
+    module.tensor_region = region  # type: ignore[assignment]
+    weight: Any = module.weight
+    if is_conv1d(module):
+        module.nf = weight.shape[1]
+    else:
+        module.out_features = weight.shape[0]
+
+
+def prepare_row(module: nn.Module, region: Region) -> None:
+    """Give an already cut row layer its region and its local sizes."""
+    module.tensor_region = region  # type: ignore[assignment]
+    weight: Any = module.weight
+    plain = has_plain_forward(module)
+    if is_conv1d(module):
+        module.tensor_product = "conv1d" if plain else "own"  # type: ignore[assignment]
+        module.nx = weight.shape[0]
+    else:
+        module.tensor_product = "linear" if plain else "own"  # type: ignore[assignment]
+        module.in_features = weight.shape[1]
+
+
+def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int) -> None:
+    """Cut the weight along ``dim``, and the bias if it lies along the same, to what rank ``index`` holds."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if name == "weight" or dim == 0:
+            parameter.data = local_rows(parameter.data, dim, ranges, index)
+
+
+def local_rows(full: Tensor, dim: int, ranges: tuple[Range, ...], index: int) -> Tensor:
+    """A new contiguous tensor of the ranges of ``full`` that rank ``index`` holds, in their order."""
+    return torch.cat([full.narrow(dim, r.start, r.stop - r.start) for r in ranges if index in r.holders], dim)

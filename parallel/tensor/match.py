@@ -1,0 +1,86 @@
+"""From ``parallel.tensor_plan`` to a style for each module."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+
+from torch import nn
+
+from engine.errors import ConfigError, PlanError
+from engine.parallel.tensor.families import FAMILIES
+from engine.parallel.tensor.styles import Style, parse_style
+
+Patterns = Mapping[str, str]
+EXAMPLE = '{"*.query": "column", "*.output": "row"}'
+
+
+def read_setting(model: nn.Module, setting: str | Patterns) -> tuple[str, Patterns, Patterns]:
+    """(where it comes from, patterns that must match, patterns that may match).
+
+    Raises:
+        ConfigError: a file that holds no such mapping.
+        PlanError: "auto" and a model of no known family.
+    """
+    if not isinstance(setting, str):
+        return "parallel.tensor_plan", setting, MappingProxyType({})
+    if setting != "auto":
+        return setting, _read_file(setting), MappingProxyType({})
+    names = [name for name, _ in model.named_modules()]
+    for family in FAMILIES:
+        if family.fits(names):
+            return family.name, family.required, family.optional
+    known = ", ".join(family.name for family in FAMILIES)
+    raise PlanError(
+        f"no built-in tensor plan fits {type(model).__name__} (there are: {known}); set parallel.tensor_plan to a "
+        f"mapping of module name patterns to styles, such as {EXAMPLE}, or to the path of a JSON file with one."
+    )
+
+
+def _read_file(path: str) -> Patterns:
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"parallel.tensor_plan = {path!r} cannot be read ({reason}); give a JSON file with {EXAMPLE}."
+        ) from error
+    if not (isinstance(found, dict) and found and all(isinstance(style, str) for style in found.values())):
+        raise ConfigError(f"parallel.tensor_plan = {path!r} holds no object of styles; write it as {EXAMPLE}.")
+    return found
+
+
+def match_styles(model: nn.Module, required: Patterns, optional: Patterns) -> dict[str, Style]:
+    """The style of each module that a pattern names, by the module's first name.
+
+    Raises:
+        PlanError: a required pattern that names nothing, two styles for one module, a style that is none.
+    """
+    first: dict[int, str] = {}
+    names = {
+        name: first.setdefault(id(module), name) for name, module in model.named_modules(remove_duplicate=False) if name
+    }
+    chosen: dict[str, tuple[str, Style]] = {}
+    for pattern, text in (*required.items(), *optional.items()):
+        style = parse_style(text)
+        hits = [name for name in names if fnmatchcase(name, pattern)]
+        if not hits and pattern in required:
+            raise _matches_nothing(pattern, names)
+        for name in hits:
+            other, before = chosen.setdefault(names[name], (pattern, style))
+            if before != style:
+                raise PlanError(
+                    f"{names[name]} is given two styles, {before.text!r} by {other!r} and {text!r} by {pattern!r}; a "
+                    "module has one: narrow one of the patterns."
+                )
+    return {name: style for name, (_, style) in chosen.items()}
+
+
+def _matches_nothing(pattern: str, names: Iterable[str]) -> PlanError:
+    kinds = list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names))
+    near = get_close_matches(pattern, kinds, 3, 0.4)
+    hint = f"near names are {', '.join(near)}" if near else f"the model has {', '.join(kinds[:8])}"
+    return PlanError(f"the pattern {pattern!r} of parallel.tensor_plan names no module; {hint}.")
