@@ -8,13 +8,14 @@ Shape suffixes: B batch, L length, D width, H heads, K head width, V vocabulary.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from engine.modes import evaluating
 
 IGNORED_LABEL = -100
 INIT_STD = 0.02
@@ -198,7 +199,7 @@ def generate(model: Decoder, prompt: bytes, length: int, temperature: float = 0.
     device = model.tokens.weight.device
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
-    with _evaluating(model):
+    with evaluating(model):
         for _ in range(length):
             window = torch.tensor([text[-model.config.context :]], device=device)
             text.append(_pick(model(window)[0, -1].float().cpu(), temperature, generator))
@@ -220,15 +221,3 @@ def _check_request(vocabulary: int, prompt: bytes, length: int, temperature: flo
         raise ValueError("prompt is empty; a byte follows from others. Give at least one, as b'\\n'.")
     if length < 0 or temperature < 0:
         raise ValueError(f"length = {length}, temperature = {temperature}: neither can be negative. Choose 0 or more.")
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards each module has its own flag back, since they need not all agree."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

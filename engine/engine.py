@@ -16,13 +16,22 @@ from torch import Tensor, nn
 
 from engine.attached import Attachment
 from engine.banner import compare_traffic
-from engine.batch import Batch, call_model, count_tokens, is_text, join_outputs, take_microbatches
+from engine.batch import (
+    Batch,
+    call_model,
+    count_tokens,
+    is_text,
+    join_outputs,
+    take_microbatches,
+    with_first_microbatch,
+)
 from engine.budget import CONTROL_SCALARS
 from engine.build import Parts
 from engine.config import Config
 from engine.errors import EngineError
 from engine.loss import check_pair, check_trainable
 from engine.metrics import StepReport, make_sinks, peak_memory, peak_tflops
+from engine.modes import evaluating
 from engine.parallel.comm import World
 from engine.parallel.grid import Grid
 from engine.parallel.pipeline.schedule import forward_only
@@ -178,7 +187,7 @@ class Engine:
                 self._parts.bench, step, microbatches, self._random_key, "output" if return_output else "evaluate"
             )
             schedule = forward_only(self._config.pp, self._config.accumulation)
-            with self._keeping_problems(step), _evaluating(self._model):
+            with self._keeping_problems(step), evaluating(self._model):
                 self._parts.executor.run(schedule.per_rank[self._grid.coord().pp], work)
                 if return_output:
                     work.bring_outputs(self._parts.comm, self._device)
@@ -303,7 +312,7 @@ class Engine:
     def _open(self, batch: Batch | Iterator[Batch]) -> tuple[Step, list[Batch]]:
         """Start a step; a bad batch is kept as its problem, so that the other ranks do not wait for ever."""
         if self._built is None:
-            batch, example = _first(batch, self._config)
+            batch, example = with_first_microbatch(batch, self._config.micro, self._config.accumulation)
             self.complete(example)
         self._loop_started, self._forwards = None, 0  # of a forward that no backward followed
         step = self._begin()
@@ -401,21 +410,3 @@ class Engine:
             for sink in self._sinks:
                 sink.write(report)
         return report
-
-
-def _first(batch: Batch | Iterator[Batch], config: Config) -> tuple[Batch | Iterator[Batch], Batch]:
-    """The batch, and the first of its microbatches to plan with."""
-    microbatches = take_microbatches(batch, config.micro, config.accumulation)
-    return (iter(microbatches) if isinstance(batch, Iterator) else batch), microbatches[0]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards each module has its own flag back."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode

@@ -144,8 +144,10 @@ def test_models_that_cannot_be_trained() -> None:
     odd.register_parameter("phase", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
     assert "parameter 'phase' is complex64; only real floating parameters" in message(start(odd), engine.PlanError)
     with torch.device("meta"):
-        empty = models.decoder()
-    assert "on the meta device" in message(start(empty), engine.PlanError)
+        empty = nn.Sequential(nn.Flatten(), models.NanoBlock(4, 2), models.Nano())
+    assert message(start(empty), engine.PlanError).startswith(
+        "parameter '2.frozen_scale' is on the meta device and its module has no reset_parameters that sets it; add one"
+    )
 
 
 def test_patterns_that_match_nothing() -> None:
