@@ -16,21 +16,13 @@ from torch import Tensor, nn
 
 from engine.attached import Attachment
 from engine.banner import compare_traffic
-from engine.batch import (
-    Batch,
-    call_model,
-    count_tokens,
-    is_text,
-    join_outputs,
-    take_microbatches,
-    with_first_microbatch,
-)
+from engine.batch import Batch, call_model, is_text, join_outputs, take_microbatches, with_first_microbatch
 from engine.budget import CONTROL_SCALARS
 from engine.build import Parts
 from engine.config import Config
 from engine.errors import EngineError
 from engine.loss import check_pair, check_trainable
-from engine.metrics import StepReport, make_sinks, peak_memory, peak_tflops
+from engine.metrics import StepReport, make_sinks, peak_memory, utilisation
 from engine.modes import evaluating
 from engine.parallel.comm import World
 from engine.parallel.grid import Grid
@@ -206,11 +198,7 @@ class Engine:
         Raises:
             EngineError: there is a pipeline, whose stages do not have the output.
         """
-        if self._config.pp > 1:
-            raise EngineError(
-                f"eng(batch) with parallel.pipeline {self._config.pp}: a stage does not have the model's output; call "
-                "train_batch(batch) or eval_batch(batch)."
-            )
+        self._refuse_pipeline("eng(batch)")
         self.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
         if self._step is None and self._loop_started is None and torch.is_grad_enabled():
             self._loop_started = time.perf_counter()
@@ -234,11 +222,7 @@ class Engine:
         Raises:
             EngineError: more backwards than ``gradient_accumulation_steps``, or no scalar.
         """
-        if self._config.pp > 1:
-            raise EngineError(
-                f"backward(loss) with parallel.pipeline {self._config.pp}: forwards and backwards of the stages are "
-                "one schedule; call train_batch(batch)."
-            )
+        self._refuse_pipeline("backward(loss)")
         weighted = check_pair(loss)
         step = self._step = self._step or self._begin()
         if step.microbatches == self.config.accumulation:
@@ -248,8 +232,7 @@ class Engine:
             )
         try:
             check_trainable(weighted.sum)
-            step.text = is_text(self._forwarded)
-            step.count(weighted, count_tokens(self._forwarded))
+            step.count(weighted, self._forwarded)
             with self._parts.bench.reducer.backward(last=step.microbatches == self._config.accumulation):
                 torch.autograd.backward(weighted.sum)
             self._forwards = 0
@@ -303,6 +286,13 @@ class Engine:
 
     # ------------------------------------------------------------------ inside a step
 
+    def _refuse_pipeline(self, call: str) -> None:
+        if self._config.pp > 1:
+            raise EngineError(
+                f"{call} with parallel.pipeline {self._config.pp}: forwards and backwards of all stages are one schedule, "
+                "and no stage alone has the output; call train_batch(batch) or eval_batch(batch)."
+            )
+
     def _begin(self) -> Step:
         self._attachment.check()
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -319,7 +309,7 @@ class Engine:
         microbatches: list[Batch] = []
         try:
             microbatches = take_microbatches(batch, self._config.micro, self._config.accumulation)
-            step.text = is_text(microbatches[0])
+            step.text = is_text(microbatches[0])  # every rank, also those that never see a loss
         except Exception as problem:  # an iterator may fail in any way
             step.problem = problem
         try:
@@ -385,8 +375,8 @@ class Engine:
         return control
 
     def _report(self, step: Step, control: Control, norm: float, skipped: bool, lr: float | None = None) -> StepReport:
-        flops = 6 * self.plan.table.elements * control.tokens / step.seconds / self.grid.world_size
-        peak = peak_tflops(self._device)
+        parameter_tokens = self.plan.table.elements * control.tokens / self.grid.world_size if step.text else None
+        tflops, mfu = utilisation(parameter_tokens, step.seconds, self._device)
         return StepReport(
             step=self._updates,
             loss=control.loss / control.weight if control.weight else math.nan,
@@ -395,8 +385,8 @@ class Engine:
             lr=self.lr if lr is None else lr,
             tokens=int(control.tokens),
             seconds=step.seconds,
-            tflops=flops / 1e12 if step.text else None,
-            mfu=flops / 1e12 / peak if peak and step.text else None,
+            tflops=tflops,
+            mfu=mfu,
             peak_bytes=peak_memory(self._device),
             bytes_sent=self._parts.comm.tally.since(step.sent).bytes(),
             skipped=skipped,

@@ -76,6 +76,19 @@ def peak_tflops(device: torch.device) -> float | None:
     return next((peak for model, peak in PEAK_TFLOPS.items() if model in name), None)
 
 
+def utilisation(
+    parameter_tokens: float | None, seconds: float, device: torch.device
+) -> tuple[float | None, float | None]:
+    """(TFLOP/s, share of the device's dense bf16 peak) for this rank's share of parameters x tokens, six operations each.
+
+    None where it is not known what a token is, or what the device can do.
+    """
+    if parameter_tokens is None:
+        return None, None
+    tflops, peak = 6e-12 * parameter_tokens / seconds, peak_tflops(device)
+    return tflops, tflops / peak if peak else None
+
+
 class Sink(Protocol):
     """Takes reports; only rank 0 has sinks."""
 

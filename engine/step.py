@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.batch import Batch, count_tokens, is_text
 from engine.loss import WeightedLoss
 from engine.parallel.traffic import Tally
 
@@ -26,11 +27,12 @@ class Step:
     problem: Exception | None = None
     outputs: list[Any] = field(default_factory=list)
 
-    def count(self, loss: WeightedLoss, tokens: int) -> None:
+    def count(self, loss: WeightedLoss, microbatch: Batch) -> None:
         """Add one microbatch."""
         self.loss += loss.sum.detach()
         self.weight += loss.weight
-        self.tokens += tokens
+        self.tokens += count_tokens(microbatch)
+        self.text = is_text(microbatch)
         self.microbatches += 1
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from engine.batch import Batch, count_tokens
+from engine.batch import Batch
 from engine.loss import WeightedLoss, check_trainable
 from engine.outputs import bring_outputs
 from engine.parallel.comm import Comm
@@ -153,5 +153,5 @@ class Work:
         loss = WeightedLoss(*result[-2:])
         if self._kind == "train":
             check_trainable(loss.sum)
-        self._step.count(loss, count_tokens(self._microbatches[microbatch]))
+        self._step.count(loss, self._microbatches[microbatch])
         return loss.sum if self._kind == "train" else None
