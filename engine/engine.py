@@ -35,8 +35,6 @@ from engine.work import Work
 from engine.zero.clip import clip_factor, gradient_norm
 from engine.zero.storage import squared_norm
 
-BuildParts = Callable[[Batch], Parts]
-
 
 class Engine:
     """A model on its grid. Made by :func:`engine.initialize`; a context manager that closes itself.
@@ -44,12 +42,12 @@ class Engine:
     Where a plan needs to see a batch and none was given, the parts are built when the first one comes.
     """
 
-    def __init__(self, model: nn.Module, config: Config, world: World, build: BuildParts) -> None:
+    def __init__(self, model: nn.Module, config: Config, world: World, build: Callable[[Batch], Parts]) -> None:
         self._model = model
         self._config = config
         self._grid = Grid(config.pp, config.dp, config.tp, world.rank)
         self._device = world.device
-        self._build: BuildParts = build
+        self._build = build
         self._built: Parts | None = None
         self._step: Step | None = None
         self._forwarded: Batch = None
