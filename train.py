@@ -31,7 +31,8 @@ def main() -> None:
 
     if first := os.environ.get("RANK", "0") == "0":
         train.open_run_folder(options.out, settings, training_text)
-    with engine.initialize(lambda: Decoder(shape), settings, loss_fn=loss_sum) as eng:
+    example = train.example_batch(settings, shape)
+    with engine.initialize(lambda: Decoder(shape), settings, loss_fn=loss_sum, example_batch=example) as eng:
         if first:
             progress.say(train.describe_text(training_text))
         windows = window_count(len(training_text.tokens), shape.context)

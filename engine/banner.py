@@ -1,6 +1,9 @@
 """The plan in words: what will run, printed before it runs, and what it measured, printed after."""
 
 from engine.budget import RankPlan
+from engine.parallel.pipeline.check import peak_live, simulate
+from engine.parallel.pipeline.draw import draw
+from engine.parallel.tensor.collectives import LOGITS
 from engine.parallel.traffic import Tally
 from engine.plan import Plan
 
@@ -16,6 +19,8 @@ def describe(plan: Plan, device: str) -> str:
         f"x {config.dp} data",
         "precision": _precision_line(plan),
         "zero": _zero_line(plan),
+        **_tensor_lines(plan),
+        **_pipeline_lines(plan),
         "state": _state_line(plan, rank),
         "sends": _traffic_line(rank),
         "optimizer": _optimizer_line(plan),
@@ -40,7 +45,7 @@ def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
 
 
 def _row(axis: str, label: str, planned: str, measured: str) -> str:
-    return f"  {axis:<6} {label:<12} {planned:>26} {measured:>26}"
+    return f"  {axis:<7} {label:<20} {planned:>26} {measured:>26}"
 
 
 def _amount(count: float, calls: float) -> str:
@@ -49,6 +54,8 @@ def _amount(count: float, calls: float) -> str:
 
 def megabytes(count: int) -> str:
     """Bytes in a unit that reads well."""
+    if count < 10_000:
+        return f"{count} B"
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
@@ -68,8 +75,42 @@ def _precision_line(plan: Plan) -> str:
 
 def _zero_line(plan: Plan) -> str:
     stage, layout = plan.config.zero_optimization.stage, plan.layout(plan.grid(0).coord())
+    if plan.config.dp == 1:
+        return f"stage {stage}: one data rank, so nothing is shared or sent"
     what = "gradients reduce-scattered, parameters gathered" if stage else "gradients all-reduced"
     return f"stage {stage}: {what} in {len(layout.buckets)} bucket{'s' * (len(layout.buckets) != 1)} during backward"
+
+
+def _tensor_lines(plan: Plan) -> dict[str, str]:
+    if plan.tensor is None:
+        return {}
+    kinds = [cut.kind for cut in plan.tensor.layers.values()]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    gathers = any(row.label == LOGITS for tally in plan.tensor_traffic.values() for row in tally.rows())
+    extra = "; the model's own loss gathers the logits" if gathers else ""
+    return {"tensor": f"{plan.config.tp} ranks share the layers by the plan of {plan.tensor.source} ({counts}{extra})"}
+
+
+def _pipeline_lines(plan: Plan) -> dict[str, str]:
+    if plan.cut is None or plan.timeline is None:
+        return {}
+    lines = [f"{plan.config.pp} stages, balanced by FLOPs" if plan.config.parallel.split == "auto" else "as given"]
+    total = sum(call.flops for call in plan.timeline.calls) or 1
+    for stage, part in enumerate(plan.cut.stages):
+        calls = [plan.timeline.calls[index] for index in sorted(part.calls)]
+        held = sum(row.elements for row in plan.table.on_stage(stage))
+        share = sum(call.flops for call in calls) / total
+        lines.append(
+            f"stage {stage}: {calls[0].unit} .. {calls[-1].unit}, {held:,} parameters, {share:.0%} of the FLOPs, "
+            f"receives {len(part.receives)} value{'s' * (len(part.receives) != 1)} a microbatch"
+        )
+    timeline = simulate(plan.schedule)
+    picture = draw(timeline, 107).splitlines()
+    idle = f"{timeline.bubble:.0%} idle, rank r holds {' '.join(map(str, peak_live(plan.schedule)))} microbatches"
+    return {"pipeline": _INDENT.join(lines), "schedule": _INDENT.join([f"{picture[0]}, {idle}", *picture[1:]])}
+
+
+_INDENT = "\n" + 13 * " "
 
 
 def _state_line(plan: Plan, rank: RankPlan) -> str:
@@ -81,8 +122,11 @@ def _state_line(plan: Plan, rank: RankPlan) -> str:
 def _traffic_line(rank: RankPlan) -> str:
     if not rank.traffic:
         return "nothing: one rank"
-    parts = ", ".join(f"{row.label} {row.bytes:,} B over {row.axis}" for row in rank.traffic)
-    return f"{megabytes(sum(row.bytes for row in rank.traffic))} a rank and step ({parts})"
+    by_axis: dict[str, int] = {}
+    for row in rank.traffic:
+        by_axis[row.axis] = by_axis.get(row.axis, 0) + row.bytes
+    parts = ", ".join(f"{axis} {megabytes(count)}" for axis, count in by_axis.items())
+    return f"{megabytes(sum(by_axis.values()))} a rank and step ({parts})"
 
 
 def _optimizer_line(plan: Plan) -> str:

@@ -287,8 +287,8 @@ class Engine:
     def _refuse_pipeline(self, call: str) -> None:
         if self._config.pp > 1:
             raise EngineError(
-                f"{call} with parallel.pipeline {self._config.pp}: forwards and backwards of all stages are one schedule, "
-                "and no stage alone has the output; call train_batch(batch) or eval_batch(batch)."
+                f"{call} with parallel.pipeline {self._config.pp}: forwards and backwards of all stages are one "
+                "schedule, and no stage alone has the output; call train_batch(batch) or eval_batch(batch)."
             )
 
     def _begin(self) -> Step:

@@ -138,10 +138,7 @@ class FullState:
         plan = self._plan
         if plan.cut is None or plan.timeline is None:
             return 0
-        for index, call in enumerate(plan.timeline.calls):
-            if buffer.startswith(f"{call.unit}."):
-                return plan.cut.stage_of_call[index]
-        return 0
+        return plan.cut.stage_of_buffer(plan.timeline, buffer)
 
     def _named(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         state: dict[str, Any] = dict(self._model.state_dict())

@@ -79,9 +79,9 @@ def peak_tflops(device: torch.device) -> float | None:
 def utilisation(
     parameter_tokens: float | None, seconds: float, device: torch.device
 ) -> tuple[float | None, float | None]:
-    """(TFLOP/s, share of the device's dense bf16 peak) for this rank's share of parameters x tokens, six operations each.
+    """(TFLOP/s, share of the device's dense bf16 peak) for this rank's share of parameters x tokens.
 
-    None where it is not known what a token is, or what the device can do.
+    Six operations each. None where it is not known what a token is, or what the device can do.
     """
     if parameter_tokens is None:
         return None, None

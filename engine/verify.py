@@ -97,21 +97,47 @@ def verify(
     Returns:
         The comparison on rank 0, None elsewhere.
     """
-    world = read_world()
-    resolved = load_config(config, world.size)
+    ours = train_on_grid(build_model, config, batches, Wishes(loss_fn, optimizer, lr_scheduler))
+    if read_world().rank:
+        return None
+    return Parity(ours, train_alone(build_model, config, batches, Wishes(loss_fn, optimizer, lr_scheduler)))
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What :func:`engine.initialize` is given beside model and configuration."""
+
+    loss_fn: LossFunction | None = None
+    optimizer: OptimizerFactory | None = None
+    lr_scheduler: SchedulerArgument | None = None
+
+
+def train_on_grid(
+    build_model: Callable[[], nn.Module], config: Any, batches: Sequence[Batch], wishes: Wishes | None = None
+) -> Run:
+    """Train with the engine; called on every rank with the same global batches. Weights are on rank 0."""
+    wishes = wishes or Wishes()
+    resolved = load_config(config, read_world().size)
     example = take_rows(batches[0], 0, resolved.micro)
-    with initialize(build_model, resolved, loss_fn, example, optimizer, lr_scheduler) as engine:
+    arguments = (wishes.loss_fn, example, wishes.optimizer, wishes.lr_scheduler)
+    with initialize(build_model, resolved, *arguments) as engine:
         rank, rows = engine.grid.coord().dp, resolved.micro * resolved.accumulation
         reports = [engine.train_batch(take_rows(batch, rank * rows, rows)) for batch in batches]
         weights = engine.full_state_dict()
-    if world.rank:
-        return None
-    ours = Run(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), weights)
+    return Run(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), weights)
+
+
+def train_alone(
+    build_model: Callable[[], nn.Module], config: Any, batches: Sequence[Batch], wishes: Wishes | None = None
+) -> Run:
+    """Train the same microbatches in order in one process of plain torch."""
+    world = read_world()
+    resolved = load_config(config, world.size)
     model = make_model(build_model, resolved.seed, world.device)
     everything = [name for name, _ in model.named_parameters()]
     materialize(model, everything, resolved.seed, world.device, lambda name, full: full)
     model.to(world.device)
-    return Parity(ours, _Reference(model, resolved, loss_fn, optimizer, lr_scheduler).train(batches))
+    return _Reference(model, resolved, wishes or Wishes()).train(batches)
 
 
 class _Reference:
@@ -125,11 +151,9 @@ class _Reference:
         self,
         model: nn.Module,
         config: Config,
-        loss_fn: LossFunction | None,
-        optimizer: OptimizerFactory | None,
-        lr_scheduler: SchedulerArgument | None,
+        wishes: Wishes,
     ) -> None:
-        self.model, self.config, self.loss_fn = model, config, loss_fn
+        self.model, self.config, self.loss_fn = model, config, wishes.loss_fn
         self.precision = make_precision(config)
         self.device = next(model.parameters()).device
         self.dtypes = {key: value.dtype for key, value in model.state_dict().items()}
@@ -144,8 +168,8 @@ class _Reference:
         for name, group in assigned.items():
             members[group].append(self.masters[name])
         options = [{"params": m, **g.as_kwargs()} for m, g in zip(members, groups, strict=True) if m]
-        self.optimizer = optimizer(options) if optimizer else _plain_optimizer(config, options)
-        self.rate = make_learning_rate(self.optimizer, config.scheduler, lr_scheduler)
+        self.optimizer = wishes.optimizer(options) if wishes.optimizer else _plain_optimizer(config, options)
+        self.rate = make_learning_rate(self.optimizer, config.scheduler, wishes.lr_scheduler)
 
     def train(self, batches: Sequence[Batch]) -> Run:
         """All steps; the weights are the masters, in the dtypes of the model as given."""

@@ -4,7 +4,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-DEFAULT_CONFIG = Path("configs/dp4_zero1.json")
+DEFAULT_CONFIG = Path("configs/tp2_pp2_zero1.json")
+"""For a multiple of four ranks."""
+DATA_CONFIG = Path("configs/dp_zero1.json")
+"""For any other number."""
 
 
 def training_options(arguments: Sequence[str] | None = None) -> Namespace:
@@ -14,7 +17,9 @@ def training_options(arguments: Sequence[str] | None = None) -> Namespace:
         description="Train a small byte-level decoder on real text. "
         "Start it with torchrun --nproc_per_node N train.py, or alone as one process.",
     )
-    parser.add_argument("--config", type=Path, default=None, help=f"JSON configuration (default {DEFAULT_CONFIG})")
+    parser.add_argument("--config", type=Path, default=None, help=(
+        f"JSON configuration (default {DEFAULT_CONFIG} for a multiple of 4 ranks, otherwise {DATA_CONFIG})"
+    ))  # fmt: skip
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="your own text instead of the built-in")
     parser.add_argument("--steps", type=_count, default=250, help="optimizer steps (default %(default)s)")
     parser.add_argument("--layers", type=_count, default=4, help="blocks of the decoder (default %(default)s)")

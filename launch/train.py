@@ -1,6 +1,7 @@
 """The pieces of the reference run that are not the engine's: settings, corpus, run folder, sample."""
 
 import json
+import os
 import platform
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import engine
 from engine.corpus import Corpus, builtin_corpus, text_corpus
 from engine.data import evaluation_batches
 from engine.decoder import Decoder, DecoderConfig, generate
-from engine.launch.options import DEFAULT_CONFIG
+from engine.launch.options import DATA_CONFIG, DEFAULT_CONFIG
 
 EVALUATION_BATCHES = 8
 """Validation batches a rank reads at the end: enough for two digits of bits per byte."""
@@ -25,7 +26,8 @@ def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing or is no JSON object.
     """
-    path = options.config or root / DEFAULT_CONFIG
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    path = options.config or root / (DATA_CONFIG if ranks % 4 else DEFAULT_CONFIG)
     settings = engine.load_config(path).to_json()
     given = json.loads(Path(path).read_text(encoding="utf-8"))
     if settings["scheduler"] is None:
@@ -55,6 +57,13 @@ def describe_text(corpus: Corpus) -> str:
 def decoder_config(options: Namespace) -> DecoderConfig:
     """The shape of the decoder."""
     return DecoderConfig(layers=options.layers, width=options.width, heads=options.heads, context=options.context)
+
+
+def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, torch.Tensor]:
+    """The shapes of one microbatch, so that the engine can cut the model before the first batch is read."""
+    rows = engine.load_config(settings, int(os.environ.get("WORLD_SIZE", "1"))).micro
+    ids = torch.empty((rows, shape.context), dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}
 
 
 def open_run_folder(folder: Path, settings: dict[str, Any], corpus: Corpus) -> None:

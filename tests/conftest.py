@@ -42,3 +42,12 @@ def parity_table(request: pytest.FixtureRequest) -> Iterator[Table]:
     yield table
     if request.config.getoption("--write-readme"):
         table.write()
+
+
+@pytest.fixture(scope="session")
+def axes_table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """The same by model and grid of all three axes, over every way of running it that was tried."""
+    table = Table("axes", "largest relative deviation of a loss")
+    yield table
+    if request.config.getoption("--write-readme"):
+        table.write()

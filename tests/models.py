@@ -12,36 +12,36 @@ VOCABULARY = 61
 LENGTH = 12
 
 
-def decoder(tied: bool = False, dropout: float = 0.0) -> nn.Module:
+def decoder(tied: bool = False, dropout: float = 0.0, layers: int = 2) -> nn.Module:
     """The reference decoder, tiny."""
     torch.manual_seed(7)
     config = DecoderConfig(
-        vocabulary=VOCABULARY, layers=2, width=32, heads=4, context=LENGTH, tied=tied, dropout=dropout
+        vocabulary=VOCABULARY, layers=layers, width=32, heads=4, context=LENGTH, tied=tied, dropout=dropout
     )
     return Decoder(config)
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 2) -> nn.Module:
     """Hugging Face Llama with fewer kv heads than heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH,
         )
     )  # fmt: skip
 
 
-def gpt2() -> nn.Module:
-    """Hugging Face GPT-2: fused Conv1D qkv, tied head; dropout left on, as its default is."""
+def gpt2(layers: int = 2, dropout: float = 0.1) -> nn.Module:
+    """Hugging Face GPT-2: fused Conv1D qkv, tied head; dropout as its default is."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(7)
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH,
-                   bos_token_id=0, eos_token_id=0)
+        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, n_positions=LENGTH,
+                   bos_token_id=0, eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
     )  # fmt: skip
 
 
@@ -86,10 +86,52 @@ class Nano(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def nano() -> nn.Module:
+def nano(layers: int = 2) -> nn.Module:
     """The nanoGPT-like module with a frozen, an unused and a tied parameter."""
     torch.manual_seed(7)
-    return Nano()
+    return Nano(layers=layers)
+
+
+class Crossing(nn.Module):
+    """Values pass beside the chain: every block reads the embedding, and the second half adds what the first left."""
+
+    def __init__(self, width: int = 32, layers: int = 4) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(VOCABULARY, width)
+        self.h = nn.ModuleList(NanoBlock(width, 4) for _ in range(layers))
+        self.gates = nn.Parameter(torch.linspace(0.5, 1.0, layers))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = first = self.wte(idx)
+        left: list[Tensor] = []
+        for index, block in enumerate(self.h):
+            x = block(x + self.gates[index] * first)
+            if index < len(self.h) // 2:
+                left.append(x)
+            else:
+                x = x + left.pop()
+        logits = self.head(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def crossing() -> nn.Module:
+    """The module whose values cross stages beside the chain."""
+    torch.manual_seed(7)
+    return Crossing()
+
+
+def t5(dropout: float = 0.1) -> nn.Module:
+    """Hugging Face T5: an encoder whose states every block of the decoder reads, a bias that the first block makes."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(7)
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4,
+        dropout_rate=dropout, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    config.decoder_start_token_id = 0
+    return T5ForConditionalGeneration(config)
 
 
 def token_batches(rows: int, steps: int = 4, seed: int = 3) -> list[Tensor]:
@@ -101,8 +143,8 @@ def token_batches(rows: int, steps: int = 4, seed: int = 3) -> list[Tensor]:
 def batches_for(kind: str, rows: int, steps: int = 4) -> list[Any]:
     """Global batches in the form that each model is called with."""
     tokens = token_batches(rows, steps)
-    if kind == "nano":
+    if kind in ("nano", "crossing"):
         return [(t[:, :-1], t[:, 1:]) for t in tokens]
-    if kind in ("llama", "gpt2"):
-        return [{"input_ids": t[:, :-1], "labels": t[:, :-1]} for t in tokens]
+    if kind in ("llama", "gpt2", "t5"):
+        return [{"input_ids": t[:, :-1], "labels": t[:, :-1].contiguous()} for t in tokens]
     return [{"input_ids": t[:, :-1], "labels": t[:, 1:]} for t in tokens]

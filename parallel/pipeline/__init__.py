@@ -3,4 +3,17 @@
 ``schedule`` says what each rank does, as pure data; ``order`` finds in which sequence that can happen;
 ``check`` proves that it can and predicts how long it takes; ``draw`` shows it. These know no tensors and no
 processes and import no torch.
+
+How an unchanged model becomes stages, in one process and without communication:
+
+    units          which modules are black boxes, and which of them are blocks
+    probe          one forward without content gives a timeline: calls, glue, values
+      record       the function mode that writes it down; ``ledger``: what each tensor is; ``twins``: meta twins
+      unchanged    puts back whatever that forward changes
+    timeline       the data between probe and cut
+    cut            where stages begin; ``balance``: even FLOPs; ``recut``: the same boundaries on other inputs
+      stageplan    what one stage runs, receives, sends and holds; ``vertexcut``: the cheapest values that do
+    stage          runs a plan in the user's forward; ``absent``: what is not here is NaN without memory
+      run          tier 1: absent calls are answered; ``glue_run``: tier 2, glue operations too
+      intercept    how calls of units come to us; ``operation``: what the name of a torch function tells
 """

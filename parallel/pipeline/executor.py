@@ -112,7 +112,9 @@ class Executor:
         play(action, job.part(action.stage, action.microbatch), self._posted.pop(action), job)
 
     def _forward(self, action: Action, part: Part, arrivals: Mapping[Message, Arrival], job: Job) -> None:
-        leaves = {message.value: arrive() for message, arrive in arrivals.items()}
+        leaves = {
+            message.value: _laid_out(arrive(), part.values[message.value]) for message, arrive in arrivals.items()
+        }
         training = torch.is_grad_enabled()
         for number, leaf in leaves.items():
             leaf.requires_grad_(training and part.values[number].grad)
@@ -144,6 +146,13 @@ class Executor:
                 leaf = live.leaves.pop(number)
                 grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 self._transport.send(Message("backward", number, action.microbatch, action.stage, stage), grad)
+
+
+def _laid_out(tensor: Tensor, value: Value) -> Tensor:
+    """In the strides of the sender's tensor, which code (a view of a permuted tensor) and kernels may rely on."""
+    if tensor.stride() == value.stride:
+        return tensor
+    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=tensor.device).copy_(tensor)
 
 
 def _backward(live: _Live, grads: Mapping[int, Tensor]) -> None:

@@ -21,7 +21,9 @@ from engine.errors import EngineError
 from engine.parallel.pipeline.operation import Function, Operation, functions_shown_to, user_place
 from engine.parallel.pipeline.run import Run
 from engine.parallel.pipeline.stageplan import StagePlan
-from engine.parallel.pipeline.timeline import Recipe, Timeline
+from engine.parallel.pipeline.timeline import FromArgument, FromValue, Recipe, Timeline
+
+_MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
 
 class GlueRun(Run, TorchFunctionMode):
@@ -57,10 +59,9 @@ class GlueRun(Run, TorchFunctionMode):
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
         with self._aside():
             out = super().skip(output, writes, arguments)
-        has_content = {id(self._received[number]) for number in self._received}
         for leaf, tensor in zip(output.leaves, tree_leaves(out), strict=True):
-            number = getattr(leaf, "value", None)
-            self._note(tensor, number in self._received or id(tensor) in has_content)
+            if isinstance(leaf, FromValue):
+                self._note(tensor, leaf.value in self._received)
         for position, number in writes:
             self._note(arguments[position], number in self._received)
         return out
@@ -68,8 +69,9 @@ class GlueRun(Run, TorchFunctionMode):
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> None:
         with self._aside():
             super().keep(output, writes, arguments, out)
-        for tensor in tree_leaves(out):
-            self._note(tensor, True)
+        for leaf, tensor in zip(output.leaves, tree_leaves(out), strict=True):
+            if not isinstance(leaf, FromArgument) or tensor is not arguments[leaf.argument]:
+                self._note(tensor, True)
         for position, _ in writes:
             self._note(arguments[position], True)
 
@@ -127,6 +129,10 @@ class GlueRun(Run, TorchFunctionMode):
         if glue.random:
             self._draw(operation)
         out = self.skip(glue.output, glue.writes, operation.leaves)
+        if operation.name == _MODULE_BACKWARD_HOOK:  # torch looks for its mark in the history of what comes out
+            out = operation.function(*out) if isinstance(out, tuple) else operation.function(out)
+            for tensor in tree_leaves(out):
+                self._note(tensor, True)
         self._note_written(operation, all(number in self._received for _, number in glue.writes))
         return out
 
@@ -154,7 +160,12 @@ class GlueRun(Run, TorchFunctionMode):
             return noted[1]
         if id(tensor) in self._of_model:
             return self._of_model[id(tensor)]
-        if self._written and tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._written:
+        if (
+            self._written
+            and type(tensor) is Tensor
+            and tensor.layout == torch.strided
+            and tensor.untyped_storage()._cdata in self._written
+        ):
             return self._written[tensor.untyped_storage()._cdata][1]
         return None
 

@@ -98,6 +98,7 @@ class Ledger:
             inputs=source.inputs,
             parameters=source.parameters,
             shape=tuple(twin.shape),
+            stride=torch.empty_like(twin).stride(),  # dense, in the same order of dims
             dtype=twin.dtype,
             grad=twin.requires_grad,
             movable=movable,

@@ -97,7 +97,9 @@ class Operation:
     @property
     def is_random(self) -> bool:
         """Whether it may draw random numbers."""
-        return self.name in _RANDOM or "dropout" in self.name or self.kwargs.get("dropout_p", 0.0) > 0.0
+        dropout_p = self.args[4:5] if self.name == "scaled_dot_product_attention" else ()
+        share = max(self.kwargs.get("dropout_p", 0.0), *dropout_p, 0.0)
+        return self.name in _RANDOM or "dropout" in self.name or share > 0.0
 
     @property
     def differentiates(self) -> bool:

@@ -31,7 +31,11 @@ class Outcome:
     result: Any
     """What the program returned; None where another stage reaches its end."""
     sent: dict[int, Tensor]
-    """Value -> its tensor, attached to autograd, for every value of the plan's ``sends``."""
+    """Value -> its tensor, attached to autograd, for every value of the plan's ``sends``.
+
+    A tensor made by a unit is what its forward returned, before forward hooks: a hook on that tensor
+    (``output.register_hook``) sees the backward, one that replaces the output does not.
+    """
 
 
 class Stage:

@@ -86,18 +86,22 @@ class Planner:
     # ---- one stage
 
     def _draft(self, stage: int) -> None:
-        draft, values = self._drafts[stage], self._timeline.values
+        draft = self._drafts[stage]
         needed, border = self._follow(self._wanted(stage), stage)
+        self._take_glue(draft, needed)  # its parameters are here anyway: recomputing with them is free
         cut = self._cut(border, draft.parameters, stage) if border else ()
         self._follow_to_cut(border, cut, needed)
         self._follow_updates(draft.parameters, needed)
         for number in cut:
             draft.receives[number] = self._level[number]
             self._drafts[self._level[number]].sends.setdefault(number, set()).add(stage)
-        for number in needed:
-            if values[number].maker == "glue":
-                draft.glue.add(values[number].index)
-                draft.parameters |= values[number].parameters
+        self._take_glue(draft, needed)
+
+    def _take_glue(self, draft: _Draft, needed: set[int]) -> None:
+        for value in (self._timeline.values[number] for number in needed):
+            if value.maker == "glue":
+                draft.glue.add(value.index)
+                draft.parameters |= value.parameters
 
     def _wanted(self, stage: int) -> set[int]:
         """What the stage must have by its calls, its sends, the result and lasting writes; notes their parameters."""

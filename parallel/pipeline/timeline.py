@@ -84,6 +84,9 @@ class Value:
     parameters: frozenset[str]
     """The parameters that the glue operation reads itself."""
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """As the whole model lays it out; contiguous where elements would share memory. A receiver that follows it keeps
+    ``view`` of a permuted tensor possible, and the order in which kernels add."""
     dtype: torch.dtype
     grad: bool
     """Whether a gradient flows back through it."""

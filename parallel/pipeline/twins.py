@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from engine.parallel.pipeline.absent import absent, trainable
+from engine.parallel.pipeline.autocast import cast_like_autocast
 from engine.parallel.pipeline.operation import Operation
 
 META = torch.device("meta")
@@ -79,7 +80,12 @@ class Twins:
             kwargs["device"] = META
         if name == "to":
             args = tuple(META if isinstance(arg, str) else arg for arg in args)
-        out = operation.function(*args, **kwargs)
+
+        def run(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+            return operation.function(*arguments[0], **arguments[1])
+
+        cast = torch.is_autocast_enabled(self.device.type)
+        out = cast_like_autocast(self.device, run, (args, kwargs)) if cast else run((args, kwargs))
         if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(out)):
             raise NotImplementedError(f"{name} leaves the meta device")
         return out

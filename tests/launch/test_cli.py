@@ -33,7 +33,7 @@ def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plan_needs_no_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(ROOT / "configs" / "dp4_zero1.json"), "--world", "48"]) == 0
+    assert main(["plan", str(ROOT / "configs" / "dp_zero1.json"), "--world", "48"]) == 0
     text = capsys.readouterr().out
     assert "48 ranks = 1 pipeline x 48 data x 1 tensor" in text and "6,482,432 parameters" in text
 

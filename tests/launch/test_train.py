@@ -24,7 +24,7 @@ def run(command: list[str], folder: Path, seconds: float = 120) -> subprocess.Co
 
 def test_one_command_trains_and_reports(tmp_path: Path) -> None:
     # every option goes through torchrun, whose parser trips over names that abbreviate its own
-    given = ["--out", "runs/train", "--config", str(ROOT / "configs/dp4_zero1.json"), "--heads", "2"]
+    given = ["--out", "runs/train", "--config", str(ROOT / "configs/dp_zero1.json"), "--heads", "2"]
     done = run([*TORCHRUN, "--nproc_per_node", "2", str(ROOT / "train.py"), *SMALL, *given], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     for expected in ("2 ranks = 1 pipeline x 2 data x 1 tensor", "step 1/3", "step 3/3 100%", "bpb", "eta 0s",

@@ -1,7 +1,7 @@
 """All stages of a cut in one process, one after the other, values handed over by a dict."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,14 +32,29 @@ def whole(case: Case, model: nn.Module, batches: Sequence[Any]) -> tuple[list[An
 
 
 class Play:
-    """The stages of a cut, each on its own copy of the model in which all else is NaN."""
+    """The stages of a cut, each rank with its own copy of the model in which all else is NaN.
 
-    def __init__(self, case: Case, model: nn.Module, cut: Cut) -> None:
+    ``ranks``: the rank of each stage; default: one each. ``prepare`` sees each copy before it is used.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        model: nn.Module,
+        cut: Cut,
+        ranks: Sequence[int] = (),
+        prepare: Callable[[nn.Module], Any] = lambda model: None,
+    ) -> None:
         self.case, self.cut = case, cut
-        self.models = [copy.deepcopy(model) for _ in cut.stages]
-        for copied, plan in zip(self.models, cut.stages, strict=True):
-            make_absent(copied, plan.parameters)
-        self.stages = [Stage(copied, torch.device("cpu")) for copied in self.models]
+        self.ranks = ranks or range(len(cut.stages))
+        copies = [copy.deepcopy(model) for _ in range(max(self.ranks) + 1)]
+        for rank, copied in enumerate(copies):
+            plans = [plan for plan in cut.stages if self.ranks[plan.stage] == rank]
+            make_absent(copied, frozenset[str]().union(*(plan.parameters for plan in plans)))
+            prepare(copied)
+        stages = [Stage(copied, torch.device("cpu")) for copied in copies]
+        self.models = [copies[rank] for rank in self.ranks]
+        self.stages = [stages[rank] for rank in self.ranks]
 
     def forward(
         self, timeline: Timeline, cut: Cut, batch: Any
@@ -81,7 +96,8 @@ class Play:
         """Of every parameter, summed over the stages that hold it."""
         found: Gradients = {}
         for name, owners in self.cut.owners.items():
-            parts = [dict(self.models[stage].named_parameters())[name].grad for stage in owners]
+            holders = {self.ranks[stage]: self.models[stage] for stage in owners}
+            parts = [dict(holder.named_parameters())[name].grad for holder in holders.values()]
             given = [part for part in parts if part is not None]
             found[name] = torch.stack(given).sum(0) if len(given) > 1 else given[0] if given else None
         return found

@@ -1,6 +1,7 @@
 """Where stages begin, what travels, and who holds what."""
 
 import re
+from itertools import chain, combinations, pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from engine.errors import PlanError
 from engine.parallel.pipeline.balance import balance
 from engine.parallel.pipeline.cut import Cut, make_cut, recut
 from engine.parallel.pipeline.probe import probe
+from engine.parallel.pipeline.stageplan import MOST_DEAD_BYTES
 from engine.parallel.pipeline.timeline import Timeline
 from engine.parallel.pipeline.vertexcut import VertexCut
 from tests.parallel.pipeline.play import batches_of
@@ -38,7 +40,6 @@ def first_units(timeline: Timeline, cut: Cut) -> list[str]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 4), st.data())
 def test_balance_finds_the_smallest_largest_stage(cost: list[int], stages: int, data: Any) -> None:
-    from itertools import combinations
 
     edges = [edge for edge in range(1, len(cost)) if data.draw(st.booleans())]
     if len(edges) < stages - 1:
@@ -46,7 +47,7 @@ def test_balance_finds_the_smallest_largest_stage(cost: list[int], stages: int, 
 
     def largest(starts: tuple[int, ...]) -> int:
         ends = [0, *starts, len(cost)]
-        return max(sum(cost[a:b]) for a, b in zip(ends, ends[1:], strict=False))
+        return max(sum(cost[a:b]) for a, b in pairwise(ends))
 
     found = balance(cost, edges, stages)
     assert set(found) <= set(edges) and sorted(set(found)) == found and len(found) == stages - 1
@@ -73,7 +74,6 @@ def test_the_head_counts() -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_the_vertex_cut_is_the_cheapest(data: Any) -> None:
-    from itertools import chain, combinations
 
     count = data.draw(st.integers(1, 6))
     weights = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
@@ -253,7 +253,8 @@ def test_only_a_shared_name_could_travel() -> None:
 
     model = Stuck()
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    with pytest.raises(PlanError):
+    message = "stage 1 needs the output of unit 'blocks.2', written in place to memory that other tensors share"
+    with pytest.raises(PlanError, match="^" + re.escape(message)):
         make_cut(probe(model, lambda: run_own(model, ids)), 2)
 
 
@@ -288,3 +289,30 @@ def test_boundaries_inside_an_opened_block_fit_the_block_and_back() -> None:
     cut = make_cut(opened, 3)
     assert recut(opened, [("blocks.2", 0), ("blocks.4", 0)]).boundaries == cut.boundaries
     assert recut(timeline_of("own"), cut.boundaries).boundaries == (("blocks.2", 0), ("blocks.4", 0))
+
+
+def test_glue_that_cannot_run_on_nan_or_would_take_much_memory_is_skipped() -> None:
+    class Between(Own):
+        def trunk(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = self.between(block(x))
+            return x
+
+        def between(self, x: Tensor) -> Tensor:
+            return x * 1.0
+
+    class Sampled(Between):
+        def between(self, x: Tensor) -> Tensor:
+            return x * torch.bernoulli(x.sigmoid())
+
+    def tiers(kind: type[Own], rows: int) -> list[int]:
+        with torch.device("meta"):
+            model, ids = kind(layers=4), torch.zeros(rows, LENGTH, dtype=torch.int64)
+        return [plan.tier for plan in make_cut(probe(model, lambda: run_own(model, ids)), 2, ["blocks.2"]).stages]
+
+    assert tiers(Between, 8) == [1, 1]
+    assert tiers(Sampled, 8) == [1, 2]
+    # the second stage makes its own input from the output of block 1; the product after block 0 is not for it
+    rows = MOST_DEAD_BYTES // ((LENGTH - 1) * WIDTH * 4)
+    assert tiers(Between, rows) == [1, 1]
+    assert tiers(Between, rows + 1) == [1, 2]

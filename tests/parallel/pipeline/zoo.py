@@ -57,6 +57,11 @@ def run_own(model: nn.Module, batch: Tensor) -> Any:
 # ---- models of our own
 
 
+def run_autocast(model: nn.Module, batch: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return run_own(model, batch)
+
+
 class Block(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -444,6 +449,8 @@ CASES: Mapping[str, Case] = MappingProxyType({
     "checkpointed": own(Checkpointed),
     "checkpointed_reentrant": own(CheckpointedReentrant),
     "buffered": own(Buffered),
+    "autocast": Case(SkipsInGlue, run_autocast, tokens, exact=False),
+    "autocast_gated": Case(Gated, run_autocast, tokens),
     "unet": Case(UNet, run_picture, picture),
     "llama": face(llama),
     "llama_checkpointed": face(llama_checkpointed),
