@@ -1,0 +1,163 @@
+"""What is sent and held equals the formulas of the contract, by axis and label, in bytes and calls."""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import engine
+from engine.batch import take_rows
+from engine.decoder import loss_sum
+from tests import models
+from tests.engine.test_parity import config_for
+
+RunRanks = Callable[..., list[Any]]
+STEPS = 2
+LAYERS, WIDTH, ROWS = 4, 32, 2
+HIDDEN = ROWS * models.LENGTH * WIDTH
+"""b s h."""
+TOKENS = ROWS * models.LENGTH
+BUILD: dict[str, Callable[[], torch.nn.Module]] = {
+    "decoder": lambda: models.decoder(layers=LAYERS),
+    "decoder tied": lambda: models.decoder(layers=LAYERS, tied=True),
+    "llama": lambda: models.llama(layers=LAYERS),
+    "gpt2": lambda: models.gpt2(layers=LAYERS, dropout=0.0),
+}
+
+
+class Found(NamedTuple):
+    """What a rank reports: (calls, bytes) a step by axis and label, and state."""
+
+    coord: tuple[int, int, int]
+    measured: dict[tuple[str, str], tuple[int, int]]
+    planned: dict[tuple[str, str], tuple[int, int]]
+    elements: int
+    """Psi."""
+    tied: int
+    """Psi of what is tied over stages."""
+    held: int
+    """Bytes of live storages of parameters, gradients and optimizer."""
+    state: int
+    """The same by the plan."""
+
+
+def train(name: str, config: dict[str, Any]) -> Found:
+    """Body of a rank: some steps, then what was sent in them."""
+    fn = loss_sum if name.startswith("decoder") else None
+    batches = models.batches_for(name.split()[0], 16, STEPS)
+    resolved = engine.load_config(config, torch.distributed.get_world_size())
+    with engine.initialize(BUILD[name](), resolved, fn, take_rows(batches[0], 0, resolved.micro)) as eng:
+        rows = resolved.micro * resolved.accumulation
+        before = eng.sent
+        for batch in batches:
+            eng.train_batch(take_rows(batch, eng.grid.coord().dp * rows, rows))
+        sent = eng.sent.since(before).rows()
+        plan, layout = eng.plan.rank(eng.grid.rank), eng.plan.layout(eng.grid.coord())
+        return Found(
+            tuple(eng.grid.coord()),  # type: ignore[arg-type]
+            {(row.axis, row.label): (row.calls // STEPS, row.bytes // STEPS) for row in sent},
+            {(row.axis, row.label): (row.calls, row.bytes) for row in plan.traffic},
+            layout.elements,
+            sum(bucket.elements for bucket in layout.buckets if bucket.ties),
+            _held(eng),
+            sum(plan.state_bytes.values()),
+        )
+
+
+def _held(eng: engine.Engine) -> int:
+    tensors = [*eng.module.parameters(), *(g for group in eng.optimizer.param_groups for g in group["params"])]
+    tensors += [p.grad for p in tensors if p.grad is not None]
+    tensors += [value for state in eng.optimizer.state.values() for value in state.values()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
+    absent = sum(4 for p in eng.module.parameters() if p.untyped_storage().nbytes() == 4 and p.numel() > 1)
+    return int(sum(storages.values()) - absent)
+
+
+def expected(found: Found, config: dict[str, Any], tied: bool) -> dict[tuple[str, str], tuple[int, int]]:
+    """Section 7 of the contract, for a decoder in fp32 with ZeRO 1."""
+    sizes = {"data": 1, "tensor": 1, "pipeline": 1} | config["parallel"]
+    n, t, p = (sizes[axis] for axis in ("data", "tensor", "pipeline"))
+    m = 16 // ROWS // n
+    pp, _, _ = found.coord
+    first, last = pp == 0, pp == p - 1
+    again = 2 if config.get("activation_checkpointing", {}).get("mode") == "full" else 1
+    blocks = LAYERS // p
+    rows: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def add(key: tuple[str, str], calls: int, elements: float) -> None:
+        if elements:
+            rows[key] = (calls, round(4 * elements))
+
+    buckets = found.planned.get(("dp", "gradients"), (0, 0))[0]
+    add(("dp", "gradients"), buckets, found.elements * (n - 1) / n)
+    add(("dp", "parameters"), buckets, found.elements * (n - 1) / n)
+    ring = 2 * HIDDEN * (t - 1) / t
+    # recomputation stops before the second sum of a block: nothing after it saves a tensor
+    summed = 2 if again == 1 else 3
+    add(("tp", "row outputs"), summed * blocks * m, summed * blocks * m * ring)
+    add(("tp", "column inputs"), (2 * blocks + last) * m, (2 * blocks + last) * m * ring)
+    add(("tp", "embedding"), m, first * m * ring)
+    add(("tp", "loss"), 2 * m, last * m * 6 * TOKENS * (t - 1) / t)
+    add(("pp", "forward"), m, (not last) * m * HIDDEN)
+    add(("pp", "backward"), m, (not first) * m * HIDDEN)
+    k = 2 if tied and p > 1 and (first or last) else 1
+    add(("pp", "ties"), 1, 2 * (k - 1) / k * found.tied / n)
+    add(("world", "control"), 1, 2 * 2 * 5 * (n * t * p - 1) / (n * t * p))
+    add(("replica", "batch check"), 1, 2 * (t * p - 1))
+    return rows
+
+
+GRIDS = [{"data": 2}, {"tensor": 2}, {"tensor": 4}, {"pipeline": 2}, {"pipeline": 4}, {"data": 2, "tensor": 2},
+         {"data": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 2}, {"data": 2, "tensor": 2, "pipeline": 2}]  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_decoder_sends_what_the_formulas_say(run_ranks: RunRanks, grid: dict[str, int], tied: bool) -> None:
+    mode = "full" if tied and "tensor" in grid else "none"
+    config = config_for(grid.get("data", 1), 1, parallel={"data": 1} | grid, activation_checkpointing={"mode": mode})
+    found = run_ranks(train, prod(grid.values()), "decoder tied" if tied else "decoder", config)
+    for rank in found:
+        assert rank.measured == rank.planned == expected(rank, config, tied), rank.coord
+        assert rank.held == rank.state, rank.coord
+    if tied and grid.get("pipeline", 1) > 1:
+        assert [bool(rank.tied) for rank in found] == [rank.coord[0] in (0, grid["pipeline"] - 1) for rank in found]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("grid", [{"tensor": 4}, {"tensor": 2, "pipeline": 2}], ids=str)
+def test_hugging_face_models_send_what_their_plan_says(run_ranks: RunRanks, name: str, grid: dict[str, int]) -> None:
+    config = config_for(1, 1, parallel={"data": 1} | grid)
+    for rank in run_ranks(train, 4, name, config):
+        assert rank.measured == rank.planned, rank.coord
+        assert rank.held == rank.state, rank.coord
+        shared = rank.measured.get(("tp", "replicated gradients"))
+        # two key and two value heads of width 8 on four ranks: R = 2 x 16 x 32 in each of the blocks
+        elements = 2 * 16 * WIDTH * LAYERS
+        assert shared == ((1, 4 * 2 * elements * 3 // 4) if name == "llama" and grid == {"tensor": 4} else None)
+
+
+def train_with_logits() -> tuple[Any, Any]:
+    """A loss that needs all logits: the gather is planned and counted."""
+
+    def loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return logits.softmax(dim=-1).square().mean()
+
+    config = config_for(1, 0, parallel={"data": 1, "tensor": 2})
+    batch = models.batches_for("decoder", 16, 1)[0]
+    with engine.initialize(models.decoder(), config, loss, take_rows(batch, 0, ROWS)) as eng:
+        before = eng.sent
+        eng.train_batch(batch)
+        rows = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.sent.since(before).rows()}
+        planned = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.plan.rank(eng.grid.rank).traffic}
+        return rows, planned
+
+
+def test_a_loss_that_needs_all_logits_gathers_them_as_planned(run_ranks: RunRanks) -> None:
+    for measured, planned in run_ranks(train_with_logits, 2):
+        assert measured == planned
+        # 61 rows of the vocabulary travel as two parts of 31
+        assert measured["tp", "logits"] == (8, 8 * TOKENS * 62 * 4 // 2)
+        assert ("tp", "loss") not in measured

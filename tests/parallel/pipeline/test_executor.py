@@ -1,0 +1,184 @@
+"""Schedules played on real models: all stages in one process, each with an executor and a model of its own."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.parallel.backend import RecordingBackend, Wait
+from engine.parallel.comm import Comm
+from engine.parallel.grid import Grid
+from engine.parallel.pipeline.check import peak_live
+from engine.parallel.pipeline.cut import Cut, make_cut
+from engine.parallel.pipeline.executor import Executor, Forward, Part
+from engine.parallel.pipeline.order import Rules
+from engine.parallel.pipeline.probe import probe
+from engine.parallel.pipeline.schedule import Schedule, forward_only, gpipe, one_f_one_b
+from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.pipeline.transport import CommTransport, MemoryTransport, Message
+from tests.parallel.pipeline.play import Play, batches_of, whole
+from tests.parallel.pipeline.test_stage import assert_same
+from tests.parallel.pipeline.zoo import CASES
+
+MICROBATCHES = 5
+
+
+class StageJob:
+    """One stage of a play as the executor sees it."""
+
+    def __init__(self, play: Play, stage: int, timeline: Timeline, batches: list[Any]) -> None:
+        self.play, self.stage, self.timeline, self.batches = play, stage, timeline, batches
+        self.results: list[Any] = []
+        self.sent: list[weakref.ref[Tensor]] = []
+
+    def part(self, stage: int, microbatch: int) -> Part:
+        return Part(self.play.cut.stages[stage], self.timeline.values)
+
+    def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> Forward:
+        plan = self.play.cut.stages[stage]
+        program = partial(self.play.case.run, self.play.models[stage], self.batches[microbatch])
+        outcome = self.play.stages[stage].forward(self.timeline, plan, program, received)
+        self.sent += [weakref.ref(tensor) for tensor in outcome.sent.values()]
+        if not plan.last:
+            return Forward(outcome.sent, None)
+        self.results.append((outcome.result[0].detach(), outcome.result[1]))
+        return Forward(outcome.sent, outcome.result[0] if outcome.result[0].requires_grad else None)
+
+    def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def play_in_process(schedule: Schedule, jobs: list[StageJob]) -> list[int]:
+    """Play all rows in an order that keeps every need; the most microbatches that each executor held."""
+    transport = MemoryTransport()
+    executors = [Executor(transport) for _ in jobs]
+    rules, held = Rules(schedule), [0] * len(jobs)
+    for number in rules.order(rules.needs):
+        rank = rules.rank[number]
+        executors[rank].do(rules.actions[number], jobs[rank])
+        held[rank] = max(held[rank], executors[rank].live)
+    transport.finish()
+    assert all(executor.live == 0 for executor in executors)
+    return held
+
+
+def prepared(name: str, stages: int) -> tuple[Play, Timeline, list[Any], Any]:
+    case = CASES[name]
+    model = case.build()
+    batches = batches_of(case, MICROBATCHES)
+    timeline = probe(model, lambda: case.run(model, batches[0]), stages=stages)
+    return Play(case, model, make_cut(timeline, stages)), timeline, batches, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("kind", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", ["decoder", "nano", "x0", "skips", "in_place", "frozen_start", "llama", "t5", "unet"])
+def test_any_schedule_gives_every_gradient_of_the_uncut_model(name: str, stages: int, kind: Any) -> None:
+    play, timeline, batches, model = prepared(name, stages)
+    jobs = [StageJob(play, stage, timeline, batches) for stage in range(stages)]
+    held = play_in_process(kind(stages, MICROBATCHES), jobs)
+    losses, expected = whole(play.case, model, batches)
+    assert jobs[-1].results == losses
+    assert_same(play.gradients(), expected, play.case.exact)
+    assert tuple(held) == peak_live(kind(stages, MICROBATCHES))
+
+
+def test_what_was_sent_is_let_go() -> None:
+    play, timeline, batches, _ = prepared("decoder", 2)
+    jobs = [StageJob(play, stage, timeline, batches) for stage in range(2)]
+    play_in_process(gpipe(2, MICROBATCHES), jobs)
+    gc.collect()
+    assert len(jobs[0].sent) == MICROBATCHES and all(reference() is None for reference in jobs[0].sent)
+
+
+def test_evaluation_keeps_nothing() -> None:
+    play, timeline, batches, model = prepared("decoder", 3)
+    jobs = [StageJob(play, stage, timeline, batches) for stage in range(3)]
+    with torch.no_grad():
+        assert play_in_process(forward_only(3, MICROBATCHES), jobs) == [0, 0, 0]
+    assert jobs[-1].results == whole(play.case, model, batches)[0]
+    assert all(gradient is None for gradient in play.gradients().values())
+
+
+class Log(RecordingBackend):
+    """Notes what is issued and what is waited for."""
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__(grid)
+        self.events: list[str] = []
+
+    def send(self, tensor: Tensor, to: int, flow: Any) -> Wait:
+        number = sum(event.startswith("send") for event in self.events)
+        self.events.append(f"send {number} to {to}")
+        return lambda: self.events.append(f"sent {number}")
+
+    def receive(self, tensor: Tensor, source: int, flow: Any) -> Wait:
+        number = sum(event.startswith("offer") for event in self.events)
+        self.events.append(f"offer {number} from {source}")
+        return lambda: self.events.append(f"arrived {number}")
+
+
+def logged(rank: int, stages: int) -> tuple[CommTransport, Log]:
+    grid = Grid(pp=stages, rank=rank)
+    log = Log(grid)
+    return CommTransport(Comm(grid, log), range(stages), torch.device("cpu")), log
+
+
+def test_receives_are_offered_one_action_ahead_and_sends_waited_for_two_behind() -> None:
+    transport, log = logged(1, 3)
+
+    class Job:
+        def part(self, stage: int, microbatch: int) -> Part:
+            cut: Cut = play.cut
+            return Part(cut.stages[stage], timeline.values)
+
+        def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> Forward:
+            log.events.append(f"F{microbatch}")
+            made = {number: received[next(iter(received))] * 2 for number in play.cut.stages[1].sends}
+            return Forward(made, None)
+
+        def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+            log.events.append(f"B{microbatch}")
+            return nullcontext()
+
+    play, timeline, _, _ = prepared("decoder", 3)
+    Executor(transport).run(one_f_one_b(3, 3).per_rank[1], Job())
+    assert log.events == [
+        "offer 0 from 0", "offer 1 from 0", "arrived 0", "F0", "send 0 to 2",
+        "offer 2 from 2", "arrived 1", "F1", "send 1 to 2", "sent 0",
+        "offer 3 from 0", "arrived 2", "B0", "send 2 to 0", "sent 1",
+        "offer 4 from 2", "arrived 3", "F2", "send 3 to 2", "sent 2",
+        "offer 5 from 2", "arrived 4", "B1", "send 4 to 0", "sent 3",
+        "arrived 5", "B2", "send 5 to 0", "sent 4", "sent 5",
+    ]  # fmt: skip
+
+
+def test_what_goes_past_a_neighbour_is_held_until_its_gradient_comes() -> None:
+    transport, log = logged(0, 3)
+    far = Message("forward", 7, 0, source=0, target=2)
+    transport.send(far, torch.ones(2))
+    transport.send(Message("forward", 7, 0, source=0, target=1), torch.ones(2))
+    for _ in range(3):
+        transport.settle(2)
+    assert log.events == ["send 0 to 2", "send 1 to 1", "sent 1"]
+    transport.delivered(far)
+    assert log.events[-1] == "sent 0"
+    transport.finish()
+    assert len(log.events) == 4
+
+
+def test_stages_of_one_rank_hand_over_without_a_message() -> None:
+    grid = Grid(pp=1)
+    transport = CommTransport(Comm(grid, Log(grid)), (0, 0), torch.device("cpu"))
+    message = Message("forward", 3, 1, source=0, target=1)
+    arrive = transport.receive(message, (2,), torch.float32)
+    transport.send(message, torch.ones(2, requires_grad=True) * 3)
+    assert torch.equal(arrive(), torch.full((2,), 3.0)) and not transport._comm.records
+    transport.finish()
