@@ -107,6 +107,7 @@ class Work:
         self._microbatches = microbatches
         self._backwards = 0
         self._results: list[Any] = []
+        self._sights: dict[int, Sight] = {}
 
     def part(self, stage: int, microbatch: int) -> Part:
         """What a stage exchanges for a microbatch."""
@@ -139,8 +140,10 @@ class Work:
         return self._bench.reducer.backward(last=self._backwards == len(self._microbatches))
 
     def _sight(self, microbatch: int) -> Sight:
-        batch = self._microbatches[microbatch]
-        return self._bench.sights.of(batch, self._kind, lambda: self._run(microbatch))
+        if microbatch not in self._sights:
+            batch = self._microbatches[microbatch]
+            self._sights[microbatch] = self._bench.sights.of(batch, self._kind, lambda: self._run(microbatch))
+        return self._sights[microbatch]
 
     def _run(self, microbatch: int) -> Any:
         """(sum, weight), and with "output" what the model returned before them."""

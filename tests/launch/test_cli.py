@@ -15,8 +15,9 @@ CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configs_are_right(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(path), "--world", "4"]) == 0
-    assert f"{path} is right for 4 ranks" in capsys.readouterr().out
+    ranks = "8" if path.name.startswith("dp2_tp2_pp2") else "4"
+    assert main(["check", str(path), "--world", ranks]) == 0
+    assert f"{path} is right for {ranks} ranks" in capsys.readouterr().out
 
 
 def test_all_mistakes_are_printed_and_the_status_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +37,15 @@ def test_plan_needs_no_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(ROOT / "configs" / "dp_zero1.json"), "--world", "48"]) == 0
     text = capsys.readouterr().out
     assert "48 ranks = 1 pipeline x 48 data x 1 tensor" in text and "6,482,432 parameters" in text
+
+
+def test_plan_of_three_axes_tells_the_cut_and_draws_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(ROOT / "configs" / "dp2_tp2_pp2_zero1.json"), "--world", "8"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("8 ranks = 2 pipeline x 2 data x 2 tensor", "2 ranks share the layers", "reference decoder",
+                     "stage 0: tokens .. blocks.3", "stage 1: blocks.4 .. head", "1f1b, 20% idle",
+                     "rank 0 |F0 F1  .  . B0 B0 F2", "pp 3.0 MiB"):  # fmt: skip
+        assert expected in text, text
 
 
 def test_schedule_is_drawn_with_its_idle_share_and_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from tests.ranks import RankError
 
 RunRanks = Callable[..., list[Any]]
 
-AXES: tuple[Axis, ...] = ("dp", "tp", "pp", "world")
+AXES: tuple[Axis, ...] = ("dp", "tp", "pp", "replica", "world")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 SHAPES = {"1x2x2": (1, 2, 2), "2x2x1": (2, 2, 1), "1x4x1": (1, 4, 1)}
 MEGABYTES = 16
@@ -89,7 +89,8 @@ def values_on(sizes: tuple[int, int, int]) -> int:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_on_every_axis_and_dtype(run_ranks: RunRanks, shape: str) -> None:
-    expected = sum(size > 1 for size in SHAPES[shape]) + 1
+    pp, _, tp = SHAPES[shape]
+    expected = sum(size > 1 for size in SHAPES[shape]) + (pp * tp > 1) + 1  # the replica, the world
     assert run_ranks(values_on, 4, SHAPES[shape]) == [expected] * 4
 
 
@@ -221,3 +222,38 @@ def test_a_survivor_is_told_which_collective_failed(run_ranks: RunRanks, tmp_pat
     said = (tmp_path / "told").read_text()
     assert "collective #1 all_reduce 'gradients' over dp, 1048576 x float32 between ranks (0, 1) on rank 0" in said
     assert "A peer has probably stopped" in said
+
+
+def talk() -> tuple[list[float], list[Any]]:
+    """Both flows between three stages at once, each in its own order, and a sum over two stages of three."""
+    comm = open_comm(3, 1, 1)
+    here = comm.grid.coord().pp
+    comm.connect((0, 2))
+    got: list[float] = []
+    if here == 0:
+        sends = [comm.send(torch.full((3,), float(i)), to, "forward") for i in range(3) for to in (1, 2)]
+        gradients = [torch.empty(3) for _ in range(2)]
+        offers = [comm.receive(g, source, "backward") for g, source in zip(gradients, (2, 1), strict=True)]
+        for pending in (*offers, *sends):
+            pending.wait()
+        got = [float(g[0]) for g in gradients]
+    else:
+        comm.send(torch.full((3,), 10.0 * here), 0, "backward", "gradients of it").wait()
+        for _ in range(3):
+            value = torch.empty(3)
+            comm.receive(value, 0, "forward").wait()
+            got.append(float(value[0]))
+    if here != 1:
+        shared = torch.tensor([1.0 + here])
+        comm.sum_over_stages(shared, (0, 2), "ties").wait()
+        got.append(float(shared))
+    rows = [(row.axis, row.label, row.calls, row.bytes) for row in comm.tally.rows()]
+    comm.close()
+    return got, rows
+
+
+def test_messages_keep_their_order_in_each_flow_and_some_stages_sum(run_ranks: RunRanks) -> None:
+    (first, sent), (second, _), (third, back) = run_ranks(talk, 3)
+    assert first == [20.0, 10.0, 4.0] and second == [0.0, 1.0, 2.0] and third == [0.0, 1.0, 2.0, 4.0]
+    assert sent == [("pp", "forward", 6, 72), ("pp", "ties", 1, 4)]
+    assert back == [("pp", "gradients of it", 1, 12), ("pp", "ties", 1, 4)]

@@ -128,3 +128,12 @@ def test_pure_parts_import_no_torch(name: str) -> None:
     check = f"{LIGHT[name]}; import sys; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or "torch was imported"
+
+
+@given(grids_st)
+def test_a_replica_is_all_ranks_of_one_data_coordinate(grid: Grid) -> None:
+    peers = grid.peers("replica")
+    assert peers == tuple(sorted(peers)) and len(peers) == grid.size("replica") == grid.pp * grid.tp
+    assert peers[grid.index("replica")] == grid.rank
+    assert {grid.coord(rank).dp for rank in peers} == {grid.coord().dp}
+    assert sorted(rank for group in grid.groups("replica") for rank in group) == list(range(grid.world_size))

@@ -1,6 +1,7 @@
 """The flat layout: every element has one place and one owner, whatever the parameters look like."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import example, given
@@ -158,3 +159,39 @@ def test_fewer_elements_than_ranks_leave_whole_shards_of_padding() -> None:
 
 def test_nothing_to_lay_out_is_no_bucket() -> None:
     assert build_layout([], 4, 64) == FlatLayout(4, ())
+
+
+@given(items_st(), ranks_st, limits_st, st.data())
+def test_what_several_ranks_share_lies_last_and_apart(
+    items: list[Item], ranks: int, limit: int, data: st.DataObject
+) -> None:
+    kinds = st.tuples(st.sampled_from([(), (0, 2), (1, 2)]), st.booleans())
+    marked = [replace(item, ties=ties, partial=part) for item in items for ties, part in [data.draw(kinds)]]
+    layout = build_layout(marked, ranks, limit)
+    kind_of = {item.name: (item.dtype, item.ties, item.partial) for item in marked}
+    for bucket in layout.buckets:
+        assert {kind_of[slot.name] for slot in bucket.slots} == {(bucket.dtype, bucket.ties, bucket.partial)}
+        assert bucket.late == (bool(bucket.ties) or bucket.partial)
+    late = [bucket.late for bucket in layout.buckets]
+    assert late == sorted(late), "early buckets can be reduced while backward still runs"
+    alone = build_layout([item for item in marked if item.ties == (0, 2)], ranks, limit)
+    shared = [bucket for bucket in layout.buckets if bucket.ties == (0, 2)]
+    assert [(b.slots, b.elements) for b in shared] == [(b.slots, b.elements) for b in alone.buckets], (
+        "owners of a tie lay it out alike, whatever else they hold"
+    )
+
+
+@given(items_st(), ranks_st, limits_st, st.data())
+def test_the_norm_counts_every_counted_element_once(
+    items: list[Item], ranks: int, limit: int, data: st.DataObject
+) -> None:
+    marked = [replace(item, counted=data.draw(st.booleans())) for item in items]
+    counted = {item.name for item in marked if item.counted}
+    for bucket in build_layout(marked, ranks, limit).buckets:
+        times = [0] * bucket.elements
+        for index in range(ranks):
+            for piece in bucket.counted(bucket.shard(index, ranks)):
+                for element in range(piece.start, piece.stop):
+                    times[element] += 1
+        for slot in bucket.slots:
+            assert set(times[slot.start : slot.stop]) <= {int(slot.name in counted)}, slot

@@ -1,9 +1,10 @@
 """Gradients into buckets: right values for every way a model uses its parameters, in an order all ranks share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
 from engine.parallel.backend import RecordingBackend, Reduction, Wait
+from engine.parallel.comm import Comm
 from engine.parallel.grid import Axis, Grid
+from engine.zero.layout import Item, build_layout
+from engine.zero.reduce import GradientReducer
+from engine.zero.storage import Ownership, allocate
 from tests.zero.rig import Rig, Setting, build, plain_grads
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -318,3 +323,45 @@ def test_bf16_gradients_are_summed_in_fp32() -> None:
         total = singles[0][name] + singles[1][name] + singles[2][name] + singles[3][name]
         assert grad.dtype == torch.float32 and torch.equal(grad, total)
         assert not torch.equal(grad, grad.bfloat16().float()), "the sum must keep more bits than bf16 has"
+
+
+# what other ranks have a part in
+
+
+class Sums(RecordingBackend):
+    """Remembers the sums over stages; adds 1 to each, as a peer that owns the parameter too would."""
+
+    def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
+        tensor.add_(1)
+        return lambda: None
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_late_buckets_wait_for_finish_and_are_summed_around_their_reduction(stage: int) -> None:
+    plain, model = Stack(), Stack()
+    names = [name for name, _ in model.named_parameters()]
+    marks: dict[str, dict[str, Any]] = {names[-1]: {"partial": True}, names[1]: {"ties": (0, 2)}}
+    setting = Setting(ranks=1, stage=stage)
+    items = [Item(name, tuple(p.shape), "float32", **marks.get(name, {})) for name, p in model.named_parameters()]
+    layout = build_layout(items, 1, 1)
+    parameters = dict(model.named_parameters())
+    buckets = allocate(layout, parameters, Ownership(0, 1, stage > 0), torch.device("cpu"))
+    grid = Grid(pp=3)
+    comm, seen = Comm(grid, Sums(grid)), []
+
+    def double(grads: Mapping[str, Tensor]) -> None:
+        seen.append(sorted(grads))
+        for grad in grads.values():
+            grad.mul_(2)
+
+    reducer = GradientReducer(buckets, parameters, comm, setting.wire, scatter=stage > 0, sum_partial=double)
+    rig = Rig(model, comm, layout, buckets, reducer)
+    for number in range(2):  # the second step reduces while backward runs
+        rig.step(partial(straight, model, x(number)), partial(straight, model, x(number + 5)))
+        expected = plain_grads(plain, partial(straight, plain, x(number)), partial(straight, plain, x(number + 5)))
+        got = rig.grads()
+        for name, grad in expected.items():
+            wanted = 2 * grad if "partial" in marks.get(name, {}) else grad + ("ties" in marks.get(name, {}))
+            torch.testing.assert_close(got[name], wanted)
+    assert seen == [[names[-1]]] * 2
+    assert [(row.axis, row.label, row.calls) for row in comm.tally.rows()] == [("pp", "ties", 2)]
