@@ -33,20 +33,28 @@ class RankPlan:
 
 
 def state_bytes(
-    layout: FlatLayout, frozen: tuple[tuple[ShardRow, int], ...], precision: Precision, share: int, moments: int
+    layout: FlatLayout, frozen: tuple[tuple[ShardRow, int], ...], precision: Precision, config: Config, moments: int
 ) -> dict[str, int]:
-    """What a rank holds. ``frozen``: rows that are not trained, with the elements held here."""
+    """What a rank holds between steps. ``frozen``: rows that are not trained, with the elements held here."""
     state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
+    share = config.dp if config.zero_optimization.stage else 1
+    for bucket in layout.buckets:
+        kept = config.dp if reduces_each_microbatch(config) and not bucket.partial else 1
+        state["gradients"] += bucket.elements // kept * widths(bucket.dtype)[1].itemsize
     for name, elements in layout.elements_by_dtype().items():
         narrow, wide = (dtype.itemsize for dtype in widths(name))
         state["parameters"] += elements * narrow
-        state["gradients"] += elements * wide
         state["master"] += elements // share * wide if wide != narrow else 0
         state["optimizer"] += elements // share * wide * moments
     for row, elements in frozen:
         dtype = precision.compute if row.dtype.is_floating_point else None
         state["frozen parameters"] += elements * (dtype or row.dtype).itemsize
     return state
+
+
+def reduces_each_microbatch(config: Config) -> bool:
+    """Whether gradients are kept as shards, and reduced after every microbatch."""
+    return config.zero_optimization.stage == 2 and config.zero_optimization.reduce == "microbatch"
 
 
 def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:
@@ -56,8 +64,9 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
     for bucket in layout.buckets:
         narrow, wide = widths(bucket.dtype)
         wire = (precision.wire or wide).itemsize
+        rounds = config.accumulation if reduces_each_microbatch(config) and not bucket.partial else 1
         if ranks > 1:
-            tally.add(Traffic("dp", "gradients", 1, sent_bytes(op, bucket.elements * wire, ranks)))
+            tally.add(Traffic("dp", "gradients", rounds, rounds * sent_bytes(op, bucket.elements * wire, ranks)))
         if ranks > 1 and sharded:
             gathered = sent_bytes("all_gather", bucket.elements * narrow.itemsize, ranks)
             tally.add(Traffic("dp", "parameters", 1, gathered))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from engine.agreement import check_equal
 from engine.batch import Batch
+from engine.budget import reduces_each_microbatch
 from engine.config import Config, OptimizerConfig
 from engine.errors import ConfigError, PlanError
 from engine.full_state import FullState, state_entries
@@ -32,7 +33,8 @@ from engine.recompute import Recomputation
 from engine.work import Bench, Sights
 from engine.zero.inner import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optimizer import OptimizerFactory, ShardedOptimizer
-from engine.zero.reduce import GradientReducer
+from engine.zero.reduce import GradientReducer, Reducer
+from engine.zero.reduce_microbatch import MicrobatchReducer
 from engine.zero.storage import FlatBucket, Ownership, allocate
 
 ModelSource = nn.Module | Callable[[], nn.Module]
@@ -125,7 +127,7 @@ def build(model: nn.Module, plan: Plan, world: World, request: Request, example:
 
 def _place(
     model: nn.Module, plan: Plan, world: World, comm: Comm, axis: TensorAxis
-) -> tuple[Sequence[FlatBucket], GradientReducer]:
+) -> tuple[Sequence[FlatBucket], Reducer]:
     """Cut the model to what this rank holds, and move that into flat buckets with hooks on them."""
     coord, config = comm.grid.coord(), plan.config
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -144,9 +146,12 @@ def _place(
     make_absent(model, present, world.device)
     held = {name: trainable[name] for name in trainable if name in present}
     sharded = config.zero_optimization.stage > 0
-    buckets = allocate(plan.layout(coord), held, Ownership(coord.dp, comm.grid.dp, sharded), world.device)
-    sums = PartialSums(plan.table, comm)
-    return buckets, GradientReducer(buckets, held, comm, plan.precision.wire, sharded, sums)
+    each = reduces_each_microbatch(config)
+    buckets = allocate(plan.layout(coord), held, Ownership(coord.dp, comm.grid.dp, sharded, each), world.device)
+    wire, sums = plan.precision.wire, PartialSums(plan.table, comm)
+    if each:
+        return buckets, MicrobatchReducer(buckets, held, comm, wire, config.accumulation, sums)
+    return buckets, GradientReducer(buckets, held, comm, wire, sharded, sums)
 
 
 def _refuse_unbuilt(config: Config) -> None:
@@ -154,8 +159,7 @@ def _refuse_unbuilt(config: Config) -> None:
     zero, parallel, recompute = config.zero_optimization, config.parallel, config.activation_checkpointing
     missing = {
         "parallel.sequence_parallel true": parallel.sequence_parallel,
-        f"zero_optimization.stage {zero.stage}": zero.stage > 1,
-        "zero_optimization.reduce 'microbatch'": zero.reduce == "microbatch",
+        f"zero_optimization.stage {zero.stage}": zero.stage > 2,
         f"zero_optimization.offload_optimizer.device {zero.offload_optimizer.device!r}": (
             zero.offload_optimizer.device != "none"
         ),
@@ -175,8 +179,8 @@ def _refuse_unbuilt(config: Config) -> None:
     asked = [setting for setting, wanted in missing.items() if wanted]
     if asked:
         raise ConfigError(
-            f"{', '.join(asked)}: not in this version, which has data, tensor and pipeline parallelism with ZeRO 0 and "
-            "1 in fp32 and bf16; leave it out."
+            f"{', '.join(asked)}: not in this version, which has data, tensor and pipeline parallelism with ZeRO 0 "
+            "to 2 in fp32 and bf16; leave it out."
         )
 
 

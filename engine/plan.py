@@ -83,8 +83,7 @@ class Plan:
         rows = self.table.on_stage(coord.pp)
         held = sum(held_elements(row, coord.tp) for row in rows)
         frozen = tuple((row, held_elements(row, coord.tp)) for row in rows if not row.trainable)
-        share = self.config.dp if self.config.zero_optimization.stage else 1
-        state = state_bytes(self.layout(coord), frozen, self.precision, share, self.moments or 0)
+        state = state_bytes(self.layout(coord), frozen, self.precision, self.config, self.moments or 0)
         return RankPlan(coord, held, state, self._traffic(coord))
 
     def _traffic(self, coord: Coord) -> tuple[Traffic, ...]:

@@ -29,7 +29,7 @@ from engine.plan import Plan
 from engine.program import Program
 from engine.randomness import Streams
 from engine.step import Step
-from engine.zero.reduce import GradientReducer
+from engine.zero.reduce import Reducer
 
 _ALONE = Part(
     StagePlan(
@@ -93,7 +93,7 @@ class Bench:
     sights: Sights
     stage: Stage | None
     """None without a pipeline."""
-    reducer: GradientReducer
+    reducer: Reducer
 
 
 class Work:

@@ -79,7 +79,7 @@ class ShardedOptimizer:
         """Multiply the reduced gradients by ``scale``, update, and gather every bucket over dp."""
         for flat in self._buckets:
             carry_over(flat)
-            flat.grads[flat.owned].mul_(scale)
+            flat.gradient(flat.owned).mul_(scale)
         for parameter, grads in self._grads:
             parameter.grad = grads  # anew each time: zero_grad() on the inner optimizer must not end the training
         self.inner.step()
@@ -118,7 +118,7 @@ def _segments(flat: FlatBucket) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(group, weights, gradients) of each run of equal group, flat: an update is then a few long kernels."""
     for segment in flat.bucket.segments(flat.owned):
         weights = flat.weights[segment.start - flat.owned.start : segment.stop - flat.owned.start]
-        yield segment.group, weights, flat.grads[segment.start : segment.stop]
+        yield segment.group, weights, flat.gradient(slice(segment.start, segment.stop))
 
 
 def _whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -13,21 +13,37 @@ there before their reduction, those of parameters tied over pipeline stages afte
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from engine.errors import EngineError
 from engine.parallel.comm import Comm, Pending
+from engine.zero.hooks import GradientHooks
 from engine.zero.layout import Slot
 from engine.zero.storage import FlatBucket
 
 SumPartial = Callable[[Mapping[str, Tensor]], None]
+
+
+class Reducer(Protocol):
+    """Takes the gradients of a step's backwards and leaves their sum over data ranks in the buckets."""
+
+    def backward(self, last: bool) -> AbstractContextManager[None]:
+        """Around one backward."""
+
+    def finish(self) -> None:
+        """Every sum is complete afterwards; communicates."""
+
+    def reset(self) -> None:
+        """Forget the gradients of a step that did not end."""
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
 
 
 @dataclass(slots=True)
@@ -35,7 +51,7 @@ class _Place:
     """Where the gradient of one parameter goes."""
 
     name: str
-    parameter: nn.Parameter
+    progress: "_Progress"
     view: Tensor
     touched: bool = False
     """A gradient of this step lies in ``view``; otherwise its content is stale."""
@@ -55,6 +71,11 @@ class _Progress:
     gift is the last: the bucket waits for ``finish``."""
     reduction: Pending | None = None
     received: Callable[[], object] | None = None
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Of the bucket."""
+        return self.flat.bucket.slots
 
 
 class GradientReducer:
@@ -84,46 +105,32 @@ class GradientReducer:
         self._scatter = scatter
         self._progress = [_Progress(flat) for flat in buckets]
         self._next = 0
-        self._in_backward = False
         self._eager = False
         self._backward_seen = self._whole_step_seen = False
         self._abandoned: list[Pending] = []
-        self._hooks: list[RemovableHandle] = []
-        for progress in self._progress:
-            for slot in progress.flat.bucket.slots:
-                parameter: Any = parameters[slot.name]  # torch leaves the method below untyped
-                arrive = partial(self._arrive, progress, _place(progress, slot, parameter))
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrive))
+        self._places = {slot.name: _place(progress, slot) for progress in self._progress for slot in progress.slots}
+        self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self._take)
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
         """Collect the gradients of one backward; with ``last``, reduce complete buckets meanwhile.
 
-        A ``grad`` that a backward of the user's own has left on a parameter is not ours: it is put aside
-        and put back.
-
         Raises:
             EngineError: a parameter gave a gradient after its bucket was reduced.
         """
         self._settle()
-        users: list[tuple[nn.Parameter, Tensor]] = []
         for progress in self._progress:
             progress.missing = len(progress.places)
             for place in progress.places:
                 place.arrived = False
-                if place.parameter.grad is not None:
-                    users.append((place.parameter, place.parameter.grad))
-                    place.parameter.grad = None
         # The first step only watches: which parameters give more than once is not known before.
         self._eager = last and self._whole_step_seen
-        self._in_backward = True
         try:
-            yield
+            with self._hooks.backward():
+                yield
             self._backward_seen = True
         finally:
-            self._in_backward = self._eager = False
-            for parameter, grad in users:
-                parameter.grad = grad
+            self._eager = False
 
     def finish(self) -> None:
         """Reduce what is left, wait for all, get ready for the next step.
@@ -165,19 +172,16 @@ class GradientReducer:
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
 
-    def _arrive(self, progress: _Progress, place: _Place, parameter: Tensor) -> None:
-        if not self._in_backward or parameter.grad is None:
-            return  # a backward of the user's own: not our gradient
+    def _take(self, name: str, grad: Tensor) -> None:
+        place = self._places[name]
+        progress = place.progress
         if progress.reduction is not None:
             raise EngineError(
                 f"parameter {place.name!r} got a gradient after its bucket was reduced: its use differs from the "
                 "earlier steps; call it the same number of times in every backward."
             )
-        grad, parameter.grad = parameter.grad, None
-        grad = grad.to_dense() if grad.layout != torch.strided else grad
         if place.touched:
             place.view.add_(grad)
         else:
@@ -227,8 +231,8 @@ class GradientReducer:
             progress.received = partial(grads[kept].copy_, wire[kept])
 
 
-def _place(progress: _Progress, slot: Slot, parameter: nn.Parameter) -> _Place:
+def _place(progress: _Progress, slot: Slot) -> _Place:
     view = progress.flat.grads[slot.start : slot.stop].view(slot.shape)
-    place = _Place(slot.name, parameter, view)
+    place = _Place(slot.name, progress, view)
     progress.places.append(place)
     return place

@@ -3,7 +3,8 @@
 For each bucket (glossary in ``zero/__init__.py``), here with N = 4 and an fp32 master:
 
     params   bf16  [ shard 0 | shard 1 | shard 2 | shard 3 ]   parameter.data are views of it
-    grads    fp32  [ shard 0 | shard 1 | shard 2 | shard 3 ]   gradients are summed here
+    grads    fp32  [ shard 0 | shard 1 | shard 2 | shard 3 ]   gradients are summed here; ZeRO 2 that reduces
+                                                               every microbatch holds its shard only
     master   fp32            [ shard 1 ]                       on the rank that owns shard 1
 
 With fp32 parameters there is no master: the owned shard of ``params`` is updated itself.
@@ -29,7 +30,9 @@ class FlatBucket:
     params: Tensor
     """[elements] in the dtype of the computation; the parameters are views of it."""
     grads: Tensor
-    """[elements] in the dtype of accumulation."""
+    """[held] in the dtype of accumulation."""
+    held: slice
+    """The elements whose gradients are kept: all, or this rank's shard."""
     owned: slice
     """The elements that this rank updates: its shard, or all of them at ZeRO stage 0."""
     shard: slice
@@ -42,6 +45,10 @@ class FlatBucket:
     def address(self, start: int) -> int:
         """Memory address of element ``start`` of ``params``."""
         return self.params.data_ptr() + start * self.params.element_size()
+
+    def gradient(self, part: slice) -> Tensor:
+        """The gradients of these elements of the bucket, which are held."""
+        return self.grads[part.start - self.held.start : part.stop - self.held.start]
 
     @property
     def weights(self) -> Tensor:
@@ -56,6 +63,9 @@ class Ownership:
     index: int
     ranks: int
     sharded: bool
+    sharded_gradients: bool = False
+    """Keep the shard of gradients only (ZeRO 2 with ``reduce: microbatch``); not where they are partial over
+    tensor ranks, because only whole ones can be summed there."""
 
 
 def allocate(
@@ -75,7 +85,8 @@ def _fill(bucket: Bucket, parameters: Mapping[str, nn.Parameter], who: Ownership
     shard = bucket.shard(who.index, who.ranks)
     owned = shard if who.sharded else slice(0, bucket.elements)
     params = torch.zeros(bucket.elements, dtype=dtype, device=device)
-    grads = torch.zeros(bucket.elements, dtype=wide, device=device)
+    held = shard if who.sharded_gradients and not bucket.partial else slice(0, bucket.elements)
+    grads = torch.zeros(held.stop - held.start, dtype=wide, device=device)
     master = None
     if wide != dtype:
         master = torch.zeros(owned.stop - owned.start, dtype=wide, device=device)
@@ -88,8 +99,8 @@ def _fill(bucket: Bucket, parameters: Mapping[str, nn.Parameter], who: Ownership
             kept = given[start - slot.start : stop - slot.start]
             master[start - owned.start : stop - owned.start].copy_(kept)
         parameter.data = params[slot.start : slot.stop].view(slot.shape)
-    held = tuple(parameters[slot.name] for slot in bucket.slots)
-    return FlatBucket(bucket, params, grads, owned, shard, master, held)
+    members = tuple(parameters[slot.name] for slot in bucket.slots)
+    return FlatBucket(bucket, params, grads, held, owned, shard, master, members)
 
 
 def squared_norm(buckets: Sequence[FlatBucket]) -> Tensor:
@@ -97,7 +108,7 @@ def squared_norm(buckets: Sequence[FlatBucket]) -> Tensor:
 
     In pieces, because torch widens all that it sums before it sums.
     """
-    parts = [flat.grads[part] for flat in buckets for part in flat.bucket.counted(flat.shard)]
+    parts = [flat.gradient(part) for flat in buckets for part in flat.bucket.counted(flat.shard)]
     pieces = [piece for part in parts for piece in torch.split(part, NORM_PIECE)]
     if not pieces:
         return torch.zeros((), dtype=torch.float64)
