@@ -208,7 +208,7 @@ class MicrobatchReducer:
 
     def _borrow(self, flat: FlatBucket) -> Tensor:
         """A buffer of a bucket's size with any content."""
-        while len(self._flights) >= BUFFERS - 1:
+        while len(self._flights) >= BUFFERS:
             self._land()
         elements, dtype = flat.bucket.elements, flat.grads.dtype
         for index, buffer in enumerate(self._free):

@@ -269,7 +269,7 @@ def test_different_models_are_refused(run_ranks: RunRanks, what: str) -> None:
     assert len(set(texts)) == 1 and texts[0].startswith("rank 0 and rank 1 were given different models (names, shapes")
 
 
-def fails_on_one_rank() -> tuple[str, float]:
+def fails_on_one_rank(zero: dict[str, Any]) -> tuple[str, float]:
     """Rank 1's loss fails in its second microbatch; the next step is made by all."""
     calls = 0
 
@@ -280,13 +280,15 @@ def fails_on_one_rank() -> tuple[str, float]:
             raise RuntimeError("the user's own mistake")
         return loss_sum(output, batch)
 
-    with engine.initialize(models.decoder(), CONFIG | {"train_batch_size": 16}, loss_fn=loss) as eng:
+    config = CONFIG | {"train_batch_size": 16, "zero_optimization": zero}
+    with engine.initialize(models.decoder(), config, loss_fn=loss) as eng:
         text = message(lambda: eng.train_batch(batches(1)[0]), Exception)
         return text, eng.train_batch(batches(1)[0]).loss
 
 
-def test_an_error_in_the_middle_of_a_step_reaches_all_ranks(run_ranks: RunRanks) -> None:
-    (first, loss), (second, same) = run_ranks(fails_on_one_rank, 2)
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 2, "reduce": "microbatch", "reduce_bucket_size": 5000}])
+def test_an_error_in_the_middle_of_a_step_reaches_all_ranks(run_ranks: RunRanks, zero: dict[str, Any]) -> None:
+    (first, loss), (second, same) = run_ranks(fails_on_one_rank, 2, zero)
     assert first.startswith("1 other rank(s) failed in this step") and second == "the user's own mistake"
     assert loss == same
 

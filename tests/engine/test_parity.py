@@ -62,9 +62,20 @@ def test_fp32_equals_one_process(run_ranks: RunRanks, parity_table: Table, name:
     assert all(norm > 0.5 for norm in result.reference.norms), "clipping must be active"
 
 
+@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_kept_as_shards_equal_one_process(
+    run_ranks: RunRanks, parity_table: Table, name: str, dp: int
+) -> None:
+    zero = {"stage": 2, "reduce": "microbatch", "reduce_bucket_size": 6000}
+    result = parity(run_ranks, name, config_for(dp, 2, zero_optimization=zero), dp)
+    parity_table.cells[name, f"dp{dp} ZeRO-2"] = f"{result.loss:.0e}"
+    assert result.holds(), str(result)
+
+
 def test_stages_agree_to_the_bit_at_two_ranks_and_bucket_size_changes_nothing(run_ranks: RunRanks) -> None:
     runs = []
-    for stage, bucket in ((0, 6000), (1, 6000), (1, 1), (1, 10**6)):
+    for stage, bucket in ((0, 6000), (1, 6000), (1, 1), (1, 10**6), (2, 6000)):
         config = config_for(2, stage, zero_optimization={"stage": stage, "reduce_bucket_size": bucket})
         runs.append(parity(run_ranks, "decoder", config, 2).engine)
     assert len({run.losses for run in runs}) == 1

@@ -13,30 +13,34 @@ RunRanks = Callable[..., list[Any]]
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2}
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
-# stage, precision, communication_data_type, reduce_bucket_size
+MODES = ((0, "step"), (1, "step"), (2, "step"), (2, "microbatch"))
+MICROBATCHES = 2
+# mode, precision, communication_data_type, reduce_bucket_size
 CASES = [
-    *product((0, 1), PRECISIONS, (None, "bf16", "fp32"), (900,)),
-    *product((0, 1), PRECISIONS, (None,), (1, 10**9)),
+    *product(MODES, PRECISIONS, (None, "bf16", "fp32"), (900,)),
+    *product(MODES, PRECISIONS, (None,), (1, 10**9)),
 ]
 
 
 def expected(eng: Engine, wire: str | None) -> dict[tuple[str, str], tuple[int, int]]:
-    """(axis, label) -> calls and bytes: 2 Psi (N-1)/N in the dtype of each traffic, one call a bucket."""
+    """(axis, label) -> calls and bytes: 2 Psi (N-1)/N in the dtype of each traffic, one call a bucket; at
+    stage 2 that reduces each microbatch (m + 1) Psi (N-1)/N."""
     N, stage = eng.grid.dp, eng.config.zero_optimization.stage
+    rounds = MICROBATCHES if eng.config.zero_optimization.reduce == "microbatch" else 1
     gradients = parameters = calls = 0
     for bucket in eng.plan.layout(eng.grid.coord()).buckets:
         calls += 1
         width = WIDTHS[bucket.dtype]
         sent = {"bf16": 2, "fp32": 4}[wire] if wire else max(4, width)
-        gradients += (2 if stage == 0 else 1) * bucket.elements * sent * (N - 1) // N
+        gradients += rounds * (2 if stage == 0 else 1) * bucket.elements * sent * (N - 1) // N
         parameters += bucket.elements * width * (N - 1) // N
-    rows = {("dp", "gradients"): (calls, gradients), ("world", "control"): (1, 2 * 5 * 8 * (N - 1) // N)}
+    rows = {("dp", "gradients"): (rounds * calls, gradients), ("world", "control"): (1, 2 * 5 * 8 * (N - 1) // N)}
     return rows | ({("dp", "parameters"): (calls, parameters)} if stage else {})
 
 
-def measure(stage: int, precision: str, wire: str | None, size: int) -> tuple[int, list[str]]:
+def measure(mode: tuple[int, str], precision: str, wire: str | None, size: int) -> tuple[int, list[str]]:
     """Number of buckets, and what deviates in two steps."""
-    zero = {"stage": stage, "reduce_bucket_size": size}
+    zero = {"stage": mode[0], "reduce": mode[1], "reduce_bucket_size": size}
     eng = start({"zero_optimization": zero, "communication_data_type": wire} | PRECISIONS[precision])
     wrong = []
     for step in range(2):
