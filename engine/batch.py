@@ -62,12 +62,6 @@ def take_microbatches(batch: Batch | Iterator[Batch], micro: int, count: int) ->
     return [take_rows(batch, index * micro, micro) for index in range(count)]
 
 
-def with_first_microbatch(batch: Batch | Iterator[Batch], micro: int, count: int) -> tuple[Any, Batch]:
-    """A batch as good as ``batch``, and the first microbatch in it."""
-    microbatches = take_microbatches(batch, micro, count)
-    return (iter(microbatches) if isinstance(batch, Iterator) else batch), microbatches[0]
-
-
 def _pull(items: Iterator[Batch], micro: int, count: int) -> list[Batch]:
     pulled: list[Batch] = []
     for item in items:

@@ -6,6 +6,7 @@ Collectives and messages are issued at once and finished by ``Pending.wait``.
 
 import atexit
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,18 @@ class Pending:
             raise _named_failure(self._describe(), error) from error
 
 
+_HOLD_BACK_SECONDS = 10.0
+"""A hundred times what the launcher takes to see that a process has ended, and to end the others."""
+
+
 def _named_failure(what: str, error: RuntimeError) -> EngineError:
+    """The error of a rank whose communication failed, most often because another rank has ended before.
+
+    A launcher ends this process when it sees the other one end. Waiting for that keeps the traceback of the first
+    failure the last one of the job; without a launcher nobody would come.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_HOLD_BACK_SECONDS)
     cause = _first_line(error)
     return EngineError(f"{what} failed: {cause}. A peer has probably stopped; look for the first traceback of the job.")
 
