@@ -6,17 +6,18 @@ Collectives and messages are issued at once and finished by ``Pending.wait``.
 
 import atexit
 import os
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from time import sleep
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine.errors import EngineError, GridError
 from engine.parallel.backend import Backend, Flow, Reduction, Wait
@@ -59,7 +60,7 @@ def _named_failure(what: str, error: RuntimeError) -> EngineError:
     failure the last one of the job; without a launcher nobody would come.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(_HOLD_BACK_SECONDS)
+        sleep(_HOLD_BACK_SECONDS)
     cause = _first_line(error)
     return EngineError(f"{what} failed: {cause}. A peer has probably stopped; look for the first traceback of the job.")
 
@@ -331,6 +332,11 @@ def open_world(world: World) -> None:
     except (RuntimeError, ValueError) as error:
         raise _rendezvous_failure(world, seconds, error) from error
     atexit.register(_end_process_group)  # not with an engine: others may live in this process
+
+
+def leave_traceback(main: Callable[[], None]) -> None:
+    """Run ``main``; under torchrun, whose summary ends the output of a job that failed, it ends with the traceback."""
+    record(main)()
 
 
 def _rendezvous_failure(world: World, seconds: int, error: Exception) -> GridError:

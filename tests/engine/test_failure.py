@@ -59,7 +59,7 @@ def main():
 if sys.argv[2] == "plain":
     main()
 else:
-    leave_traceback(main)()
+    leave_traceback(main)
 """
 
 
@@ -92,6 +92,7 @@ def test_job_goes_down_and_the_last_traceback_is_the_cause(tmp_path: Path, where
     code, seconds, printed = run(tmp_path, where, how)
     assert code != 0
     assert seconds < SECONDS
+    print(f"the job was down {seconds:.1f} s after the mistake")
     of_ranks = [line for line in printed.splitlines() if line.startswith("[rank")]
     tracebacks = {line.split("]")[0] for line in of_ranks if "Traceback (most recent call last)" in line}
     failing = {"loss": 3, "block": 0, "tensor": 1}[where]
@@ -107,7 +108,7 @@ def test_a_broken_collective_waits_for_the_launcher_where_there_is_one(
     monkeypatch: pytest.MonkeyPatch, launched: bool
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(comm.time, "sleep", slept.append)
+    monkeypatch.setattr(comm, "sleep", slept.append)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if launched:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
@@ -121,7 +122,7 @@ def test_a_broken_collective_waits_for_the_launcher_where_there_is_one(
 
 
 def dies() -> None:
-    """Rank 1 dies in the middle; there is no launcher."""
+    """Rank 1 leaves the process group; there is no launcher."""
     import torch.distributed as dist
 
     from engine.parallel.comm import Comm, TorchBackend
@@ -129,7 +130,9 @@ def dies() -> None:
 
     made = Comm(Grid(1, 2, 1, dist.get_rank()), TorchBackend(Grid(1, 2, 1, dist.get_rank()), torch.device("cpu")))
     if dist.get_rank():
-        os._exit(3)
+        made.close()
+        dist.destroy_process_group()
+        time.sleep(30)
     began = time.monotonic()
     with pytest.raises(EngineError, match="A peer has probably stopped"):
         made.all_reduce(torch.ones(3), "dp", "test").wait()
@@ -139,5 +142,5 @@ def dies() -> None:
 def test_without_a_launcher_a_dead_peer_is_told_at_once(run_ranks: Callable[..., list[Any]]) -> None:
     from tests.ranks import RankError
 
-    with pytest.raises(RankError, match=r"told after [01] s|died with exit code 3"):
-        run_ranks(dies, 2, env={"TORCHELASTIC_RUN_ID": ""} if False else None)
+    with pytest.raises(RankError, match=r"told after [01] s"):
+        run_ranks(dies, 2, seconds=60.0)
