@@ -131,7 +131,7 @@ class Work:
             return
         if self._bench.stage is not None:
             timelines = [self._sight(index).timeline for index in range(len(self._microbatches))]
-            self._results = bring_outputs(self._results, timelines, comm, device)
+            self._results = bring_outputs(self._results, timelines, self._bench.program.model, comm, device)
         self._step.outputs = [result[0] for result in self._results]
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> Forward:
