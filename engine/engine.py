@@ -155,6 +155,8 @@ class Engine:
         """
         if self._step is not None:
             raise EngineError("train_batch inside an unfinished accumulation; call step() first.")
+        if not torch.is_grad_enabled():
+            raise EngineError("train_batch under torch.no_grad, where nothing is learned; call it outside.")
         step, microbatches = self._open(batch)
         self._play(step, Work(self._parts.bench, step, microbatches, self._random_key), self._parts.plan.schedule)
         return self._update(step)
