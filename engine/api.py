@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from engine.agreement import all_or_none
 from engine.banner import describe
 from engine.batch import Batch
 from engine.build import ModelSource, Parts, Request, build, make_model, plan_run, prepare
@@ -14,7 +15,8 @@ from engine.config import Config, load_config
 from engine.engine import Engine
 from engine.loss import LossFunction
 from engine.lr import SchedulerArgument
-from engine.parallel.comm import open_world, read_world
+from engine.parallel.comm import Comm, TorchBackend, open_world, read_world
+from engine.parallel.grid import Grid
 from engine.plan import needs_example
 from engine.zero.optimizer import OptimizerFactory
 
@@ -56,15 +58,20 @@ def initialize(
     waits = needs_example(resolved) and example_batch is None
     plan = None if waits else plan_run(made, resolved, request, example_batch)
     open_world(world)
+    grid = Grid(resolved.pp, resolved.dp, resolved.tp, world.rank)
+    comm = Comm(grid, TorchBackend(grid, world.device))
 
-    def complete(example: Batch) -> Parts:
-        known = plan or plan_run(made, resolved, request, example)
-        parts = build(made, known, world, request, example)
+    def complete(example: Batch, problem: Exception | None = None) -> Parts:
+        with all_or_none(comm, world.device):
+            if problem is not None:
+                raise problem
+            known = plan or plan_run(made, resolved, request, example)
+        parts = build(made, known, comm, world.device, request, example)
         if world.rank == 0:
             logger.info(describe(known, str(world.device)))
         return parts
 
-    engine = Engine(made, resolved, world, complete)
+    engine = Engine(made, resolved, comm, world.device, complete)
     if not waits:
         engine.complete(example_batch)
     return engine
