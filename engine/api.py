@@ -33,14 +33,12 @@ def initialize(
 ) -> Engine:
     """Put ``model`` on the grid that ``config`` describes.
 
-    Under torchrun the process group is started (NCCL on GPUs, gloo otherwise) unless it runs already;
-    without torchrun this is a run of one process.
+    Starts the process group (NCCL on GPUs, gloo otherwise) unless it runs; without torchrun, a run of one process.
 
     Args:
         model: a module, or a callable that builds one; every rank passes the same weights.
         config: a dict, the path of a JSON file, or a :class:`Config`.
-        loss_fn: ``(output, batch) -> loss`` with a 0-dim mean or (sum, weight); without it the loss is
-            looked for in the model's output.
+        loss_fn: ``(output, batch) -> loss``, a 0-dim mean or (sum, weight); None: the model's output has it.
         example_batch: one microbatch, or its shapes (meta tensors do). Tensor and pipeline parallelism look at it;
             without it they wait for the first batch, and the plan is not known before.
         optimizer: ``params -> torch.optim.Optimizer``, in place of the configured one.
