@@ -9,16 +9,23 @@ usual: text, model, a loop, a few printed lines.
 import logging
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 from engine.launch.options import training_options
 
 
 def main() -> None:
-    """Train, validate, let the model write, and compare planned with measured bytes."""
+    """Read the options, run, and if that fails let torchrun end with the traceback of the rank that began it."""
     options = training_options()
 
-    # torch is imported from here on, so that --help answers at once
+    from engine.parallel.comm import leave_traceback  # torch from here on, so that --help answers at once
+
+    leave_traceback(lambda: run(options))
+
+
+def run(options: Namespace) -> None:
+    """Train, validate, let the model write, and compare planned with measured bytes."""
     import engine
     from engine.data import Batches, Sampler, window_count
     from engine.decoder import Decoder, loss_sum

@@ -2,13 +2,36 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from engine.errors import ConfigError, PlanError
+from engine.errors import ConfigError, EngineError, PlanError
 from engine.parallel.comm import Comm
 from engine.plan import Plan
+
+
+@contextmanager
+def all_or_none(comm: Comm, device: torch.device) -> Iterator[None]:
+    """What is inside succeeds on all ranks, or all raise: who fails its own error, the others that it did.
+
+    One all-gather of 8 bytes a rank over the world, label "start". Inside, nothing may be communicated.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    failed = _gather(torch.tensor([problem is not None], dtype=torch.int64), comm, device, "start").flatten()
+    if problem is not None:
+        raise problem
+    if failed.any():
+        raise EngineError(
+            f"rank {int(failed.nonzero()[0])} could not make ready for this run, so no rank starts; its message tells "
+            "why."
+        )
 
 
 @torch.no_grad()
@@ -49,11 +72,11 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
         )
 
 
-def _gather(values: Tensor, comm: Comm, device: torch.device) -> Tensor:
+def _gather(values: Tensor, comm: Comm, device: torch.device, label: str = "equal weights") -> Tensor:
     world = comm.grid.world_size
     table = torch.zeros(world, values.numel(), dtype=values.dtype, device=device)
     table[comm.grid.rank] = values.to(device)
-    comm.all_gather(table.view(-1), table[comm.grid.rank], "world", "equal weights").wait()
+    comm.all_gather(table.view(-1), table[comm.grid.rank], "world", label).wait()
     return table.cpu()
 
 

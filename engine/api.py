@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from engine.agreement import all_or_none
 from engine.banner import describe
 from engine.batch import Batch
 from engine.build import ModelSource, Parts, Request, build, make_model, plan_run, prepare
@@ -14,7 +15,8 @@ from engine.config import Config, load_config
 from engine.engine import Engine
 from engine.loss import LossFunction
 from engine.lr import SchedulerArgument
-from engine.parallel.comm import open_world, read_world
+from engine.parallel.comm import Comm, TorchBackend, open_world, read_world
+from engine.parallel.grid import Grid
 from engine.plan import needs_example
 from engine.zero.optimizer import OptimizerFactory
 
@@ -31,14 +33,12 @@ def initialize(
 ) -> Engine:
     """Put ``model`` on the grid that ``config`` describes.
 
-    Under torchrun the process group is started (NCCL on GPUs, gloo otherwise) unless it runs already;
-    without torchrun this is a run of one process.
+    Starts the process group (NCCL on GPUs, gloo otherwise) unless it runs; without torchrun, a run of one process.
 
     Args:
         model: a module, or a callable that builds one; every rank passes the same weights.
         config: a dict, the path of a JSON file, or a :class:`Config`.
-        loss_fn: ``(output, batch) -> loss`` with a 0-dim mean or (sum, weight); without it the loss is
-            looked for in the model's output.
+        loss_fn: ``(output, batch) -> loss``, a 0-dim mean or (sum, weight); None: the model's output has it.
         example_batch: one microbatch, or its shapes (meta tensors do). Tensor and pipeline parallelism look at it;
             without it they wait for the first batch, and the plan is not known before.
         optimizer: ``params -> torch.optim.Optimizer``, in place of the configured one.
@@ -56,15 +56,20 @@ def initialize(
     waits = needs_example(resolved) and example_batch is None
     plan = None if waits else plan_run(made, resolved, request, example_batch)
     open_world(world)
+    grid = Grid(resolved.pp, resolved.dp, resolved.tp, world.rank)
+    comm = Comm(grid, TorchBackend(grid, world.device))
 
-    def complete(example: Batch) -> Parts:
-        known = plan or plan_run(made, resolved, request, example)
-        parts = build(made, known, world, request, example)
+    def complete(example: Batch, problem: Exception | None = None) -> Parts:
+        with all_or_none(comm, world.device):
+            if problem is not None:
+                raise problem
+            known = plan or plan_run(made, resolved, request, example)
+        parts = build(made, known, comm, world.device, request, example)
         if world.rank == 0:
             logger.info(describe(known, str(world.device)))
         return parts
 
-    engine = Engine(made, resolved, world, complete)
+    engine = Engine(made, resolved, comm, world.device, complete)
     if not waits:
         engine.complete(example_batch)
     return engine

@@ -5,6 +5,7 @@ micro x accumulation rows. 0-dim tensors and everything that is no tensor go to 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -60,12 +61,6 @@ def take_microbatches(batch: Batch | Iterator[Batch], micro: int, count: int) ->
     rows = micro * count
     _check_rows(batch, rows, f"micro x accumulation = {micro} x {count} = {rows}")
     return [take_rows(batch, index * micro, micro) for index in range(count)]
-
-
-def with_first_microbatch(batch: Batch | Iterator[Batch], micro: int, count: int) -> tuple[Any, Batch]:
-    """A batch as good as ``batch``, and the first microbatch in it."""
-    microbatches = take_microbatches(batch, micro, count)
-    return (iter(microbatches) if isinstance(batch, Iterator) else batch), microbatches[0]
 
 
 def _pull(items: Iterator[Batch], micro: int, count: int) -> list[Batch]:
@@ -125,7 +120,8 @@ def join_outputs(outputs: list[Any]) -> Any:
     if isinstance(first, Tensor):
         return torch.cat(outputs) if first.ndim else torch.stack(outputs)
     if isinstance(first, Mapping):
-        return {key: join_outputs([output[key] for output in outputs]) for key in first}
+        joined = {key: join_outputs([output[key] for output in outputs]) for key in first}
+        return type(first)(**joined) if is_dataclass(first) else joined  # Hugging Face's outputs are both
     if isinstance(first, tuple | list):
         return _like(first, [join_outputs(list(parts)) for parts in zip(*outputs, strict=True)])
     return outputs

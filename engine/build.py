@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.agreement import check_equal
-from engine.batch import Batch
+from engine.agreement import all_or_none, check_equal
+from engine.batch import Batch, named_tensors
 from engine.budget import reduces_each_microbatch
 from engine.config import Config, OptimizerConfig
 from engine.errors import ConfigError, PlanError
@@ -17,7 +17,7 @@ from engine.loss import LossFunction
 from engine.lr import LearningRate, SchedulerArgument, make_learning_rate
 from engine.materialize import materialize
 from engine.metrics import check_sinks
-from engine.parallel.comm import Comm, TorchBackend, World
+from engine.parallel.comm import Comm
 from engine.parallel.pipeline.absent import make_absent
 from engine.parallel.pipeline.executor import Executor
 from engine.parallel.pipeline.stage import Stage
@@ -25,7 +25,7 @@ from engine.parallel.pipeline.transport import CommTransport
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.install import install, local_part
 from engine.parallel.tensor.partial import PartialSums
-from engine.plan import Plan, Wish, build_plan
+from engine.plan import Plan, Wish, build_plan, check_settings
 from engine.precision import make_precision, place_rest
 from engine.program import Program
 from engine.randomness import Streams, keyed
@@ -90,6 +90,8 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     if config.optimizer is None and request.optimizer is None:
         raise ConfigError("optimizer: null, and none was given in code; name one, or pass optimizer=... in code.")
     _refuse_shared_memory(model)
+    _check_example(request.example_batch)
+    check_settings(model, config)
     _switch_cache_off(model)
 
 
@@ -99,26 +101,26 @@ def plan_run(model: nn.Module, config: Config, request: Request, example: Batch)
     return build_plan(config, Wish(program, example, request.optimizer is not None))
 
 
-def build(model: nn.Module, plan: Plan, world: World, request: Request, example: Batch) -> Parts:
+def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch) -> Parts:
     """Check that all ranks were given the same, then place parameters, hooks and optimizer."""
-    config, grid = plan.config, plan.grid(world.rank)
-    comm = Comm(grid, TorchBackend(grid, world.device))
-    check_equal(model, plan, comm, world.device)
+    config = plan.config
+    check_equal(model, plan, comm, device)
     for stages in plan.tie_stages:
         comm.connect(stages)
     entries = state_entries(model)
     axis = TensorAxis(comm)
-    buckets, reducer = _place(model, plan, world, comm, axis)
+    with all_or_none(comm, device):
+        buckets, reducer = _place(model, plan, comm, device, axis)
     sharded = config.zero_optimization.stage > 0
     factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped=request.optimizer is not None)
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
-    program = Program(model, request.loss_fn, plan.precision, world.device)
-    streams = Streams(model, world.device)
+    program = Program(model, request.loss_fn, plan.precision, device)
+    streams = Streams(model, device)
     recomputation = Recomputation(model, config.activation_checkpointing.mode)
-    stage = Stage(model, world.device) if plan.cut is not None else None
+    stage = Stage(model, device) if plan.cut is not None else None
     bench = Bench(program, streams, Sights(plan, program, axis, example), stage, reducer)
-    executor = Executor(CommTransport(comm, plan.schedule.rank_of_stage, world.device))
+    executor = Executor(CommTransport(comm, plan.schedule.rank_of_stage, device))
     removals = [stage.close] if stage else []
     removals += [recomputation.remove, streams.remove, reducer.remove]
     full = FullState(model, plan, entries, comm)
@@ -126,7 +128,7 @@ def build(model: nn.Module, plan: Plan, world: World, request: Request, example:
 
 
 def _place(
-    model: nn.Module, plan: Plan, world: World, comm: Comm, axis: TensorAxis
+    model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis
 ) -> tuple[Sequence[FlatBucket], Reducer]:
     """Cut the model to what this rank holds, and move that into flat buckets with hooks on them."""
     coord, config = comm.grid.coord(), plan.config
@@ -139,15 +141,15 @@ def _place(
         return local_part(full, cuts[name], coord.tp) if name in cuts else full
 
     drawn = {name for name, p in model.named_parameters() if p.is_meta and name in present}
-    materialize(model, drawn, config.seed, world.device, keep)
+    materialize(model, drawn, config.seed, device, keep)
     if plan.tensor is not None:
         install(model, plan.tensor, axis, already_cut=drawn)
-    place_rest(model, plan.precision, world.device, absent)
-    make_absent(model, present, world.device)
+    place_rest(model, plan.precision, device, absent)
+    make_absent(model, present, device)
     held = {name: trainable[name] for name in trainable if name in present}
     sharded = config.zero_optimization.stage > 0
     each = reduces_each_microbatch(config)
-    buckets = allocate(plan.layout(coord), held, Ownership(coord.dp, comm.grid.dp, sharded, each), world.device)
+    buckets = allocate(plan.layout(coord), held, Ownership(coord.dp, comm.grid.dp, sharded, each), device)
     wire, sums = plan.precision.wire, PartialSums(plan.table, comm)
     if each:
         return buckets, MicrobatchReducer(buckets, held, comm, wire, config.accumulation, sums)
@@ -181,6 +183,14 @@ def _refuse_unbuilt(config: Config) -> None:
         raise ConfigError(
             f"{', '.join(asked)}: not in this version, which has data, tensor and pipeline parallelism with ZeRO 0 "
             "to 2 in fp32 and bf16; leave it out."
+        )
+
+
+def _check_example(example: Batch) -> None:
+    if example is not None and not any(tensor.ndim for _, tensor in named_tensors(example)):
+        raise PlanError(
+            f"example_batch is a {type(example).__name__} without tensors; give one microbatch (of tensors, or of meta "
+            "tensors that have its shapes), or leave it out."
         )
 
 

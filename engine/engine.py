@@ -7,7 +7,6 @@ train_batch    cut -> same batch on all ranks of a replica? -> executor [ forwar
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.attached import Attachment
 from engine.banner import compare_traffic
-from engine.batch import Batch, call_model, is_text, join_outputs, take_microbatches, with_first_microbatch
+from engine.batch import Batch, call_model, is_text, join_outputs
 from engine.budget import CONTROL_SCALARS
 from engine.build import Parts
 from engine.config import Config
@@ -24,16 +23,18 @@ from engine.errors import EngineError
 from engine.loss import check_pair, check_trainable
 from engine.metrics import StepReport, make_sinks, peak_memory, utilisation
 from engine.modes import evaluating
-from engine.parallel.comm import World
+from engine.parallel.comm import Comm
 from engine.parallel.grid import Grid
-from engine.parallel.pipeline.schedule import forward_only
+from engine.parallel.pipeline.schedule import Schedule, forward_only
 from engine.parallel.traffic import Tally
 from engine.plan import Plan
-from engine.replica import check_batch
+from engine.replica import take_batch
 from engine.step import Control, Step
 from engine.work import Work
 from engine.zero.clip import clip_factor, gradient_norm
 from engine.zero.storage import squared_norm
+
+BuildParts = Callable[[Batch, Exception | None], Parts]
 
 
 class Engine:
@@ -42,12 +43,13 @@ class Engine:
     Where a plan needs to see a batch and none was given, the parts are built when the first one comes.
     """
 
-    def __init__(self, model: nn.Module, config: Config, world: World, build: Callable[[Batch], Parts]) -> None:
+    def __init__(self, model: nn.Module, config: Config, comm: Comm, device: torch.device, build: BuildParts) -> None:
         self._model = model
         self._config = config
-        self._grid = Grid(config.pp, config.dp, config.tp, world.rank)
-        self._device = world.device
-        self._build = build
+        self._comm = comm
+        self._grid = comm.grid
+        self._device = device
+        self._build: BuildParts = build
         self._built: Parts | None = None
         self._step: Step | None = None
         self._forwarded: Batch = None
@@ -58,12 +60,15 @@ class Engine:
         self._update_seconds = 0.0
         self._trained = Tally()
         self._attempts = 0
-        self._sinks = make_sinks(config.monitor) if world.rank == 0 else ()
+        self._sinks = make_sinks(config.monitor) if comm.grid.rank == 0 else ()
 
-    def complete(self, example: Batch) -> None:
-        """Build what is missing, for microbatches like ``example``. Collective; ``initialize`` calls it."""
+    def complete(self, example: Batch, problem: Exception | None = None) -> None:
+        """Build what is missing, for microbatches like ``example``. Collective; ``initialize`` calls it.
+
+        ``problem``: why this rank has no example. It is raised here, and all other ranks raise too.
+        """
         if self._built is None:
-            self._built = self._build(example)
+            self._built = self._build(example, problem)
             self._attachment = Attachment(self._model, self._built.buckets)
 
     @property
@@ -125,7 +130,7 @@ class Engine:
     @property
     def sent(self) -> Tally:
         """Everything this rank has sent so far, by axis and label."""
-        return self._parts.comm.tally.copy()
+        return self._comm.tally.copy()
 
     def traffic_report(self) -> str:
         """Planned and measured bytes of a training step on this rank, side by side."""
@@ -150,11 +155,10 @@ class Engine:
         """
         if self._step is not None:
             raise EngineError("train_batch inside an unfinished accumulation; call step() first.")
+        if not torch.is_grad_enabled():
+            raise EngineError("train_batch under torch.no_grad, where nothing is learned; call it outside.")
         step, microbatches = self._open(batch)
-        if step.problem is None:
-            work = Work(self._parts.bench, step, microbatches, self._random_key)
-            with self._keeping_problems(step):
-                self._parts.executor.run(self._parts.plan.schedule.per_rank[self._grid.coord().pp], work)
+        self._play(step, Work(self._parts.bench, step, microbatches, self._random_key), self._parts.plan.schedule)
         return self._update(step)
 
     @overload
@@ -172,15 +176,10 @@ class Engine:
         With ``return_output``: (report, model output of rank 0's share, None on other ranks).
         """
         step, microbatches = self._open(batch)
-        if step.problem is None:
-            work = Work(
-                self._parts.bench, step, microbatches, self._random_key, "output" if return_output else "evaluate"
-            )
-            schedule = forward_only(self._config.pp, self._config.accumulation)
-            with self._keeping_problems(step), evaluating(self._model):
-                self._parts.executor.run(schedule.per_rank[self._grid.coord().pp], work)
-                if return_output:
-                    work.bring_outputs(self._parts.comm, self._device)
+        kind = "output" if return_output else "evaluate"
+        work = Work(self._parts.bench, step, microbatches, self._random_key, kind)
+        with evaluating(self._model):
+            self._play(step, work, forward_only(self._config.pp, self._config.accumulation))
         control = self._agree(step, 0.0)
         step.seconds = time.perf_counter() - step.started
         report = self._report(step, control, math.nan, skipped=False)
@@ -197,14 +196,14 @@ class Engine:
             EngineError: there is a pipeline, whose stages do not have the output.
         """
         self._refuse_pipeline("eng(batch)")
-        self.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
+        self._forwarded = args[0] if len(args) == 1 and not kwargs else kwargs or args
+        self.complete(self._forwarded)
         if self._step is None and self._loop_started is None and torch.is_grad_enabled():
             self._loop_started = time.perf_counter()
         index = self._step.microbatches if self._step else 0
         # negative, because positive numbers count the modules that have ended
         key = (*self._random_key(index), -self._forwards) if self._forwards else self._random_key(index)
         self._forwards += torch.is_grad_enabled()  # an evaluation must not change what training draws
-        self._forwarded = args[0] if len(args) == 1 and not kwargs else kwargs or args
         program = self._parts.bench.program
         with self._parts.bench.streams.forward(*key):
             if self._forwarded is not kwargs:
@@ -272,7 +271,7 @@ class Engine:
         if self._built is not None:
             for remove in self._built.removals:
                 remove()
-            self._built.comm.close()
+        self._comm.close()
 
     def __enter__(self) -> Self:
         return self
@@ -292,39 +291,40 @@ class Engine:
             )
 
     def _begin(self) -> Step:
+        comm = self._parts.comm
         self._attachment.check()
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         started, self._loop_started = self._loop_started or time.perf_counter(), None
-        return Step(started, self._parts.comm.tally.copy(), zero, zero.clone())
+        return Step(started, comm.tally.copy(), zero, zero.clone())
 
     def _open(self, batch: Batch | Iterator[Batch]) -> tuple[Step, list[Batch]]:
         """Start a step; a bad batch is kept as its problem, so that the other ranks do not wait for ever."""
         if self._built is None:
-            batch, example = with_first_microbatch(batch, self._config.micro, self._config.accumulation)
-            self.complete(example)
+            seen, problem = take_batch(batch, self._config, self._comm, self._device)
+            self.complete(seen[0] if seen else None, problem)
+            batch = iter(seen)
         self._loop_started, self._forwards = None, 0  # of a forward that no backward followed
         step = self._begin()
-        microbatches: list[Batch] = []
-        try:
-            microbatches = take_microbatches(batch, self._config.micro, self._config.accumulation)
-            step.text = is_text(microbatches[0])  # every rank, also those that never see a loss
-        except Exception as problem:  # an iterator may fail in any way
-            step.problem = problem
-        try:
-            check_batch(microbatches, step.problem, self._parts.comm, self._device)
-        except EngineError as problem:
-            step.problem = problem
+        microbatches, step.problem = take_batch(batch, self._config, self._comm, self._device)
+        step.text = step.problem is None and is_text(microbatches[0])  # every rank, also those that see no loss
         return step, microbatches
 
-    @contextmanager
-    def _keeping_problems(self, step: Step) -> Iterator[None]:
-        """Keep an error of the user's model until all ranks have met, where they can meet.
+    def _play(self, step: Step, work: Work, schedule: Schedule) -> None:
+        """Look at all microbatches, then run them; an error waits in ``step`` until all ranks meet, if they can.
 
-        In the middle of a pipeline or between tensor ranks they cannot: others wait for what this rank will never
-        send, so the error goes out at once.
+        In a look nothing is sent, and what is wrong is wrong on the whole replica. In the middle of a pipeline or
+        between tensor ranks the others wait for what this rank will never send, so an error goes out at once.
         """
         try:
-            yield
+            if step.problem is None:
+                work.look()
+        except Exception as problem:
+            step.problem = problem
+        if step.problem is not None:
+            return
+        try:
+            self._parts.executor.run(schedule.per_rank[self._grid.coord().pp], work)
+            work.bring_outputs(self._comm, self._device)
         except Exception as problem:
             if self._grid.size("replica") > 1:
                 raise
@@ -361,7 +361,7 @@ class Engine:
             values[0], values[1], values[3] = step.loss, step.weight, step.tokens
         values[2] = norm
         values[4] = step.problem is not None
-        self._parts.comm.all_reduce(values, "world", "control").wait()
+        self._comm.all_reduce(values, "world", "control").wait()
         control = Control(*values.tolist())
         if step.problem is not None:
             raise step.problem
@@ -386,13 +386,13 @@ class Engine:
             tflops=tflops,
             mfu=mfu,
             peak_bytes=peak_memory(self._device),
-            bytes_sent=self._parts.comm.tally.since(step.sent).bytes(),
+            bytes_sent=self._comm.tally.since(step.sent).bytes(),
             skipped=skipped,
         )
 
     def _record(self, report: StepReport, step: Step) -> StepReport:
         self._attempts += 1
-        for row in self._parts.comm.tally.since(step.sent).rows():
+        for row in self._comm.tally.since(step.sent).rows():
             self._trained.add(row)
         if self._attempts % self.config.monitor.every == 0 or self._attempts == 1:
             for sink in self._sinks:

@@ -1,10 +1,10 @@
 """What the last stage's model returned, on rank 0."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.parallel.comm import Comm
@@ -13,11 +13,13 @@ from engine.parallel.pipeline.timeline import FreeTensor, FromParameter, FromVal
 LABEL = "outputs"
 
 
-def bring_outputs(results: Sequence[Any], timelines: Sequence[Timeline], comm: Comm, device: torch.device) -> list[Any]:
+def bring_outputs(
+    results: Sequence[Any], timelines: Sequence[Timeline], model: nn.Module, comm: Comm, device: torch.device
+) -> list[Any]:
     """The results of the microbatches from the last stage of rank 0's replica, on rank 0; elsewhere nothing.
 
     ``results``: (output, sum, weight) of each microbatch, on the last stage. Rank 0 knows their structure from
-    the timelines, so that tensors alone travel.
+    the timelines, and the shapes of parameters from ``model``, so that tensors alone travel.
     """
     coord, last = comm.grid.coord(), comm.grid.pp - 1
     if coord.dp or coord.tp or coord.pp not in (0, last):
@@ -28,13 +30,14 @@ def bring_outputs(results: Sequence[Any], timelines: Sequence[Timeline], comm: C
                 if isinstance(leaf, Tensor):
                     comm.send(leaf.detach().contiguous(), 0, "backward", LABEL).wait()
         return []
-    return [_receive(timeline, comm, device) for timeline in timelines]
+    parameters = dict(model.named_parameters())
+    return [_receive(timeline, parameters, comm, device) for timeline in timelines]
 
 
-def _receive(timeline: Timeline, comm: Comm, device: torch.device) -> Any:
+def _receive(timeline: Timeline, parameters: Mapping[str, Tensor], comm: Comm, device: torch.device) -> Any:
     leaves: list[Any] = []
     for leaf in timeline.result.leaves:
-        found = _like(leaf, timeline)
+        found = _like(leaf, timeline, parameters)
         if found is None:
             leaves.append(getattr(leaf, "content", None))
             continue
@@ -44,7 +47,9 @@ def _receive(timeline: Timeline, comm: Comm, device: torch.device) -> Any:
     return pytree.tree_unflatten(leaves, timeline.result.spec)
 
 
-def _like(leaf: Leaf, timeline: Timeline) -> tuple[tuple[int, ...], torch.dtype] | None:
+def _like(
+    leaf: Leaf, timeline: Timeline, parameters: Mapping[str, Tensor]
+) -> tuple[tuple[int, ...], torch.dtype] | None:
     """Shape and dtype of a leaf that is a tensor."""
     if isinstance(leaf, FromValue):
         value = timeline.values[leaf.value]
@@ -52,5 +57,6 @@ def _like(leaf: Leaf, timeline: Timeline) -> tuple[tuple[int, ...], torch.dtype]
     if isinstance(leaf, FreeTensor):
         return leaf.shape, leaf.dtype
     if isinstance(leaf, FromParameter):
-        raise NotImplementedError(leaf.parameter)
+        parameter = parameters[leaf.parameter]  # absent ones keep shape and dtype
+        return tuple(parameter.shape), parameter.dtype
     return None

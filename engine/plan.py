@@ -127,10 +127,9 @@ def build_plan(config: Config, wish: Wish) -> Plan:
     if not assigned:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")
     schedule = _schedule(config)
-    tensor = find_tensor_plan(model, config.parallel.tensor_plan, config.tp) if config.tp > 1 else None
+    tensor = _tensor_plan(model, config)
     sight = _see(config, wish, tensor)
     table = build_table(model, assigned, _division(config, tensor, sight))
-    _check_glue(table)
     notes = [*_notes(model, config, precision), *sight.notes]
     return Plan(
         config, table, _layouts(table, config, precision), groups, precision, schedule,
@@ -159,7 +158,9 @@ def _see(config: Config, wish: Wish, tensor: TensorPlan | None) -> _Sight:
     except PlanError as problem:
         if config.pp > 1:
             raise
+        _check_reads(watch)
         return _Sight(notes=(f"bytes over tp are not known before they are sent: {problem}",))
+    _check_reads(watch)
     split = None if config.parallel.split == "auto" else config.parallel.split
     cut = make_cut(timeline, config.pp, split) if config.pp > 1 else None
     if tensor is None or watch is None:
@@ -183,14 +184,24 @@ def _division(config: Config, tensor: TensorPlan | None, sight: _Sight) -> Divis
     )
 
 
-def _check_glue(table: ShardTable) -> None:
+def _check_reads(watch: Watch | None) -> None:
     """A parameter that code outside its module reads is whole there, or the result is wrong."""
-    for row in table:
-        if row.dim is not None and row.in_glue:
-            raise PlanError(
-                f"parameter {row.name!r} is cut over the tensor ranks, but code outside its module reads it too; give "
-                f'its module the style "replicate" in parallel.tensor_plan.'
-            )
+    for name in watch.read_outside if watch else ():
+        raise PlanError(
+            f"parameter {name!r} is cut over the tensor ranks, but code outside its module reads it too; give "
+            f'its module the style "replicate" in parallel.tensor_plan.'
+        )
+
+
+def check_settings(model: nn.Module, config: Config) -> None:
+    """Refuse, before any batch is seen, what ``build_plan`` would refuse for any batch."""
+    assign_groups(model, config.optimizer)
+    _schedule(config)
+    _tensor_plan(model, config)
+
+
+def _tensor_plan(model: nn.Module, config: Config) -> TensorPlan | None:
+    return find_tensor_plan(model, config.parallel.tensor_plan, config.tp) if config.tp > 1 else None
 
 
 def _schedule(config: Config) -> Schedule:
@@ -208,6 +219,8 @@ def _schedule(config: Config) -> Schedule:
         text = Path(kind).read_text(encoding="utf-8")
     except OSError as error:
         raise ScheduleError(f"schedule {kind}: {error.strerror}; give the path of a file of actions.") from None
+    except UnicodeDecodeError:
+        raise ScheduleError(f"schedule {kind} is no text; give a file of actions such as 0F0 0B0.") from None
     schedule = parse_schedule(text, kind)
     check(schedule)
     split = any(action.op not in (Op.FORWARD, Op.BACKWARD) for row in schedule.per_rank for action in row)

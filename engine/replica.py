@@ -5,16 +5,34 @@ may fit and the training be wrong without a word, or a receive may wait for ever
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, named_tensors
+from engine.batch import Batch, named_tensors, take_microbatches
+from engine.config import Config
 from engine.errors import EngineError
 from engine.parallel.comm import Comm
 
 _REFUSED = -1
+
+
+def take_batch(
+    batch: Batch | Iterator[Batch], config: Config, comm: Comm, device: torch.device
+) -> tuple[list[Batch], Exception | None]:
+    """The microbatches of a step, and what is wrong with them on this rank or on another of its replica."""
+    microbatches: list[Batch] = []
+    problem: Exception | None = None
+    try:
+        microbatches = take_microbatches(batch, config.micro, config.accumulation)
+    except Exception as error:  # an iterator may fail in any way
+        problem = error
+    try:
+        check_batch(microbatches, problem, comm, device)
+    except EngineError as error:
+        problem = error
+    return microbatches, problem
 
 
 def check_batch(microbatches: Sequence[Batch], problem: Exception | None, comm: Comm, device: torch.device) -> None:

@@ -116,11 +116,23 @@ class Work:
         sight = self._sight(microbatch)
         return Part(sight.cut.stages[stage], sight.timeline.values)
 
+    def look(self) -> None:
+        """See every microbatch before anything is sent, so that what a model cannot do leaves no rank waiting.
+
+        Raises:
+            PlanError, or the model's own error.
+        """
+        if self._bench.stage is not None:
+            for index in range(len(self._microbatches)):
+                self._sight(index)
+
     def bring_outputs(self, comm: Comm, device: torch.device) -> None:
-        """Outputs of the evaluation to rank 0, which may lie on another stage than they do."""
+        """With "output": what the model returned to rank 0, which may lie on another stage than it does."""
+        if self._kind != "output":
+            return
         if self._bench.stage is not None:
             timelines = [self._sight(index).timeline for index in range(len(self._microbatches))]
-            self._results = bring_outputs(self._results, timelines, comm, device)
+            self._results = bring_outputs(self._results, timelines, self._bench.program.model, comm, device)
         self._step.outputs = [result[0] for result in self._results]
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> Forward:

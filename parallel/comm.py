@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from time import sleep
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine.errors import EngineError, GridError
 from engine.parallel.backend import Backend, Flow, Reduction, Wait
@@ -47,7 +49,18 @@ class Pending:
             raise _named_failure(self._describe(), error) from error
 
 
+_HOLD_BACK_SECONDS = 10.0
+"""A hundred times what the launcher takes to see that a process has ended, and to end the others."""
+
+
 def _named_failure(what: str, error: RuntimeError) -> EngineError:
+    """The error of a rank whose communication failed, most often because another rank has ended before.
+
+    A launcher ends this process when it sees the other one end. Waiting for that keeps the traceback of the first
+    failure the last one of the job; without a launcher nobody would come.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        sleep(_HOLD_BACK_SECONDS)
     cause = _first_line(error)
     return EngineError(f"{what} failed: {cause}. A peer has probably stopped; look for the first traceback of the job.")
 
@@ -319,6 +332,11 @@ def open_world(world: World) -> None:
     except (RuntimeError, ValueError) as error:
         raise _rendezvous_failure(world, seconds, error) from error
     atexit.register(_end_process_group)  # not with an engine: others may live in this process
+
+
+def leave_traceback(main: Callable[[], None]) -> None:
+    """Run ``main``; under torchrun, whose summary ends the output of a job that failed, it ends with the traceback."""
+    record(main)()
 
 
 def _rendezvous_failure(world: World, seconds: int, error: Exception) -> GridError:

@@ -40,12 +40,15 @@ class Cut:
         return {name: tuple(stages) for name, stages in sorted(found.items())}
 
     def stage_of_buffer(self, timeline: Timeline, name: str) -> int:
-        """The stage whose copy of a buffer is kept up to date: the last that writes it or calls the unit around it."""
+        """The stage whose copy of a buffer is kept up to date: the last that writes it or calls the unit around it.
+
+        What free code writes is up to date where the program runs to its end: on the last stage.
+        """
         writers = {index for index, glue in enumerate(timeline.glue) if name in glue.buffers}
         stages = [plan.stage for plan in self.stages if writers & plan.glue]
         calls = enumerate(timeline.calls)
         stages += [self.stage_of_call[index] for index, call in calls if name.startswith(f"{call.unit}.")]
-        return max(stages, default=0)
+        return max(stages, default=len(self.stages) - 1)
 
 
 def make_cut(timeline: Timeline, stages: int, split: Sequence[str] | None = None) -> Cut:

@@ -174,6 +174,6 @@ class GlueRun(Run, TorchFunctionMode):
             self._here[id(leaf)] = weakref.ref(leaf), has_content
 
     def _note_written(self, operation: Operation, has_content: bool) -> None:
-        for tensor in operation.written:
+        for tensor in (*operation.written, *operation.statistics):
             storage = tensor.untyped_storage()
             self._written[storage._cdata] = storage, has_content

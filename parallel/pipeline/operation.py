@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
@@ -43,6 +44,10 @@ _RANDOM = frozenset((
     "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_",
     "geometric_", "cauchy_", "log_normal_", "poisson", "binomial", "rrelu", "rrelu_", "gumbel_softmax",
 ))  # fmt: skip
+_KEEPS_STATISTICS: Mapping[Any, str] = MappingProxyType(
+    {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
+)
+"""Functions that write what they are given for later, and the argument that says so."""
 _DIFFERENTIATES = frozenset(("backward", "grad"))
 
 Function = Callable[..., Any]
@@ -119,6 +124,18 @@ class Operation:
         if (in_place or flagged) and self.args and isinstance(self.args[0], Tensor):
             return [self.args[0]]
         return []
+
+    @cached_property
+    def statistics(self) -> list[Tensor]:
+        """The running mean and variance that a normalisation in training mode writes, beside what it returns."""
+        flag = _KEEPS_STATISTICS.get(self.function)
+        if flag is None:
+            return []
+        names = ("input", "running_mean", "running_var", "weight", "bias", flag)
+        given = dict(zip(names, self.args, strict=False)) | dict(self.kwargs)
+        if not given.get(flag, self.function is functional.instance_norm):
+            return []
+        return [given[name] for name in ("running_mean", "running_var") if isinstance(given.get(name), Tensor)]
 
     def run(self) -> Any:
         """Do it."""

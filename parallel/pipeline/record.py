@@ -169,7 +169,7 @@ class Recorder(TorchFunctionMode):
     def _rewrite(self, operation: Operation, source: Source) -> tuple[tuple[tuple[int, int], ...], frozenset[str]]:
         """New values for what the operation writes; and the buffers among it."""
         writes, buffers = [], frozenset[str]()
-        for target in operation.written:
+        for target in (*operation.written, *operation.statistics):
             sharing = self._twins.sharing(target)
             buffers |= self.ledger.buffers_among(sharing)
             self.ledger.rewrite(sharing, source)

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from engine.parallel.pipeline.timeline import Timeline
 from engine.parallel.tensor.collectives import COLUMN_INPUTS, EMBEDDING, LOGITS, LOSS, ROW_OUTPUTS
 from engine.parallel.tensor.plan import LayerCut, TensorPlan
+from engine.parallel.tensor.reads import OutsideReads
 from engine.parallel.tensor.sharded_logits import KEEPS_THE_SLICE
 from engine.parallel.traffic import Op, Tally, Traffic, sent_bytes
 
@@ -50,6 +51,7 @@ class Watch:
         self._plan = plan
         self._recomputed = recomputed
         self._sums: list[Sum] = []
+        self._reads = OutsideReads(model, plan)
         self._seen: dict[str, list[Any]] = {}
         self._saved = 0
         self._pending: list[tuple[int, int]] = []
@@ -60,6 +62,11 @@ class Watch:
         """Of the last run, in its order."""
         return tuple(self._sums)
 
+    @property
+    def read_outside(self) -> tuple[str, ...]:
+        """Cut parameters that code outside their modules reads."""
+        return tuple(self._reads.names)
+
     @contextmanager
     def run(self) -> Iterator[None]:
         """Around one run of the model; an earlier one is forgotten."""
@@ -69,7 +76,7 @@ class Watch:
         handles += [module.register_forward_pre_hook(self._enter) for module in self._recomputed.values()]
         handles += [module.register_forward_hook(self._exit) for module in self._recomputed.values()]
         try:
-            with saved_tensors_hooks(self._pack, lambda saved: saved):
+            with saved_tensors_hooks(self._pack, lambda saved: saved), self._reads.watching():
                 yield
         finally:
             for handle in handles:

@@ -1,0 +1,518 @@
+"""What the public calls mean under tensor and pipeline parallelism: the same as in one process."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import engine
+from engine.decoder import loss_sum
+from engine.verify import Parity, Wishes, train_alone, train_on_grid
+from tests import models
+
+RunRanks = Callable[..., list[Any]]
+Build = Callable[[], nn.Module]
+
+BASE: dict[str, Any] = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}},
+    "gradient_clipping": 0.5,
+}
+GRIDS: dict[str, dict[str, Any]] = {
+    "dp2": {"data": 2},
+    "tp2": {"tensor": 2},
+    "pp2": {"pipeline": 2},
+    "pp3": {"pipeline": 3},
+    "pp4": {"pipeline": 4},
+    "tp2 x pp2": {"tensor": 2, "pipeline": 2},
+    "dp2 x tp2": {"data": 2, "tensor": 2},
+    "dp2 x pp2": {"data": 2, "pipeline": 2},
+    "dp2 x tp2 x pp2": {"data": 2, "tensor": 2, "pipeline": 2},
+}
+MODELS: dict[str, Build] = {
+    "decoder": partial(models.decoder, layers=4),
+    "decoder tied": partial(models.decoder, layers=4, tied=True),
+    "decoder dropout": partial(models.decoder, layers=4, dropout=0.1),
+    "gpt2": partial(models.gpt2, layers=4),
+    "gpt2 still": partial(models.gpt2, layers=4, dropout=0.0),
+    "llama": partial(models.llama, layers=4),
+    "nano": partial(models.nano, layers=4),
+}
+
+
+def config(grid: str, **changes: Any) -> dict[str, Any]:
+    return BASE | {"parallel": {"data": 1} | GRIDS[grid]} | changes
+
+
+def wide(*values: str) -> Any:
+    """A case of the wide matrix."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+def ranks(grid: str) -> int:
+    return prod(GRIDS[grid].values())
+
+
+def loss_of(name: str) -> Any:
+    return loss_sum if name.startswith("decoder") else None
+
+
+def batches(name: str, rows: int = 16, steps: int = 3) -> list[Any]:
+    return models.batches_for(name.split()[0], rows, steps)
+
+
+def share(eng: engine.Engine, batch: Any, start: int = 0) -> Any:
+    """This data rank's rows."""
+    rows = eng.config.micro * eng.config.accumulation
+    first = eng.grid.coord().dp * rows + start
+    if isinstance(batch, Tensor):
+        return batch[first : first + rows]
+    if isinstance(batch, tuple):
+        return tuple(part[first : first + rows] for part in batch)
+    return {key: value[first : first + rows] for key, value in batch.items()}
+
+
+def start(name: str, settings: dict[str, Any], seen: bool = True) -> engine.Engine:
+    first = batches(name)[0]
+    example = tuple(part[:2] for part in first) if isinstance(first, tuple) else {k: v[:2] for k, v in first.items()}
+    return engine.initialize(MODELS[name](), settings, loss_of(name), example if seen else None)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return list(one) == list(other) and all(
+        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]) for key in one
+    )
+
+
+# ------------------------------------------------------------------------------------------------ evaluation, state
+
+
+def evaluates(name: str, grid: str) -> dict[str, Any]:
+    """Evaluation and full state before training, and training with and without evaluations between."""
+    found: dict[str, Any] = {"first": [], "second": []}
+    given = MODELS[name]().state_dict()
+    steps = batches(name)
+    with start(name, config(grid)) as eng, start(name, config(grid), seen=False) as other:
+        state = eng.full_state_dict()
+        found["state"] = same(state, given) if eng.grid.rank == 0 else state == {}
+        eng.module.get_submodule(next(n for n, m in eng.module.named_modules() if isinstance(m, nn.Dropout))).eval()
+        modes = [module.training for module in eng.module.modules()]
+        eng.module.train()
+        found["loss"] = eng.eval_batch(share(eng, steps[0])).loss
+        random = torch.get_rng_state()
+        eng.module.apply(lambda module: None)
+        for module, mode in zip(eng.module.modules(), modes, strict=True):
+            module.training = mode
+        report, output = eng.eval_batch(share(eng, steps[0]), return_output=True)
+        found["again"] = report.loss == found["loss"]
+        found["untouched"] = (
+            [module.training for module in eng.module.modules()] == modes
+            and torch.equal(torch.get_rng_state(), random)
+            and all(parameter.grad is None for parameter in eng.module.parameters())
+            and same(eng.full_state_dict(), state)
+            and (eng.step_count, report.step) == (0, 0)
+        )
+        found["output"] = output
+        eng.module.train()
+        for batch in steps:
+            found["first"].append(eng.train_batch(share(eng, batch)).loss)
+            eng.eval_batch(share(eng, steps[1]))
+            eng.eval_batch(share(eng, steps[2]), return_output=True)
+            found["second"].append(other.train_batch(share(other, batch)).loss)
+        found["trained alike"] = same(eng.full_state_dict(), other.full_state_dict())
+    return found
+
+
+@torch.no_grad()
+def evaluate_alone(name: str) -> tuple[float, Any]:
+    """Loss and output of the whole first batch in one process."""
+    model, batch = MODELS[name]().eval(), batches(name)[0]
+    output = model(*batch) if isinstance(batch, tuple) else model(**batch)
+    if loss_of(name):
+        total, weight = loss_sum(output, batch)
+        return float(total / weight), output
+    return float(output["loss"] if hasattr(output, "loss") else output[1]), output
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [
+        ("decoder dropout", "tp2"),
+        ("decoder dropout", "pp2"),
+        ("gpt2", "tp2 x pp2"),
+        wide("decoder dropout", "tp2 x pp2"),
+        wide("decoder dropout", "dp2 x tp2 x pp2"),
+        wide("gpt2", "tp2"),
+        wide("gpt2", "pp2"),
+    ],
+)
+def test_evaluation_touches_nothing_and_gives_what_one_process_gives(run_ranks: RunRanks, name: str, grid: str) -> None:
+    results = run_ranks(evaluates, ranks(grid), name, grid)
+    loss, output = evaluate_alone(name)
+    rows = 16 // GRIDS[grid].get("data", 1)
+    for rank, found in enumerate(results):
+        assert found["state"] and found["again"] and found["untouched"] and found["trained alike"], rank
+        assert found["loss"] == pytest.approx(loss, rel=1e-6)
+        assert found["first"] == found["second"], "evaluations and a late build change no bit"
+        assert rank == 0 or found["output"] is None
+    found = results[0]["output"]
+    if name == "gpt2":
+        assert type(found) is type(output) and found.loss.shape == (rows // 2,)
+        found, output = found.logits, output.logits
+    torch.testing.assert_close(found, output[:rows], rtol=1e-5, atol=1e-6)
+
+
+class Odd(nn.Module):
+    """Returns a dict with all kinds of leaves: a parameter, a free tensor, plain objects, a nested tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.register_buffer("seen", torch.arange(3.0))
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Any]:
+        early = None
+        for index, layer in enumerate(self.layers):
+            x = layer(x).tanh() * self.scale
+            early = x if index == 0 else early
+        loss = (x * mask).square().mean()
+        return {"loss": loss, "both": (early, x), "mask": mask, "scale": self.scale, "count": 3, "none": None}
+
+
+def odd_outputs(grid: str) -> Any:
+    """The output of an evaluation on rank 0."""
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    batch = {"x": x, "mask": (x > 0).float()}
+    with engine.initialize(Odd(), config(grid), example_batch={k: v[:2] for k, v in batch.items()}) as eng:
+        _, output = eng.eval_batch(batch, return_output=True)
+        eng.train_batch(batch)
+    return output
+
+
+def test_outputs_of_all_kinds_come_back(run_ranks: RunRanks) -> None:
+    found, other = run_ranks(odd_outputs, 2, "pp2")
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = Odd()(x, (x > 0).float())
+    assert other is None and list(found) == list(expected)
+    torch.testing.assert_close(found["both"], expected["both"])
+    assert torch.equal(found["mask"], expected["mask"])
+    assert torch.equal(found["scale"][:8], expected["scale"]) and found["count"][0] == 3
+
+
+# ------------------------------------------------------------------------------------------------ forms and shapes
+
+
+def in_forms(name: str, grid: str) -> list[list[float]]:
+    """The same step from a whole batch and from an iterator."""
+    found = []
+    for form in ("whole", "iterator"):
+        with start(name, config(grid), seen=form == "whole") as eng:
+            losses = []
+            for batch in batches(name, steps=2):
+                mine = share(eng, batch)
+                if form == "iterator":
+                    parts = [share(eng, batch, index) for index in range(0, 16, 2)]
+                    cut = [
+                        tuple(t[:2] for t in p) if isinstance(p, tuple) else {k: v[:2] for k, v in p.items()}
+                        for p in parts
+                    ]
+                    endless = itertools.chain(cut, cut)
+                    losses.append(eng.train_batch(endless).loss)
+                    assert len(list(endless)) == len(cut), "exactly accumulation items are pulled"
+                else:
+                    losses.append(eng.train_batch(mine).loss)
+            found.append(losses)
+    return found
+
+
+class Chain(nn.Sequential):
+    """A chain that is called with one tensor."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        super().__init__(*[nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(4)])
+
+
+def squares(output: Tensor, batch: Tensor) -> Tensor:
+    return (output - batch.flip(1)).square().mean()
+
+
+def tensor_batches(rows: int = 16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(rows, 12, generator=generator) for _ in range(4)]
+
+
+@pytest.mark.parametrize(("name", "grid"), [("decoder", "tp2"), ("nano", "pp2"), ("decoder", "tp2 x pp2")])
+def test_iterators_and_tuples(run_ranks: RunRanks, name: str, grid: str) -> None:
+    for whole, pulled in run_ranks(in_forms, ranks(grid), name, grid):
+        assert whole == pulled
+
+
+def lengths(name: str) -> list[Any]:
+    """Batches whose sequences get shorter and longer again."""
+    cut = []
+    for batch, length in zip(batches(name, steps=5), (12, 7, 12, 3, 7), strict=True):
+        cut.append({key: value[:, :length].contiguous() for key, value in batch.items()})
+    return cut
+
+
+def on_grid(build: Build, settings: dict[str, Any], given: Sequence[Any], loss: Any) -> tuple[Any, Any]:
+    """Body of a rank: training on the grid, and on rank 0 alone."""
+    wishes = Wishes(loss)
+    run = train_on_grid(build, settings, given, wishes)
+    return (run, train_alone(build, settings, given, wishes)) if run.weights else (run, None)
+
+
+def parity(run_ranks: RunRanks, grid: str, build: Build, given: Sequence[Any], loss: Any, **changes: Any) -> Parity:
+    return Parity(*run_ranks(on_grid, ranks(grid), build, config(grid, **changes), given, loss)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [
+        ("llama", "pp2"),
+        ("gpt2 still", "tp2 x pp2"),
+        wide("decoder", "tp2"),
+        wide("decoder dropout", "pp4"),
+        wide("decoder tied", "dp2 x pp2"),
+    ],
+)
+def test_other_lengths_in_later_batches(run_ranks: RunRanks, name: str, grid: str) -> None:
+    result = parity(run_ranks, grid, MODELS[name], lengths(name), loss_of(name))
+    assert result.holds(), str(result)
+
+
+def test_a_batch_that_is_one_tensor(run_ranks: RunRanks) -> None:
+    result = parity(run_ranks, "pp2", Chain, tensor_batches(), squares)
+    assert result.holds(), str(result)
+
+
+# ------------------------------------------------------------------------------------------------ randomness
+
+
+def recomputed(name: str, grid: str) -> list[list[float]]:
+    """Losses without and with recomputed activations."""
+    found = []
+    for mode in ("none", "full"):
+        with start(name, config(grid, activation_checkpointing={"mode": mode})) as eng:
+            found.append([eng.train_batch(share(eng, batch)).loss for batch in batches(name)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [("decoder dropout", "tp2"), ("gpt2", "pp2"), wide("decoder dropout", "pp2"), wide("gpt2", "tp2 x pp2")],
+)
+def test_recomputed_activations_change_no_bit(run_ranks: RunRanks, name: str, grid: str) -> None:
+    kept, again = run_ranks(recomputed, ranks(grid), name, grid)[0]
+    assert kept == again
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [("gpt2", "dp2"), ("gpt2", "pp2"), ("gpt2", "pp4"), wide("gpt2", "dp2 x pp2")]
+    + [wide("decoder dropout", grid) for grid in ("dp2", "pp2", "pp4", "dp2 x pp2")],
+)
+def test_dropout_does_not_depend_on_data_and_pipeline(run_ranks: RunRanks, name: str, grid: str) -> None:
+    result = parity(run_ranks, grid, MODELS[name], batches(name), loss_of(name))
+    assert result.loss <= 1e-6 and result.norm <= 1e-5, str(result)
+
+
+def replicated(name: str, grid: str) -> dict[str, Any]:
+    """Parameters that every tensor rank holds whole, after five steps with dropout."""
+    with start(name, config(grid)) as eng:
+        losses = [eng.train_batch(share(eng, batch)).loss for batch in batches(name, steps=5)]
+        assert eng.plan.tensor is not None
+        cut, held = eng.plan.tensor.parameters, {row.name for row in eng.plan.table.on_stage(eng.grid.coord().pp)}
+        named = eng.module.named_parameters()
+        whole = {name: p.detach().clone() for name, p in named if name not in cut and name in held}
+        return {"stage": eng.grid.coord().pp, "whole": whole, "loss": losses}
+
+
+@pytest.mark.parametrize(("name", "grid"), [("decoder dropout", "tp2"), ("gpt2", "tp2 x pp2"), wide("llama", "tp2")])
+def test_tensor_ranks_stay_equal_where_they_hold_the_same(run_ranks: RunRanks, name: str, grid: str) -> None:
+    results = run_ranks(replicated, ranks(grid), name, grid)
+    for one, other in itertools.combinations(results, 2):
+        assert one["loss"] == other["loss"]
+        if one["stage"] == other["stage"]:
+            assert one["whole"] and same(one["whole"], other["whole"])
+
+
+# ------------------------------------------------------------------------------------------------ precision
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [("decoder", "pp2"), ("decoder", "tp2 x pp2"), wide("decoder", "tp2")]
+    + [wide("llama", grid) for grid in ("tp2", "pp2", "tp2 x pp2")],
+)
+def test_bf16_stays_close_to_bf16_of_one_process(run_ranks: RunRanks, name: str, grid: str) -> None:
+    result = parity(run_ranks, grid, MODELS[name], batches(name, steps=4), loss_of(name), bf16={"enabled": True})
+    assert result.loss <= (1e-4 if "tp" in grid else 1e-7), "sums of halves are rounded anew, stages change no bit"
+
+
+# ------------------------------------------------------------------------------------------------ unusual models
+
+
+def normed(affine: bool = True) -> nn.Module:
+    torch.manual_seed(7)
+    norms = [
+        nn.Sequential(nn.Linear(12, 12, bias=False), nn.BatchNorm1d(12, affine=affine), nn.Tanh()) for _ in range(4)
+    ]
+    return nn.Sequential(*norms)
+
+
+class FreeNorm(nn.Module):
+    """Batch normalisation between the blocks, without parameters of its own: its statistics are written by glue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(12, affine=False) for _ in range(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.calls: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x).tanh())
+        self.calls += 1
+        return x
+
+
+class HalfFrozen(Chain):
+    """The first half is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in list(self.children())[:2]:
+            layer.requires_grad_(False)
+
+
+class TiedChain(nn.Module):
+    """One weight in every block, and blocks on three stages or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        for layer in self.layers[1:]:
+            layer.weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh() + x
+        return x
+
+
+UNUSUAL: dict[str, Build] = {
+    "batch norm": normed,
+    "batch norm without weights": partial(normed, affine=False),
+    "batch norm between blocks": FreeNorm,
+    "first half frozen": HalfFrozen,
+    "tied over all stages": TiedChain,
+}
+
+
+def unusual(grid: str) -> list[tuple[Any, Any]]:
+    """Body of a rank: all of them, one after another."""
+    # eight rows: normalised over two, every output is 1 or -1 and the gradient is rounding noise
+    settings = config(grid, train_micro_batch_size_per_gpu=8, train_batch_size=32)
+    return [on_grid(build, settings, tensor_batches(rows=32), squares) for build in UNUSUAL.values()]
+
+
+@pytest.mark.parametrize("grid", ["pp2", "pp3", wide("pp4")])
+def test_unusual_models_in_a_pipeline(run_ranks: RunRanks, grid: str) -> None:
+    for name, runs in zip(UNUSUAL, run_ranks(unusual, ranks(grid), grid)[0], strict=True):
+        result, given = Parity(*runs), UNUSUAL[name]().state_dict()
+        assert result.holds(), f"{name}: {result}"
+        assert list(result.engine.weights) == list(given)
+        assert all(result.engine.weights[key].dtype == value.dtype for key, value in given.items())
+
+
+class Counting(nn.Linear):
+    """Says something more in its state."""
+
+    def get_extra_state(self) -> Any:
+        return {"version": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"version": 3}
+
+
+def with_extra_state() -> nn.Module:
+    torch.manual_seed(7)
+    model = nn.Sequential(*[nn.Sequential(Counting(12, 12), nn.Tanh()) for _ in range(4)])
+    model.register_buffer("table", torch.arange(5.0))
+    return model
+
+
+def state_before(grid: str) -> bool:
+    example = tensor_batches()[0][:2]
+    given = with_extra_state().state_dict()
+    with engine.initialize(with_extra_state(), config(grid), squares, example) as eng:
+        state = eng.full_state_dict()
+        if eng.grid.rank:
+            return state == {}
+        with_extra_state().load_state_dict(state)
+        tensors = {key for key, value in given.items() if isinstance(value, Tensor)}
+        return list(state) == list(given) and all(torch.equal(state[key], given[key]) for key in tensors)
+
+
+def test_state_with_extras(run_ranks: RunRanks) -> None:
+    assert all(run_ranks(state_before, 4, "dp2 x pp2"))
+
+
+def two_engines() -> list[bool]:
+    """A tensor-parallel engine and a pipeline of the same ranks take turns; then the first is closed."""
+    found = []
+    alone = {}
+    for grid in ("tp2", "pp2"):
+        with start("decoder", config(grid)) as eng:
+            alone[grid] = [eng.train_batch(share(eng, batch)).loss for batch in batches("decoder")]
+    with start("decoder", config("tp2")) as teacher, start("decoder", config("pp2")) as student:
+        turns = [(teacher.train_batch(batch).loss, student.train_batch(batch).loss) for batch in batches("decoder")]
+        found.append([loss for loss, _ in turns] == alone["tp2"] and [loss for _, loss in turns] == alone["pp2"])
+        teacher.close()
+        found.append(student.train_batch(batches("decoder")[0]).loss > 0)
+    return found
+
+
+def test_two_engines_on_one_process_group(run_ranks: RunRanks) -> None:
+    assert run_ranks(two_engines, 2) == [[True, True]] * 2
+
+
+PARTLY = {"blocks.*.up": "column", "blocks.*.down": "row"}
+WHERE_OTHERS_FAIL: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor plan that leaves parameters whole": ("tp2", {"parallel": {"tensor": 2, "tensor_plan": PARTLY}}),
+    "sharded data ranks and tensor ranks": ("dp2 x tp2", {"zero_optimization": {"stage": 1}}),
+    "pipeline stages": ("pp2", {}),
+    "plain data ranks and tensor ranks": ("dp2 x tp2", {"zero_optimization": {"stage": 0}}),
+    "sharded data ranks and stages": ("dp2 x pp2", {"zero_optimization": {"stage": 1}}),
+}
+
+
+def norms(cases: Sequence[str]) -> list[tuple[Any, Any]]:
+    """Body of a rank: these cases, one after another."""
+    found = []
+    for case in cases:
+        grid, changes = WHERE_OTHERS_FAIL[case]
+        found.append(on_grid(MODELS["decoder"], config(grid, **changes), batches("decoder"), loss_sum))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_norm_is_of_the_whole_model(run_ranks: RunRanks, world: int) -> None:
+    cases = [case for case, (grid, _) in WHERE_OTHERS_FAIL.items() if ranks(grid) == world]
+    for case, runs in zip(cases, run_ranks(norms, world, cases)[0], strict=True):
+        result = Parity(*runs)
+        assert result.norm <= 1e-5 and min(result.reference.norms) > 0.5, f"{case}: {result}"

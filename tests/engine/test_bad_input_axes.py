@@ -1,0 +1,370 @@
+"""Mistakes around tensor and pipeline parallelism: one sentence each, alike on all ranks, and nothing hangs."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import engine
+from engine.decoder import Decoder, DecoderConfig, loss_sum
+from tests import models
+
+RunRanks = Callable[..., list[Any]]
+
+BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5}},
+}
+
+
+def batch(rows: int = 8, seed: int = 3) -> dict[str, Tensor]:
+    tokens = models.token_batches(rows, 1, seed)[0]
+    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def decoder(layers: int = 2, **changes: Any) -> nn.Module:
+    torch.manual_seed(7)
+    config = {"vocabulary": models.VOCABULARY, "layers": layers, "width": 32, "heads": 4, "context": models.LENGTH}
+    return Decoder(DecoderConfig(**(config | changes)))
+
+
+def message(action: Callable[[], object]) -> str:
+    with pytest.raises(engine.EngineError) as caught:
+        action()
+    text = str(caught.value)
+    assert text.count("\n") == 0 and len(text) < 500, text
+    return text
+
+
+class Plain(nn.Module):
+    """No chain of blocks, and no family that a tensor plan is known for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.second(F.relu(self.first(x))).square().mean()
+        return loss
+
+
+class Glued(nn.Module):
+    """A chain of blocks, and between them code that some plans cannot bear. ``glue``: which."""
+
+    def __init__(self, glue: str) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.glue = glue
+        self.embed = nn.Embedding(models.VOCABULARY, 32)
+        self.h = nn.ModuleList(models.NanoBlock(32, 4) for _ in range(2))
+        self.head = nn.Linear(32, models.VOCABULARY)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(idx)
+        for block in self.h:
+            x = block(x)
+        if "branch" in self.glue and x.mean() > 100:
+            x = x * 2
+        logits = F.linear(x, self.embed.weight) if "reads" in self.glue else self.head(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def pair() -> tuple[Tensor, Tensor]:
+    tokens = models.token_batches(2, 1)[0]
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+# ---------------------------------------------------------------- before any communication: nobody else is there
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The message of rank 0 of a job whose other ranks never come: whoever communicates gets a GridError."""
+
+    def refuse(world: int, model: nn.Module, parallel: dict[str, Any], example: Any = None, loss: Any = None) -> str:
+        place = {"RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        for name, value in (place | {"TRINE_TIMEOUT_SECONDS": "1"}).items():
+            monkeypatch.setenv(name, value)
+        text = message(lambda: engine.initialize(model, BASE | {"parallel": parallel}, loss, example))
+        assert "could not join the job" not in text
+        return text
+
+    return refuse
+
+
+HEADS = "the 4 heads of width 8 of blocks.0.attention"
+WRONG_SIZES: list[tuple[int, dict[str, Any], str]] = [
+    (3, {"tensor": 3}, f"tensor = 3 neither divides nor is a multiple of {HEADS}.query; choose a size that fits the "
+     "whole model: 1, 2, 4."),
+    (8, {"tensor": 8}, f"tensor = 8 does not divide {HEADS}.output; choose a size that fits the whole model: 1, 2, 4."),
+    (3, {"pipeline": 3}, "parallel.pipeline cuts the model into 3 stages, but its forward calls only 2 blocks"),
+    (2, {"pipeline": 2, "split": ["blocks.7"]},
+     "parallel.split: 'blocks.7' is no unit that the forward calls; near names are blocks."),
+    (2, {"pipeline": 2, "split": ["blocks.1", "norm"]},
+     "parallel.split names 2 calls, but 2 stages begin at 1; name the call that starts each stage but the first."),
+    (3, {"pipeline": 3, "split": ["blocks.1", "blocks.0"]},
+     "parallel.split: 'blocks.0' does not come after the one before it; name calls in the order"),
+    (2, {"pipeline": 2, "split": ["tokens"]}, "parallel.split: 'tokens' is the first call of all; name calls in the"),
+    (2, {"tensor": 2, "tensor_plan": {"*.queri": "column", "*.output": "row"}},
+     "the pattern '*.queri' of parallel.tensor_plan names no module; the model has tokens, positions,"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "parallel", "start"), WRONG_SIZES)
+def test_sizes_and_names_that_do_not_fit(
+    alone: Callable[..., str], world: int, parallel: dict[str, Any], start: str
+) -> None:
+    assert alone(world, decoder(), parallel, batch(2), loss_sum).startswith(start)
+
+
+def test_models_that_cannot_be_cut(alone: Callable[..., str]) -> None:
+    x = torch.ones(2, 12)
+    assert alone(2, Plain(), {"pipeline": 2}, x).startswith(
+        "parallel.pipeline cuts the model into 2 stages, but its forward calls only 0 blocks"
+    )
+    assert alone(2, Plain(), {"tensor": 2}, x).startswith("no built-in tensor plan fits Plain (there are: ")
+    text = alone(2, Glued("branch"), {"pipeline": 2}, pair())
+    assert "reads the content of a tensor on the host (__bool__) between units" in text
+
+
+PLAN = {"h.*.fc": "column", "h.*.proj": "row", "embed": "vocabulary"}
+
+
+@pytest.mark.parametrize("glue", ["reads", "branch, reads"])
+def test_cut_parameter_that_other_code_reads(alone: Callable[..., str], glue: str) -> None:
+    """A branch on a value keeps tensor parallelism from seeing the whole forward, but not from seeing this."""
+    assert alone(2, Glued(glue), {"tensor": 2, "tensor_plan": PLAN}, pair()) == (
+        "parameter 'embed.weight' is cut over the tensor ranks, but code outside its module reads it too; give its "
+        'module the style "replicate" in parallel.tensor_plan.'
+    )
+
+
+class Functional(models.NanoBlock):
+    """Uses the weights of its perceptron without calling the modules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(F.linear(self.ln_2(x), self.fc.weight, self.fc.bias))
+        return x + F.linear(hidden, self.proj.weight, self.proj.bias)
+
+
+def test_cut_parameter_that_its_block_reads_without_calling_the_module(alone: Callable[..., str]) -> None:
+    model = Glued("")
+    model.h = nn.ModuleList(Functional(32, 4) for _ in range(2))
+    text = alone(2, model, {"tensor": 2, "tensor_plan": PLAN}, pair())
+    assert text.startswith("parameter 'h.0.fc.weight' is cut over the tensor ranks, but code outside its module reads")
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_schedules_that_do_not_exist(alone: Callable[..., str], seen: bool, tmp_path: Path) -> None:
+    """What needs no batch to be known is said before the first batch."""
+    example = batch(2) if seen else None
+
+    def refuse(schedule: str, **more: Any) -> str:
+        return alone(2, decoder(4), {"pipeline": 2, "schedule": schedule} | more, example, loss_sum)
+
+    def file(content: bytes) -> str:
+        path = tmp_path / "schedule.txt"
+        path.write_bytes(content)
+        return refuse(str(path)).replace(str(path), "FILE")
+
+    assert refuse("1f2b").startswith('parallel.schedule: "1f2b" is not a schedule; give gpipe, 1f1b')
+    assert refuse("zb-h1") == "schedule 'zb-h1' is not built; choose gpipe or 1f1b."
+    assert refuse("1f1b", virtual_stages=2).startswith("schedule 1f1b with virtual_stages = 2: it holds one stage on")
+    assert "No such file or directory; give the path" in refuse(str(tmp_path / "none.txt"))
+    assert file(b"0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3\n1F1 1B1 1F0 1B0 1F2 1B2 1F3 1B3\n") == (
+        "schedule FILE is stuck: rank 0 at 0B0 waits for 1B0 of rank 1; rank 1 at 1F1 waits for 0F1 of rank 0. "
+        "Reorder one of these rows."
+    )
+    assert file(b"0F0 0B0\n1F0 1B0\n") == (
+        "schedule FILE has 2 stages and 1 microbatches; this run needs line r to do F and B of stage r for 2 stages "
+        "and 4 microbatches."
+    )
+    assert file(b"0F0 0X0\n1F0 1B0\n").startswith("FILE, line 1: '0X0' is no action; write stage, F, B, I or W,")
+    assert file(b"").startswith("schedule FILE over 0 stages and 0 microbatches is empty;")
+    assert file(b"\xff\xfe\x00").startswith("schedule FILE is no text; give a file of actions")
+
+
+def test_tensor_plans_are_refused_before_the_first_batch_too(alone: Callable[..., str]) -> None:
+    assert alone(3, decoder(), {"tensor": 3}, None, loss_sum).startswith("tensor = 3 neither divides")
+    assert alone(2, Plain(), {"tensor": 2}).startswith("no built-in tensor plan fits Plain")
+
+
+def test_what_is_no_example(alone: Callable[..., str]) -> None:
+    assert alone(2, decoder(), {"pipeline": 2}, 3, loss_sum).startswith(
+        "example_batch is a int without tensors; give one microbatch"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ several ranks
+
+GRIDS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor": 2},
+    "pp2": {"pipeline": 2},
+    "tp2 x pp2": {"tensor": 2, "pipeline": 2},
+    "dp2 x tp2": {"data": 2, "tensor": 2},
+    "dp2 x pp2": {"data": 2, "pipeline": 2},
+    "dp2 x tp2 x pp2": {"data": 2, "tensor": 2, "pipeline": 2},
+}
+
+
+def ranks_of(grid: str) -> int:
+    world = 1
+    for size in GRIDS[grid].values():
+        world *= size
+    return world
+
+
+def start(grid: str, example: Any = None) -> engine.Engine:
+    return engine.initialize(decoder(), BASE | {"parallel": GRIDS[grid]}, loss_sum, example)
+
+
+def other(good: dict[str, Tensor], what: str) -> Any:
+    """A batch that is not its replica's."""
+    if what == "content":
+        return good | {"labels": good["labels"].flip(0)}
+    if what == "shape":
+        return {key: value[:, :5] for key, value in good.items()}
+    if what == "keys":
+        return {"input_ids": good["input_ids"]}
+    if what == "rows":
+        return {key: value[:6] for key, value in good.items()}
+    if what == "ends":
+        return iter([{key: value[:2] for key, value in good.items()}])
+    assert what == "long"
+    return {key: torch.cat([value] * 3, dim=1) for key, value in good.items()}
+
+
+MISTAKES = ("content", "shape", "keys", "rows", "ends")
+
+
+NARROW = (("tp2", False), ("pp2", True), ("tp2 x pp2", False), ("dp2 x tp2", True), ("dp2 x pp2", False))
+
+
+def mistaken(grid: str, example: bool) -> dict[str, Any]:
+    """One rank is given something else than its replica; afterwards all go on."""
+    found: dict[str, Any] = {}
+    good = batch()
+    with start(grid, batch(2) if example else None) as eng:
+        wrong = eng.grid.world_size // 2 - 1  # neither the first nor the last where there are four
+        for what in MISTAKES:
+            found[what] = message(partial(eng.train_batch, other(good, what) if eng.grid.rank == wrong else good))
+            mine = other(good, what) if eng.grid.rank == wrong else good  # anew: an iterator is used up
+            found["eval " + what] = message(partial(eng.eval_batch, mine))
+        assert eng.step_count == 0
+        found["loss"] = [eng.train_batch(good).loss, eng.train_batch(batch(seed=4)).loss]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("grid", "example"),
+    [
+        pytest.param(grid, seen, marks=[] if (grid, seen) in NARROW else pytest.mark.long)
+        for grid in GRIDS
+        for seen in (True, False)
+    ],
+)
+def test_batches_that_differ_between_ranks_of_a_replica(run_ranks: RunRanks, grid: str, example: bool) -> None:
+    results = run_ranks(mistaken, ranks_of(grid), grid, example)
+    assert len({tuple(result["loss"]) for result in results}) == 1
+    with engine.initialize(decoder(), BASE | {"train_batch_size": 8}, loss_sum) as one:
+        losses = [one.train_batch(batch()).loss, one.train_batch(batch(seed=4)).loss]
+    assert results[0]["loss"] == pytest.approx(losses, rel=1e-6)
+    wrong = len(results) // 2 - 1
+    assert results[wrong]["rows"].startswith("batch['input_ids'] has leading dim 6, but a data rank's share has")
+    assert results[wrong]["ends"].startswith("the iterator ended after 1 of 4 microbatches")
+    told = [result["content"] for result in results]
+    assert any("were given different batches; all tensor and pipeline ranks of a data coordinate" in t for t in told)
+
+
+def too_long() -> list[Any]:
+    """A batch whose shape the model refuses: under a pipeline that is found before anything is sent."""
+    found: list[Any] = []
+    with start("dp2 x pp2", batch(2)) as eng:
+        bad = other(batch(), "long") if eng.grid.coord().dp else batch()
+        with pytest.raises(Exception) as caught:
+            eng.train_batch(bad)
+        found.append(f"{type(caught.value).__name__}: {caught.value}")
+        found.append(eng.train_batch(batch()).loss)
+    return found
+
+
+def test_shape_that_the_model_refuses_stops_all_ranks(run_ranks: RunRanks) -> None:
+    results = run_ranks(too_long, 4)
+    told = [text for text, _ in results]
+    assert [text.startswith("ValueError: input_ids has length 36") for text in told] == [False, True, False, True]
+    assert told[0].startswith("EngineError: 2 other rank(s) failed in this step")
+    assert len({loss for _, loss in results}) == 1
+
+
+def different_cuts() -> list[str]:
+    """Data ranks whose first batches make the blocks unequal in cost."""
+    found = []
+    with engine.initialize(Uneven(), BASE | {"parallel": GRIDS["dp2 x pp2"]}) as eng:
+        x = torch.ones(8, 3, 12)
+        share = (x, torch.ones(8, 40 if eng.grid.coord().dp else 1, 12))
+        found.append(message(lambda: eng.train_batch(share)))
+        found.append(str(eng.train_batch((x, torch.ones(8, 1, 12))).loss))
+    return found
+
+
+class Uneven(nn.Module):
+    """Early blocks see the first input, late ones both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(6))
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = torch.cat([x, more], dim=1) if index == 4 else x
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def test_first_batches_that_would_cut_differently(run_ranks: RunRanks) -> None:
+    results = run_ranks(different_cuts, 4)
+    assert {text for text, _ in results} == {
+        "rank 0 and rank 1 would cut the model at different places, because their first batches differ; pass the same "
+        "example_batch to engine.initialize on every rank."
+    }
+    assert len({loss for _, loss in results}) == 1
+
+
+def three_calls(grid: str) -> list[str]:
+    """The loop of three calls where it cannot be, and an engine that has not seen a batch."""
+    found = []
+    with start(grid) as eng:
+        for name in ("plan", "optimizer", "lr"):
+            found.append(message(partial(getattr, eng, name)))
+        found.append(message(eng.full_state_dict))
+        found.append(message(lambda: eng.backward(torch.ones((), requires_grad=True))))
+        if eng.grid.pp > 1:
+            found.append(message(lambda: eng(batch(2))))
+        assert eng.train_batch(batch()).loss > 0
+        with torch.no_grad():
+            found.append(message(lambda: eng.train_batch(batch())))
+        assert eng.plan.table.elements and eng.optimizer.param_groups
+    return found
+
+
+@pytest.mark.parametrize("grid", ["tp2", "pp2"])
+def test_calls_that_come_too_early_or_cannot_be(run_ranks: RunRanks, grid: str) -> None:
+    (first, second) = run_ranks(three_calls, 2, grid)
+    assert first == second
+    early = "the model is not cut before the first batch is seen; pass example_batch=... to engine.initialize, or train"
+    assert all(text.startswith(early) for text in first[:4])
+    assert first[-1] == "train_batch under torch.no_grad, where nothing is learned; call it outside."
+    if grid == "pp2":
+        assert first[4].startswith(
+            "backward(loss) with parallel.pipeline 2: forwards and backwards of all stages are one"
+        )
+        assert first[5].startswith("eng(batch) with parallel.pipeline 2: forwards and backwards of all stages are one")
+    else:
+        assert first[4].startswith(early)
