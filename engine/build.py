@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engine.agreement import all_or_none, check_equal
 from engine.batch import Batch, named_tensors
 from engine.config import Config, OptimizerConfig
+from engine.copies import CopiesCheck
 from engine.errors import ConfigError, PlanError
 from engine.full_state import FullState, state_entries
 from engine.loss import LossFunction
@@ -31,7 +32,7 @@ from engine.randomness import Streams, keyed
 from engine.recompute import Recomputation
 from engine.work import Bench, Sights
 from engine.zero.inner import FlatAdam, FlatLion, FlatSGD
-from engine.zero.optimizer import OptimizerFactory, ShardedOptimizer
+from engine.zero.optimizer import OptimizerFactory, ShardedOptimizer, check_elementwise
 from engine.zero.reduce import GradientReducer
 from engine.zero.storage import FlatBucket, Ownership, allocate
 
@@ -60,6 +61,7 @@ class Parts:
     optimizer: ShardedOptimizer
     learning_rate: LearningRate
     full_state: FullState
+    copies: CopiesCheck
     removals: Sequence[Callable[[], None]]
     """Take off what was put on the user's model, in this order."""
 
@@ -105,6 +107,7 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     check_equal(model, plan, comm, device)
     for stages in plan.tie_stages:
         comm.connect(stages)
+    comm.link(plan.links)
     entries = state_entries(model)
     axis = TensorAxis(comm)
     with all_or_none(comm, device):
@@ -112,6 +115,8 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     sharded = config.zero_optimization.stage > 0
     factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped=request.optimizer is not None)
+    if config.tp > 1:
+        check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
     program = Program(model, request.loss_fn, plan.precision, device)
     streams = Streams(model, device)
@@ -122,7 +127,8 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     removals = [stage.close] if stage else []
     removals += [recomputation.remove, streams.remove, reducer.remove]
     full = FullState(model, plan, entries, comm)
-    return Parts(plan, comm, bench, executor, buckets, optimizer, rate, full, removals)
+    copies = CopiesCheck(plan, buckets, comm)
+    return Parts(plan, comm, bench, executor, buckets, optimizer, rate, full, copies, removals)
 
 
 def _place(
