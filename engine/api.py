@@ -15,7 +15,7 @@ from engine.config import Config, load_config
 from engine.engine import Engine
 from engine.loss import LossFunction
 from engine.lr import SchedulerArgument
-from engine.parallel.comm import Comm, TorchBackend, open_world, read_world
+from engine.parallel.comm import Comm, TorchBackend, World, open_world, read_world
 from engine.parallel.grid import Grid
 from engine.plan import needs_example
 from engine.zero.optimizer import OptimizerFactory
@@ -55,9 +55,7 @@ def initialize(
     prepare(made, resolved, request)
     waits = needs_example(resolved) and example_batch is None
     plan = None if waits else plan_run(made, resolved, request, example_batch)
-    open_world(world)
-    grid = Grid(resolved.pp, resolved.dp, resolved.tp, world.rank)
-    comm = Comm(grid, TorchBackend(grid, world.device))
+    comm = _open_comm(resolved, world)
 
     def complete(example: Batch, problem: Exception | None = None) -> Parts:
         with all_or_none(comm, world.device):
@@ -73,3 +71,9 @@ def initialize(
     if not waits:
         engine.complete(example_batch)
     return engine
+
+
+def _open_comm(config: Config, world: World) -> Comm:
+    open_world(world)
+    grid = Grid(config.pp, config.dp, config.tp, world.rank)
+    return Comm(grid, TorchBackend(grid, world.device))

@@ -11,6 +11,7 @@ from engine.agreement import all_or_none, check_equal
 from engine.batch import Batch, named_tensors
 from engine.budget import reduces_each_microbatch
 from engine.config import Config, OptimizerConfig
+from engine.copies import CopiesCheck
 from engine.errors import ConfigError, PlanError
 from engine.full_state import FullState, state_entries
 from engine.loss import LossFunction
@@ -32,7 +33,7 @@ from engine.randomness import Streams, keyed
 from engine.recompute import Recomputation
 from engine.work import Bench, Sights
 from engine.zero.inner import FlatAdam, FlatLion, FlatSGD
-from engine.zero.optimizer import OptimizerFactory, ShardedOptimizer
+from engine.zero.optimizer import OptimizerFactory, ShardedOptimizer, check_elementwise
 from engine.zero.reduce import GradientReducer, Reducer
 from engine.zero.reduce_microbatch import MicrobatchReducer
 from engine.zero.storage import FlatBucket, Ownership, allocate
@@ -62,6 +63,7 @@ class Parts:
     optimizer: ShardedOptimizer
     learning_rate: LearningRate
     full_state: FullState
+    copies: CopiesCheck
     removals: Sequence[Callable[[], None]]
     """Take off what was put on the user's model, in this order."""
 
@@ -107,6 +109,7 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     check_equal(model, plan, comm, device)
     for stages in plan.tie_stages:
         comm.connect(stages)
+    comm.link(plan.links)
     entries = state_entries(model)
     axis = TensorAxis(comm)
     with all_or_none(comm, device):
@@ -114,6 +117,8 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     sharded = config.zero_optimization.stage > 0
     factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped=request.optimizer is not None)
+    if config.tp > 1:
+        check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
     program = Program(model, request.loss_fn, plan.precision, device)
     streams = Streams(model, device)
@@ -124,7 +129,8 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     removals = [stage.close] if stage else []
     removals += [recomputation.remove, streams.remove, reducer.remove]
     full = FullState(model, plan, entries, comm)
-    return Parts(plan, comm, bench, executor, buckets, optimizer, rate, full, removals)
+    copies = CopiesCheck(plan, buckets, comm)
+    return Parts(plan, comm, bench, executor, buckets, optimizer, rate, full, copies, removals)
 
 
 def _place(

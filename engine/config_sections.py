@@ -57,7 +57,7 @@ class ParallelConfig:
         remedy='give "auto", an object {"name pattern": "style"}, or the path of a JSON file'))  # fmt: skip
     """How tensor ranks share layers: "auto", styles by name pattern, or a file of them."""
     verify_plan: bool = setting(True, Flag())
-    """Check the tensor plan on a small copy of the model before training."""
+    """Compare, in the first step, the gradients that all tensor ranks should find alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

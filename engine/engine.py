@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.attached import Attachment
 from engine.banner import compare_traffic
-from engine.batch import Batch, call_model, is_text, join_outputs
+from engine.batch import Batch, is_text, join_outputs
 from engine.budget import CONTROL_SCALARS
 from engine.build import Parts
 from engine.config import Config
@@ -28,7 +28,7 @@ from engine.parallel.grid import Grid
 from engine.parallel.pipeline.schedule import Schedule, forward_only
 from engine.parallel.traffic import Tally
 from engine.plan import Plan
-from engine.replica import take_batch
+from engine.replica import check_batch, take_batch
 from engine.step import Control, Step
 from engine.work import Work
 from engine.zero.clip import clip_factor, gradient_norm
@@ -204,11 +204,9 @@ class Engine:
         # negative, because positive numbers count the modules that have ended
         key = (*self._random_key(index), -self._forwards) if self._forwards else self._random_key(index)
         self._forwards += torch.is_grad_enabled()  # an evaluation must not change what training draws
-        program = self._parts.bench.program
+        check_batch([(args, kwargs)], None, self._comm, self._device)
         with self._parts.bench.streams.forward(*key):
-            if self._forwarded is not kwargs:
-                return call_model(self._model, program.cast(program.move(self._forwarded)))
-            return self._model(*program.cast(program.move(args)), **program.cast(program.move(kwargs)))
+            return self._parts.bench.program.call(*args, **kwargs)
 
     def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
         """Backward of one microbatch; the loss, a 0-dim mean or (sum, weight), is averaged over the step.
@@ -336,6 +334,7 @@ class Engine:
 
     def _update(self, step: Step) -> StepReport:
         self._parts.bench.reducer.finish()
+        step.problem = step.problem or self._parts.copies.run(step.sent)
         control = self._agree(step, squared_norm(self._parts.buckets))
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._update_seconds

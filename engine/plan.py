@@ -77,6 +77,14 @@ class Plan:
         """Every set of stages that own parameters together, in one order for all ranks."""
         return tuple(sorted({row.stages for row in self.table if len(row.stages) > 1}))
 
+    @property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """Every pair of pipeline ranks that exchange messages; all with the first, which collects the full state."""
+        far = {(0, stage) for stage in range(1, self.config.pp)}
+        if self.cut is not None:
+            far |= {tuple(sorted((plan.stage, other))) for plan in self.cut.stages for other in plan.receives.values()}  # type: ignore[misc]
+        return tuple(sorted(far))
+
     def rank(self, rank: int) -> RankPlan:
         """What ``rank`` holds and sends; pure arithmetic."""
         coord = self.grid(rank).coord()

@@ -41,6 +41,12 @@ class Program:
         output = call_model(self.model, self.cast(moved))
         return Forward(output, find_loss(output, moved, self.loss_fn))
 
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for one batch as its only argument, or for arguments as the model takes them."""
+        if len(args) == 1 and not kwargs:
+            return call_model(self.model, self.cast(self.move(args[0])))
+        return self.model(*self.cast(self.move(args)), **self.cast(self.move(kwargs)))
+
     def on(self, device: torch.device) -> "Program":
         """The same on another device."""
         return replace(self, device=device)

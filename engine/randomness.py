@@ -6,7 +6,8 @@ afterwards: the user's own streams are not touched.
 
 Setting them at exits and not at entries has two reasons: what is drawn between two modules is the same on
 whatever pipeline stage it runs, and recomputed activations, which go back to the state at a block's entry,
-draw the same numbers again.
+draw the same numbers again. Where several blocks are recomputed together, the seed found at the entry of each
+tells which microbatch this is and where in it, so that its exit sets the same seed as before.
 """
 
 from collections.abc import Iterator
@@ -34,19 +35,28 @@ def keyed(device: torch.device, *key: int) -> Iterator[None]:
 
 
 class Streams:
-    """The random streams of one model: hooks that reseed while a microbatch runs forward, and do nothing else."""
+    """The random streams of one model: hooks that reseed while a microbatch runs, forward or once more in backward."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
         self._key: tuple[int, ...] | None = None
         self._ended = 0
-        self._hooks = [unit.register_forward_hook(self._exit) for unit in find_units(model, deep=True).modules.values()]
+        self._made: dict[int, tuple[tuple[int, ...], int]] = {}
+        """Of this step: seed -> (key of the microbatch, modules that had ended)."""
+        self._again: dict[int, tuple[tuple[int, ...], int]] = {}
+        """What running recomputations found at the entry of a module, by the module."""
+        units = find_units(model, deep=True).modules.values()
+        self._hooks = [unit.register_forward_pre_hook(self._enter) for unit in units]
+        self._hooks += [unit.register_forward_hook(self._exit) for unit in units]
 
     @contextmanager
     def forward(self, *key: int) -> Iterator[None]:
-        """Around the forward of one microbatch, whose key this is. Backward must lie outside."""
+        """Around the forward of one microbatch: key = (seed, step, ...). Backward must lie outside."""
+        if any(other[:2] != key[:2] for other, _ in list(self._made.values())[:1]):
+            self._made.clear()
         with keyed(self._device, *key):
             self._key, self._ended = key, 0
+            self._made[derive_seed(*key)] = key, 0
             try:
                 yield
             finally:
@@ -57,9 +67,21 @@ class Streams:
         for hook in self._hooks:
             hook.remove()
 
-    def _exit(self, *_: object) -> None:
+    def _enter(self, unit: nn.Module, *_: object) -> None:
+        if self._key is None:
+            found = self._made.get(torch.default_generator.initial_seed())
+            if found is not None:
+                self._again[id(unit)] = found
+
+    def _exit(self, unit: nn.Module, *_: object) -> None:
         if self._key is not None:
             self._ended += 1
-            seed = derive_seed(*self._key, self._ended)
-            for generator in generators_of(self._device):
-                generator.manual_seed(seed)
+            self._reseed(self._key, self._ended)
+        elif (found := self._again.pop(id(unit), None)) is not None:
+            self._reseed(found[0], found[1] + 1)
+
+    def _reseed(self, key: tuple[int, ...], ended: int) -> None:
+        seed = derive_seed(*key, ended)
+        self._made[seed] = key, ended
+        for generator in generators_of(self._device):
+            generator.manual_seed(seed)

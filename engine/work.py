@@ -42,6 +42,9 @@ _ALONE = Part(
 
 Run = Callable[[], Any]
 
+_SIGHTS = 64
+"""Input signatures that are remembered; with more, the oldest is looked at anew."""
+
 
 class Sight(NamedTuple):
     """A forward as it was seen, and how it is cut."""
@@ -69,6 +72,8 @@ class Sights:
         """
         key = self._key(microbatch, kind)
         if key not in self._seen:
+            if len(self._seen) >= _SIGHTS:
+                del self._seen[next(iter(self._seen))]
             self._seen[key] = self._look(run)
         return self._seen[key]
 

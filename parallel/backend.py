@@ -4,7 +4,7 @@ With ``RecordingBackend`` a plan can be replayed for any number of ranks in one 
 real processes is in ``comm``, the only door to ``torch.distributed``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -42,6 +42,9 @@ class Backend(Protocol):
     def connect(self, stages: tuple[int, ...]) -> None:
         """Prepare ``sum_over_stages``; called by all ranks."""
 
+    def link(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Prepare messages between these pairs of indices of axis pp; called by all ranks."""
+
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
         """Sum ``tensor`` in place over these indices of axis pp."""
 
@@ -70,6 +73,9 @@ class RecordingBackend:
         return lambda: None
 
     def connect(self, stages: tuple[int, ...]) -> None:
+        """Nothing to prepare."""
+
+    def link(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Nothing to prepare."""
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:

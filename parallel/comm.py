@@ -7,7 +7,7 @@ Collectives and messages are issued at once and finished by ``Pending.wait``.
 import atexit
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,6 +25,9 @@ from engine.parallel.grid import Axis, Grid
 from engine.parallel.traffic import Op, Record, Tally, Traffic, sent_bytes
 
 FLIGHT_RECORD_LENGTH = 256
+
+_Key = Axis | tuple[int, ...] | tuple[Flow, int, int]
+"""An axis, stages that sum, or a flow and the pair of stages between which it runs."""
 
 
 class Pending:
@@ -96,6 +99,10 @@ class Comm:
         """Prepare sums over these indices of axis pp. All ranks of the world call it, in the same order."""
         self._backend.connect(stages)
 
+    def link(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Prepare messages between these pairs of indices of axis pp. All ranks of the world call it alike."""
+        self._backend.link(pairs)
+
     def send(self, tensor: Tensor, to: int, flow: Flow, label: str = "") -> Pending:
         """Send ``tensor`` to index ``to`` of axis pp, label ``flow`` or another; unchanged until the wait."""
         return self._issue("send", tensor, "pp", label or flow, lambda: self._backend.send(tensor, to, flow))
@@ -142,20 +149,20 @@ class Comm:
 class TorchBackend:
     """Real processes: NCCL on GPUs, gloo on CPUs, one group per axis taken from a DeviceMesh.
 
-    Forward and backward messages have groups of their own, because NCCL runs all messages between two ranks
-    of one group in the order of their issue, which the two ends do not share.
+    NCCL runs all messages of one group on one stream, in the order of their issue, and a message waits there for
+    its other end. Ranks of a pipeline issue theirs in different orders, so with NCCL (``linked``) every pair of
+    stages has, for each flow, a group of its own, in which both ends agree on the order.
     """
 
-    def __init__(self, grid: Grid, device: torch.device) -> None:
+    def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
+        self._device = device
+        self._linked = device.type == "cuda" if linked is None else linked
         mesh = init_device_mesh(device.type, (grid.pp, grid.dp, grid.tp), mesh_dim_names=("pp", "dp", "tp"))
         self._grid = grid
-        self._groups: dict[Axis | Flow | tuple[int, ...], dist.ProcessGroup | None] = {"world": dist.group.WORLD}
+        self._groups: dict[_Key, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
         axes: tuple[Axis, ...] = ("pp", "dp", "tp")
         for axis in axes:
             self._groups[axis] = mesh.get_group(axis)
-        if grid.pp > 1:
-            self._groups["forward"] = self._groups["pp"]
-            self._groups["backward"] = self._open(list(grid.groups("pp")))
         self._groups["replica"] = self._replica()
         atexit.register(self._groups.clear)
 
@@ -182,13 +189,46 @@ class TorchBackend:
         """Sum ``tensor`` in place."""
         return _finisher(dist.all_reduce(tensor, group=self._groups[stages], async_op=True))
 
+    def link(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Make the groups of these pairs, and use each once, in one order for all ranks: NCCL connects at first use."""
+        flows: tuple[Flow, ...] = ("forward", "backward")
+        for low, high in sorted(set(pairs)) if self._linked else ():
+            for flow in flows:
+                key = (flow, low, high)
+                if key not in self._groups:
+                    peers: list[tuple[int, ...]] = [(line[low], line[high]) for line in self._grid.groups("pp")]
+                    self._groups[key] = self._open(peers)
+                    self._touch(low, high, flow)
+
+    def _touch(self, low: int, high: int, flow: Flow) -> None:
+        token, here = torch.zeros(1, device=self._device), self._grid.coord().pp
+        if here == low:
+            self.send(token, high, flow)()
+        elif here == high:
+            self.receive(token, low, flow)()
+
     def send(self, tensor: Tensor, to: int, flow: Flow) -> Wait:
         """Send to a rank of this pipeline."""
-        return _finisher(dist.isend(tensor, self._grid.peers("pp")[to], group=self._groups[flow]))
+        group, tag = self._channel(to, flow)
+        return _finisher(dist.isend(tensor, self._grid.peers("pp")[to], group, tag))
 
     def receive(self, tensor: Tensor, source: int, flow: Flow) -> Wait:
         """Receive from a rank of this pipeline."""
-        return _finisher(dist.irecv(tensor, self._grid.peers("pp")[source], group=self._groups[flow]))
+        group, tag = self._channel(source, flow)
+        return _finisher(dist.irecv(tensor, self._grid.peers("pp")[source], group, tag))
+
+    def _channel(self, other: int, flow: Flow) -> tuple[dist.ProcessGroup | None, int]:
+        """Group and tag of a flow: gloo has tags, NCCL needs groups."""
+        if not self._linked:
+            return self._groups["pp"], int(flow == "backward")
+        here = self._grid.coord().pp
+        pair = (min(here, other), max(here, other))
+        if (flow, *pair) not in self._groups:
+            raise EngineError(
+                f"stages {pair[0]} and {pair[1]} have not been linked, because no value passed between them in the "
+                "example batch; pass an example_batch that takes the same path through the model."
+            )
+        return self._groups[flow, *pair], 0
 
     def close(self) -> None:
         """Let go of the groups. One that outlives the process group aborts the interpreter at its exit."""

@@ -34,6 +34,26 @@ def llama(layers: int = 2) -> nn.Module:
     )  # fmt: skip
 
 
+def qwen3(layers: int = 2) -> nn.Module:
+    """Hugging Face Qwen3: a norm for every head, which tensor ranks use in part, and shared key heads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(7)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, head_dim=8,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH,
+        )
+    )  # fmt: skip
+
+
+def repeated() -> nn.Module:
+    """A decoder whose four blocks are two, each twice: parameters tied over stages that tensor ranks cut as well."""
+    model: Any = decoder(layers=4)
+    model.blocks[2], model.blocks[3] = model.blocks[0], model.blocks[1]
+    return model  # type: ignore[no-any-return]
+
+
 def gpt2(layers: int = 2, dropout: float = 0.1) -> nn.Module:
     """Hugging Face GPT-2: fused Conv1D qkv, tied head; dropout as its default is."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -145,6 +165,6 @@ def batches_for(kind: str, rows: int, steps: int = 4) -> list[Any]:
     tokens = token_batches(rows, steps)
     if kind in ("nano", "crossing"):
         return [(t[:, :-1], t[:, 1:]) for t in tokens]
-    if kind in ("llama", "gpt2", "t5"):
+    if kind in ("llama", "qwen3", "gpt2", "t5"):
         return [{"input_ids": t[:, :-1], "labels": t[:, :-1].contiguous()} for t in tokens]
     return [{"input_ids": t[:, :-1], "labels": t[:, 1:]} for t in tokens]

@@ -138,7 +138,7 @@ def build_layout(items: Sequence[Item], ranks: int, bucket_elements: int) -> Fla
 
     A bucket is closed when the next parameter would take it past ``bucket_elements``; a larger
     parameter gets a bucket of its own. Inside a bucket slots are ordered by optimizer group, and in a
-    group those that the norm counts come first, so that each is one run and not many.
+    group those that the norm counts come first (not in late buckets), so that each is one run and not many.
     """
     filled: list[list[Item]] = []
     open_buckets: dict[tuple[object, ...], list[Item]] = {}
@@ -155,7 +155,9 @@ def build_layout(items: Sequence[Item], ranks: int, bucket_elements: int) -> Fla
 def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
     slots: list[Slot] = []
     end = 0
-    for item in sorted(members, key=lambda item: (item.group, not item.counted)):
+    # who counts what differs between the ranks that share a late bucket, and all of them lay it out alike
+    late = bool(members[0].ties) or members[0].partial
+    for item in sorted(members, key=lambda item: (item.group, not item.counted and not late)):
         slots.append(Slot(item.name, item.shape, end, item.group, item.counted))
         end += _aligned(math.prod(item.shape), ALIGNMENT)
     kind = members[0]

@@ -43,8 +43,8 @@ class ShardedOptimizer:
         factory: makes the inner optimizer from torch parameter groups.
         comm: communication; label "parameters" on axis dp, one all-gather a bucket and step.
         sharded: update shards only (ZeRO 1); at ZeRO 0 every rank updates everything.
-        shaped: give the inner optimizer whole parameters in their shapes instead of flat runs. Only at
-            ZeRO 0, where an optimizer that looks at a whole matrix (LAMB, Muon) then works.
+        shaped: give the inner optimizer parameters in their shapes instead of flat runs. Only at ZeRO 0, where
+            an optimizer that looks at a whole matrix (LAMB, Muon) then works, unless tensor ranks cut it.
 
     Raises:
         ConfigError: the inner optimizer does not work element by element and sharding is asked.
@@ -72,7 +72,7 @@ class ShardedOptimizer:
                 self._grads.append((parameter, grads))
         self.inner = factory([{"params": members[i], **group.as_kwargs()} for i, group in enumerate(groups)])
         if sharded:
-            _check_elementwise(self.inner)
+            check_elementwise(self.inner, "zero_optimization.stage 1 or more")
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
@@ -128,11 +128,12 @@ def _whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, Tensor, Tensor]]:
         yield slot.group, flat.weights[place].view(slot.shape), flat.grads[place].view(slot.shape)
 
 
-def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:
+    """Refuse an optimizer that looks at more than one element at a time, where ``by`` gives it parts of parameters."""
     kind = type(optimizer)
     known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
     if not known and not getattr(kind, "elementwise", False):
         raise ConfigError(
-            f"optimizer {kind.__name__} is sharded by zero_optimization.stage 1, which needs an optimizer that works "
-            "element by element: use stage 0, or set `elementwise = True` on its class if it does."
+            f"optimizer {kind.__name__} is given parts of parameters by {by}, which needs an optimizer that works "
+            "element by element: leave that out, or set `elementwise = True` on its class if it does."
         )

@@ -25,7 +25,8 @@ from engine.parallel.pipeline.timeline import Value
 from engine.parallel.pipeline.transport import Arrival, Message, Transport
 
 _SETTLED_AFTER = 2
-"""Actions after which a neighbour has taken what was sent to it: one more than ``check`` proves."""
+"""What was sent after an action is waited for when the next one is done: ``check`` proves that a neighbour has
+offered to take it before that one began."""
 
 
 class Part(NamedTuple):

@@ -62,6 +62,8 @@ LLAMA = Family(
             "lm_head": "vocabulary",
             "*.q_norm": "partial",
             "*.k_norm": "partial",
+            "*.query_layernorm": "partial",
+            "*.key_layernorm": "partial",
         }
     ),
 )

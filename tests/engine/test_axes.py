@@ -516,3 +516,86 @@ def test_norm_is_of_the_whole_model(run_ranks: RunRanks, world: int) -> None:
     for case, runs in zip(cases, run_ranks(norms, world, cases)[0], strict=True):
         result = Parity(*runs)
         assert result.norm <= 1e-5 and min(result.reference.norms) > 0.5, f"{case}: {result}"
+
+
+class HeadNorm(nn.Module):
+    """A decoder's block whose query gets a scale of each head's width, which a plan may forget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 8
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.scale = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(self.scale(q), k, v)
+        out: Tensor = x + self.o(y.transpose(1, 2).flatten(2))
+        return out
+
+
+def forget_a_partial_norm(style: str) -> tuple[str, int]:
+    """The first step under a plan that names the norm, or does not."""
+    plan = {"*.q": "column", "*.k": "column", "*.v": "column", "*.o": "row"} | ({"*.scale": style} if style else {})
+    torch.manual_seed(1)
+    model = nn.Sequential(HeadNorm(), HeadNorm())
+    parallel = {"data": 2, "tensor": 2, "tensor_plan": plan}
+    config = {"train_batch_size": 8, "parallel": parallel, "zero_optimization": {"stage": 1}}
+    with engine.initialize(model, config, loss_fn=lambda y, x: y.square().mean()) as eng:
+        batch = torch.randn(4, 5, 32, generator=torch.Generator().manual_seed(eng.grid.coord().dp))
+        try:
+            eng.train_batch(batch)
+        except engine.EngineError as error:
+            return str(error), eng.step_count
+        return "", eng.step_count
+
+
+def test_a_plan_that_forgets_a_partial_norm_is_found_in_the_first_step(run_ranks: RunRanks) -> None:
+    for said, steps in run_ranks(forget_a_partial_norm, 4, ""):
+        assert said.startswith("parameter '0.scale.bias' is held by all tensor ranks, but their gradients differ")
+        assert steps == 0
+    assert run_ranks(forget_a_partial_norm, 4, "partial") == [("", 1)] * 4
+
+
+def batches_by_rank() -> str:
+    """The loop of three calls with another batch on each tensor rank: a sampler keyed by the global rank."""
+    config = {"train_batch_size": 2, "parallel": {"data": 1, "tensor": 2}}
+    with engine.initialize(models.decoder(), config, loss_fn=loss_sum) as eng:
+        tokens = models.token_batches(2, 1, seed=eng.grid.rank)[0]
+        with pytest.raises(engine.EngineError) as caught:
+            eng({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
+        return str(caught.value)
+
+
+def test_the_loop_of_three_calls_compares_batches_too(run_ranks: RunRanks) -> None:
+    for said in run_ranks(batches_by_rank, 2):
+        assert said.startswith("rank 0 and rank 1 were given different batches; all tensor and pipeline ranks")
+
+
+def checkpointed_segments(recompute: bool) -> list[float]:
+    """Norms of a model with dropout whose user recomputes two blocks at a time."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wte = nn.Embedding(models.VOCABULARY, 32)
+            self.h = nn.ModuleList(nn.Sequential(models.NanoBlock(32, 4), nn.Dropout(0.3)) for _ in range(4))
+            self.head = nn.Linear(32, models.VOCABULARY)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            x = self.wte(ids)
+            for first in (0, 2):
+                pair = self.h[first : first + 2]
+                x = checkpoint(nn.Sequential(*pair), x, use_reentrant=False) if recompute else nn.Sequential(*pair)(x)
+            return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(2)
+    config = {"train_batch_size": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.1}
+    with engine.initialize(Pairs(), config) as eng:
+        tokens = models.token_batches(4, 3)
+        return [eng.train_batch((t[:, :-1], t[:, 1:])).grad_norm for t in tokens]
+
+
+def test_several_blocks_recomputed_together_draw_the_same_masks() -> None:
+    assert checkpointed_segments(True) == checkpointed_segments(False)

@@ -46,10 +46,11 @@ class Found(NamedTuple):
 def train(name: str, config: dict[str, Any]) -> Found:
     """Body of a rank: some steps, then what was sent in them."""
     fn = loss_sum if name.startswith("decoder") else None
-    batches = models.batches_for(name.split()[0], 16, STEPS)
+    first, *batches = models.batches_for(name.split()[0], 16, 1 + STEPS)
     resolved = engine.load_config(config, torch.distributed.get_world_size())
-    with engine.initialize(BUILD[name](), resolved, fn, take_rows(batches[0], 0, resolved.micro)) as eng:
+    with engine.initialize(BUILD[name](), resolved, fn, take_rows(first, 0, resolved.micro)) as eng:
         rows = resolved.micro * resolved.accumulation
+        eng.train_batch(take_rows(first, eng.grid.coord().dp * rows, rows))  # the plan is checked in the first step
         before = eng.sent
         for batch in batches:
             eng.train_batch(take_rows(batch, eng.grid.coord().dp * rows, rows))
@@ -148,6 +149,7 @@ def train_with_logits() -> tuple[Any, Any]:
     config = config_for(1, 0, parallel={"data": 1, "tensor": 2})
     batch = models.batches_for("decoder", 16, 1)[0]
     with engine.initialize(models.decoder(), config, loss, take_rows(batch, 0, ROWS)) as eng:
+        eng.train_batch(batch)
         before = eng.sent
         eng.train_batch(batch)
         rows = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.sent.since(before).rows()}

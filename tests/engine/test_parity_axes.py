@@ -24,7 +24,9 @@ RunRanks = Callable[..., list[Any]]
 SHARED: dict[str, Callable[[], nn.Module]] = {
     "decoder": partial(models.decoder, layers=4),
     "decoder tied": partial(models.decoder, tied=True, layers=4),
+    "decoder repeated": models.repeated,
     "llama": partial(models.llama, layers=4),
+    "qwen3": partial(models.qwen3, layers=4),
     "gpt2": partial(models.gpt2, layers=4, dropout=0.0),
 }
 CHAINED: dict[str, Callable[[], nn.Module]] = {

@@ -224,9 +224,11 @@ def test_a_survivor_is_told_which_collective_failed(run_ranks: RunRanks, tmp_pat
     assert "A peer has probably stopped" in said
 
 
-def talk() -> tuple[list[float], list[Any]]:
+def talk(linked: bool) -> tuple[list[float], list[Any]]:
     """Both flows between three stages at once, each in its own order, and a sum over two stages of three."""
-    comm = open_comm(3, 1, 1)
+    grid = Grid(3, 1, 1, dist.get_rank())
+    comm = Comm(grid, TorchBackend(grid, torch.device("cpu"), linked))
+    comm.link([(0, 1), (0, 2), (0, 1)])
     here = comm.grid.coord().pp
     comm.connect((0, 2))
     got: list[float] = []
@@ -252,8 +254,9 @@ def talk() -> tuple[list[float], list[Any]]:
     return got, rows
 
 
-def test_messages_keep_their_order_in_each_flow_and_some_stages_sum(run_ranks: RunRanks) -> None:
-    (first, sent), (second, _), (third, back) = run_ranks(talk, 3)
+@pytest.mark.parametrize("linked", [False, True])
+def test_messages_keep_their_order_in_each_flow_and_some_stages_sum(run_ranks: RunRanks, linked: bool) -> None:
+    (first, sent), (second, _), (third, back) = run_ranks(talk, 3, linked)
     assert first == [20.0, 10.0, 4.0] and second == [0.0, 1.0, 2.0] and third == [0.0, 1.0, 2.0, 4.0]
     assert sent == [("pp", "forward", 6, 72), ("pp", "ties", 1, 4)]
     assert back == [("pp", "gradients of it", 1, 12), ("pp", "ties", 1, 4)]

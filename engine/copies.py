@@ -1,0 +1,72 @@
+"""Whether tensor ranks find equal gradients for the parameters that all of them hold: looked at in the first step.
+
+A plan that calls a parameter replicated, though the model uses it on cut activations, would train copies that
+drift apart, without a word. Its gradients differ between tensor ranks from the first step on. So the bits of
+all gradients that should be equal are summed, per parameter, and compared, once.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.errors import PlanError
+from engine.parallel.comm import Comm
+from engine.parallel.traffic import Tally
+from engine.plan import Plan
+from engine.zero.layout import Slot
+from engine.zero.storage import FlatBucket
+
+LABEL = "plan check"
+
+
+class CopiesCheck:
+    """``parallel.verify_plan``: compares once, after the first step's gradients are reduced."""
+
+    def __init__(self, plan: Plan, buckets: Sequence[FlatBucket], comm: Comm) -> None:
+        wanted = plan.config.parallel.verify_plan and plan.config.tp > 1
+        alike = {row.name for row in plan.table if row.dim is None} if wanted else set()
+        self._places = [
+            (slot.name, flat, _overlap(slot, flat.shard))
+            for flat in buckets
+            for slot in flat.bucket.slots
+            if slot.name in alike
+        ]
+        self._places.sort(key=lambda place: place[0])
+        self._comm = comm
+
+    @torch.no_grad()
+    def run(self, sent: Tally) -> PlanError | None:
+        """The mistake found, on every tensor rank alike. ``sent`` takes the traffic in: it is no part of a step's.
+
+        One all-reduce over dp and one all-gather over tp, label "plan check", 8 bytes a parameter.
+        """
+        places, self._places = self._places, []
+        if not places:
+            return None
+        before = self._comm.tally.copy()
+        mine = torch.stack([_bit_sum(flat.gradient(part)) for _, flat, part in places])
+        # data ranks hold different pieces on different tensor ranks, whose cut parameters have other sizes
+        self._comm.all_reduce(mine, "dp", LABEL).wait()
+        table = torch.empty((self._comm.grid.tp, len(places)), dtype=mine.dtype, device=mine.device)
+        self._comm.all_gather(table.view(-1), mine, "tp", LABEL).wait()
+        for row in self._comm.tally.since(before).rows():
+            sent.add(row)
+        differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+        if not differing:
+            return None
+        return PlanError(
+            f"parameter {places[differing[0]][0]!r} is held by all tensor ranks, but their gradients differ: the model "
+            'uses it on activations that are cut; give its module the style "partial" in parallel.tensor_plan, or '
+            '"replicate" to the layers before it.'
+        )
+
+
+def _overlap(slot: Slot, shard: slice) -> slice:
+    start = max(slot.start, shard.start)
+    return slice(start, max(start, min(slot.stop, shard.stop)))
+
+
+def _bit_sum(part: Tensor) -> Tensor:
+    words = {4: torch.int32, 8: torch.int64}[part.element_size()]
+    return part.contiguous().view(words).sum(dtype=torch.int64)
