@@ -88,6 +88,12 @@ def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Modul
 def prepare(model: nn.Module, config: Config, request: Request) -> None:
     """Refuse what can be refused without seeing a batch and without communication."""
     _refuse_unbuilt(config)
+    zero = config.zero_optimization
+    if zero.reduce == "microbatch" and zero.stage < 2:
+        raise ConfigError(
+            f"zero_optimization.reduce 'microbatch' with stage {zero.stage}: it keeps gradients as shards, which is stage "
+            "2; set stage to 2, or reduce to 'step'."
+        )
     check_sinks(config.monitor)
     if config.optimizer is None and request.optimizer is None:
         raise ConfigError("optimizer: null, and none was given in code; name one, or pass optimizer=... in code.")

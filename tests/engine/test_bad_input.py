@@ -123,6 +123,12 @@ def test_what_this_version_cannot_do_is_said_at_once() -> None:
     assert text.startswith("zero_optimization.stage 3, fp16.enabled true, compile true: not in this version")
 
 
+def test_reduction_of_every_microbatch_needs_shards() -> None:
+    settings = CONFIG | {"zero_optimization": {"stage": 1, "reduce": "microbatch"}}
+    text = message(lambda: engine.initialize(models.decoder(), settings), engine.ConfigError)
+    assert text.startswith("zero_optimization.reduce 'microbatch' with stage 1: it keeps gradients as shards")
+
+
 def test_models_that_cannot_be_trained() -> None:
     def start(model: Any) -> Callable[[], object]:
         return lambda: engine.initialize(model, CONFIG, loss_fn=loss_sum)
