@@ -91,8 +91,8 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     zero = config.zero_optimization
     if zero.reduce == "microbatch" and zero.stage < 2:
         raise ConfigError(
-            f"zero_optimization.reduce 'microbatch' with stage {zero.stage}: it keeps gradients as shards, which is stage "
-            "2; set stage to 2, or reduce to 'step'."
+            f"zero_optimization.reduce 'microbatch' with stage {zero.stage}: it keeps gradients as shards, which is "
+            "stage 2; set stage to 2, or reduce to 'step'."
         )
     check_sinks(config.monitor)
     if config.optimizer is None and request.optimizer is None:
