@@ -39,9 +39,10 @@ class CopiesCheck:
     def run(self, sent: Tally) -> PlanError | None:
         """The mistake found, on every tensor rank alike. ``sent`` takes the traffic in: it is no part of a step's.
 
-        One all-reduce over dp and one all-gather over tp, label "plan check", 8 bytes a parameter.
+        One all-reduce over dp and one all-gather over tp, label "plan check", 8 bytes a parameter; every rank of a
+        stage makes them, also one whose step has failed.
         """
-        places, self._places = self._places, []
+        places = self._places
         if not places:
             return None
         before = self._comm.tally.copy()
@@ -52,6 +53,8 @@ class CopiesCheck:
         self._comm.all_gather(table.view(-1), mine, "tp", LABEL).wait()
         for row in self._comm.tally.since(before).rows():
             sent.add(row)
+        if table.any():
+            self._places = []  # a step without any gradient has proven nothing
         differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
         if not differing:
             return None

@@ -334,7 +334,7 @@ class Engine:
 
     def _update(self, step: Step) -> StepReport:
         self._parts.bench.reducer.finish()
-        step.problem = step.problem or self._parts.copies.run(step.sent)
+        step.problem = self._parts.copies.run(step.sent) or step.problem  # collective: also where a step has failed
         control = self._agree(step, squared_norm(self._parts.buckets))
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._update_seconds
