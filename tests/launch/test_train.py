@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--steps", "3", "--layers", "1", "--width", "32", "--context", "32", "--sample", "20"]
+SMALL = ["--steps", "3", "--layers", "2", "--width", "32", "--context", "32", "--sample", "20"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
@@ -68,7 +68,7 @@ def test_two_nodes(tmp_path: Path) -> None:
         )
     outputs = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs[0][1][-2000:]
-    assert "4 ranks = 1 pipeline x 4 data x 1 tensor" in outputs[0][0] and "step 3/3" in outputs[0][0]
+    assert "4 ranks = 2 pipeline x 1 data x 2 tensor" in outputs[0][0] and "step 3/3" in outputs[0][0]
     assert "step" not in outputs[1][0], "only rank 0 speaks"
 
 

@@ -177,8 +177,9 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_not_sharded(kind: type[t
     with pytest.raises(ConfigError) as caught:
         sharded(build(model(), Setting(stage=1)), kind, 1)
     assert str(caught.value) == (
-        f"optimizer {kind.__name__} is sharded by zero_optimization.stage 1, which needs an optimizer that works "
-        "element by element: use stage 0, or set `elementwise = True` on its class if it does."
+        f"optimizer {kind.__name__} is given parts of parameters by zero_optimization.stage 1 or more, "
+        "which needs an optimizer that works "
+        "element by element: leave that out, or set `elementwise = True` on its class if it does."
     )
 
 

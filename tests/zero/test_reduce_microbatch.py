@@ -38,7 +38,7 @@ class Watching(RecordingBackend):
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for t in (gc.get_objects() if self.sizes else ())
-            if issubclass(type(t), Tensor) and t.is_floating_point() and t.numel()
+            if type(t) in (Tensor, nn.Parameter) and not t.is_meta and t.is_floating_point() and t.numel()
         }
         self.alive.append(sum(size // 4 in self.sizes for size in storages.values()))
         self.order.append(full.numel())
