@@ -26,7 +26,7 @@ from engine.parallel.pipeline.transport import CommTransport
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.install import install, local_part
 from engine.parallel.tensor.partial import PartialSums
-from engine.plan import Plan, Wish, build_plan, check_settings
+from engine.plan import Plan, Wish, build_plan, check_settings, needs_example
 from engine.precision import make_precision, place_rest
 from engine.program import Program
 from engine.randomness import Streams, keyed
@@ -99,7 +99,8 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
         raise ConfigError("optimizer: null, and none was given in code; name one, or pass optimizer=... in code.")
     _refuse_shared_memory(model)
     _check_example(request.example_batch)
-    check_settings(model, config)
+    if needs_example(config) and request.example_batch is None:
+        check_settings(model, config)  # the plan, which would say it, is made when the first batch comes
     _switch_cache_off(model)
 
 

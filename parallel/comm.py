@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine.errors import EngineError, GridError
 from engine.parallel.backend import Backend, Flow, Reduction, Wait
@@ -376,6 +375,8 @@ def open_world(world: World) -> None:
 
 def leave_traceback(main: Callable[[], None]) -> None:
     """Run ``main``; under torchrun, whose summary ends the output of a job that failed, it ends with the traceback."""
+    from torch.distributed.elastic.multiprocessing.errors import record  # only who has a main pays for it
+
     record(main)()
 
 

@@ -32,7 +32,6 @@ class _Filling:
     """How far one bucket is in the running backward."""
 
     flat: FlatBucket
-    missing: int = 0
     buffer: Tensor | None = None
     arrived: set[str] = field(default_factory=set)
     reduced: bool = False

@@ -74,7 +74,7 @@ class Executor:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._live: dict[tuple[int, int], _Live] = {}
-        self._posted: dict[Action, dict[Message, Arrival]] = {}
+        self._posted: dict[Action, tuple[Part, dict[Message, Arrival]]] = {}
 
     @property
     def live(self) -> int:
@@ -99,18 +99,18 @@ class Executor:
         if action in self._posted:
             return
         part = job.part(action.stage, action.microbatch)
-        messages = _arrivals(action, part)
-        self._posted[action] = {
+        arrivals = {
             message: self._transport.receive(message, value.shape, value.dtype)
-            for message in messages
+            for message in _arrivals(action, part)
             for value in [part.values[message.value]]
         }
+        self._posted[action] = part, arrivals
 
     def do(self, action: Action, job: Job) -> None:
         """Play one action."""
         self.post(action, job)
         play = self._forward if action.op is Op.FORWARD else self._backward
-        play(action, job.part(action.stage, action.microbatch), self._posted.pop(action), job)
+        play(action, *self._posted.pop(action), job)
 
     def _forward(self, action: Action, part: Part, arrivals: Mapping[Message, Arrival], job: Job) -> None:
         leaves = {
