@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from engine.bits import bit_sum
 from engine.errors import ConfigError, EngineError, PlanError
 from engine.parallel.comm import Comm
 from engine.plan import Plan
@@ -42,7 +43,7 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
     """
     config = plan.config
     named = [*model.named_parameters(), *model.named_buffers()]
-    sums = torch.tensor([_bit_sum(tensor) for _, tensor in named], dtype=torch.int64)
+    sums = torch.tensor([int(bit_sum(tensor)) for _, tensor in named], dtype=torch.int64)
     settings = json.dumps(config.to_json(), sort_keys=True)
     aliased = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     structure = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in aliased])
@@ -87,13 +88,3 @@ def _differing(table: Tensor, column: int) -> list[int]:
 def _hash(data: bytes) -> Tensor:
     digest = hashlib.blake2b(data, digest_size=8).digest()
     return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64)
-
-
-def _bit_sum(tensor: Tensor) -> int:
-    """Sum of the bit patterns: exact, and independent of the device's order of addition."""
-    if tensor.is_meta:
-        return 0
-    flat = tensor.detach().contiguous().reshape(-1)
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    size = flat.element_size()
-    return int(flat.view(words.get(size, torch.uint8)).sum(dtype=torch.int64)) if flat.numel() else 0

@@ -47,8 +47,7 @@ def state_bytes(
         state["master"] += elements // share * wide if wide != narrow else 0
         state["optimizer"] += elements // share * wide * moments
     for row, elements in frozen:
-        dtype = precision.compute if row.dtype.is_floating_point else None
-        state["frozen parameters"] += elements * (dtype or row.dtype).itemsize
+        state["frozen parameters"] += elements * precision.frozen(row.dtype).itemsize
     return state
 
 
@@ -76,7 +75,7 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
     parts: dict[torch.dtype, int] = {}
     for row in rows:
         if row.partial and row.trainable:
-            _, wide = widths(str(precision.parameter(row.name, row.dtype)).removeprefix("torch."))
+            wide = torch.promote_types(precision.parameter(row.name, row.dtype), torch.float32)
             parts[wide] = parts.get(wide, 0) + row.elements
     for wide, elements in parts.items():
         tally.add(Traffic("tp", LABEL, 1, sent_bytes("all_reduce", elements * wide.itemsize, config.tp)))

@@ -8,8 +8,8 @@ all gradients that should be equal are summed, per parameter, and compared, once
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
+from engine.bits import bit_sum
 from engine.errors import PlanError
 from engine.parallel.comm import Comm
 from engine.parallel.traffic import Tally
@@ -46,7 +46,7 @@ class CopiesCheck:
         if not places:
             return None
         before = self._comm.tally.copy()
-        mine = torch.stack([_bit_sum(flat.gradient(part)) for _, flat, part in places])
+        mine = torch.stack([bit_sum(flat.gradient(part)) for _, flat, part in places])
         # data ranks hold different pieces on different tensor ranks, whose cut parameters have other sizes
         self._comm.all_reduce(mine, "dp", LABEL).wait()
         table = torch.empty((self._comm.grid.tp, len(places)), dtype=mine.dtype, device=mine.device)
@@ -68,8 +68,3 @@ class CopiesCheck:
 def _overlap(slot: Slot, shard: slice) -> slice:
     start = max(slot.start, shard.start)
     return slice(start, max(start, min(slot.stop, shard.stop)))
-
-
-def _bit_sum(part: Tensor) -> Tensor:
-    words = {4: torch.int32, 8: torch.int64}[part.element_size()]
-    return part.contiguous().view(words).sum(dtype=torch.int64)

@@ -49,8 +49,8 @@ def as_run(model: nn.Module, precision: Precision) -> Iterator[None]:
     buffers: list[tuple[nn.Module, str, Tensor]] = []
     try:
         for parameter in model.parameters():
-            narrow = precision.compute if parameter.is_floating_point() else None
-            if narrow not in (None, parameter.dtype):
+            narrow = precision.frozen(parameter.dtype)
+            if narrow != parameter.dtype:
                 data.append((parameter, parameter.data))
                 parameter.data = torch.zeros((), dtype=narrow, device=parameter.device).expand(parameter.shape)
         for path, module in model.named_modules():

@@ -123,8 +123,7 @@ class FullState:
         precision = self._plan.precision
         if row.trainable:
             return torch.promote_types(precision.parameter(row.name, row.dtype), torch.float32)
-        narrow = precision.compute if row.dtype.is_floating_point else None
-        return narrow or row.dtype
+        return precision.frozen(row.dtype)
 
     def _buffer(self, name: str, buffer: Tensor) -> Tensor:
         """A buffer from the stage that runs its module; free code runs on every stage, the first among them."""

@@ -52,6 +52,10 @@ class Precision:
             )
         return given
 
+    def frozen(self, given: torch.dtype) -> torch.dtype:
+        """Dtype of a parameter that is not trained; what is not floating stays."""
+        return self.compute if self.compute is not None and given.is_floating_point else given
+
     def buffer(self, name: str, given: torch.dtype) -> torch.dtype:
         """Dtype of a buffer: floating ones follow the parameters, as ``Module.to(dtype)`` does it."""
         wide = any(fnmatchcase(name, pattern) for pattern in _ALWAYS_WIDE)
@@ -77,7 +81,7 @@ def place_rest(
     ``absent`` parameters belong to other stages: of them only shape and dtype stay.
     """
     for name, parameter in model.named_parameters():
-        narrow = (precision.compute if parameter.is_floating_point() else None) or parameter.dtype
+        narrow = precision.frozen(parameter.dtype)
         if name in absent:
             parameter.data = torch.zeros((), dtype=narrow, device=parameter.device).expand(parameter.shape)
         elif not parameter.requires_grad:

@@ -38,16 +38,17 @@ def run_ranks() -> Callable[..., list[Any]]:
 @pytest.fixture(scope="session")
 def parity_table(request: pytest.FixtureRequest) -> Iterator[Table]:
     """Largest relative deviation of a loss from one process, by model and grid."""
-    table = Table("parity", "largest relative deviation of a loss")
-    yield table
-    if request.config.getoption("--write-readme"):
-        table.write()
+    yield from _deviations("parity", request)
 
 
 @pytest.fixture(scope="session")
 def axes_table(request: pytest.FixtureRequest) -> Iterator[Table]:
     """The same by model and grid of all three axes, over every way of running it that was tried."""
-    table = Table("axes", "largest relative deviation of a loss")
+    yield from _deviations("axes", request)
+
+
+def _deviations(name: str, request: pytest.FixtureRequest) -> Iterator[Table]:
+    table = Table(name, "largest relative deviation of a loss")
     yield table
     if request.config.getoption("--write-readme"):
         table.write()

@@ -8,20 +8,19 @@ Free operations run unseen: their path may depend on the content of the batch (a
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 from engine.errors import EngineError
 from engine.parallel.pipeline.operation import Function, Operation, functions_shown_to, user_place
 from engine.parallel.pipeline.run import Run
-from engine.parallel.pipeline.stageplan import StagePlan
-from engine.parallel.pipeline.timeline import FromArgument, FromValue, Recipe, Timeline
+from engine.parallel.pipeline.timeline import FromArgument, FromValue, Recipe
 
 _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
@@ -29,24 +28,16 @@ _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 class GlueRun(Run, TorchFunctionMode):
     """A run that decides on each operation between calls."""
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        plan: StagePlan,
-        received: Mapping[int, Tensor],
-        parameters: Mapping[str, nn.Parameter],
-        device: torch.device,
-    ) -> None:
+    def _prepare(self) -> None:
         TorchFunctionMode.__init__(self)
-        Run.__init__(self, timeline, plan, received, parameters, device)
         self._operations = 0
         self._quiet = False
         self._here: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         """Id of a value's tensor -> the tensor, and whether it has content."""
         self._written: dict[int, tuple[torch.UntypedStorage, bool]] = {}
         """Storages that values were written to, and whether here; kept, so that the keys stay unique."""
-        present = plan.parameters
-        self._of_model = {id(parameter): name in present for name, parameter in parameters.items()}
+        present = self.plan.parameters
+        self._of_model = {id(parameter): name in present for name, parameter in self._parameters.items()}
 
     @contextmanager
     def watching(self) -> Iterator[None]:

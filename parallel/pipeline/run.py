@@ -60,6 +60,10 @@ class Run:
         self._calls = 0
         for number, tensor in received.items():
             self._check(number, tensor, "received")
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What a tier adds to the state of a run."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
