@@ -78,7 +78,36 @@ class _Progress:
         return self.flat.bucket.slots
 
 
-class GradientReducer:
+class SharedReduction:
+    """What reducers have in common: gradients that other ranks have a part in, and collectives of lost steps."""
+
+    def __init__(self, comm: Comm, dtype: torch.dtype | None, sum_partial: SumPartial | None) -> None:
+        self._comm = comm
+        self._dtype = dtype if comm.grid.dp > 1 else None
+        self._sum_partial = sum_partial
+        self._abandoned: list[Pending] = []
+        self._hooks: GradientHooks
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        self._hooks.remove()
+
+    def _on_wire(self, grads: Tensor) -> Tensor:
+        """``grads`` as they travel: themselves, or a copy in the dtype of the wire."""
+        return grads if self._dtype is None else grads.to(self._dtype)
+
+    def _settle(self) -> None:
+        """Wait for what an abandoned step has left under way."""
+        while self._abandoned:
+            self._abandoned.pop().wait()
+
+    def _add_ties(self, flat: FlatBucket, kept: slice) -> None:
+        """Sum the reduced gradients of tied parameters over the stages that own them; all of them update alike."""
+        if flat.bucket.ties:
+            self._comm.sum_over_stages(flat.gradient(kept), flat.bucket.ties, "ties").wait()
+
+
+class GradientReducer(SharedReduction):
     """Sums gradients over microbatches into the buckets and reduces the buckets over dp.
 
     Args:
@@ -99,15 +128,12 @@ class GradientReducer:
         scatter: bool,
         sum_partial: SumPartial | None = None,
     ) -> None:
-        self._comm = comm
-        self._dtype = dtype if comm.grid.dp > 1 else None
-        self._sum_partial = sum_partial
+        super().__init__(comm, dtype, sum_partial)
         self._scatter = scatter
         self._progress = [_Progress(flat) for flat in buckets]
         self._next = 0
         self._eager = False
         self._backward_seen = self._whole_step_seen = False
-        self._abandoned: list[Pending] = []
         self._places = {slot.name: _place(progress, slot) for progress in self._progress for slot in progress.slots}
         self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self._take)
 
@@ -148,7 +174,7 @@ class GradientReducer:
             if progress.received is not None:
                 progress.received()
             progress.reduction = progress.received = None
-        self._add_ties()
+            self._add_ties(progress.flat, self._kept(progress.flat))
         self._whole_step_seen = self._whole_step_seen or self._backward_seen
         self.reset()
 
@@ -165,14 +191,6 @@ class GradientReducer:
             progress.reduction = progress.received = None
             for place in progress.places:
                 place.touched = False
-
-    def _settle(self) -> None:
-        while self._abandoned:
-            self._abandoned.pop().wait()
-
-    def remove(self) -> None:
-        """Take the hooks off the parameters."""
-        self._hooks.remove()
 
     def _take(self, name: str, grad: Tensor) -> None:
         place = self._places[name]
@@ -206,13 +224,9 @@ class GradientReducer:
                 place.touched = True
         self._sum_partial({place.name: place.view for place in places})
 
-    def _add_ties(self) -> None:
-        """Sum the reduced gradients of tied parameters over the stages that own them; all of them update alike."""
-        for progress in self._progress:
-            flat = progress.flat
-            if flat.bucket.ties:
-                kept = flat.grads[flat.shard if self._scatter else slice(None)]
-                self._comm.sum_over_stages(kept, flat.bucket.ties, "ties").wait()
+    def _kept(self, flat: FlatBucket) -> slice:
+        """The elements whose sums this rank needs."""
+        return flat.shard if self._scatter else flat.held
 
     def _launch(self) -> None:
         progress = self._progress[self._next]
@@ -221,13 +235,13 @@ class GradientReducer:
             if not place.touched:
                 place.view.zero_()
         grads, shard = progress.flat.grads, progress.flat.shard
-        wire = grads if self._dtype is None else grads.to(self._dtype)
+        wire = self._on_wire(grads)
         if self._scatter:
             progress.reduction = self._comm.reduce_scatter(wire[shard], wire, "dp", "gradients")
         else:
             progress.reduction = self._comm.all_reduce(wire, "dp", "gradients")
         if wire is not grads:
-            kept = shard if self._scatter else slice(None)
+            kept = self._kept(progress.flat)
             progress.received = partial(grads[kept].copy_, wire[kept])
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from engine.parallel.comm import Comm, Pending
 from engine.zero.hooks import GradientHooks
 from engine.zero.layout import Slot
-from engine.zero.reduce import SumPartial
+from engine.zero.reduce import SharedReduction, SumPartial
 from engine.zero.storage import FlatBucket
 
 BUFFERS = 2
@@ -50,7 +50,7 @@ class _Flight:
     pending: Pending
 
 
-class MicrobatchReducer:
+class MicrobatchReducer(SharedReduction):
     """Sums gradients over data ranks after every microbatch, and over microbatches in the shards.
 
     Args:
@@ -71,17 +71,14 @@ class MicrobatchReducer:
         microbatches: int,
         sum_partial: SumPartial | None = None,
     ) -> None:
-        self._comm = comm
-        self._dtype = dtype if comm.grid.dp > 1 else None
+        super().__init__(comm, dtype, sum_partial)
         self._microbatches = microbatches
-        self._sum_partial = sum_partial
         self._fillings = [_Filling(flat) for flat in buckets]
         self._places: dict[str, tuple[_Filling, Slot]] = {
             slot.name: (filling, slot) for filling in self._fillings for slot in filling.flat.bucket.slots
         }
         self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self._take)
         self._flights: deque[_Flight] = deque()
-        self._abandoned: list[Pending] = []
         self._free: list[Tensor] = []
         self._next = self._rounds = 0
 
@@ -109,9 +106,7 @@ class MicrobatchReducer:
         for filling in self._fillings:
             if not filling.touched:
                 filling.flat.grads.zero_()
-            if filling.flat.bucket.ties:
-                shard = filling.flat.gradient(filling.flat.shard)
-                self._comm.sum_over_stages(shard, filling.flat.bucket.ties, "ties").wait()
+            self._add_ties(filling.flat, filling.flat.shard)
         self._free.clear()
         self.reset()
 
@@ -124,14 +119,6 @@ class MicrobatchReducer:
             filling.touched = False
             self._begin(filling)
         self._next = 0
-
-    def remove(self) -> None:
-        """Take the hooks off the parameters."""
-        self._hooks.remove()
-
-    def _settle(self) -> None:
-        while self._abandoned:
-            self._abandoned.pop().wait()
 
     def _take(self, name: str, grad: Tensor) -> None:
         filling, slot = self._places[name]
@@ -185,7 +172,7 @@ class MicrobatchReducer:
         full = self._borrow(filling.flat) if filling.buffer is None else filling.buffer
         filling.buffer, filling.reduced = None, True
         _blank(full, filling)
-        wire = full if self._dtype is None else full.to(self._dtype)
+        wire = self._on_wire(full)
         shard = filling.flat.shard
         pending = self._comm.reduce_scatter(wire[shard], wire, "dp", "gradients")
         if wire is not full:
@@ -231,7 +218,7 @@ class MicrobatchReducer:
             self._sum_partial(views)
         for filling in fillings:
             flat = filling.flat
-            wire = flat.grads if self._dtype is None else flat.grads.to(self._dtype)
+            wire = self._on_wire(flat.grads)
             self._comm.reduce_scatter(wire[flat.shard], wire, "dp", "gradients").wait()
             if wire is not flat.grads:
                 flat.grads[flat.shard].copy_(wire[flat.shard])
