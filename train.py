@@ -19,7 +19,7 @@ def main() -> None:
     """Read the options, run, and if that fails let torchrun end with the traceback of the rank that began it."""
     options = training_options()
 
-    from engine.parallel.comm import leave_traceback  # torch from here on, so that --help answers at once
+    from engine.parallel.world import leave_traceback  # torch from here on, so that --help answers at once
 
     leave_traceback(lambda: run(options))
 

@@ -15,8 +15,9 @@ from engine.config import Config, load_config
 from engine.engine import Engine
 from engine.loss import LossFunction
 from engine.lr import SchedulerArgument
-from engine.parallel.comm import Comm, TorchBackend, World, open_world, read_world
+from engine.parallel.comm import Comm, TorchBackend
 from engine.parallel.grid import Grid
+from engine.parallel.world import World, open_world, read_world
 from engine.plan import needs_example
 from engine.zero.optimizer import OptimizerFactory
 

@@ -16,26 +16,27 @@ class _Tie:
     leaf: str
     """The parameter's name in ``module``."""
     parameter: nn.Parameter
-    address: int | None
-    """Where the flat bucket has it; None for a frozen parameter."""
+    place: tuple[int, int] | None
+    """Memory and offset that a flat bucket gave it; None where no bucket holds it."""
 
 
 class Attachment:
-    """Remembers which parameter objects, at which addresses, the engine was built on."""
+    """Remembers which parameter objects, at which places, the engine was built on."""
 
     def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket]) -> None:
-        addresses = {
-            id(parameter): flat.address(slot.start)
-            for flat in buckets
-            for slot, parameter in zip(flat.bucket.slots, flat.parameters, strict=True)
-            if parameter.numel()
-        }
+        held = {id(parameter) for flat in buckets for parameter in flat.parameters if parameter.numel()}
         self._ties = [
-            _Tie(f"{path}.{leaf}" if path else leaf, module, leaf, parameter, addresses.get(id(parameter)))
+            _Tie(
+                f"{path}.{leaf}" if path else leaf,
+                module,
+                leaf,
+                parameter,
+                _place(parameter) if id(parameter) in held else None,
+            )
             for path, module in model.named_modules()
             for leaf, parameter in module.named_parameters(recurse=False)
         ]
-        self._trainable = {id(parameter) for flat in buckets for parameter in flat.parameters}
+        self._trainable = {id(tie.parameter) for tie in self._ties if tie.parameter.requires_grad}
 
     def check(self) -> None:
         """Refuse parameters that would train nothing: replaced, moved, frozen or thawed since then.
@@ -44,7 +45,7 @@ class Attachment:
             EngineError: names the first such parameter.
         """
         for tie in self._ties:
-            moved = tie.address is not None and tie.parameter.data_ptr() != tie.address
+            moved = tie.place is not None and _place(tie.parameter) != tie.place
             if moved or tie.module._parameters.get(tie.leaf) is not tie.parameter:
                 raise EngineError(
                     f"parameter {tie.name!r} no longer lies in the engine's memory (a new .data, model.to(), "
@@ -56,3 +57,8 @@ class Attachment:
                     f"parameter {tie.name!r} was {'frozen' if trained else 'made trainable'} after engine.initialize; "
                     "do it before, or build a new engine."
                 )
+
+
+def _place(parameter: nn.Parameter) -> tuple[int, int]:
+    """The same whether the memory is there or not."""
+    return parameter.untyped_storage()._cdata, int(parameter.storage_offset())

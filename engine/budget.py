@@ -14,6 +14,7 @@ from engine.parallel.shards import ShardRow
 from engine.parallel.tensor.partial import LABEL
 from engine.parallel.traffic import Op, Tally, Traffic, sent_bytes
 from engine.precision import Precision
+from engine.zero.gather_order import Direction, GatherOrder, count_gathers
 from engine.zero.layout import FlatLayout
 
 CONTROL_SCALARS = 5
@@ -32,20 +33,33 @@ class RankPlan:
     traffic: tuple[Traffic, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """When this rank gathers its sharded parameters in a step (ZeRO 3)."""
+
+    order: GatherOrder
+    passes: tuple[Direction, ...]
+    pinned: frozenset[int]
+    """Buckets that stay whole over all passes."""
+
+
 def state_bytes(
     layout: FlatLayout, frozen: tuple[tuple[ShardRow, int], ...], precision: Precision, config: Config, moments: int
 ) -> dict[str, int]:
-    """What a rank holds between steps. ``frozen``: rows that are not trained, with the elements held here."""
+    """What a rank holds between steps. ``frozen``: rows in no bucket, with the elements held here."""
     state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
     share = config.dp if config.zero_optimization.stage else 1
+    parts = config.dp if shards_parameters(config) else 1
     for bucket in layout.buckets:
         kept = config.dp if reduces_each_microbatch(config) and not bucket.partial else 1
         state["gradients"] += bucket.elements // kept * widths(bucket.dtype)[1].itemsize
     for name, elements in layout.elements_by_dtype().items():
         narrow, wide = (dtype.itemsize for dtype in widths(name))
-        state["parameters"] += elements * narrow
+        state["parameters"] += elements // parts * narrow
         state["master"] += elements // share * wide if wide != narrow else 0
         state["optimizer"] += elements // share * wide * moments
+    for bucket in layout.frozen:
+        state["frozen parameters"] += bucket.elements // parts * getattr(torch, bucket.dtype).itemsize
     for row, elements in frozen:
         state["frozen parameters"] += elements * precision.frozen(row.dtype).itemsize
     return state
@@ -53,7 +67,22 @@ def state_bytes(
 
 def reduces_each_microbatch(config: Config) -> bool:
     """Whether gradients are kept as shards, and reduced after every microbatch."""
-    return config.zero_optimization.stage == 2 and config.zero_optimization.reduce == "microbatch"
+    return config.zero_optimization.stage >= 2 and config.zero_optimization.reduce == "microbatch"
+
+
+def shards_parameters(config: Config) -> bool:
+    """Whether a rank keeps its shard of the parameters only."""
+    return config.zero_optimization.stage == 3 and config.dp > 1
+
+
+def gather_traffic(plan: GatherPlan, ranks: int) -> Tally:
+    """Sharded parameters over dp: a batch for each group and pass, of what is not whole already."""
+    gathers = count_gathers(plan.order, plan.passes, plan.pinned)
+    moved = [
+        times * sent_bytes("all_gather", bucket.elements * getattr(torch, bucket.dtype).itemsize, ranks)
+        for bucket, times in zip(plan.order.buckets, gathers.times, strict=True)
+    ]
+    return Tally([Traffic("dp", "parameters", gathers.calls, sum(moved))])
 
 
 def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:
@@ -66,7 +95,7 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
         rounds = config.accumulation if reduces_each_microbatch(config) and not bucket.partial else 1
         if ranks > 1:
             tally.add(Traffic("dp", "gradients", rounds, rounds * sent_bytes(op, bucket.elements * wire, ranks)))
-        if ranks > 1 and sharded:
+        if ranks > 1 and sharded and not shards_parameters(config):
             gathered = sent_bytes("all_gather", bucket.elements * narrow.itemsize, ranks)
             tally.add(Traffic("dp", "parameters", 1, gathered))
         if bucket.ties:

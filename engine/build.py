@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from engine.agreement import all_or_none, check_equal
 from engine.batch import Batch, named_tensors
-from engine.budget import reduces_each_microbatch
+from engine.budget import reduces_each_microbatch, shards_parameters
 from engine.config import Config, OptimizerConfig
 from engine.copies import CopiesCheck
 from engine.errors import ConfigError, PlanError
@@ -32,11 +32,13 @@ from engine.program import Program
 from engine.randomness import Streams, keyed
 from engine.recompute import Recomputation
 from engine.work import Bench, Sights
+from engine.zero.gather import Gathering
+from engine.zero.gather_modules import GatheredModules
 from engine.zero.inner import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optimizer import OptimizerFactory, ShardedOptimizer, check_elementwise
 from engine.zero.reduce import GradientReducer, Reducer
 from engine.zero.reduce_microbatch import MicrobatchReducer
-from engine.zero.storage import FlatBucket, Ownership, allocate
+from engine.zero.storage import FlatBucket, Ownership, fill, reserve
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 
@@ -60,6 +62,8 @@ class Parts:
     bench: Bench
     executor: Executor
     buckets: Sequence[FlatBucket]
+    frozen: Sequence[FlatBucket]
+    """Of parameters that are sharded and not trained."""
     optimizer: ShardedOptimizer
     learning_rate: LearningRate
     full_state: FullState
@@ -94,6 +98,12 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
             f"zero_optimization.reduce 'microbatch' with stage {zero.stage}: it keeps gradients as shards, which is "
             "stage 2; set stage to 2, or reduce to 'step'."
         )
+    if (zero.gather == "step" or zero.keep_gathered_bytes) and zero.stage < 3:
+        what = "gather 'step'" if zero.gather == "step" else "keep_gathered_bytes"
+        raise ConfigError(
+            f"zero_optimization.{what} with stage {zero.stage}: only stage 3 gathers parameters; set stage to 3, or "
+            "leave it out."
+        )
     check_sinks(config.monitor)
     if config.optimizer is None and request.optimizer is None:
         raise ConfigError("optimizer: null, and none was given in code; name one, or pass optimizer=... in code.")
@@ -119,8 +129,13 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     comm.link(plan.links)
     entries = state_entries(model)
     axis = TensorAxis(comm)
+    if plan.gather_groups is not None:
+        comm.open_gathers()
     with all_or_none(comm, device):
-        buckets, reducer = _place(model, plan, comm, device, axis)
+        buckets = _place(model, plan, comm, device, axis)
+    trained = len(plan.layout(comm.grid.coord()).buckets)
+    buckets, frozen = buckets[:trained], buckets[trained:]
+    reducer = _reducer(model, plan, comm, buckets)
     sharded = config.zero_optimization.stage > 0
     factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped=request.optimizer is not None)
@@ -130,43 +145,67 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     program = Program(model, request.loss_fn, plan.precision, device)
     streams = Streams(model, device)
     recomputation = Recomputation(model, config.activation_checkpointing.mode)
+    gathering, released = _gather(model, plan, comm, (*buckets, *frozen))
     stage = Stage(model, device) if plan.cut is not None else None
-    bench = Bench(program, streams, Sights(plan, program, axis, example), stage, reducer)
+    bench = Bench(program, streams, Sights(plan, program, axis, example), stage, reducer, gathering)
     executor = Executor(CommTransport(comm, plan.schedule.rank_of_stage, device))
     removals = [stage.close] if stage else []
-    removals += [recomputation.remove, streams.remove, reducer.remove]
+    removals += [*released, recomputation.remove, streams.remove, reducer.remove]
     full = FullState(model, plan, entries, comm)
     copies = CopiesCheck(plan, buckets, comm)
-    return Parts(plan, comm, bench, executor, buckets, optimizer, rate, full, copies, removals)
+    return Parts(plan, comm, bench, executor, buckets, frozen, optimizer, rate, full, copies, removals)
 
 
-def _place(
-    model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis
-) -> tuple[Sequence[FlatBucket], Reducer]:
-    """Cut the model to what this rank holds, and move that into flat buckets with hooks on them."""
-    coord, config = comm.grid.coord(), plan.config
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+def _place(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis) -> tuple[FlatBucket, ...]:
+    """Cut the model to what this rank holds, and move that into flat buckets: trained ones, then frozen ones."""
+    coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
     present = {row.name for row in plan.table.on_stage(coord.pp)}
-    absent = {row.name for row in plan.table} - present
     cuts = plan.tensor.parameters if plan.tensor else {}
+    sharded, each = config.zero_optimization.stage > 0, reduces_each_microbatch(config)
+    who = Ownership(coord.dp, config.dp, sharded, each, shards_parameters(config))
+    buckets = reserve(plan.layout(coord), parameters, who, device)
+    places = {
+        slot.name: (flat, slot, view)
+        for flat in buckets
+        for slot, view in zip(flat.bucket.slots, flat.views, strict=True)
+    }
 
     def keep(name: str, full: Tensor) -> Tensor:
-        return local_part(full, cuts[name], coord.tp) if name in cuts else full
+        part = local_part(full, cuts[name], coord.tp) if name in cuts else full
+        if name not in places:
+            return part
+        flat, slot, view = places[name]
+        flat.place(slot, part)
+        return view
 
-    drawn = {name for name, p in model.named_parameters() if p.is_meta and name in present}
+    drawn = {name for name, p in parameters.items() if p.is_meta and name in present}
     materialize(model, drawn, config.seed, device, keep)
     if plan.tensor is not None:
         install(model, plan.tensor, axis, already_cut=drawn)
-    place_rest(model, plan.precision, device, absent)
+    place_rest(model, plan.precision, device, parameters.keys() - present, places)
     make_absent(model, present, device)
-    held = {name: trainable[name] for name in trainable if name in present}
-    sharded = config.zero_optimization.stage > 0
-    each = reduces_each_microbatch(config)
-    buckets = allocate(plan.layout(coord), held, Ownership(coord.dp, comm.grid.dp, sharded, each), device)
-    wire, sums = plan.precision.wire, PartialSums(plan.table, comm)
-    if each:
-        return buckets, MicrobatchReducer(buckets, held, comm, wire, config.accumulation, sums)
-    return buckets, GradientReducer(buckets, held, comm, wire, sharded, sums)
+    for flat in buckets:
+        fill(flat, placed=drawn)
+    return buckets
+
+
+def _reducer(model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket]) -> Reducer:
+    config, wire, sums = plan.config, plan.precision.wire, PartialSums(plan.table, comm)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if reduces_each_microbatch(config):
+        return MicrobatchReducer(buckets, trained, comm, wire, config.accumulation, sums)
+    return GradientReducer(buckets, trained, comm, wire, config.zero_optimization.stage > 0, sums)
+
+
+def _gather(
+    model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket]
+) -> tuple[Gathering | None, list[Callable[[], None]]]:
+    """What makes sharded parameters whole, and what takes its hands off the modules."""
+    gathers = plan.gathers(comm.grid.coord())
+    if gathers is None or plan.gather_groups is None:
+        return None, []
+    gathering = Gathering(buckets, gathers.order, gathers.pinned, comm)
+    return gathering, [GatheredModules(model, plan.gather_groups, gathers.order, gathering).remove]
 
 
 def _refuse_unbuilt(config: Config) -> None:
@@ -174,7 +213,6 @@ def _refuse_unbuilt(config: Config) -> None:
     zero, parallel, recompute = config.zero_optimization, config.parallel, config.activation_checkpointing
     missing = {
         "parallel.sequence_parallel true": parallel.sequence_parallel,
-        f"zero_optimization.stage {zero.stage}": zero.stage > 2,
         f"zero_optimization.offload_optimizer.device {zero.offload_optimizer.device!r}": (
             zero.offload_optimizer.device != "none"
         ),
@@ -195,7 +233,7 @@ def _refuse_unbuilt(config: Config) -> None:
     if asked:
         raise ConfigError(
             f"{', '.join(asked)}: not in this version, which has data, tensor and pipeline parallelism with ZeRO 0 "
-            "to 2 in fp32 and bf16; leave it out."
+            "to 3 in fp32 and bf16; leave it out."
         )
 
 

@@ -80,6 +80,8 @@ class ZeroConfig:
     """Reduce gradients once per step, or after every microbatch (less memory, more bytes)."""
     gather: Literal["microbatch", "step"] = setting("microbatch", _words("microbatch", "step", noun="a gather mode"))
     """Stage 3: gather parameters for every microbatch, or once per step and keep them (more memory)."""
+    keep_gathered_bytes: int = setting(0, COUNT)
+    """Stage 3: bytes of gathered parameters that may stay over the microbatches of a step."""
     reduce_bucket_size: int = setting(4_000_000, SIZE)
     """Elements reduced in one message."""
     offload_optimizer: OffloadConfig = setting(OffloadConfig(), Section(cls=OffloadConfig))

@@ -7,6 +7,7 @@ train_batch    cut -> same batch on all ranks of a replica? -> executor [ forwar
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
@@ -20,6 +21,7 @@ from engine.budget import CONTROL_SCALARS
 from engine.build import Parts
 from engine.config import Config
 from engine.errors import EngineError
+from engine.full_parameters import full_parameters
 from engine.loss import check_pair, check_trainable
 from engine.metrics import StepReport, make_sinks, peak_memory, utilisation
 from engine.modes import evaluating
@@ -69,7 +71,7 @@ class Engine:
         """
         if self._built is None:
             self._built = self._build(example, problem)
-            self._attachment = Attachment(self._model, self._built.buckets)
+            self._attachment = Attachment(self._model, (*self._built.buckets, *self._built.frozen))
 
     @property
     def _parts(self) -> Parts:
@@ -104,7 +106,7 @@ class Engine:
 
     @property
     def module(self) -> nn.Module:
-        """The user's model; its parameters are views of the flat buckets."""
+        """The user's model; its parameters are views of the flat buckets (ZeRO 3: see ``full_parameters``)."""
         return self._model
 
     @property
@@ -150,8 +152,8 @@ class Engine:
 
         Raises:
             EngineError: a bad batch, or another than its replica's: all ranks raise, each its own error, and
-                nothing is updated. Without tensor and pipeline ranks the same holds for whatever else goes wrong.
-                With them, a rank that fails in the middle raises at once and the job is over.
+                nothing is updated. Without tensor and pipeline ranks and sharded parameters the same holds for whatever
+                else goes wrong. With them, a rank that fails in the middle raises at once and the job is over.
         """
         if self._step is not None:
             raise EngineError("train_batch inside an unfinished accumulation; call step() first.")
@@ -205,7 +207,7 @@ class Engine:
         key = (*self._random_key(index), -self._forwards) if self._forwards else self._random_key(index)
         self._forwards += torch.is_grad_enabled()  # an evaluation must not change what training draws
         check_batch([(args, kwargs)], None, self._comm, self._device)
-        with self._parts.bench.streams.forward(*key):
+        with self._parts.bench.forward(*key):
             return self._parts.bench.program.call(*args, **kwargs)
 
     def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
@@ -228,7 +230,7 @@ class Engine:
         try:
             check_trainable(weighted.sum)
             step.count(weighted, self._forwarded)
-            with self._parts.bench.reducer.backward(last=step.microbatches == self._config.accumulation):
+            with self._parts.bench.backward(last=step.microbatches == self._config.accumulation):
                 torch.autograd.backward(weighted.sum)
             self._forwards = 0
         except BaseException:
@@ -256,7 +258,21 @@ class Engine:
 
         Other ranks get an empty dict. Masters are gathered bucket by bucket over dp, then row by row over tp and pp.
         """
-        return self._parts.full_state.gather(self._parts.optimizer)
+        return self._parts.full_state.gather((*self._parts.buckets, *self._parts.frozen))
+
+    @contextmanager
+    def full_parameters(self, pattern: str = "*") -> Iterator[dict[str, nn.Parameter]]:
+        """Inside, the parameters whose names match are whole over dp, to be read and written in place.
+
+        Gives those of this rank's stage by name; tensor ranks have their part of each. Without sharded parameters
+        (ZeRO 0-2) they always are. Collective, all ranks alike: with ZeRO 3 one batch of gathers over dp, label
+        "parameters", and at the end a comparison of what the ranks have written, 8 bytes a bucket.
+
+        Raises:
+            EngineError: inside a forward; no parameter matches; data ranks have written different values.
+        """
+        with full_parameters(self._parts, self._model, pattern) as parameters:
+            yield parameters
 
     def close(self) -> None:
         """Take the hooks off, close the logs, let go of its groups. The engine cannot be used afterwards.
@@ -320,11 +336,13 @@ class Engine:
             step.problem = problem
         if step.problem is not None:
             return
+        row = schedule.per_rank[self._grid.coord().pp]
         try:
-            self._parts.executor.run(schedule.per_rank[self._grid.coord().pp], work)
-            work.bring_outputs(self._comm, self._device)
+            with self._parts.bench.passes(row):
+                self._parts.executor.run(row, work)
+                work.bring_outputs(self._comm, self._device)
         except Exception as problem:
-            if self._grid.size("replica") > 1:
+            if self._grid.size("replica") > 1 or self._parts.bench.gathering is not None:
                 raise
             step.problem = problem
 
@@ -333,7 +351,7 @@ class Engine:
         return self.config.seed, self._updates, self.grid.coord().dp * self.config.accumulation + index
 
     def _update(self, step: Step) -> StepReport:
-        self._parts.bench.reducer.finish()
+        self._parts.bench.finish()
         step.problem = self._parts.copies.run(step.sent) or step.problem  # collective: also where a step has failed
         control = self._agree(step, squared_norm(self._parts.buckets))
         agreed = time.perf_counter()

@@ -27,3 +27,8 @@ class PlanError(EngineError):
 
 class CheckpointError(EngineError):
     """A checkpoint is missing, incomplete, damaged or belongs to another model."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error says in one line; its kind, if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

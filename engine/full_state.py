@@ -5,7 +5,7 @@ every row      put together over tp on its first stage     label "full state"
 then           from there to stage 0, row after row        label "full state"
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,7 +18,8 @@ from engine.parallel.shards import ShardRow
 from engine.parallel.tensor.cuts import ParameterCut
 from engine.parallel.tensor.install import assemble
 from engine.plan import Plan
-from engine.zero.optimizer import ShardedOptimizer
+from engine.zero.full_weights import full_weights
+from engine.zero.storage import FlatBucket
 
 LABEL = "full state"
 
@@ -60,9 +61,9 @@ class FullState:
         self._device = next(model.parameters()).device
 
     @torch.no_grad()
-    def gather(self, optimizer: ShardedOptimizer) -> dict[str, Tensor]:
+    def gather(self, buckets: Sequence[FlatBucket]) -> dict[str, Tensor]:
         """Keys and dtypes of ``model.state_dict()`` as given, on the CPU, on rank 0; empty elsewhere."""
-        held = self._local(optimizer)
+        held = self._local(buckets)
         weights: dict[str, Tensor] = {}
         if self._coord.dp == 0:
             for row in self._plan.table:
@@ -77,12 +78,13 @@ class FullState:
         }
         return self._named(weights, buffers) if self._comm.grid.rank == 0 else {}
 
-    def _local(self, optimizer: ShardedOptimizer) -> dict[str, Tensor]:
+    def _local(self, buckets: Sequence[FlatBucket]) -> dict[str, Tensor]:
         """What this rank holds of its rows, whole over dp, on the CPU so that one bucket at a time is gathered."""
-        held = {name: weight.cpu() for name, weight in optimizer.full_weights() if self._coord.dp == 0}
+        held = {name: weight.cpu() for name, weight in full_weights(buckets, self._comm) if self._coord.dp == 0}
         parameters = dict(self._model.named_parameters())
+        filled = {slot.name for flat in buckets for slot in flat.bucket.slots}
         for row in self._plan.table.on_stage(self._coord.pp):
-            if not row.trainable:
+            if row.name not in filled:
                 held[row.name] = parameters[row.name].detach()
         return held
 
@@ -140,7 +142,7 @@ class FullState:
         return plan.cut.stage_of_buffer(plan.timeline, buffer)
 
     def _named(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        state: dict[str, Any] = dict(self._model.state_dict())
+        state: dict[str, Any] = dict(self._model.state_dict(keep_vars=True))
         for key, entry in self._entries.items():
             if entry.kind == "other" or entry.dtype is None:
                 continue

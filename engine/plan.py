@@ -4,18 +4,22 @@ Built from shapes alone, so a model on the meta device will do. The banner print
 its cut, schedule and layout from it, and the measured bytes are compared with it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from engine.batch import Batch
 from engine.budget import (
+    GatherPlan,
     RankPlan,
     control_traffic,
+    gather_traffic,
     gradient_traffic,
     held_elements,
+    shards_parameters,
     stage_traffic,
     state_bytes,
     times,
@@ -29,13 +33,15 @@ from engine.parallel.pipeline.check import check
 from engine.parallel.pipeline.cut import Cut, make_cut
 from engine.parallel.pipeline.schedule import Op, Schedule, make_schedule, parse_schedule
 from engine.parallel.pipeline.timeline import Timeline
-from engine.parallel.shards import Division, ShardTable, build_table
+from engine.parallel.shards import Division, ShardRow, ShardTable, build_table
 from engine.parallel.tensor.budget import Watch, loss_traffic, traffic_by_call
 from engine.parallel.tensor.plan import TensorPlan, find_tensor_plan
 from engine.parallel.traffic import Tally, Traffic
 from engine.precision import Precision, make_precision
 from engine.program import Program
 from engine.recompute import recomputed_blocks
+from engine.zero.gather_groups import GatherGroups, find_gather_groups
+from engine.zero.gather_order import EVERYWHERE, Direction, gather_order
 from engine.zero.layout import FlatLayout, Item, build_layout
 from engine.zero.optimizer import GroupOptions
 
@@ -63,6 +69,8 @@ class Plan:
     """Which stage computes what; None without a pipeline."""
     tensor_traffic: Mapping[int, Tally] = field(default_factory=dict)
     """By stage: what a tensor rank sends over tp for one microbatch."""
+    gather_groups: GatherGroups | None = None
+    """Which modules gather their parameters together; None where parameters are not sharded."""
 
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
@@ -90,14 +98,30 @@ class Plan:
         coord = self.grid(rank).coord()
         rows = self.table.on_stage(coord.pp)
         held = sum(held_elements(row, coord.tp) for row in rows)
-        frozen = tuple((row, held_elements(row, coord.tp)) for row in rows if not row.trainable)
+        sharded = {slot.name for bucket in self.layout(coord).frozen for slot in bucket.slots}
+        whole = [row for row in rows if not row.trainable and row.name not in sharded]
+        frozen = tuple((row, held_elements(row, coord.tp)) for row in whole)
         state = state_bytes(self.layout(coord), frozen, self.precision, self.config, self.moments or 0)
         return RankPlan(coord, held, state, self._traffic(coord))
+
+    def gathers(self, coord: Coord) -> GatherPlan | None:
+        """When a position gathers its sharded parameters; None where they are not sharded."""
+        if self.gather_groups is None:
+            return None
+        zero, layout = self.config.zero_optimization, self.layout(coord)
+        order = gather_order(layout, any(row.trainable and row.stages[0] < coord.pp for row in self.table))
+        sizes = [bucket.elements * getattr(torch, bucket.dtype).itemsize for bucket in order.buckets]
+        limit = None if zero.gather == "step" else zero.keep_gathered_bytes
+        row = self.schedule.per_rank[coord.pp]
+        passes: list[Direction] = ["forward" if action.op is Op.FORWARD else "backward" for action in row]
+        return GatherPlan(order, tuple(passes), order.pinned(limit, sizes))
 
     def _traffic(self, coord: Coord) -> tuple[Traffic, ...]:
         microbatches = self.config.accumulation
         rows = self.table.on_stage(coord.pp)
         parts = [gradient_traffic(self.layout(coord), rows, self.config, self.precision)]
+        if (gathers := self.gathers(coord)) is not None:
+            parts.append(gather_traffic(gathers, self.config.dp))
         parts.append(control_traffic(self.config, self.grid(0).world_size))
         parts.append(times(self.tensor_traffic.get(coord.pp, Tally()), microbatches))
         if self.cut is not None and self.timeline is not None:
@@ -138,11 +162,12 @@ def build_plan(config: Config, wish: Wish) -> Plan:
     tensor = _tensor_plan(model, config)
     sight = _see(config, wish, tensor)
     table = build_table(model, assigned, _division(config, tensor, sight))
+    gathers = find_gather_groups(model) if shards_parameters(config) else None
     notes = [*_notes(model, config, precision), *sight.notes]
     return Plan(
-        config, table, _layouts(table, config, precision), groups, precision, schedule,
+        config, table, _layouts(table, config, precision, gathers), groups, precision, schedule,
         None if wish.own_optimizer else _moments(config), tuple(notes),
-        tensor, sight.timeline, sight.cut, sight.traffic,
+        tensor, sight.timeline, sight.cut, sight.traffic, gathers,
     )  # fmt: skip
 
 
@@ -241,30 +266,50 @@ def _schedule(config: Config) -> Schedule:
     return schedule
 
 
-def _layouts(table: ShardTable, config: Config, precision: Precision) -> dict[tuple[int, int], FlatLayout]:
+def _layouts(
+    table: ShardTable, config: Config, precision: Precision, gathers: GatherGroups | None
+) -> dict[tuple[int, int], FlatLayout]:
     return {
         (stage, tp): build_layout(
-            _items(table, stage, tp, precision), config.dp, config.zero_optimization.reduce_bucket_size
+            _items(table.on_stage(stage), (stage, tp), precision, gathers),
+            config.dp,
+            config.zero_optimization.reduce_bucket_size,
         )
         for stage in range(config.pp)
         for tp in range(config.tp)
     }
 
 
-def _items(table: ShardTable, stage: int, tp: int, precision: Precision) -> list[Item]:
-    return [
-        Item(
-            row.name,
-            row.local_shape(tp),
-            str(precision.parameter(row.name, row.dtype)).removeprefix("torch."),
-            row.group,
-            row.counted(stage, tp),
-            row.stages if len(row.stages) > 1 else (),
-            row.partial,
-        )
-        for row in table.on_stage(stage)
-        if row.trainable
-    ]
+def _items(
+    rows: Sequence[ShardRow], where: tuple[int, int], precision: Precision, gathers: GatherGroups | None
+) -> list[Item]:
+    """What is laid out at a (stage, tensor coordinate): trained rows, and where parameters are sharded frozen ones."""
+    stage, tp = where
+    items = []
+    for row in rows:
+        dtype = precision.parameter(row.name, row.dtype) if row.trainable else precision.frozen(row.dtype)
+        if row.trainable or (gathers is not None and dtype in SHARDED_DTYPES):
+            users = gathers.of_parameter[row.name] if gathers else ()
+            items.append(
+                Item(
+                    row.name,
+                    row.local_shape(tp),
+                    str(dtype).removeprefix("torch."),
+                    row.group,
+                    row.counted(stage, tp),
+                    row.stages if row.trainable and len(row.stages) > 1 else (),
+                    row.trainable and row.partial,
+                    (EVERYWHERE,) if users and row.in_glue else users,
+                    row.trainable,
+                )
+            )
+    return items
+
+
+SHARDED_DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
+)  # fmt: skip
+"""What every backend gathers; a frozen parameter of another dtype stays whole on every rank."""
 
 
 def _moments(config: Config) -> int | None:

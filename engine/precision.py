@@ -74,17 +74,21 @@ def make_precision(config: Config) -> Precision:
 
 @torch.no_grad()
 def place_rest(
-    model: nn.Module, precision: Precision, device: torch.device, absent: Collection[str] = frozenset()
+    model: nn.Module,
+    precision: Precision,
+    device: torch.device,
+    absent: Collection[str] = (),
+    placed: Collection[str] = (),
 ) -> None:
     """Move what the flat buckets do not hold, frozen parameters and buffers, to its device and dtype.
 
-    ``absent`` parameters belong to other stages: of them only shape and dtype stay.
+    ``absent`` parameters belong to other stages: of them only shape and dtype stay. ``placed`` ones are in buckets.
     """
     for name, parameter in model.named_parameters():
         narrow = precision.frozen(parameter.dtype)
         if name in absent:
             parameter.data = torch.zeros((), dtype=narrow, device=parameter.device).expand(parameter.shape)
-        elif not parameter.requires_grad:
+        elif not parameter.requires_grad and name not in placed:
             parameter.data = parameter.data.to(device, narrow)
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

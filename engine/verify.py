@@ -20,7 +20,7 @@ from engine.groups import assign_groups
 from engine.loss import LossFunction, find_loss
 from engine.lr import SchedulerArgument, make_learning_rate
 from engine.materialize import materialize
-from engine.parallel.comm import read_world
+from engine.parallel.world import read_world
 from engine.precision import make_precision, place_rest
 from engine.randomness import Streams
 from engine.zero.inner import FlatLion

@@ -4,8 +4,8 @@ program     the user's model and loss, which every stage runs as far as it goes
 sight       timeline and cut of one input signature; others are looked at when they first come
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from engine.parallel.comm import Comm
 from engine.parallel.pipeline.cut import Cut, recut
 from engine.parallel.pipeline.executor import Forward, Part
 from engine.parallel.pipeline.probe import probe
+from engine.parallel.pipeline.schedule import Action, Op
 from engine.parallel.pipeline.stage import Stage
 from engine.parallel.pipeline.stageplan import StagePlan
 from engine.parallel.pipeline.timeline import Timeline
@@ -29,6 +30,7 @@ from engine.plan import Plan
 from engine.program import Program
 from engine.randomness import Streams
 from engine.step import Step
+from engine.zero.gather import Gathering
 from engine.zero.reduce import Reducer
 
 _ALONE = Part(
@@ -99,6 +101,42 @@ class Bench:
     stage: Stage | None
     """None without a pipeline."""
     reducer: Reducer
+    gathering: Gathering | None = None
+    """None where parameters are whole."""
+
+    @contextmanager
+    def forward(self, *key: int) -> Iterator[None]:
+        """Around the forward of a microbatch; ``key`` of its random numbers."""
+        with self.streams.forward(*key), self.gathering.forward() if self.gathering else nullcontext():
+            yield
+
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[None]:
+        """Around a backward, ``last`` of the step."""
+        with self.reducer.backward(last), self.gathering.backward(last) if self.gathering else nullcontext():
+            yield
+
+    @contextmanager
+    def passes(self, row: Sequence[Action]) -> Iterator[None]:
+        """Around the actions of a whole step."""
+        if self.gathering is None:
+            yield
+            return
+        self.gathering.start(["forward" if action.op is Op.FORWARD else "backward" for action in row])
+        try:
+            yield
+        finally:
+            self.gathering.end()
+
+    def finish(self) -> None:
+        """After the last backward: gradients are reduced, parameters may change."""
+        self.reducer.finish()
+        if self.gathering is not None:
+            self.gathering.end()
+
+    def without_content(self) -> AbstractContextManager[None]:
+        """Around code that looks at the shapes of parameters."""
+        return self.gathering.without_content() if self.gathering else nullcontext()
 
 
 class Work:
@@ -142,7 +180,7 @@ class Work:
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> Forward:
         """Run the program as far as this stage goes; the last one counts loss, weight and tokens."""
-        with self._bench.streams.forward(*self._random_key(microbatch)):
+        with self._bench.forward(*self._random_key(microbatch)):
             if self._bench.stage is None:
                 return Forward({}, self._count(self._run(microbatch), microbatch))
             sight = self._sight(microbatch)
@@ -154,12 +192,13 @@ class Work:
     def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Collect gradients; the last backward of the step reduces them."""
         self._backwards += 1
-        return self._bench.reducer.backward(last=self._backwards == len(self._microbatches))
+        return self._bench.backward(last=self._backwards == len(self._microbatches))
 
     def _sight(self, microbatch: int) -> Sight:
         if microbatch not in self._sights:
             batch = self._microbatches[microbatch]
-            self._sights[microbatch] = self._bench.sights.of(batch, self._kind, lambda: self._run(microbatch))
+            with self._bench.without_content():
+                self._sights[microbatch] = self._bench.sights.of(batch, self._kind, lambda: self._run(microbatch))
         return self._sights[microbatch]
 
     def _run(self, microbatch: int) -> Any:

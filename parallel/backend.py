@@ -33,6 +33,12 @@ class Backend(Protocol):
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
         """Concatenate the shards of the axis into ``full``."""
 
+    def open_gathers(self) -> None:
+        """Prepare ``gather_parameters``; called by all ranks."""
+
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
+        """Concatenate the shards of axis dp of each (full, shard), apart from all other traffic of that axis."""
+
     def send(self, tensor: Tensor, to: int, flow: Flow) -> Wait:
         """Send ``tensor`` to index ``to`` of axis pp; it must not change before the wait."""
 
@@ -70,6 +76,15 @@ class RecordingBackend:
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
         """Copy ``shard`` to this rank's slice of ``full``."""
         self._own(full, axis).copy_(shard)
+        return lambda: None
+
+    def open_gathers(self) -> None:
+        """Nothing to prepare."""
+
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
+        """Copy each shard to this rank's slice."""
+        for full, shard in pairs:
+            self.all_gather(full, shard, "dp")
         return lambda: None
 
     def connect(self, stages: tuple[int, ...]) -> None:

@@ -9,24 +9,24 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from time import sleep
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from engine.errors import EngineError, GridError
+from engine.errors import EngineError, first_line
 from engine.parallel.backend import Backend, Flow, Reduction, Wait
 from engine.parallel.grid import Axis, Grid
 from engine.parallel.traffic import Op, Record, Tally, Traffic, sent_bytes
 
 FLIGHT_RECORD_LENGTH = 256
 
-_Key = Axis | tuple[int, ...] | tuple[Flow, int, int]
-"""An axis, stages that sum, or a flow and the pair of stages between which it runs."""
+_Key = Axis | Literal["gathers"] | tuple[int, ...] | tuple[Flow, int, int]
+"""An axis, the data axis once more for parameters, stages that sum, or a flow and the pair of stages it links."""
 
 
 class Pending:
@@ -63,12 +63,8 @@ def _named_failure(what: str, error: RuntimeError) -> EngineError:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         sleep(_HOLD_BACK_SECONDS)
-    cause = _first_line(error)
+    cause = first_line(error)
     return EngineError(f"{what} failed: {cause}. A peer has probably stopped; look for the first traceback of the job.")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class Comm:
@@ -118,6 +114,17 @@ class Comm:
         """Concatenate every rank's ``shard`` [s] into ``full`` [N*s] over ``axis``."""
         return self._issue("all_gather", full, axis, label, lambda: self._backend.all_gather(full, shard, axis))
 
+    def open_gathers(self) -> None:
+        """Prepare ``gather_parameters``. All ranks of the world call it."""
+        self._backend.open_gathers()
+
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str) -> Pending:
+        """``all_gather`` of several (full, shard) over dp at once, apart from other traffic of that axis."""
+        elements = sum(full.numel() for full, _ in pairs)
+        size = sum(full.numel() * full.element_size() for full, _ in pairs)
+        work = _Work("all_gather", elements, size, str(pairs[0][0].dtype).removeprefix("torch."))
+        return self._launch(work, "dp", label, lambda: self._backend.gather_parameters(pairs), self.grid.dp)
+
     def close(self) -> None:
         """End the communication of this engine; the process group itself belongs to the :class:`World`."""
         self._backend.close()
@@ -126,23 +133,37 @@ class Comm:
         self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait], ranks: int | None = None
     ) -> Pending:
         ranks = self.grid.size(axis) if ranks is None else ranks
+        dtype = str(full.dtype).removeprefix("torch.")
+        work = _Work(op, full.numel(), full.numel() * full.element_size(), dtype)
+        return self._launch(work, axis, label, call, ranks)
+
+    def _launch(self, work: "_Work", axis: Axis, label: str, call: Callable[[], Wait], ranks: int) -> Pending:
         if ranks == 1:
             return Pending()
         self._sequence += 1
-        dtype = str(full.dtype).removeprefix("torch.")
-        record = Record(self._sequence, op, axis, label, full.numel(), dtype)
+        record = Record(self._sequence, work.op, axis, label, work.elements, work.dtype)
         self.records.append(record)
-        if op != "receive":
-            self.tally.add(Traffic(axis, label, 1, sent_bytes(op, full.numel() * full.element_size(), ranks)))
+        if work.op != "receive":
+            self.tally.add(Traffic(axis, label, 1, sent_bytes(work.op, work.bytes, ranks)))
 
         def describe() -> str:
-            kind = "message" if op in ("send", "receive") else "collective"
+            kind = "message" if work.op in ("send", "receive") else "collective"
             return f"{kind} {record} between ranks {self.grid.peers(axis)} on rank {self.grid.rank}"
 
         try:
             return Pending(call(), describe)
         except RuntimeError as error:
             raise _named_failure(describe(), error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a collective or message moves."""
+
+    op: Op
+    elements: int
+    bytes: int
+    dtype: str
 
 
 class TorchBackend:
@@ -177,6 +198,21 @@ class TorchBackend:
         if grid.pp == 1 or grid.tp == 1:
             return self._groups["tp" if grid.pp == 1 else "pp"]
         return self._open(list(grid.groups("replica")))
+
+    def open_gathers(self) -> None:
+        """Make a second group of the data axis."""
+        self._groups["gathers"] = self._open(list(self._grid.groups("dp")))
+
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
+        """Concatenate shards."""
+        group = self._groups["gathers"]
+        waits = [_finisher(_ALL_GATHER(full, shard, group=group, async_op=True)) for full, shard in pairs]
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+
+        return finish
 
     def connect(self, stages: tuple[int, ...]) -> None:
         """Make the groups of these stages, for every data and tensor coordinate."""
@@ -280,114 +316,3 @@ def _reduce_scatter_by_exchange(shard: Tensor, full: Tensor, group: dist.Process
         shard.copy_(total)
 
     return finish
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """The processes of this job, before any grid is laid over them."""
-
-    rank: int
-    size: int
-    local_rank: int
-    device: torch.device
-
-
-def _end_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def read_world() -> World:
-    """Find out who we are without communicating: from the process group, torchrun's variables, or alone.
-
-    Raises:
-        GridError: torchrun's variables are incomplete, or there are more local ranks than GPUs.
-    """
-    if dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        local_rank = _variable("LOCAL_RANK", rank)
-        shared = dist.get_backend() == "gloo"  # gloo ranks may share a GPU, NCCL ranks may not
-        return World(rank, size, local_rank, _device(local_rank, shared))
-    present = [name for name in _RENDEZVOUS if name in os.environ]
-    if present and len(present) < len(_RENDEZVOUS):
-        missing = ", ".join(name for name in _RENDEZVOUS if name not in os.environ)
-        raise GridError(
-            f"{', '.join(present)} is set but {missing} is not: all four of {', '.join(_RENDEZVOUS)} make a "
-            "distributed job and none makes a single process; start with torchrun."
-        )
-    rank, size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
-    if rank >= size:
-        raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}; ranks count from 0: let torchrun set both.")
-    local_rank = _variable("LOCAL_RANK", rank)
-    return World(rank, size, local_rank, _device(local_rank, shared=False))
-
-
-_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def _variable(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not (text.isascii() and text.isdigit()):
-        raise GridError(f"{name}={text!r} is not a number of 0 or more; let torchrun set it.")
-    return int(text)
-
-
-def _device(local_rank: int, shared: bool) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    if local_rank >= gpus and not shared:
-        raise GridError(
-            f"local rank {local_rank} has no GPU of its own, this node has {gpus}; start at most {gpus} processes "
-            "here, or set CUDA_VISIBLE_DEVICES='' to run on the CPU."
-        )
-    return torch.device("cuda", local_rank % gpus)
-
-
-def open_world(world: World) -> None:
-    """Start the process group that ``read_world`` described; at the exit of the interpreter it is ended.
-
-    The time-out of the rendezvous and of every collective is ``TRINE_TIMEOUT_SECONDS`` (600).
-
-    Raises:
-        GridError: the other ranks cannot be reached; names the address and the network interface.
-    """
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
-    if dist.is_initialized():
-        return
-    seconds = _variable("TRINE_TIMEOUT_SECONDS", 600)
-    backend = "nccl" if world.device.type == "cuda" else "gloo"
-    bound = world.device if world.device.type == "cuda" else None
-    try:
-        dist.init_process_group(
-            backend,
-            store=None if "RANK" in os.environ else dist.HashStore(),  # type: ignore[attr-defined]
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=seconds),
-            device_id=bound,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise _rendezvous_failure(world, seconds, error) from error
-    atexit.register(_end_process_group)  # not with an engine: others may live in this process
-
-
-def leave_traceback(main: Callable[[], None]) -> None:
-    """Run ``main``; under torchrun, whose summary ends the output of a job that failed, it ends with the traceback."""
-    from torch.distributed.elastic.multiprocessing.errors import record  # only who has a main pays for it
-
-    record(main)()
-
-
-def _rendezvous_failure(world: World, seconds: int, error: Exception) -> GridError:
-    alone = "MASTER_ADDR" not in os.environ
-    address = "of one process" if alone else f"at {os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
-    interfaces = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
-    hint = f"interface settings are {interfaces}" if interfaces else "no network interface is set"
-    cause = _first_line(error)
-    return GridError(
-        f"rank {world.rank} of {world.size} could not join the job {address} within {seconds} s ({cause}); "
-        f"all nodes need the same MASTER_ADDR and an open MASTER_PORT, and {hint}: GLOO_SOCKET_IFNAME or "
-        "NCCL_SOCKET_IFNAME must name an interface of this machine (see `ip address`)."
-    )

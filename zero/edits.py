@@ -16,6 +16,5 @@ def carry_over(flat: FlatBucket) -> None:
     """Take written elements into the part of the master that this rank holds. No host synchronization."""
     if flat.master is None:
         return
-    params = flat.params[flat.owned]
-    written = params != flat.master.to(params.dtype)
-    torch.where(written, params.to(flat.master.dtype), flat.master, out=flat.master)
+    written = flat.kept != flat.master.to(flat.kept.dtype)
+    torch.where(written, flat.kept.to(flat.master.dtype), flat.master, out=flat.master)

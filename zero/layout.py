@@ -13,6 +13,9 @@ Parameters whose gradient this rank alone does not know have buckets of their ow
 tied over pipeline stages, and what is partial over tensor ranks. Such a bucket is laid out alike on all
 ranks that share it, and waits for the end of the step.
 
+Where parameters themselves are sharded (ZeRO 3), a bucket holds what the same gather groups use
+(``gather_order``), whatever its size, and frozen parameters have buckets too.
+
 Slots start on multiples of ALIGNMENT elements and a bucket is padded to N times that, which is the
 padding that the budget formulas call part of the layout (the field's name for the sum is Psi).
 """
@@ -44,6 +47,9 @@ class Item:
     """The pipeline stages that own it, when there are several: its gradient is their sum."""
     partial: bool = False
     """Its gradient is a sum over tensor ranks."""
+    gathers: tuple[int, ...] = ()
+    """The gather groups that use it, where parameters are sharded; nothing where they are not."""
+    trainable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,8 @@ class Bucket:
     """Pipeline stages over which its gradients are summed."""
     partial: bool = False
     """Its gradients are summed over tensor ranks."""
+    gathers: tuple[int, ...] = ()
+    """The gather groups that use it; nothing where parameters are whole on every rank."""
 
     @property
     def late(self) -> bool:
@@ -119,14 +127,17 @@ class FlatLayout:
 
     ranks: int
     buckets: tuple[Bucket, ...]
+    """What is trained."""
+    frozen: tuple[Bucket, ...] = ()
+    """What is sharded all the same."""
 
     @property
     def elements(self) -> int:
-        """Padded elements of all buckets (Psi)."""
+        """Padded elements of all buckets that are trained (Psi)."""
         return sum(bucket.elements for bucket in self.buckets)
 
     def elements_by_dtype(self) -> dict[str, int]:
-        """Padded elements by parameter dtype."""
+        """Padded elements of what is trained, by parameter dtype."""
         sums: dict[str, int] = {}
         for bucket in self.buckets:
             sums[bucket.dtype] = sums.get(bucket.dtype, 0) + bucket.elements
@@ -139,17 +150,31 @@ def build_layout(items: Sequence[Item], ranks: int, bucket_elements: int) -> Fla
     A bucket is closed when the next parameter would take it past ``bucket_elements``; a larger
     parameter gets a bucket of its own. Inside a bucket slots are ordered by optimizer group, and in a
     group those that the norm counts come first (not in late buckets), so that each is one run and not many.
+    Sharded parameters ignore ``bucket_elements``: what a group uses is one bucket.
     """
+    trained = _fill([item for item in items if item.trainable], bucket_elements)
+    frozen = _fill([item for item in items if not item.trainable], bucket_elements)
+    return FlatLayout(
+        ranks,
+        tuple(_bucket(i, members, ranks) for i, members in enumerate(trained)),
+        tuple(_bucket(i, members, ranks) for i, members in enumerate(frozen, len(trained))),
+    )
+
+
+def _fill(items: Sequence[Item], bucket_elements: int) -> list[list[Item]]:
+    """The members of every bucket."""
     filled: list[list[Item]] = []
     open_buckets: dict[tuple[object, ...], list[Item]] = {}
     for item in sorted(reversed(items), key=lambda item: bool(item.ties) or item.partial):
-        kind = (item.dtype, item.ties, item.partial)
+        # owners of tied parameters lie in different groups, and all of them lay the bucket out alike
+        kind = (item.dtype, item.ties, item.partial, () if item.ties else item.gathers)
         current = open_buckets.get(kind)
-        if current is None or _elements(current) + _elements([item]) > bucket_elements:
+        full = not item.gathers and current and _elements(current) + _elements([item]) > bucket_elements
+        if current is None or full:
             current = open_buckets[kind] = []
             filled.append(current)
         current.append(item)
-    return FlatLayout(ranks, tuple(_bucket(i, members, ranks) for i, members in enumerate(filled)))
+    return filled
 
 
 def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
@@ -160,8 +185,9 @@ def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
     for item in sorted(members, key=lambda item: (item.group, not item.counted and not late)):
         slots.append(Slot(item.name, item.shape, end, item.group, item.counted))
         end += _aligned(math.prod(item.shape), ALIGNMENT)
-    kind = members[0]
-    return Bucket(index, kind.dtype, tuple(slots), _aligned(max(end, 1), ALIGNMENT * ranks), kind.ties, kind.partial)
+    kind, elements = members[0], _aligned(max(end, 1), ALIGNMENT * ranks)
+    gathers = tuple(sorted({group for item in members for group in item.gathers}))
+    return Bucket(index, kind.dtype, tuple(slots), elements, kind.ties, kind.partial, gathers)
 
 
 def _elements(items: Iterable[Item]) -> int:

@@ -76,7 +76,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
-        """Multiply the reduced gradients by ``scale``, update, and gather every bucket over dp."""
+        """Multiply the reduced gradients by ``scale``, update, and gather every bucket over dp (not at ZeRO 3)."""
         for flat in self._buckets:
             carry_over(flat)
             flat.gradient(flat.owned).mul_(scale)
@@ -86,32 +86,13 @@ class ShardedOptimizer:
         gathers = []
         for flat in self._buckets:
             if flat.master is not None:
-                flat.params[flat.owned].copy_(flat.master)
-            if self._sharded:
-                own = flat.params[flat.shard]
-                gathers.append(self._comm.all_gather(flat.params, own, "dp", "parameters"))
+                flat.kept.copy_(flat.master)
+            if self._sharded and not flat.sharded:
+                gathers.append(self._comm.all_gather(flat.params, flat.kept, "dp", "parameters"))
         for gather in gathers:
             gather.wait()
         # our writes went past autograd, which has to refuse a backward through a graph of the old weights
         torch.autograd.graph.increment_version([p for flat in self._buckets for p in flat.parameters])
-
-    @torch.no_grad()
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name of the parameter, its values whole over dp and in their widest dtype), bucket by bucket.
-
-        Collective over dp where masters are sharded; every rank has to take all items. A tensor is a view
-        of the parameters or of one gathered bucket.
-        """
-        for flat in self._buckets:
-            carry_over(flat)
-            whole = flat.params
-            if flat.master is not None:
-                whole = torch.zeros(flat.bucket.elements, dtype=flat.master.dtype, device=flat.params.device)
-                whole[flat.owned].copy_(flat.master)
-                if self._sharded:
-                    self._comm.all_gather(whole, whole[flat.shard], "dp", "full state").wait()
-            for slot in flat.bucket.slots:
-                yield slot.name, whole[slot.start : slot.stop].view(slot.shape)
 
 
 def _segments(flat: FlatBucket) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -3,20 +3,22 @@
 For each bucket (glossary in ``zero/__init__.py``), here with N = 4 and an fp32 master:
 
     params   bf16  [ shard 0 | shard 1 | shard 2 | shard 3 ]   parameter.data are views of it
-    grads    fp32  [ shard 0 | shard 1 | shard 2 | shard 3 ]   gradients are summed here; ZeRO 2 that reduces
+    kept     bf16            [ shard 1 ]                       the owned part: of ``params`` itself, except at ZeRO 3
+    grads    fp32  [ shard 0 | shard 1 | shard 2 | shard 3 ]   gradients are summed here; ZeRO 2 or 3 that reduces
                                                                every microbatch holds its shard only
     master   fp32            [ shard 1 ]                       on the rank that owns shard 1
 
-With fp32 parameters there is no master: the owned shard of ``params`` is updated itself.
+With fp32 parameters there is no master: ``kept`` is updated itself. At ZeRO 3 ``params`` has memory only while it
+is gathered, and views of it, saved by autograd too, are good again whenever it is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from engine.zero.layout import Bucket, FlatLayout
+from engine.zero.layout import Bucket, FlatLayout, Slot
 
 NORM_PIECE = 1 << 20
 """Elements whose squares are summed at a time."""
@@ -29,8 +31,10 @@ class FlatBucket:
     bucket: Bucket
     params: Tensor
     """[elements] in the dtype of the computation; the parameters are views of it."""
+    kept: Tensor
+    """[owned] of ``params``, and at ZeRO 3 in memory of its own."""
     grads: Tensor
-    """[held] in the dtype of accumulation."""
+    """[held] in the dtype of accumulation; empty if the bucket is frozen."""
     held: slice
     """The elements whose gradients are kept: all, or this rank's shard."""
     owned: slice
@@ -41,10 +45,10 @@ class FlatBucket:
     """[owned] in fp32, if ``params`` are narrower."""
     parameters: tuple[nn.Parameter, ...]
     """The user's parameters, in the order of the slots."""
-
-    def address(self, start: int) -> int:
-        """Memory address of element ``start`` of ``params``."""
-        return self.params.data_ptr() + start * self.params.element_size()
+    views: tuple[Tensor, ...]
+    """What their data is: their places in ``params``. Made once, since torch makes no view where memory is missing."""
+    sharded: bool
+    """ZeRO 3: ``params`` are whole only while they are gathered."""
 
     def gradient(self, part: slice) -> Tensor:
         """The gradients of these elements of the bucket, which are held."""
@@ -53,19 +57,42 @@ class FlatBucket:
     @property
     def weights(self) -> Tensor:
         """[owned]: what the optimizer updates."""
-        return self.params[self.owned] if self.master is None else self.master
+        return self.kept if self.master is None else self.master
+
+    def place(self, slot: Slot, given: Tensor) -> None:
+        """Take the values of a parameter in, exact in the weights."""
+        flat = given.reshape(-1)
+        start, stop = max(slot.start, self.owned.start), min(slot.stop, self.owned.stop)
+        if start < stop:
+            part, ours = flat[start - slot.start : stop - slot.start], slice(start - self.owned.start, None)
+            for target in (self.kept, self.master):
+                if target is not None:
+                    target[ours][: stop - start].copy_(part)
+        if not self.sharded:
+            self.params[slot.start : slot.stop].copy_(flat)
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Which data rank this is, and whether it updates its shard only (ZeRO 1) or everything (0)."""
+    """Which data rank this is, and what it does not keep whole."""
 
     index: int
     ranks: int
     sharded: bool
+    """Update the shard only (ZeRO 1)."""
     sharded_gradients: bool = False
     """Keep the shard of gradients only (ZeRO 2 with ``reduce: microbatch``); not where they are partial over
     tensor ranks, because only whole ones can be summed there."""
+    sharded_parameters: bool = False
+    """Keep the shard of parameters only (ZeRO 3)."""
+
+
+def reserve(
+    layout: FlatLayout, parameters: Mapping[str, nn.Parameter], who: Ownership, device: torch.device
+) -> tuple[FlatBucket, ...]:
+    """Memory for the buckets of ``layout`` on ``device``, zero; the trained ones, then the frozen ones."""
+    trained = [_reserve(bucket, parameters, who, device, trainable=True) for bucket in layout.buckets]
+    return (*trained, *(_reserve(bucket, parameters, who, device, trainable=False) for bucket in layout.frozen))
 
 
 def allocate(
@@ -76,31 +103,41 @@ def allocate(
     Afterwards ``parameter.data`` is a view in the bucket's dtype; the given values are kept exactly in
     the weights (master or parameter). Nothing is communicated.
     """
-    return tuple(_fill(bucket, parameters, who, device) for bucket in layout.buckets)
+    buckets = reserve(layout, parameters, who, device)
+    for flat in buckets:
+        fill(flat)
+    return buckets
 
 
-def _fill(bucket: Bucket, parameters: Mapping[str, nn.Parameter], who: Ownership, device: torch.device) -> FlatBucket:
+def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
+    """Move the parameters of a bucket into it, except those whose values have been ``placed`` there."""
+    for slot, parameter, view in zip(flat.bucket.slots, flat.parameters, flat.views, strict=True):
+        if slot.name not in placed:
+            flat.place(slot, parameter.detach())
+            parameter.data = view
+
+
+def _reserve(
+    bucket: Bucket, parameters: Mapping[str, nn.Parameter], who: Ownership, device: torch.device, trainable: bool
+) -> FlatBucket:
     dtype = getattr(torch, bucket.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    shard = bucket.shard(who.index, who.ranks)
-    owned = shard if who.sharded else slice(0, bucket.elements)
-    params = torch.zeros(bucket.elements, dtype=dtype, device=device)
-    held = shard if who.sharded_gradients and not bucket.partial else slice(0, bucket.elements)
-    grads = torch.zeros(held.stop - held.start, dtype=wide, device=device)
-    master = None
-    if wide != dtype:
-        master = torch.zeros(owned.stop - owned.start, dtype=wide, device=device)
-    for slot in bucket.slots:
-        parameter = parameters[slot.name]
-        given = parameter.detach().reshape(-1)
-        params[slot.start : slot.stop].copy_(given)
-        start, stop = max(slot.start, owned.start), min(slot.stop, owned.stop)
-        if master is not None and start < stop:
-            kept = given[start - slot.start : stop - slot.start]
-            master[start - owned.start : stop - owned.start].copy_(kept)
-        parameter.data = params[slot.start : slot.stop].view(slot.shape)
+    wide = torch.promote_types(dtype, torch.float32) if trainable else dtype
+    shard, whole = bucket.shard(who.index, who.ranks), slice(0, bucket.elements)
+    owned = shard if who.sharded else whole
+    held = shard if who.sharded_gradients and not bucket.partial else whole
+
+    def zeros(part: slice, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(part.stop - part.start, dtype=dtype, device=device)
+
+    params = torch.empty(bucket.elements, dtype=dtype, device=device) if who.sharded_parameters else zeros(whole, dtype)
+    kept = zeros(owned, dtype) if who.sharded_parameters else params[owned]
+    views = tuple(params[slot.start : slot.stop].view(slot.shape) for slot in bucket.slots)
+    if who.sharded_parameters:
+        params.untyped_storage().resize_(0)
+    grads = zeros(held if trainable else slice(0, 0), wide)
+    master = zeros(owned, wide) if wide != dtype else None
     members = tuple(parameters[slot.name] for slot in bucket.slots)
-    return FlatBucket(bucket, params, grads, held, owned, shard, master, members)
+    return FlatBucket(bucket, params, kept, grads, held, owned, shard, master, members, views, who.sharded_parameters)
 
 
 def squared_norm(buckets: Sequence[FlatBucket]) -> Tensor:

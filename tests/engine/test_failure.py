@@ -23,7 +23,7 @@ import os, sys, time
 import torch
 import engine
 from engine.decoder import Decoder, DecoderConfig, loss_sum
-from engine.parallel.comm import leave_traceback
+from engine.parallel.world import leave_traceback
 
 where, rank = sys.argv[1], int(os.environ["RANK"])
 grid = {"loss": {"tensor": 2, "pipeline": 2}, "block": {"pipeline": 4}, "tensor": {"data": 2, "tensor": 2}}[where]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ConfigError
+from engine.zero.full_weights import full_weights
 from engine.zero.inner import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from tests.zero.rig import Rig, Setting, build
@@ -207,7 +208,7 @@ def test_an_optimizer_that_says_it_works_element_by_element_is_sharded() -> None
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_full_weights_are_the_widest_there_are(dtype: str) -> None:
     rig = build(model(), Setting(ranks=1, stage=1, dtype=dtype))
-    full = dict(sharded(rig, FACTORIES["FlatAdam"], 1).full_weights())
+    full = dict(full_weights(rig.buckets, rig.comm))
     given = dict(model().named_parameters())
     assert len(full) == len(given)
     for name in given:

@@ -1,0 +1,126 @@
+"""The processes of a job: who this one is, how it joins the others, and how it leaves.
+
+The only file beside ``comm`` that talks to ``torch.distributed``; it makes the process group and sends nothing.
+"""
+
+import atexit
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from engine.errors import GridError, first_line
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The processes of this job, before any grid is laid over them."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def read_world() -> World:
+    """Find out who we are without communicating: from the process group, torchrun's variables, or alone.
+
+    Raises:
+        GridError: torchrun's variables are incomplete, or there are more local ranks than GPUs.
+    """
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local_rank = _variable("LOCAL_RANK", rank)
+        shared = dist.get_backend() == "gloo"  # gloo ranks may share a GPU, NCCL ranks may not
+        return World(rank, size, local_rank, _device(local_rank, shared))
+    present = [name for name in _RENDEZVOUS if name in os.environ]
+    if present and len(present) < len(_RENDEZVOUS):
+        missing = ", ".join(name for name in _RENDEZVOUS if name not in os.environ)
+        raise GridError(
+            f"{', '.join(present)} is set but {missing} is not: all four of {', '.join(_RENDEZVOUS)} make a "
+            "distributed job and none makes a single process; start with torchrun."
+        )
+    rank, size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+    if rank >= size:
+        raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}; ranks count from 0: let torchrun set both.")
+    local_rank = _variable("LOCAL_RANK", rank)
+    return World(rank, size, local_rank, _device(local_rank, shared=False))
+
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _variable(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdigit()):
+        raise GridError(f"{name}={text!r} is not a number of 0 or more; let torchrun set it.")
+    return int(text)
+
+
+def _device(local_rank: int, shared: bool) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if local_rank >= gpus and not shared:
+        raise GridError(
+            f"local rank {local_rank} has no GPU of its own, this node has {gpus}; start at most {gpus} processes "
+            "here, or set CUDA_VISIBLE_DEVICES='' to run on the CPU."
+        )
+    return torch.device("cuda", local_rank % gpus)
+
+
+def open_world(world: World) -> None:
+    """Start the process group that ``read_world`` described; at the exit of the interpreter it is ended.
+
+    The time-out of the rendezvous and of every collective is ``TRINE_TIMEOUT_SECONDS`` (600).
+
+    Raises:
+        GridError: the other ranks cannot be reached; names the address and the network interface.
+    """
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if dist.is_initialized():
+        return
+    seconds = _variable("TRINE_TIMEOUT_SECONDS", 600)
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    bound = world.device if world.device.type == "cuda" else None
+    try:
+        dist.init_process_group(
+            backend,
+            store=None if "RANK" in os.environ else dist.HashStore(),  # type: ignore[attr-defined]
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=seconds),
+            device_id=bound,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise _rendezvous_failure(world, seconds, error) from error
+    atexit.register(_end_process_group)  # not with an engine: others may live in this process
+
+
+def leave_traceback(main: Callable[[], None]) -> None:
+    """Run ``main``; under torchrun, whose summary ends the output of a job that failed, it ends with the traceback."""
+    from torch.distributed.elastic.multiprocessing.errors import record  # only who has a main pays for it
+
+    record(main)()
+
+
+def _rendezvous_failure(world: World, seconds: int, error: Exception) -> GridError:
+    alone = "MASTER_ADDR" not in os.environ
+    address = "of one process" if alone else f"at {os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+    interfaces = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
+    hint = f"interface settings are {interfaces}" if interfaces else "no network interface is set"
+    cause = first_line(error)
+    return GridError(
+        f"rank {world.rank} of {world.size} could not join the job {address} within {seconds} s ({cause}); "
+        f"all nodes need the same MASTER_ADDR and an open MASTER_PORT, and {hint}: GLOO_SOCKET_IFNAME or "
+        "NCCL_SOCKET_IFNAME must name an interface of this machine (see `ip address`)."
+    )

@@ -1,0 +1,255 @@
+"""Sharded parameters become whole just before they are used, and go when they have been (ZeRO 3).
+
+    forward    a module of group k is entered      -> k - 1 is freed, k + 1 is asked for, k is waited for
+    backward   the gradient of its output arrives  -> k + 1 is freed, k - 1 is asked for, k is waited for
+
+Autograd works through a graph from the newest operation to the oldest, so what ran after a call is done when the
+gradient of that call's output arrives. Recomputed forwards run inside a backward: what they enter is gathered too.
+
+Groups are asked for in their order on every rank, whatever the model does (a module that one rank skips is gathered
+there all the same), through communicators of their own, so that no reduction can get between.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.parallel.comm import Comm, Pending
+from engine.zero.gather_order import Direction, GatherOrder
+from engine.zero.guard import conceal, reveal
+from engine.zero.storage import FlatBucket
+
+
+class _Pass:
+    """One walk through the groups."""
+
+    def __init__(self, direction: Direction, order: GatherOrder, kept: frozenset[int], pinned: frozenset[int]) -> None:
+        self.direction = direction
+        self.positions = order.passes(direction)
+        self.kept, self.pinned = kept, pinned
+        """Buckets that stay whole after the pass, and those that stay so all through it."""
+        self.asked = 0
+        """How many of the positions have been asked for."""
+        self.oldest: int | None = None
+        """Backward: the oldest call whose gradient has arrived."""
+        self.again: set[int] = set()
+        """Backward: positions that the running recomputation has entered."""
+
+    def index(self, position: int) -> int:
+        """When the position comes; -1 if it does not."""
+        return self.positions.index(position) if position in self.positions else -1
+
+
+class Gathering:
+    """Gathers and frees the sharded parameters of this rank's stage.
+
+    Args:
+        buckets: trained ones, then frozen ones, as ``order`` counts them.
+        order: when which is needed.
+        pinned: buckets that stay whole over all passes of a step.
+        comm: communication; label "parameters" on axis dp, one batch for each group and pass.
+    """
+
+    def __init__(self, buckets: Sequence[FlatBucket], order: GatherOrder, pinned: Collection[int], comm: Comm) -> None:
+        self._buckets, self._order, self._pinned, self._comm = buckets, order, frozenset(pinned), comm
+        self._live: dict[int, Pending] = {}
+        self._shown: set[int] = set()
+        """Live buckets that have arrived."""
+        self._pass: _Pass | None = None
+        self._to_come: deque[Direction] = deque()
+        self._calls = 0
+        self._opened: set[int] = set()
+        for index in range(len(buckets)):
+            self._hide(index)
+
+    # ------------------------------------------------------------------ the passes of a step
+
+    def start(self, passes: Sequence[Direction]) -> None:
+        """Announce the passes of a step, so that what the next one begins with is not freed before it."""
+        self._to_come = deque(passes)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around one forward."""
+        with self._passing("forward", "backward" if torch.is_grad_enabled() else None):
+            yield
+
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[None]:
+        """Around one backward; ``last`` of the step."""
+        with self._passing("backward", None if last else "forward"):
+            yield
+
+    def end(self) -> None:
+        """Free everything: the step is over, or has failed."""
+        self._to_come.clear()
+        self._pass = None
+        self._free(frozenset(self._live))
+
+    @contextmanager
+    def _passing(self, direction: Direction, following: Direction | None) -> Iterator[None]:
+        if self._opened:
+            raise EngineError("a step inside full_parameters, which holds them open; leave its `with` block first.")
+        if self._to_come:
+            self._to_come.popleft()
+            following = self._to_come[0] if self._to_come else None
+        pinned = self._pinned if following else frozenset()
+        now = self._pass = _Pass(direction, self._order, self._order.at_start(following) | pinned, pinned)
+        try:
+            with torch.no_grad():
+                self._ask_up_to(1)
+                if now.positions:
+                    self._show(self._order.everywhere)
+            yield
+            with torch.no_grad():
+                self._ask_up_to(len(now.positions))
+        except BaseException:
+            self.end()
+            raise
+        self._pass = None
+        self._free(frozenset(self._live) - now.kept)
+
+    # ------------------------------------------------------------------ what modules call
+
+    def enter(self, position: int) -> None:
+        """A module of this group is about to run."""
+        if self._pass is not None:
+            with torch.no_grad():
+                (self._reach if self._pass.direction == "forward" else self._enter_again)(position, self._pass)
+
+    def leave(self, position: int, outputs: Sequence[Tensor]) -> None:
+        """A module of this group has run; ``outputs``, attached to the graph, tell when its backward begins."""
+        if self._pass is not None and self._pass.direction == "forward":
+            self._calls += 1
+            arrive = partial(self._arrive, position, self._calls)
+            with torch._C.DisableTorchFunctionSubclass():  # tensors that refuse hooks: ours only looks
+                for tensor in outputs:
+                    tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
+
+    def _arrive(self, position: int, call: int, _: Tensor) -> None:
+        now = self._pass
+        if now is None or now.direction == "forward":
+            return  # a backward of the user's own inside a forward finds what is there
+        if now.oldest is None or call < now.oldest:  # else: a tensor that the module only passed on
+            now.oldest = call
+            with torch.no_grad():
+                self._reach(position, now)
+
+    def _reach(self, position: int, now: _Pass) -> None:
+        """Make the group whole, ask for the next one, free what lies behind."""
+        wanted, index = self._order.members[position], now.index(position)
+        ahead = self._order.members[now.positions[now.asked - 1]] if now.asked - 1 > index else frozenset()
+        self._free(frozenset(self._live) - wanted - ahead - now.pinned)
+        self._ask_up_to(index + 1)
+        self._ask(wanted)
+        self._ask_up_to(index + 2 if index >= 0 else 0)
+        self._show(wanted)
+
+    def _enter_again(self, position: int, now: _Pass) -> None:
+        """A recomputed module: nothing that the running backward may need is freed."""
+        wanted = self._order.members[position]
+        if now.again and position < min(now.again):  # another recomputation: the one before is done
+            behind: frozenset[int] = frozenset().union(*(self._order.members[past] for past in now.again))
+            self._free(behind - wanted - now.pinned)
+            now.again.clear()
+        now.again.add(position)
+        self._ask_up_to(now.index(position) + 1)
+        self._ask(wanted)
+        self._show(wanted)
+
+    def _read(self, index: int, name: str) -> None:
+        """Somebody reads a parameter that is not whole: code outside its module, or code outside the engine."""
+        if self._pass is None:
+            raise EngineError(
+                f"parameter {name!r} is sharded over {self._comm.grid.dp} data ranks (ZeRO 3) and whole only while the "
+                f"engine runs the model; read or write it inside `with eng.full_parameters({name!r}):`, on all ranks."
+            )
+        with torch.no_grad():
+            members = tuple(group | {index} for group in self._order.members)
+            self._order = replace(self._order, members=members)  # and from now on it is whole through every pass
+            self._ask(frozenset({index}))
+            self._show(frozenset({index}))
+
+    # ------------------------------------------------------------------ for who wants to see them
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or backward is under way."""
+        return self._pass is not None
+
+    def open(self, indices: Collection[int]) -> frozenset[int]:
+        """Make buckets whole between steps; which of them were not. All ranks of the data axis call it alike."""
+        opened = frozenset(indices) - self._opened
+        self._opened |= opened
+        self._ask(opened)
+        self._show(opened)
+        return opened
+
+    def close(self, indices: Collection[int]) -> None:
+        """Free what was opened."""
+        self._opened -= set(indices)
+        self._free(frozenset(indices))
+
+    @contextmanager
+    def without_content(self) -> Iterator[None]:
+        """Inside, parameters look like any other, for code that looks at shapes only."""
+        hidden = [index for index in range(len(self._buckets)) if index not in self._shown]
+        for index in hidden:
+            for parameter in self._buckets[index].parameters:
+                reveal(parameter)
+        try:
+            yield
+        finally:
+            for index in hidden:
+                self._hide(index)
+
+    # ------------------------------------------------------------------ memory
+
+    def _ask_up_to(self, count: int) -> None:
+        """Ask for groups in their order, and free those of them that are only passed over."""
+        now = self._pass
+        assert now is not None
+        members, count = self._order.members, min(count, len(now.positions))
+        for index in range(now.asked, count):
+            position = now.positions[index]
+            self._ask(members[position])
+            now.asked = index + 1
+            if now.asked < count:
+                self._free(members[position] - members[now.positions[now.asked]] - now.kept)
+
+    def _ask(self, indices: frozenset[int]) -> None:
+        missing = sorted(indices - self._live.keys())
+        if not missing:
+            return
+        pairs = []
+        for index in missing:
+            flat = self._buckets[index]
+            flat.params.untyped_storage().resize_(flat.params.numel() * flat.params.element_size())
+            pairs.append((flat.params, flat.kept))
+        pending = self._comm.gather_parameters(pairs, "parameters")
+        self._live.update(dict.fromkeys(missing, pending))
+
+    def _show(self, indices: frozenset[int]) -> None:
+        for index in indices - self._shown:
+            self._live[index].wait()
+            self._shown.add(index)
+            for parameter in self._buckets[index].parameters:
+                reveal(parameter)
+
+    def _free(self, indices: frozenset[int]) -> None:
+        for index in indices & self._live.keys():
+            self._live.pop(index).wait()
+            self._hide(index)
+            self._buckets[index].params.untyped_storage().resize_(0)
+
+    def _hide(self, index: int) -> None:
+        self._shown.discard(index)
+        flat = self._buckets[index]
+        for slot, parameter in zip(flat.bucket.slots, flat.parameters, strict=True):
+            conceal(parameter, partial(self._read, index, slot.name))

@@ -1,0 +1,51 @@
+"""Calls of modules tell the gathering what is about to be used."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from engine.parallel.pipeline.intercept import Interception
+from engine.zero.gather import Gathering
+from engine.zero.gather_groups import GatherGroups
+from engine.zero.gather_order import GatherOrder
+
+
+class GatheredModules:
+    """Modules of a stage that gather their parameters; ``remove`` makes them what they were.
+
+    To be installed around what recomputes activations, so that a block is gathered once for its backward.
+    """
+
+    def __init__(self, model: nn.Module, groups: GatherGroups, order: GatherOrder, gathering: Gathering) -> None:
+        self._gathering = gathering
+        self._position = {
+            module: position for position, group in enumerate(order.groups) for module in groups.modules[group]
+        }
+        self._interceptions = [
+            Interception(name, model.get_submodule(name), self._call, lambda _: False) for name in self._position
+        ]
+
+    def remove(self) -> None:
+        """Undo."""
+        for interception in reversed(self._interceptions):
+            interception.remove()
+
+    def _call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        position = self._position[unit]
+        self._gathering.enter(position)
+        out = forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._gathering.leave(position, [tensor for tensor in _tensors(out) if tensor.grad_fn is not None])
+        return out
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """All tensors of a module's output, also those of an object that torch cannot look into."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
+            yield from (inner for inner in tree_leaves(vars(leaf)) if isinstance(inner, Tensor))
