@@ -65,6 +65,8 @@ class Gathering:
         self._to_come: deque[Direction] = deque()
         self._calls = 0
         self._opened: set[int] = set()
+        self._silent: set[int] = set()
+        """Positions of which a call has returned nothing that a gradient could come to."""
         for index in range(len(buckets)):
             self._hide(index)
 
@@ -105,7 +107,7 @@ class Gathering:
             with torch.no_grad():
                 self._ask_up_to(1)
                 if now.positions:
-                    self._show(self._order.everywhere)
+                    self._show(self._order.everywhere if direction == "forward" else self._order.at_start(direction))
             yield
             with torch.no_grad():
                 self._ask_up_to(len(now.positions))
@@ -127,6 +129,8 @@ class Gathering:
         """A module of this group has run; ``outputs``, attached to the graph, tell when its backward begins."""
         if self._pass is not None and self._pass.direction == "forward":
             self._calls += 1
+            if not outputs:
+                self._silent.add(position)
             arrive = partial(self._arrive, position, self._calls)
             with torch._C.DisableTorchFunctionSubclass():  # tensors that refuse hooks: ours only looks
                 for tensor in outputs:
@@ -148,8 +152,19 @@ class Gathering:
         self._free(frozenset(self._live) - wanted - ahead - now.pinned)
         self._ask_up_to(index + 1)
         self._ask(wanted)
-        self._ask_up_to(index + 2 if index >= 0 else 0)
-        self._show(wanted)
+        self._show(wanted | self._ask_ahead(index + 1, now))
+
+    def _ask_ahead(self, index: int, now: _Pass) -> frozenset[int]:
+        """Ask for the next group. In backward, modules that gave no tensor never announce theirs: they come too."""
+        at_once: frozenset[int] = frozenset()
+        while index:
+            self._ask_up_to(index + 1)
+            silent = now.direction == "backward" and index < len(now.positions) and now.positions[index] in self._silent
+            if not silent:
+                break
+            at_once |= self._order.members[now.positions[index]]
+            index += 1
+        return at_once
 
     def _enter_again(self, position: int, now: _Pass) -> None:
         """A recomputed module: nothing that the running backward may need is freed."""

@@ -43,9 +43,9 @@ class GatheredModules:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """All tensors of a module's output, also those of an object that torch cannot look into."""
+    """All tensors of a module's output, also those inside an object, which a tensor may be too (cut logits)."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | nn.Parameter | type):
             yield from (inner for inner in tree_leaves(vars(leaf)) if isinstance(inner, Tensor))

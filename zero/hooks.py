@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.errors import EngineError
+from engine.zero.guard import ShardedParameter
+
 Take = Callable[[str, Tensor], None]
 """Gets (parameter name, gradient), dense, in the parameter's shape; once for each time a backward gives one."""
 
@@ -46,5 +49,10 @@ class GradientHooks:
     def _arrive(self, name: str, parameter: Tensor) -> None:
         if not self._open or parameter.grad is None:
             return  # a backward of the user's own: not our gradient
+        if isinstance(parameter, ShardedParameter):
+            raise EngineError(
+                f"parameter {name!r} got a gradient while it was not gathered (ZeRO 3), so it is worth nothing: "
+                "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."
+            )
         grad, parameter.grad = parameter.grad, None
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
