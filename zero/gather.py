@@ -32,8 +32,10 @@ class _Pass:
     def __init__(self, direction: Direction, order: GatherOrder, kept: frozenset[int], pinned: frozenset[int]) -> None:
         self.direction = direction
         self.positions = order.passes(direction)
-        self.kept, self.pinned = kept, pinned
-        """Buckets that stay whole after the pass, and those that stay so all through it."""
+        self.kept = kept
+        """Buckets that stay whole after the pass."""
+        self.pinned = pinned
+        """Buckets that are not freed before their turn in this pass has come."""
         self.asked = 0
         """How many of the positions have been asked for."""
         self.oldest: int | None = None
@@ -101,8 +103,8 @@ class Gathering:
         if self._to_come:
             self._to_come.popleft()
             following = self._to_come[0] if self._to_come else None
-        pinned = self._pinned if following else frozenset()
-        now = self._pass = _Pass(direction, self._order, self._order.at_start(following) | pinned, pinned)
+        kept = self._order.at_start(following) | self._pinned if following else frozenset()
+        now = self._pass = _Pass(direction, self._order, kept, self._pinned)
         try:
             with torch.no_grad():
                 self._ask_up_to(1)
@@ -149,7 +151,9 @@ class Gathering:
         """Make the group whole, ask for the next one, free what lies behind."""
         wanted, index = self._order.members[position], now.index(position)
         ahead = self._order.members[now.positions[now.asked - 1]] if now.asked - 1 > index else frozenset()
-        self._free(frozenset(self._live) - wanted - ahead - now.pinned)
+        to_come = [self._order.members[later] for later in now.positions[index + 1 :]]
+        waiting = now.pinned & (now.kept | frozenset().union(*to_come))
+        self._free(frozenset(self._live) - wanted - ahead - waiting)
         self._ask_up_to(index + 1)
         self._ask(wanted)
         self._show(wanted | self._ask_ahead(index + 1, now))

@@ -24,14 +24,16 @@ PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled"
 
 
 def by_formula(eng: Engine, moments: int) -> int:
-    """DESIGN section 7, state bytes: what is cut at stage 1, and gradients at stage 2 that reduces each microbatch."""
+    """DESIGN section 7, state bytes: what each stage cuts, and gradients where each microbatch is reduced."""
     zero = eng.config.zero_optimization
     share = eng.grid.dp if zero.stage else 1
-    kept = eng.grid.dp if zero.stage == 2 and zero.reduce == "microbatch" else 1
-    total = 11 * (2 if eng.config.bf16.enabled else 4)  # the frozen parameter
+    kept = eng.grid.dp if zero.stage >= 2 and zero.reduce == "microbatch" else 1
+    whole = eng.grid.dp if zero.stage == 3 else 1
+    frozen = 11 if zero.stage < 3 else 64  # padded where it is sharded
+    total = frozen * (2 if eng.config.bf16.enabled else 4)
     for dtype, psi in eng.plan.layout(eng.grid.coord()).elements_by_dtype().items():
         param, wide, master = {"float32": (4, 4, 0), "float64": (8, 8, 0), "bfloat16": (2, 4, 4)}[dtype]
-        total += psi * param + psi * wide // kept + psi * (master + wide * moments) // share
+        total += psi * param // whole + psi * wide // kept + psi * (master + wide * moments) // share
     return total
 
 
@@ -43,7 +45,7 @@ def settled_bytes(expected: int) -> int:
     return found
 
 
-MODES = ((0, "step"), (1, "step"), (2, "step"), (2, "microbatch"))
+MODES = ((0, "step"), (1, "step"), (2, "step"), (2, "microbatch"), (3, "step"), (3, "microbatch"))
 
 
 def measure(name: str, precision: str, mode: tuple[int, str]) -> tuple[int, int, int]:

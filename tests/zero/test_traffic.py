@@ -13,7 +13,17 @@ RunRanks = Callable[..., list[Any]]
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2}
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
-MODES = ((0, "step"), (1, "step"), (2, "step"), (2, "microbatch"))
+Mode = tuple[int, str, str]
+"""ZeRO stage, reduce, gather."""
+MODES: tuple[Mode, ...] = (
+    (0, "step", "microbatch"),
+    (1, "step", "microbatch"),
+    (2, "step", "microbatch"),
+    (2, "microbatch", "microbatch"),
+    (3, "step", "microbatch"),
+    (3, "microbatch", "microbatch"),
+    (3, "step", "step"),
+)
 MICROBATCHES = 2
 # mode, precision, communication_data_type, reduce_bucket_size
 CASES = [
@@ -23,8 +33,8 @@ CASES = [
 
 
 def expected(eng: Engine, wire: str | None) -> dict[tuple[str, str], tuple[int, int]]:
-    """(axis, label) -> calls and bytes: 2 Psi (N-1)/N in the dtype of each traffic, one call a bucket; at
-    stage 2 that reduces each microbatch (m + 1) Psi (N-1)/N."""
+    """(axis, label) -> calls and bytes: 2 Psi (N-1)/N in the dtype of each traffic, one call a bucket; where
+    each microbatch is reduced (m + 1) Psi (N-1)/N. Stage 3: see ``gathered``."""
     N, stage = eng.grid.dp, eng.config.zero_optimization.stage
     rounds = MICROBATCHES if eng.config.zero_optimization.reduce == "microbatch" else 1
     gradients = parameters = calls = 0
@@ -35,12 +45,32 @@ def expected(eng: Engine, wire: str | None) -> dict[tuple[str, str], tuple[int, 
         gradients += rounds * (2 if stage == 0 else 1) * bucket.elements * sent * (N - 1) // N
         parameters += bucket.elements * width * (N - 1) // N
     rows = {("dp", "gradients"): (rounds * calls, gradients), ("world", "control"): (1, 2 * 5 * 8 * (N - 1) // N)}
+    if stage == 3:
+        return rows | {("dp", "parameters"): gathered(eng)}
     return rows | ({("dp", "parameters"): (calls, parameters)} if stage else {})
 
 
-def measure(mode: tuple[int, str], precision: str, wire: str | None, size: int) -> tuple[int, list[str]]:
+def gathered(eng: Engine) -> tuple[int, int]:
+    """Calls and bytes of stage 3 for ``Small``, whose modules embed, up, down and head are a gather group each.
+
+    The microbatches go forward, backward, forward, backward. What is tied (embed, head) or read outside modules is
+    whole through each pass and stays so in between; head stays from a forward to its backward.
+    """
+    N, layout = eng.grid.dp, eng.plan.layout(eng.grid.coord())
+    times = dict.fromkeys(("up.weight", "up.bias", "down.weight"), 2 * MICROBATCHES) | {"head.bias": MICROBATCHES}
+    if eng.config.zero_optimization.gather == "step":
+        times = {}
+    total = sum(
+        times.get(bucket.slots[0].name, 1) * bucket.elements * WIDTHS[bucket.dtype] * (N - 1) // N
+        for bucket in (*layout.buckets, *layout.frozen)
+    )
+    # embed with all that is tied or outside, up, down, head; back to down, up; then up, down, head; down, up
+    return (11 if times else 4), total
+
+
+def measure(mode: Mode, precision: str, wire: str | None, size: int) -> tuple[int, list[str]]:
     """Number of buckets, and what deviates in two steps."""
-    zero = {"stage": mode[0], "reduce": mode[1], "reduce_bucket_size": size}
+    zero = {"stage": mode[0], "reduce": mode[1], "gather": mode[2], "reduce_bucket_size": size}
     eng = start({"zero_optimization": zero, "communication_data_type": wire} | PRECISIONS[precision])
     wrong = []
     for step in range(2):
