@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engine.agreement import all_or_none, check_equal
 from engine.batch import Batch, named_tensors
 from engine.budget import reduces_each_microbatch, shards_parameters
+from engine.buffers import WrittenBuffers
 from engine.config import Config, OptimizerConfig
 from engine.copies import CopiesCheck
 from engine.errors import ConfigError, PlanError
@@ -18,6 +19,7 @@ from engine.loss import LossFunction
 from engine.lr import LearningRate, SchedulerArgument, make_learning_rate
 from engine.materialize import materialize
 from engine.metrics import check_sinks
+from engine.nonfinite import NonFinite
 from engine.parallel.comm import Comm
 from engine.parallel.pipeline.absent import make_absent
 from engine.parallel.pipeline.executor import Executor
@@ -68,6 +70,8 @@ class Parts:
     learning_rate: LearningRate
     full_state: FullState
     copies: CopiesCheck
+    nonfinite: NonFinite
+    written: WrittenBuffers
     removals: Sequence[Callable[[], None]]
     """Take off what was put on the user's model, in this order."""
 
@@ -152,8 +156,9 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     removals = [stage.close] if stage else []
     removals += [*released, recomputation.remove, streams.remove, reducer.remove]
     full = FullState(model, plan, entries, comm)
-    copies = CopiesCheck(plan, buckets, comm)
-    return Parts(plan, comm, bench, executor, buckets, frozen, optimizer, rate, full, copies, removals)
+    copies, nonfinite = CopiesCheck(plan, buckets, comm), NonFinite(plan, buckets, comm)
+    checks = copies, nonfinite, WrittenBuffers(model)
+    return Parts(plan, comm, bench, executor, buckets, frozen, optimizer, rate, full, *checks, removals)
 
 
 def _place(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis) -> tuple[FlatBucket, ...]:
@@ -219,7 +224,6 @@ def _refuse_unbuilt(config: Config) -> None:
         "fp16.enabled true": config.fp16.enabled,
         "bf16.bf16_master_weights_and_grads true": config.bf16.bf16_master_weights_and_grads,
         "bf16.bf16_optimizer_states true": config.bf16.bf16_optimizer_states,
-        "bf16.check_grad_overflow false": config.bf16.enabled and not config.bf16.check_grad_overflow,
         "communication_data_type 'fp16'": config.communication_data_type == "fp16",
         "keep_fp32": bool(config.keep_fp32),
         "activation_checkpointing.mode 'selective'": recompute.mode == "selective",
