@@ -52,16 +52,16 @@ def state_bytes(
     parts = config.dp if shards_parameters(config) else 1
     for bucket in layout.buckets:
         kept = config.dp if reduces_each_microbatch(config) and not bucket.partial else 1
-        state["gradients"] += bucket.elements // kept * widths(bucket.dtype)[1].itemsize
+        state["gradients"] += bucket.elements // kept * precision.widths(bucket.dtype).sums.itemsize
     for name, elements in layout.elements_by_dtype().items():
-        narrow, wide = (dtype.itemsize for dtype in widths(name))
-        state["parameters"] += elements // parts * narrow
-        state["master"] += elements // share * wide if wide != narrow else 0
-        state["optimizer"] += elements // share * wide * moments
+        widths = precision.widths(name)
+        state["parameters"] += elements // parts * widths.compute.itemsize
+        state["master"] += elements // share * widths.master.itemsize if widths.master else 0
+        state["optimizer"] += elements // share * widths.moments.itemsize * moments
     for bucket in layout.frozen:
         state["frozen parameters"] += bucket.elements // parts * getattr(torch, bucket.dtype).itemsize
     for row, elements in frozen:
-        state["frozen parameters"] += elements * precision.frozen(row.dtype).itemsize
+        state["frozen parameters"] += elements * precision.frozen(row.name, row.dtype).itemsize
     return state
 
 
@@ -90,24 +90,25 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
     ranks, sharded, tally = config.dp, config.zero_optimization.stage > 0, Tally()
     op: Op = "reduce_scatter" if sharded else "all_reduce"
     for bucket in layout.buckets:
-        narrow, wide = widths(bucket.dtype)
-        wire = (precision.wire or wide).itemsize
+        widths = precision.widths(bucket.dtype)
+        wire = (precision.wire or widths.sums).itemsize
         rounds = config.accumulation if reduces_each_microbatch(config) and not bucket.partial else 1
         if ranks > 1:
             tally.add(Traffic("dp", "gradients", rounds, rounds * sent_bytes(op, bucket.elements * wire, ranks)))
         if ranks > 1 and sharded and not shards_parameters(config):
-            gathered = sent_bytes("all_gather", bucket.elements * narrow.itemsize, ranks)
+            gathered = sent_bytes("all_gather", bucket.elements * widths.compute.itemsize, ranks)
             tally.add(Traffic("dp", "parameters", 1, gathered))
         if bucket.ties:
-            summed = bucket.elements // (ranks if sharded else 1) * wide.itemsize
+            summed = bucket.elements // (ranks if sharded else 1) * widths.sums.itemsize
             tally.add(Traffic("pp", "ties", 1, sent_bytes("all_reduce", summed, len(bucket.ties))))
     parts: dict[torch.dtype, int] = {}
     for row in rows:
         if row.partial and row.trainable:
-            wide = torch.promote_types(precision.parameter(row.name, row.dtype), torch.float32)
-            parts[wide] = parts.get(wide, 0) + row.elements
-    for wide, elements in parts.items():
-        tally.add(Traffic("tp", LABEL, 1, sent_bytes("all_reduce", elements * wide.itemsize, config.tp)))
+            name = str(precision.parameter(row.name, row.dtype)).removeprefix("torch.")
+            sums = precision.widths(name).sums
+            parts[sums] = parts.get(sums, 0) + row.elements
+    for sums, elements in parts.items():
+        tally.add(Traffic("tp", LABEL, 1, sent_bytes("all_reduce", elements * sums.itemsize, config.tp)))
     return tally
 
 
@@ -140,9 +141,3 @@ def times(tally: Tally, count: int) -> Tally:
 def held_elements(row: ShardRow, tp: int) -> int:
     """Elements of a row that a tensor rank holds."""
     return prod(row.local_shape(tp))
-
-
-def widths(dtype_name: str) -> tuple[torch.dtype, torch.dtype]:
-    """Dtype of computation, and of accumulation, master and moments."""
-    narrow: torch.dtype = getattr(torch, dtype_name)
-    return narrow, torch.promote_types(narrow, torch.float32)

@@ -10,14 +10,17 @@ from torch import Tensor, nn
 from engine.agreement import all_or_none, check_equal
 from engine.batch import Batch, named_tensors
 from engine.budget import reduces_each_microbatch, shards_parameters
+from engine.buffers import WrittenBuffers
 from engine.config import Config, OptimizerConfig
 from engine.copies import CopiesCheck
 from engine.errors import ConfigError, PlanError
 from engine.full_state import FullState, state_entries
+from engine.islands import Islands
 from engine.loss import LossFunction
 from engine.lr import LearningRate, SchedulerArgument, make_learning_rate
 from engine.materialize import materialize
 from engine.metrics import check_sinks
+from engine.nonfinite import NonFinite
 from engine.parallel.comm import Comm
 from engine.parallel.pipeline.absent import make_absent
 from engine.parallel.pipeline.executor import Executor
@@ -68,6 +71,8 @@ class Parts:
     learning_rate: LearningRate
     full_state: FullState
     copies: CopiesCheck
+    nonfinite: NonFinite
+    written: WrittenBuffers
     removals: Sequence[Callable[[], None]]
     """Take off what was put on the user's model, in this order."""
 
@@ -116,7 +121,7 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
 
 def plan_run(model: nn.Module, config: Config, request: Request, example: Batch) -> Plan:
     """The plan of this run; see :func:`engine.plan.build_plan` for what it refuses."""
-    program = Program(model, request.loss_fn, make_precision(config), torch.device("cpu"))
+    program = Program(model, request.loss_fn, make_precision(config, model), torch.device("cpu"))
     return build_plan(config, Wish(program, example, request.optimizer is not None))
 
 
@@ -143,6 +148,7 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
     program = Program(model, request.loss_fn, plan.precision, device)
+    islands = Islands(model, plan.precision.kept.modules, plan.precision.compute)
     streams = Streams(model, device)
     recomputation = Recomputation(model, config.activation_checkpointing.mode)
     gathering, released = _gather(model, plan, comm, (*buckets, *frozen))
@@ -150,10 +156,11 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     bench = Bench(program, streams, Sights(plan, program, axis, example), stage, reducer, gathering)
     executor = Executor(CommTransport(comm, plan.schedule.rank_of_stage, device))
     removals = [stage.close] if stage else []
-    removals += [*released, recomputation.remove, streams.remove, reducer.remove]
+    removals += [*released, recomputation.remove, islands.remove, streams.remove, reducer.remove]
     full = FullState(model, plan, entries, comm)
-    copies = CopiesCheck(plan, buckets, comm)
-    return Parts(plan, comm, bench, executor, buckets, frozen, optimizer, rate, full, copies, removals)
+    copies, nonfinite = CopiesCheck(plan, buckets, comm), NonFinite(plan, buckets, comm)
+    checks = copies, nonfinite, WrittenBuffers(model)
+    return Parts(plan, comm, bench, executor, buckets, frozen, optimizer, rate, full, *checks, removals)
 
 
 def _place(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis) -> tuple[FlatBucket, ...]:
@@ -216,12 +223,8 @@ def _refuse_unbuilt(config: Config) -> None:
         f"zero_optimization.offload_optimizer.device {zero.offload_optimizer.device!r}": (
             zero.offload_optimizer.device != "none"
         ),
-        "fp16.enabled true": config.fp16.enabled,
         "bf16.bf16_master_weights_and_grads true": config.bf16.bf16_master_weights_and_grads,
         "bf16.bf16_optimizer_states true": config.bf16.bf16_optimizer_states,
-        "bf16.check_grad_overflow false": config.bf16.enabled and not config.bf16.check_grad_overflow,
-        "communication_data_type 'fp16'": config.communication_data_type == "fp16",
-        "keep_fp32": bool(config.keep_fp32),
         "activation_checkpointing.mode 'selective'": recompute.mode == "selective",
         "kernels 'triton'": config.kernels == "triton",
         "compile true": config.compile,
@@ -233,7 +236,7 @@ def _refuse_unbuilt(config: Config) -> None:
     if asked:
         raise ConfigError(
             f"{', '.join(asked)}: not in this version, which has data, tensor and pipeline parallelism with ZeRO 0 "
-            "to 3 in fp32 and bf16; leave it out."
+            "to 3 in fp32, bf16 and fp16; leave it out."
         )
 
 

@@ -139,7 +139,7 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "sparse_gradients": Only(_OFF, "gradients are dense here; remove it"),
         "managed_gradient_accumulation": Only((True, None), "Trine counts the microbatches; use train_batch"),
         "use_data_before_expert_parallelism": Only(_OFF, "Trine has no expert axis; remove it"),
-        "torch_autocast": Feature("Trine sets the type of the model; use bf16.enabled"),
+        "torch_autocast": Feature("use bf16.enabled, or call train_batch inside torch.autocast"),
         "amp": Feature("Apex is not supported; use bf16.enabled"),
         "wandb": Feature(_LOGGERS),
         "comet": Feature(_LOGGERS),
@@ -172,7 +172,6 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "zenflow": Only((None,), "Trine updates every parameter in every step; remove it"),
     },
     "fp16": {
-        "consecutive_hysteresis": Only(_OFF, "every overflow counts here; remove it"),
         "fp16_master_weights_and_grads": Only(_OFF, "fp16 training keeps fp32 copies here; remove it"),
     },
     "optimizer.params": {

@@ -99,7 +99,7 @@ class Bf16Config:
     bf16_optimizer_states: bool = setting(False, Flag())
     """Keep optimizer state in bfloat16 too."""
     check_grad_overflow: bool = setting(True, Flag())
-    """Skip a step whose gradients are not finite."""
+    """Skip a step whose gradients are not finite; false makes it as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,9 @@ class Fp16Config:
     loss_scale_window: int = setting(1000, SIZE)
     """Steps without overflow before the dynamic scale doubles."""
     hysteresis: int = setting(2, SIZE)
-    """Overflows that are tolerated before the dynamic scale halves."""
+    """The dynamic scale halves at this overflow and at every later one; those before it are forgiven."""
+    consecutive_hysteresis: bool = setting(False, Flag())
+    """Forgive anew after every good step; false: after every doubling."""
     min_loss_scale: float = setting(1.0, Real(above=0))
     """The dynamic scale never falls below this."""
 
@@ -345,7 +347,9 @@ class MonitorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchdogConfig:
-    """What happens when a rank waits too long."""
+    """What happens when a rank waits too long, or when a run has stopped learning."""
 
     timeout_seconds: float = setting(60.0, Real(above=0))
     """Seconds without progress before every rank says where it is."""
+    max_skipped_steps: int = setting(100, Int(low=0, remedy="give a whole number, 0 never stops the run"))
+    """Skipped steps in a row, their gradients not finite, that stop the run; 0: never."""

@@ -27,7 +27,7 @@ class CopiesCheck:
         wanted = plan.config.parallel.verify_plan and plan.config.tp > 1
         alike = {row.name for row in plan.table if row.dim is None} if wanted else set()
         self._places = [
-            (slot.name, flat, _overlap(slot, flat.shard))
+            (slot.name, flat, overlap(slot, flat.shard))
             for flat in buckets
             for slot in flat.bucket.slots
             if slot.name in alike
@@ -39,20 +39,24 @@ class CopiesCheck:
     def run(self, sent: Tally) -> PlanError | None:
         """The mistake found, on every tensor rank alike. ``sent`` takes the traffic in: it is no part of a step's.
 
-        One all-reduce over dp and one all-gather over tp, label "plan check", 8 bytes a parameter; every rank of a
-        stage makes them, also one whose step has failed.
+        One all-reduce over dp and one all-gather over tp, label "plan check", 8 bytes a parameter and 8 more; every
+        rank of a stage makes them, also one whose step has failed.
         """
         places = self._places
         if not places:
             return None
         before = self._comm.tally.copy()
-        mine = torch.stack([bit_sum(flat.gradient(part)) for _, flat, part in places])
+        grads = [flat.gradient(part) for _, flat, part in places]
+        infinite = torch.stack([grad.isfinite().logical_not_().sum() for grad in grads]).sum()
+        mine = torch.stack([*map(bit_sum, grads), infinite])
         # data ranks hold different pieces on different tensor ranks, whose cut parameters have other sizes
         self._comm.all_reduce(mine, "dp", LABEL).wait()
-        table = torch.empty((self._comm.grid.tp, len(places)), dtype=mine.dtype, device=mine.device)
+        table = torch.empty((self._comm.grid.tp, len(mine)), dtype=mine.dtype, device=mine.device)
         self._comm.all_gather(table.view(-1), mine, "tp", LABEL).wait()
         for row in self._comm.tally.since(before).rows():
             sent.add(row)
+        if table[:, -1].any():
+            return None  # gradients that are not finite: the step will be skipped, the next one is compared
         if table.any():
             self._places = []  # a step without any gradient has proven nothing
         differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
@@ -65,6 +69,7 @@ class CopiesCheck:
         )
 
 
-def _overlap(slot: Slot, shard: slice) -> slice:
+def overlap(slot: Slot, shard: slice) -> slice:
+    """The elements of a slot that lie in ``shard``; empty where none does."""
     start = max(slot.start, shard.start)
     return slice(start, max(start, min(slot.stop, shard.stop)))

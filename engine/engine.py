@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from engine.attached import Attachment
 from engine.banner import compare_traffic
 from engine.batch import Batch, is_text, join_outputs
-from engine.budget import CONTROL_SCALARS
 from engine.build import Parts
 from engine.config import Config
 from engine.errors import EngineError
@@ -31,10 +30,9 @@ from engine.parallel.pipeline.schedule import Schedule, forward_only
 from engine.parallel.traffic import Tally
 from engine.plan import Plan
 from engine.replica import check_batch, take_batch
-from engine.step import Control, Step
+from engine.step import Step
+from engine.update import Outcome, Update
 from engine.work import Work
-from engine.zero.clip import clip_factor, gradient_norm
-from engine.zero.storage import squared_norm
 
 BuildParts = Callable[[Batch, Exception | None], Parts]
 
@@ -57,9 +55,7 @@ class Engine:
         self._forwarded: Batch = None
         self._forwards = 0
         self._loop_started: float | None = None
-        self._updates = 0
-        self._skipped = 0
-        self._update_seconds = 0.0
+        self._update = Update(config, comm, device)
         self._trained = Tally()
         self._attempts = 0
         self._sinks = make_sinks(config.monitor) if comm.grid.rank == 0 else ()
@@ -117,17 +113,17 @@ class Engine:
     @property
     def step_count(self) -> int:
         """Updates made; skipped steps do not count."""
-        return self._updates
+        return self._update.made
 
     @property
     def skipped_steps(self) -> int:
         """Steps whose gradient was not finite."""
-        return self._skipped
+        return self._update.skipped
 
     @property
     def lr(self) -> float:
         """Rate of the first group in the next update."""
-        return self._parts.learning_rate.at(self._updates)
+        return self._parts.learning_rate.at(self._update.made)
 
     @property
     def sent(self) -> Tally:
@@ -153,7 +149,8 @@ class Engine:
         Raises:
             EngineError: a bad batch, or another than its replica's: all ranks raise, each its own error, and
                 nothing is updated. Without tensor and pipeline ranks and sharded parameters the same holds for whatever
-                else goes wrong. With them, a rank that fails in the middle raises at once and the job is over.
+                else goes wrong. With them, a rank that fails in the middle raises at once and the job is over. Too many
+                skipped steps in a row (``watchdog.max_skipped_steps``): all ranks raise the same.
         """
         if self._step is not None:
             raise EngineError("train_batch inside an unfinished accumulation; call step() first.")
@@ -161,7 +158,7 @@ class Engine:
             raise EngineError("train_batch under torch.no_grad, where nothing is learned; call it outside.")
         step, microbatches = self._open(batch)
         self._play(step, Work(self._parts.bench, step, microbatches, self._random_key), self._parts.plan.schedule)
-        return self._update(step)
+        return self._finish(step)
 
     @overload
     def eval_batch(self, batch: Batch | Iterator[Batch], return_output: Literal[False] = False) -> StepReport: ...
@@ -182,9 +179,9 @@ class Engine:
         work = Work(self._parts.bench, step, microbatches, self._random_key, kind)
         with evaluating(self._model):
             self._play(step, work, forward_only(self._config.pp, self._config.accumulation))
-        control = self._agree(step, 0.0)
+        control = self._update.agree(step, 0.0)
         step.seconds = time.perf_counter() - step.started
-        report = self._report(step, control, math.nan, skipped=False)
+        report = self._report(step, Outcome(control, math.nan, self.lr, 1.0, None))
         if not return_output:
             return report
         return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
@@ -202,6 +199,7 @@ class Engine:
         self.complete(self._forwarded)
         if self._step is None and self._loop_started is None and torch.is_grad_enabled():
             self._loop_started = time.perf_counter()
+            self._parts.written.remember()
         index = self._step.microbatches if self._step else 0
         # negative, because positive numbers count the modules that have ended
         key = (*self._random_key(index), -self._forwards) if self._forwards else self._random_key(index)
@@ -231,7 +229,7 @@ class Engine:
             check_trainable(weighted.sum)
             step.count(weighted, self._forwarded)
             with self._parts.bench.backward(last=step.microbatches == self._config.accumulation):
-                torch.autograd.backward(weighted.sum)
+                torch.autograd.backward(step.root(weighted.sum))
             self._forwards = 0
         except BaseException:
             self._step = None
@@ -249,7 +247,7 @@ class Engine:
         if self._step.microbatches < self.config.accumulation:
             return None
         step, self._step = self._step, None
-        return self._update(step)
+        return self._finish(step)
 
     # ------------------------------------------------------------------ state
 
@@ -309,7 +307,7 @@ class Engine:
         self._attachment.check()
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         started, self._loop_started = self._loop_started or time.perf_counter(), None
-        return Step(started, comm.tally.copy(), zero, zero.clone())
+        return Step(started, comm.tally.copy(), zero, zero.clone(), scale=self._update.scale.value)
 
     def _open(self, batch: Batch | Iterator[Batch]) -> tuple[Step, list[Batch]]:
         """Start a step; a bad batch is kept as its problem, so that the other ranks do not wait for ever."""
@@ -319,6 +317,8 @@ class Engine:
             batch = iter(seen)
         self._loop_started, self._forwards = None, 0  # of a forward that no backward followed
         step = self._begin()
+        if torch.is_grad_enabled():
+            self._parts.written.remember()
         microbatches, step.problem = take_batch(batch, self._config, self._comm, self._device)
         step.text = step.problem is None and is_text(microbatches[0])  # every rank, also those that see no loss
         return step, microbatches
@@ -348,63 +348,33 @@ class Engine:
 
     def _random_key(self, index: int) -> tuple[int, int, int]:
         """(seed, step, global microbatch): the same whatever the grid is."""
-        return self.config.seed, self._updates, self.grid.coord().dp * self.config.accumulation + index
+        return self.config.seed, self._update.made, self.grid.coord().dp * self.config.accumulation + index
 
-    def _update(self, step: Step) -> StepReport:
-        self._parts.bench.finish()
-        step.problem = self._parts.copies.run(step.sent) or step.problem  # collective: also where a step has failed
-        control = self._agree(step, squared_norm(self._parts.buckets))
-        agreed = time.perf_counter()
-        step.seconds = agreed - step.started + self._update_seconds
-        norm = gradient_norm(control.squared_norm, control.weight)
-        skipped = not math.isfinite(norm)
-        lr = self.lr
-        if skipped:
-            self._skipped += 1
-        else:
-            self._parts.learning_rate.prepare(self._updates)
-            self._parts.optimizer.step(clip_factor(norm, self.config.gradient_clipping) / control.weight)
-            self._parts.learning_rate.done()
-            self._updates += 1
-        self._update_seconds = time.perf_counter() - agreed
-        return self._record(self._report(step, control, norm, skipped, lr), step)
+    def _finish(self, step: Step) -> StepReport:
+        outcome = self._update.run(step, self._parts)
+        report = self._record(self._report(step, outcome), step)
+        self._update.check(outcome)
+        return report
 
-    def _agree(self, step: Step, norm: Tensor | float) -> Control:
-        """Sum the control values over the world: the one point where all ranks meet."""
-        coord = self.grid.coord()
-        speaks = coord.tp == 0 and coord.pp == self.grid.pp - 1  # one rank of each data coordinate has the loss
-        values = torch.zeros(CONTROL_SCALARS, dtype=torch.float64, device=self._device)
-        if speaks:
-            values[0], values[1], values[3] = step.loss, step.weight, step.tokens
-        values[2] = norm
-        values[4] = step.problem is not None
-        self._comm.all_reduce(values, "world", "control").wait()
-        control = Control(*values.tolist())
-        if step.problem is not None:
-            raise step.problem
-        if control.problems:
-            raise EngineError(
-                f"{control.problems:.0f} other rank(s) failed in this step, so no rank makes it; "
-                "their message tells why."
-            )
-        return control
-
-    def _report(self, step: Step, control: Control, norm: float, skipped: bool, lr: float | None = None) -> StepReport:
+    def _report(self, step: Step, outcome: Outcome) -> StepReport:
+        control = outcome.control
         parameter_tokens = self.plan.table.elements * control.tokens / self.grid.world_size if step.text else None
         tflops, mfu = utilisation(parameter_tokens, step.seconds, self._device)
         return StepReport(
-            step=self._updates,
+            step=self._update.made,
             loss=control.loss / control.weight if control.weight else math.nan,
             weight=control.weight,
-            grad_norm=norm,
-            lr=self.lr if lr is None else lr,
+            grad_norm=outcome.norm,
+            lr=outcome.lr,
             tokens=int(control.tokens),
             seconds=step.seconds,
             tflops=tflops,
             mfu=mfu,
             peak_bytes=peak_memory(self._device),
             bytes_sent=self._comm.tally.since(step.sent).bytes(),
-            skipped=skipped,
+            skipped=outcome.skipped,
+            nonfinite=outcome.nonfinite,
+            loss_scale=outcome.scale,
         )
 
     def _record(self, report: StepReport, step: Step) -> StepReport:

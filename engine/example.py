@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.batch import Batch, map_tensors
+from engine.islands import Islands
 from engine.parallel.pipeline.probe import probe
 from engine.parallel.pipeline.timeline import Timeline
 from engine.parallel.tensor.budget import Watch
@@ -44,23 +45,25 @@ def _real(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def as_run(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Inside, parameters and buffers have the dtypes of the run. Values are not kept: only shapes may be used."""
+    """Inside, parameters and buffers have the dtypes of the run, and islands of fp32 cast. Only shapes may be used."""
+    islands = Islands(model, precision.kept.modules, precision.compute)
     data: list[tuple[Any, Tensor]] = []
     buffers: list[tuple[nn.Module, str, Tensor]] = []
     try:
-        for parameter in model.parameters():
-            narrow = precision.frozen(parameter.dtype)
+        for name, parameter in model.named_parameters():
+            narrow = precision.frozen(name, parameter.dtype)
             if narrow != parameter.dtype:
                 data.append((parameter, parameter.data))
                 parameter.data = torch.zeros((), dtype=narrow, device=parameter.device).expand(parameter.shape)
         for path, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                dtype = precision.buffer(f"{path}.{name}", buffer.dtype)
+                dtype = precision.buffer(f"{path}.{name}" if path else name, buffer.dtype)
                 if dtype != buffer.dtype:
                     buffers.append((module, name, buffer))
                     setattr(module, name, buffer.to(dtype))
         yield
     finally:
+        islands.remove()
         for parameter, before in data:
             parameter.data = before
         for module, name, buffer in buffers:

@@ -124,8 +124,9 @@ class FullState:
         """The widest in which the row is kept."""
         precision = self._plan.precision
         if row.trainable:
-            return torch.promote_types(precision.parameter(row.name, row.dtype), torch.float32)
-        return precision.frozen(row.dtype)
+            widths = precision.widths(str(precision.parameter(row.name, row.dtype)).removeprefix("torch."))
+            return widths.master or widths.compute
+        return precision.frozen(row.name, row.dtype)
 
     def _buffer(self, name: str, buffer: Tensor) -> Tensor:
         """A buffer from the stage that runs its module; free code runs on every stage, the first among them."""

@@ -23,7 +23,7 @@ PEAK_TFLOPS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One optimizer step. Loss, weight, norm, lr, tokens and skipped are equal on every rank."""
+    """One optimizer step. Loss, weight, norm, lr, tokens, skipped, nonfinite and scale are equal on every rank."""
 
     step: int
     """Updates made, this one included (0 for an evaluation before the first)."""
@@ -49,6 +49,11 @@ class StepReport:
     """Sent by this rank in this step, by ring convention."""
     skipped: bool
     """The gradient was not finite and nothing was updated."""
+    nonfinite: str | None
+    """What was not finite in a skipped step: the first such parameter by name, or "the loss", "the weight" or
+    "the gradient norm" where all gradients are; None in any other step."""
+    loss_scale: float
+    """What backward multiplied the loss with; 1.0 without fp16."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -127,7 +132,7 @@ class TensorBoard:
     def write(self, report: StepReport) -> None:
         """Write every number of the report."""
         for name, value in report.as_dict().items():
-            if name != "step" and value is not None:
+            if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(f"train/{name}", value, report.step)
 
     def close(self) -> None:

@@ -155,7 +155,7 @@ def build_plan(config: Config, wish: Wish) -> Plan:
     """
     model = wish.program.model
     assigned, groups = assign_groups(model, config.optimizer)
-    precision = make_precision(config)
+    precision = make_precision(config, model)
     if not assigned:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")
     schedule = _schedule(config)
@@ -229,6 +229,7 @@ def _check_reads(watch: Watch | None) -> None:
 def check_settings(model: nn.Module, config: Config) -> None:
     """Refuse, before any batch is seen, what ``build_plan`` would refuse for any batch."""
     assign_groups(model, config.optimizer)
+    make_precision(config, model)
     _schedule(config)
     _tensor_plan(model, config)
 
@@ -287,7 +288,7 @@ def _items(
     stage, tp = where
     items = []
     for row in rows:
-        dtype = precision.parameter(row.name, row.dtype) if row.trainable else precision.frozen(row.dtype)
+        dtype = precision.parameter(row.name, row.dtype) if row.trainable else precision.frozen(row.name, row.dtype)
         if row.trainable or (gathers is not None and dtype in SHARDED_DTYPES):
             users = gathers.of_parameter[row.name] if gathers else ()
             items.append(
@@ -327,13 +328,18 @@ def _notes(model: nn.Module, config: Config, precision: Precision) -> tuple[str,
             "loss: a Hugging Face output.loss is a mean per microbatch; with unequal token counts pass a loss_fn that "
             "returns (sum, weight) for the exact mean over tokens"
         )
-    if config.bf16.enabled:
-        frozen = [name for name, p in model.named_parameters() if p.is_floating_point() and not p.requires_grad]
+    if precision.compute is not None:
+        frozen = [
+            name
+            for name, p in model.named_parameters()
+            if not p.requires_grad and precision.frozen(name, p.dtype) != p.dtype
+        ]
+        short = "bf16" if config.bf16.enabled else "fp16"
         buffers = [
             name for name, buffer in model.named_buffers() if precision.buffer(name, buffer.dtype) != buffer.dtype
         ]
         for kind, names in (("frozen parameters", frozen), ("buffers", buffers)):
             if names:
                 more = f" and {len(names) - 2} more" * (len(names) > 2)
-                notes.append(f"{kind} are rounded to bf16, as Module.to does it: {', '.join(names[:2])}{more}")
+                notes.append(f"{kind} are rounded to {short}, as Module.to does it: {', '.join(names[:2])}{more}")
     return tuple(notes)

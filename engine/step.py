@@ -19,6 +19,8 @@ class Step:
     loss: Tensor
     """fp64, 0-dim, on the device: reading it would wait for the GPU."""
     weight: Tensor
+    scale: float = 1.0
+    """What backward multiplies the loss with, and the update divides by."""
     seconds: float = 0.0
     tokens: int = 0
     text: bool = False
@@ -34,6 +36,10 @@ class Step:
         self.tokens += count_tokens(microbatch)
         self.text = is_text(microbatch)
         self.microbatches += 1
+
+    def root(self, loss: Tensor) -> Tensor:
+        """What backward starts from; a scaled fp16 loss would overflow in its own dtype."""
+        return loss if self.scale == 1.0 else loss.float() * self.scale
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,9 @@ from engine.batch import Batch, call_model, map_tensors, take_rows
 from engine.build import make_model
 from engine.config import Config, load_config
 from engine.groups import assign_groups
+from engine.islands import Islands
 from engine.loss import LossFunction, find_loss
+from engine.loss_scale import make_loss_scale
 from engine.lr import SchedulerArgument, make_learning_rate
 from engine.materialize import materialize
 from engine.parallel.world import read_world
@@ -154,14 +156,17 @@ class _Reference:
         wishes: Wishes,
     ) -> None:
         self.model, self.config, self.loss_fn = model, config, wishes.loss_fn
-        self.precision = make_precision(config)
+        self.updates = 0
+        self.precision = make_precision(config, model)
         self.device = next(model.parameters()).device
         self.dtypes = {key: value.dtype for key, value in model.state_dict().items()}
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self.parameters.items()}
-        for parameter in self.parameters.values():
-            parameter.data = parameter.data.to(self.precision.compute or parameter.dtype)
+        for name, parameter in self.parameters.items():
+            parameter.data = parameter.data.to(self.precision.parameter(name, parameter.dtype))
         place_rest(model, self.precision, self.device)
+        Islands(model, self.precision.kept.modules, self.precision.compute)
+        self.scale = make_loss_scale(config.fp16)
         self.streams = Streams(model, self.device)
         assigned, groups = assign_groups(model, config.optimizer)
         members: list[list[nn.Parameter]] = [[] for _ in groups]
@@ -173,32 +178,35 @@ class _Reference:
 
     def train(self, batches: Sequence[Batch]) -> Run:
         """All steps; the weights are the masters, in the dtypes of the model as given."""
-        steps = [self._step(number, batch) for number, batch in enumerate(batches)]
+        steps = [self._step(batch) for batch in batches]
         with torch.no_grad():
             for name, master in self.masters.items():
                 self.parameters[name].data = master.detach()
         state = {key: value.to("cpu", self.dtypes[key]) for key, value in self.model.state_dict().items()}
         return Run(tuple(loss for loss, _ in steps), tuple(norm for _, norm in steps), state)
 
-    def _step(self, number: int, batch: Batch) -> tuple[float, float]:
+    def _step(self, batch: Batch) -> tuple[float, float]:
         total = weight = 0.0
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)
         micro = self.config.micro
         for index in range(self.config.dp * self.config.accumulation):
             part = take_rows(batch, index * micro, micro)
-            with self.streams.forward(self.config.seed, number, index):
+            with self.streams.forward(self.config.seed, self.updates, index):
                 moved = map_tensors(part, lambda t: t.to(self.device))
                 output = call_model(self.model, map_tensors(moved, self.precision.input))
                 loss = find_loss(output, moved, self.loss_fn)
-            torch.autograd.backward(loss.sum)
+            torch.autograd.backward(loss.sum.float() * self.scale.value if self.config.fp16.enabled else loss.sum)
             self._collect()
             total, weight = total + float(loss.sum.detach()), weight + float(loss.weight)
         for master in self.masters.values():
-            master.grad = None if master.grad is None else master.grad / weight
+            master.grad = None if master.grad is None else master.grad / (weight * self.scale.value)
         clip = self.config.gradient_clipping or math.inf
         norm = nn.utils.clip_grad_norm_(self.masters.values(), clip, foreach=False)
-        self._update(number)
+        finite = math.isfinite(norm)
+        self.scale = self.scale.after(overflow=not finite)
+        if finite:
+            self._update()
         return total / weight, float(norm)
 
     def _collect(self) -> None:
@@ -209,8 +217,9 @@ class _Reference:
                 total += grad
 
     @torch.no_grad()
-    def _update(self, number: int) -> None:
-        self.rate.prepare(number)
+    def _update(self) -> None:
+        self.rate.prepare(self.updates)
+        self.updates += 1
         self.optimizer.step()
         self.rate.done()
         for name, master in self.masters.items():

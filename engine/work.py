@@ -213,4 +213,4 @@ class Work:
         if self._kind == "train":
             check_trainable(loss.sum)
         self._step.count(loss, self._microbatches[microbatch])
-        return loss.sum if self._kind == "train" else None
+        return self._step.root(loss.sum) if self._kind == "train" else None

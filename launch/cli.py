@@ -83,7 +83,7 @@ def _plan(options: Namespace) -> None:
     with torch.device("meta"):
         model = Decoder(shape)
         ids = torch.empty((config.micro, shape.context), dtype=torch.int64)
-    program = Program(model, loss_sum, make_precision(config), torch.device("cpu"))
+    program = Program(model, loss_sum, make_precision(config, model), torch.device("cpu"))
     wish = Wish(program, {"input_ids": ids, "labels": ids})
     print(describe(build_plan(config, wish), "no device: a plan"))
 

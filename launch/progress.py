@@ -42,7 +42,9 @@ class Progress:
             f"mem {megabytes(report.peak_bytes)}",
             f"eta {self._eta(done)}",
         ]
-        return "  ".join(parts) + ("  SKIPPED: gradient not finite" if report.skipped else "")
+        if report.loss_scale != 1.0:
+            parts.append(f"scale {report.loss_scale:g}")
+        return "  ".join(parts) + (f"  SKIPPED: {report.nonfinite} not finite" if report.skipped else "")
 
     def _eta(self, done: int) -> str:
         if done <= WARM_UP_STEPS:

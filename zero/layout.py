@@ -111,6 +111,12 @@ class Bucket:
         """The parts of ``within`` that this rank counts in the gradient norm; padding may be among them."""
         return tuple(slice(start, stop) for yes, start, stop in self._runs(within, lambda slot: slot.counted) if yes)
 
+    def uncounted(self, within: slice) -> tuple[slice, ...]:
+        """The other parts of ``within``: copies of what another rank counts."""
+        return tuple(
+            slice(start, stop) for yes, start, stop in self._runs(within, lambda slot: slot.counted) if not yes
+        )
+
     def _runs(self, within: slice, key: Callable[[Slot], _Key]) -> Iterator[tuple[_Key, int, int]]:
         """(key, start, stop) of consecutive slots with the same key, as far as they lie in ``within``."""
         firsts = [(value, next(slots).start) for value, slots in groupby(self.slots, key=key)]

@@ -143,11 +143,14 @@ def _reserve(
 def squared_norm(buckets: Sequence[FlatBucket]) -> Tensor:
     """Sum of squares of the gradients that this rank counts in its shards, as one fp64 scalar; padding is zero.
 
+    Copies that other ranks count add nothing, unless they are not finite: then the sum is not a number.
     In pieces, because torch widens all that it sums before it sums.
     """
-    parts = [flat.gradient(part) for flat in buckets for part in flat.bucket.counted(flat.shard)]
-    pieces = [piece for part in parts for piece in torch.split(part, NORM_PIECE)]
-    if not pieces:
-        return torch.zeros((), dtype=torch.float64)
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
-    return torch.stack(norms).square().sum()
+    norms = [
+        torch.linalg.vector_norm(piece, dtype=torch.float64) * weight
+        for flat in buckets
+        for weight, parts in ((1.0, flat.bucket.counted(flat.shard)), (0.0, flat.bucket.uncounted(flat.shard)))
+        for part in parts
+        for piece in torch.split(flat.gradient(part), NORM_PIECE)
+    ]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
@@ -91,15 +92,18 @@ class Watch:
     def _column(self, cut: LayerCut, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         shared = self._seen.setdefault(cut.region, []) if cut.region else []
-        if x.requires_grad and not any(x is other for other in shared):
-            shared.append(x)
-            self._sums.append(Sum(cut.name, COLUMN_INPUTS, _bytes(x)))
+        dtype = _dtype(x, module)
+        if x.requires_grad and (dtype != x.dtype or not any(x is other for other in shared)):
+            if dtype == x.dtype:  # a layer that casts its input has a tensor of its own
+                shared.append(x)
+            self._sums.append(Sum(cut.name, COLUMN_INPUTS, x.numel() * dtype.itemsize))
 
     def _row(self, cut: LayerCut, module: nn.Module, args: object, output: Tensor) -> None:
         if cut.kind == "row":
             self._seen.pop(cut.region, None)
             self._pending.append((len(self._sums), self._saved))
-        self._sums.append(Sum(cut.name, ROW_OUTPUTS if cut.kind == "row" else EMBEDDING, _bytes(output)))
+        size = output.numel() * _dtype(output, module).itemsize
+        self._sums.append(Sum(cut.name, ROW_OUTPUTS if cut.kind == "row" else EMBEDDING, size))
 
     def _pack(self, saved: Tensor) -> Tensor:
         self._saved += 1
@@ -115,8 +119,12 @@ class Watch:
         self._pending.clear()
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _dtype(tensor: Tensor, layer: nn.Module) -> torch.dtype:
+    """In which the layer computes: wider than what it is given and gives where the layer stays in fp32."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return tensor.dtype  # narrower than the weights, and what travels
+    weight: Any = layer.weight
+    return torch.promote_types(tensor.dtype, weight.dtype)
 
 
 def traffic_by_call(sums: tuple[Sum, ...], timeline: Timeline, tp: int) -> dict[int, Tally]:

@@ -1,0 +1,74 @@
+"""Buffers that a forward writes (running statistics, counters): put back when their step is not made."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class _Seen(NamedTuple):
+    """A buffer as a step found it."""
+
+    module: nn.Module
+    leaf: str
+    buffer: Tensor
+    version: int
+    copy: Tensor | None
+
+    def written(self) -> bool:
+        """Whether it is another tensor or another content now.
+
+        The version alone does not tell: torch's batch normalisation writes its running mean without counting it.
+        """
+        now = self.module._buffers.get(self.leaf)
+        if now is not self.buffer or now._version != self.version:
+            return True
+        return self.copy is not None and not torch.equal(self.copy, now)
+
+
+class WrittenBuffers:
+    """Remembers what a step may write.
+
+    Which buffers those are is watched: where modules are in modes that no step has seen yet, all are copied and
+    compared; afterwards only those that a step has written before. Between steps no copy is held.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = tuple(model.modules())
+        self._modes: set[tuple[bool, ...]] = set()
+        self._written: set[tuple[int, str]] = set()
+        self._seen: list[_Seen] = []
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Before the first forward of a step."""
+        everything = self._mode() not in self._modes
+        self._seen = []
+        for module in self._modules:
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None:
+                    wanted = everything or (id(module), leaf) in self._written
+                    self._seen.append(_Seen(module, leaf, buffer, buffer._version, buffer.clone() if wanted else None))
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The step is not made: its forwards have written nothing."""
+        seen = list(self._seen)
+        self.forget()
+        for each in seen:
+            if each.copy is not None and (id(each.module), each.leaf) in self._written:
+                each.buffer.copy_(each.copy)
+                each.module._buffers[each.leaf] = each.buffer
+
+    def forget(self) -> None:
+        """The step is over."""
+        for seen in self._seen:
+            key = id(seen.module), seen.leaf
+            if key not in self._written and seen.written():
+                self._written.add(key)
+        if self._seen:
+            self._modes.add(self._mode())
+        self._seen = []
+
+    def _mode(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._modules)

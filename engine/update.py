@@ -1,0 +1,125 @@
+"""What follows the backwards of a step: one norm and one decision for all ranks, then the update, or none.
+
+reduce what is left -> agree -> finite?  yes: clip, update, gather
+                                         no:  put buffers back, name the parameter, lower the loss scale
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.budget import CONTROL_SCALARS
+from engine.build import Parts
+from engine.config import Config
+from engine.errors import EngineError
+from engine.loss_scale import make_loss_scale
+from engine.parallel.comm import Comm
+from engine.step import Control, Step
+from engine.zero.clip import clip_factor, gradient_norm
+from engine.zero.storage import squared_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a step; the same on every rank."""
+
+    control: Control
+    norm: float
+    lr: float
+    scale: float
+    """The loss scale of this step."""
+    nonfinite: str | None
+    """What was not finite in a skipped step."""
+
+    @property
+    def skipped(self) -> bool:
+        """Nothing was updated."""
+        return self.nonfinite is not None
+
+
+class Update:
+    """Ends the steps of one engine, and counts them."""
+
+    def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
+        self._config, self._comm, self._device = config, comm, device
+        self._checks = config.bf16.check_grad_overflow or not config.bf16.enabled
+        self._seconds = 0.0
+        self._in_a_row = 0
+        self.made = 0
+        """Updates."""
+        self.skipped = 0
+        """Steps that were none."""
+        self.scale = make_loss_scale(config.fp16)
+        """Of the next step."""
+
+    def run(self, step: Step, parts: Parts) -> Outcome:
+        """Reduce, agree, update or skip. Collective; a step that has failed on any rank raises on all."""
+        parts.bench.finish()
+        step.problem = parts.copies.run(step.sent) or step.problem  # collective: also where a step has failed
+        control = self.agree(step, squared_norm(parts.buckets))
+        agreed = time.perf_counter()
+        step.seconds = agreed - step.started + self._seconds
+        divisor = control.weight * step.scale
+        norm = gradient_norm(control.squared_norm, divisor)
+        lr, nonfinite = parts.learning_rate.at(self.made), None
+        if self._checks and not math.isfinite(norm):
+            nonfinite = parts.nonfinite.find(control, step.sent)
+            parts.written.put_back()
+            self.skipped += 1
+            self._in_a_row += 1
+        else:
+            parts.written.forget()
+            parts.learning_rate.prepare(self.made)
+            parts.optimizer.step(clip_factor(norm, self._config.gradient_clipping) / divisor)
+            parts.learning_rate.done()
+            self.made += 1
+            self._in_a_row = 0
+        self.scale = self.scale.after(overflow=nonfinite is not None)
+        self._seconds = time.perf_counter() - agreed
+        return Outcome(control, norm, lr, step.scale, nonfinite)
+
+    def agree(self, step: Step, norm: Tensor | float) -> Control:
+        """Sum the control values over the world: the one point where all ranks meet."""
+        coord = self._comm.grid.coord()
+        speaks = coord.tp == 0 and coord.pp == self._comm.grid.pp - 1  # one rank of each data coordinate has the loss
+        values = torch.zeros(CONTROL_SCALARS, dtype=torch.float64, device=self._device)
+        if speaks:
+            values[0], values[1], values[3] = step.loss, step.weight, step.tokens
+        values[2] = norm
+        values[4] = step.problem is not None
+        self._comm.all_reduce(values, "world", "control").wait()
+        control = Control(*values.tolist())
+        if step.problem is not None:
+            raise step.problem
+        if control.problems:
+            raise EngineError(
+                f"{control.problems:.0f} other rank(s) failed in this step, so no rank makes it; "
+                "their message tells why."
+            )
+        return control
+
+    def check(self, outcome: Outcome) -> None:
+        """Stop a run whose steps are all skipped.
+
+        Raises:
+            EngineError: ``watchdog.max_skipped_steps`` steps in a row were skipped; the same on every rank.
+        """
+        allowed = self._config.watchdog.max_skipped_steps
+        if not outcome.skipped or not allowed or self._in_a_row < allowed:
+            return
+        scale = ""
+        if self._config.fp16.enabled:
+            lowest = "" if self.scale.can_fall else ", which does not fall any more"
+            scale = f" with the loss scale at {outcome.scale:g}{lowest}"
+        raise EngineError(
+            f"{self._in_a_row} steps in a row were skipped{scale}, because {_subject(outcome.nonfinite)} was not "
+            f"finite after update {self.made}: lower the learning rate or look at data and loss, and go on from "
+            "the last checkpoint; watchdog.max_skipped_steps sets how many may be skipped, 0 any number."
+        )
+
+
+def _subject(nonfinite: str | None) -> str:
+    return str(nonfinite) if str(nonfinite).startswith("the ") else f"the gradient of {nonfinite!r}"

@@ -1,0 +1,227 @@
+"""A step whose gradients are not finite anywhere is made nowhere, leaves no trace, and says where it was."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import engine
+from engine.bits import bit_sum
+from engine.decoder import Block, loss_sum
+from engine.errors import EngineError
+from engine.nonfinite import LABEL
+from tests import models
+
+RunRanks = Callable[..., list[Any]]
+STAGES = (0, 1, 2)
+GRIDS: dict[str, dict[str, int]] = {
+    "dp2": {"data": 2},
+    "dp2 x tp2": {"data": 2, "tensor": 2},
+    "dp2 x pp2": {"data": 2, "pipeline": 2},
+}
+
+
+class Counted(Block):
+    """A block with running statistics and a counter that forward writes, and a buffer that it makes anew."""
+
+    calls: Tensor
+    largest: Tensor
+
+    def watch(self, width: int) -> None:
+        self.statistics = nn.BatchNorm1d(width)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = super().forward(x)
+        self.largest = y.detach().abs().max()
+        normed: Tensor = self.statistics(y.flatten(0, 1))
+        return normed.view_as(y)
+
+
+def build() -> nn.Module:
+    model: Any = models.decoder(layers=2, dropout=0.1)
+    for block in model.blocks:
+        block.__class__ = Counted
+        block.watch(32)
+    return model  # type: ignore[no-any-return]
+
+
+def traces(eng: engine.Engine) -> list[int]:
+    """Bits of everything that a step may change on this rank."""
+    buckets = eng._parts.buckets
+    tensors = [tensor for flat in buckets for tensor in (flat.params, flat.master) if tensor is not None]
+    tensors += [value for state in eng.optimizer.state.values() for value in state.values()]
+    tensors += [*eng.module.buffers(), torch.get_rng_state()]
+    groups = [group.get("step", 0) for group in eng.optimizer.param_groups]
+    return [*map(int, map(bit_sum, tensors)), *groups, eng.step_count, hash(eng.lr)]
+
+
+POISON = ("gradient", "activation")
+
+
+class Poison:
+    """Makes one thing on one rank not finite while ``on``."""
+
+    def __init__(self, eng: engine.Engine, kind: str) -> None:
+        self.on, last = False, eng.grid.world_size - 1
+        if eng.grid.rank == last and kind == "gradient":
+            eng.module.get_parameter("blocks.1.norm1.weight").register_hook(self)  # type: ignore[no-untyped-call]
+        if eng.grid.rank == last and kind == "activation":
+            eng.module.get_submodule("blocks.1.attention").register_forward_hook(lambda m, a, y: self(y))
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor * math.nan if self.on else tensor
+
+
+def train(grid: str, stage: int, kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Body of a rank: poisoned steps between good ones, then the good ones alone."""
+    settings = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "parallel": GRIDS[grid],
+        "zero_optimization": {"stage": stage, "reduce": "microbatch" if stage == 2 else "step"},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}},
+    }
+    batches = models.batches_for("decoder", 8, 2)
+    found: dict[str, Any] = {"kept": [], "reports": [], "extra": 0}
+    runs = []
+    for plan in (("bad", 0, "bad", "bad", 1), (0, 1)):
+        example = {key: value[:2] for key, value in batches[0].items()}
+        with engine.initialize(build(), settings | changes, loss_sum, example) as eng:
+            poison = Poison(eng, kind)
+            rows = slice(eng.grid.coord().dp * 4, eng.grid.coord().dp * 4 + 4)
+            losses = []
+            for step in plan:
+                poison.on, before, sent = step == "bad", traces(eng), eng.sent
+                batch = batches[0 if step == "bad" else int(step)]
+                report = eng.train_batch({key: value[rows] for key, value in batch.items()})
+                if poison.on:
+                    found["kept"].append(traces(eng) == before)
+                    found["reports"].append((report.skipped, report.nonfinite))
+                    rows_sent = eng.sent.since(sent).rows()
+                    found["extra"] += sum(row.calls for row in rows_sent if row.label == LABEL)
+                else:
+                    losses.append(report.loss)
+            found["skipped"] = found.get("skipped", eng.skipped_steps)
+            runs.append((losses, traces(eng)))
+    found["as if never"] = runs[0] == runs[1]
+    return found
+
+
+def train_all(grid: str) -> list[tuple[Any, dict[str, Any]]]:
+    """Body of a rank: all cases of a grid."""
+    cases: list[tuple[int, str, dict[str, Any]]] = [(stage, kind, {}) for stage in STAGES for kind in POISON]
+    return [((stage, kind), train(grid, stage, kind, changes)) for stage, kind, changes in cases]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_skipped_step_leaves_no_bit_and_names_the_first_parameter(run_ranks: RunRanks, grid: str) -> None:
+    for rank, cases in enumerate(run_ranks(train_all, math.prod(GRIDS[grid].values()), grid)):
+        for (stage, kind), found in cases:
+            where = (rank, stage, kind)
+            name = "blocks.1.norm1.weight" if kind == "gradient" else "tokens.weight"
+            assert found["reports"] == [(True, name)] * 3, where
+            assert found["kept"] == [True] * 3 and found["as if never"], where
+            assert (found["skipped"], found["extra"]) == (3, 3), where
+
+
+class Settings:
+    """What ``alone`` is told."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}} | changes
+
+
+def alone(settings: Settings, factors: list[float], where: str = "all") -> list[engine.StepReport]:
+    """A linear layer in one process; ``factors`` go over the loss, its weight or its value alone, a step each."""
+    torch.manual_seed(1)
+    reports: list[engine.StepReport] = []
+
+    def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        factor = factors[len(reports)]
+        total, one = output.square().sum(), torch.ones(())
+        if where == "weight":
+            return total, one * factor
+        return (total + factor if where == "value" else total * factor), one
+
+    with engine.initialize(nn.Linear(3, 3), settings.config, loss) as eng:
+        for _ in factors:
+            reports.append(eng.train_batch(torch.ones(4, 3)))
+    return reports
+
+
+def test_what_is_not_finite_is_named_also_where_it_is_no_gradient() -> None:
+    assert alone(Settings(), [math.nan])[0].nonfinite == "weight"
+    assert alone(Settings(), [math.nan], "weight")[0].nonfinite == "the weight"
+    (report,) = alone(Settings(), [math.inf], "value")
+    assert (report.skipped, report.nonfinite, report.loss) == (False, None, math.inf), "gradients are finite"
+
+
+def test_a_run_of_skipped_steps_is_stopped_and_good_steps_begin_it_anew() -> None:
+    few = Settings(watchdog={"max_skipped_steps": 3})
+    reports = alone(few, [math.nan, math.nan, 1.0, math.nan, math.nan, 1.0])
+    assert [report.skipped for report in reports] == [True, True, False] * 2
+    with pytest.raises(
+        EngineError, match=r"^3 steps in a row .* because the gradient of 'weight' was not finite after "
+    ):
+        alone(few, [1.0, math.nan, math.nan, math.nan, 1.0])
+    assert len(alone(Settings(watchdog={"max_skipped_steps": 0}), [math.nan] * 120)) == 120
+
+
+def stopped() -> str:
+    """Body of a rank: the error of a run that only skips; the other rank poisons it."""
+    settings = Settings(train_batch_size=8, watchdog={"max_skipped_steps": 2})
+    with engine.initialize(nn.Linear(3, 3), settings.config, lambda output, batch: output.square().mean()) as eng:
+        batch = torch.ones(4, 3) * (math.inf if eng.grid.rank else 1.0)
+        try:
+            for _ in range(5):
+                eng.train_batch(batch)
+        except EngineError as error:
+            return f"{eng.skipped_steps} {error}"
+    return "not stopped"
+
+
+def test_all_ranks_are_stopped_by_the_same_error(run_ranks: RunRanks) -> None:
+    one, other = run_ranks(stopped, 2)
+    assert one == other and one.startswith("2 2 steps in a row were skipped, because the gradient of 'weight'")
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_bf16_without_the_check_makes_the_step(checks: bool) -> None:
+    settings = Settings(bf16={"enabled": True, "check_grad_overflow": checks})
+    (report,) = alone(settings, [math.nan])
+    assert (report.skipped, report.nonfinite, report.step) == ((True, "weight", 0) if checks else (False, None, 1))
+
+
+def test_the_three_calls_put_buffers_back_too() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}
+    with engine.initialize(model, config) as eng:
+        counts = []
+        for factor in (1.0, math.nan, 1.0):
+            before = eng.module.get_buffer("0.running_mean").clone()
+            for _ in range(2):
+                eng.backward(eng(torch.randn(4, 3) * factor).square().mean())
+                report = eng.step()
+            assert report is not None and report.skipped == torch.equal(before, eng.module.get_buffer("0.running_mean"))
+            counts.append(int(eng.module.get_buffer("0.num_batches_tracked")))
+    assert counts == [2, 2, 4]
+
+
+def test_buffers_first_written_in_another_mode_are_put_back() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model[0].eval()
+    factor = 1.0
+    config = {"train_batch_size": 4}
+    with engine.initialize(model, config, lambda output, batch: output.square().mean() * factor) as eng:
+        eng.train_batch(torch.randn(4, 3))
+        model[0].train()
+        factor = math.nan
+        assert eng.train_batch(torch.randn(4, 3)).skipped
+    assert torch.equal(eng.module.get_buffer("0.running_mean"), torch.zeros(3))
