@@ -76,6 +76,7 @@ class Gathering:
 
     def start(self, passes: Sequence[Direction]) -> None:
         """Announce the passes of a step, so that what the next one begins with is not freed before it."""
+        self._refuse_opened()
         self._to_come = deque(passes)
 
     @contextmanager
@@ -94,12 +95,11 @@ class Gathering:
         """Free everything: the step is over, or has failed."""
         self._to_come.clear()
         self._pass = None
-        self._free(frozenset(self._live))
+        self._free(frozenset(self._live) - self._opened)
 
     @contextmanager
     def _passing(self, direction: Direction, following: Direction | None) -> Iterator[None]:
-        if self._opened:
-            raise EngineError("a step inside full_parameters, which holds them open; leave its `with` block first.")
+        self._refuse_opened()
         if self._to_come:
             self._to_come.popleft()
             following = self._to_come[0] if self._to_come else None
@@ -118,6 +118,10 @@ class Gathering:
             raise
         self._pass = None
         self._free(frozenset(self._live) - now.kept)
+
+    def _refuse_opened(self) -> None:
+        if self._opened:
+            raise EngineError("a step inside full_parameters, which holds them open; leave its `with` block first.")
 
     # ------------------------------------------------------------------ what modules call
 
@@ -166,6 +170,7 @@ class Gathering:
             silent = now.direction == "backward" and index < len(now.positions) and now.positions[index] in self._silent
             if not silent:
                 break
+            self._ask(self._order.members[now.positions[index]])
             at_once |= self._order.members[now.positions[index]]
             index += 1
         return at_once

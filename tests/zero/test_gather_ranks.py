@@ -1,0 +1,284 @@
+"""Sharded parameters between real ranks: equal to whole ones for awkward models, and what users may do with them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import engine
+from engine.engine import Engine
+from engine.errors import EngineError
+from tests.zero.awkward import AWKWARD, VOCABULARY, Chain, Hides, Skips
+
+RunRanks = Callable[..., list[Any]]
+ROWS = 2
+
+
+def start(model: nn.Module, zero: dict[str, Any], **changes: Any) -> Engine:
+    """Two microbatches a step. Without clipping, whose factor depends on the order in which squares are added."""
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5}},
+        "zero_optimization": zero,
+    }
+    return engine.initialize(model, config | changes)
+
+
+def batch(eng: Engine, step: int) -> Tensor:
+    """Another one on every data rank."""
+    generator = torch.Generator().manual_seed(100 * step + eng.grid.coord().dp)
+    return torch.randint(0, VOCABULARY, (2 * ROWS, 5), generator=generator)
+
+
+def trained(model: nn.Module, zero: dict[str, Any], **changes: Any) -> tuple[list[tuple[float, float]], dict[str, Any]]:
+    """(losses and norms, weights) of three steps, with an evaluation in between."""
+    with start(model, zero, **changes) as eng:
+        figures = []
+        for step in range(3):
+            report = eng.train_batch(batch(eng, step))
+            figures.append((report.loss, report.grad_norm))
+            figures.append((eng.eval_batch(batch(eng, 50 + step)).loss, 0.0))
+        return figures, eng.full_state_dict()
+
+
+STAGE_3: tuple[dict[str, Any], ...] = (
+    {"stage": 3},
+    {"stage": 3, "gather": "step"},
+    {"stage": 3, "reduce": "microbatch"},
+    {"stage": 3, "keep_gathered_bytes": 5000},
+)
+
+
+def compare(names: list[str]) -> list[str]:
+    """Body of a rank: what differs from whole parameters, by as much as one bit."""
+    wrong = []
+    for name in names:
+        build = Hides if name == "Hides" else AWKWARD[name]
+        figures, weights = trained(build(), {"stage": 1})
+        for zero in STAGE_3:
+            found, sharded = trained(build(), zero)
+            exact = zero.get("reduce") != "microbatch"  # which adds over ranks before it adds over microbatches
+            close = torch.allclose(torch.tensor(figures), torch.tensor(found), rtol=1e-6)
+            if not close or (exact and [loss for loss, _ in figures] != [loss for loss, _ in found]):
+                wrong.append(f"{name} {zero}: {found} instead of {figures}")
+            differing = [key for key in weights if exact and not torch.equal(weights[key], sharded[key])]
+            if differing or weights.keys() != sharded.keys():
+                wrong.append(f"{name} {zero}: weights differ, first {differing[:1]}")
+    return wrong
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_sharded_parameters_train_to_the_bit_like_whole_ones(run_ranks: RunRanks, name: str) -> None:
+    for wrong in run_ranks(compare, 2, [name]):
+        assert not wrong, wrong
+
+
+def test_an_output_that_nobody_can_see_is_waited_for(run_ranks: RunRanks) -> None:
+    for wrong in run_ranks(compare, 2, ["Hides"]):
+        assert not wrong, wrong
+
+
+def skip(zero: dict[str, Any]) -> list[float]:
+    """Body of a rank: losses of a model that skips another block on every rank."""
+    with start(Skips(), zero) as eng:
+        return [eng.train_batch(batch(eng, step)).loss for step in range(4)]
+
+
+@pytest.mark.parametrize("zero", STAGE_3[:2], ids=str)
+def test_ranks_that_skip_different_modules_still_meet(run_ranks: RunRanks, zero: dict[str, Any]) -> None:
+    assert run_ranks(skip, 2, zero) == run_ranks(skip, 2, {"stage": 1})
+
+
+def three_calls() -> tuple[bool, bool]:
+    """Body of a rank: the loop in three calls equals train_batch, and both end with everything freed."""
+    losses, freed = [], True
+    for in_calls in (False, True):
+        with start(Chain(), {"stage": 3}) as eng:
+            for step in range(3):
+                rows = batch(eng, step)
+                if in_calls:
+                    for micro in torch.split(rows, ROWS):
+                        eng.backward(eng(micro))
+                        report = eng.step()
+                    with torch.no_grad():
+                        eng(rows)
+                    eng(rows[:1])  # keeps the last group for a backward that never comes
+                else:
+                    report = eng.train_batch(rows)
+                assert report is not None
+                losses.append((report.loss, report.grad_norm))
+            freed = freed and _gathered_bytes(eng) == 0 if not in_calls else freed
+    return losses[:3] == losses[3:], freed
+
+
+def _gathered_bytes(eng: Engine) -> int:
+    storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in eng.module.parameters()}
+    return sum(storages.values())
+
+
+def test_the_loop_in_three_calls(run_ranks: RunRanks) -> None:
+    assert run_ranks(three_calls, 2) == [(True, True)] * 2
+
+
+def two_engines() -> bool:
+    """Body of a rank: a teacher and a student, whose steps lie inside each other."""
+    figures: list[list[float]] = []
+    for together in (True, False):
+        one = start(Chain(), {"stage": 3})
+        two = start(Chain(), {"stage": 3, "reduce": "microbatch"}) if together else None
+        losses = []
+        for step in range(3):
+            losses.append(one.train_batch(batch(one, step)).loss)
+            if two is not None:
+                losses_of_two = two.train_batch(batch(two, step)).loss
+                assert abs(losses_of_two - losses[-1]) < 1e-5
+        figures.append(losses)
+        one.close()
+        if two is not None:
+            two.close()
+    return figures[0] == figures[1]
+
+
+def test_two_engines_in_one_process(run_ranks: RunRanks) -> None:
+    assert run_ranks(two_engines, 2) == [True, True]
+
+
+# what users do between steps
+
+
+def user(grid: dict[str, int]) -> dict[str, Any]:
+    """Body of a rank: what a user sees and is told."""
+    seen: dict[str, Any] = {}
+    eng = start(Chain(), {"stage": 3}, parallel=grid)
+    if grid.get("pipeline"):
+        eng.train_batch(batch(eng, 9))  # stages are known from the first batch on
+    model: Any = eng.module
+    name = "head.weight" if eng.grid.coord().pp == eng.grid.pp - 1 else "embed.weight"
+    parameter = model.get_parameter(name)
+    seen["shape"] = tuple(parameter.shape) == (VOCABULARY, 16) and parameter.numel() == VOCABULARY * 16
+    seen["repr"] = repr(parameter)
+    for what, read in {
+        "sum": lambda: parameter.sum(),
+        "state_dict": lambda: parameter.detach(),
+        "write": lambda: parameter.data.zero_(),
+    }.items():
+        seen[what] = _message(read)
+    with torch.no_grad(), eng.full_parameters(name.replace("weight", "*")) as given:
+        seen["names"] = sorted(given)
+        before = given[name].clone()
+        given[name][0] = 0.25
+        with torch.enable_grad():
+            seen["train inside"] = _message(lambda: eng.train_batch(batch(eng, 0)))
+    with eng.full_parameters(name) as given:
+        seen["kept"] = bool((given[name][0] == 0.25).all()) and torch.equal(given[name][1:], before[1:])
+    seen["hidden again"] = _message(read)
+    seen["nothing"] = _message(lambda: eng.full_parameters("nose.*").__enter__())
+    seen["different"] = _message(lambda: _write_rank(eng, name))
+    eng.train_batch(batch(eng, 1))
+    eng.close()
+    return seen
+
+
+def _write_rank(eng: Engine, name: str) -> None:
+    with torch.no_grad(), eng.full_parameters(name) as given:
+        given[name].fill_(float(eng.grid.rank))
+
+
+def _message(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("grid", [{"data": 2}, {"data": 2, "pipeline": 2}], ids=str)
+def test_parameters_keep_their_shape_and_full_parameters_their_value(run_ranks: RunRanks, grid: dict[str, int]) -> None:
+    ranks = 2 * grid.get("pipeline", 1)
+    for rank, seen in enumerate(run_ranks(user, ranks, grid)):
+        name = "head.weight" if rank >= ranks - 2 else "embed.weight"
+        assert seen["shape"] and seen["kept"], seen
+        assert (
+            seen["repr"]
+            == f"Parameter of shape ({VOCABULARY}, 16) and torch.float32, sharded over the data ranks (ZeRO 3)"
+        )
+        expected = (
+            f"parameter '{name}' is sharded over 2 data ranks (ZeRO 3) and whole only while the engine runs the model; "
+            f"read or write it inside `with eng.full_parameters('{name}'):`, on all ranks."
+        )
+        for what in ("sum", "state_dict", "write", "hidden again"):
+            assert seen[what] == expected
+        assert seen["names"] == (["head.bias", "head.weight"] if name.startswith("head") else ["embed.weight"])
+        assert (
+            seen["train inside"]
+            == "a step inside full_parameters, which holds them open; leave its `with` block first."
+        )
+        assert seen["nothing"].startswith("full_parameters('nose.*') matches no parameter;")
+        assert seen["different"].startswith("full_parameters: data ranks have written different values into ")
+
+
+class Looks(Chain):
+    """Calls something in its forward."""
+
+    look: Any = None
+
+    def run(self, x: Tensor) -> Tensor:
+        self.look()
+        return super().run(x)
+
+
+def inside() -> str:
+    """Body of a rank."""
+    model = Looks()
+    with start(model, {"stage": 3}) as eng:
+        messages: list[str] = []
+        model.look = lambda: messages.append(_message(lambda: eng.full_parameters("*").__enter__()))
+        eng.train_batch(batch(eng, 0))
+    return messages[0]
+
+
+def test_full_parameters_inside_a_forward(run_ranks: RunRanks) -> None:
+    assert (
+        run_ranks(inside, 2)
+        == [
+            "full_parameters inside a forward, where parameters are whole while their module runs; call it between steps, "
+            "or read them in the module that has them."
+        ]
+        * 2
+    )
+
+
+def whole() -> bool:
+    """Body of a rank: without sharding there is nothing to gather, and writing works the same."""
+    with start(Chain(), {"stage": 1}) as eng:
+        with torch.no_grad(), eng.full_parameters("head.bias") as given:
+            given["head.bias"].fill_(3.0)
+        return bool((eng.module.get_parameter("head.bias") == 3).all())
+
+
+def test_full_parameters_without_sharding(run_ranks: RunRanks) -> None:
+    assert run_ranks(whole, 2) == [True, True]
+
+
+def masters() -> bool:
+    """Body of a rank: what is written into bf16 parameters reaches the masters, and the rest of them stays exact."""
+    bf16 = {"bf16": {"enabled": True}}
+    with start(Chain(), {"stage": 3}, **bf16) as eng:
+        eng.train_batch(batch(eng, 0))
+        before = eng.full_state_dict()
+        with torch.no_grad(), eng.full_parameters("head.*") as given:
+            given["head.weight"][3] = 0.5
+        after = eng.full_state_dict()
+    if not after:
+        return True
+    row = after["head.weight"][3].clone()
+    after["head.weight"][3] = before["head.weight"][3]
+    return bool((row == 0.5).all()) and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_what_is_written_reaches_the_masters(run_ranks: RunRanks) -> None:
+    assert run_ranks(masters, 2) == [True, True]
