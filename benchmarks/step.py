@@ -18,6 +18,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +124,9 @@ def profile(modes: Sequence[Mode], name: str, workload: Workload, steps: int) ->
 
 def _conditions(arguments: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     """What a reader needs to repeat the run; nothing that names the machine."""
+    optional = {name: version(name) for name in ("deepspeed",) if find_spec(name)}
     return {
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__} | optional,
         "machine": {"cpus": os.cpu_count(), "architecture": platform.machine(), "load_at_start": os.getloadavg()[0]},
         "run": {name: value for name, value in vars(arguments).items() if name != "out"},
         "workload": asdict(workload),
