@@ -18,39 +18,18 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.peers import Mode, Plain, Workload, mean_loss
-from benchmarks.ring import RingCounter
+from benchmarks.peers import Plain, mean_loss
 from engine.decoder import Decoder
 
-COUNTED_STEP = 2
-"""In the first step the stages of a pipeline also tell each other their shapes; this one is a warm-up too."""
 
-
-class _Counted(Plain):
-    """Bytes are counted once, in an untimed step: the count slows a step down, and all steps send the same."""
-
-    def __init__(self, mode: Mode, workload: Workload) -> None:
-        super().__init__(mode, workload)
-        self._steps = 0
-        self._bytes_per_step = 0
-
-    def step(self, rows: Tensor) -> float | None:
-        self._steps += 1
-        if self._steps != COUNTED_STEP:
-            return super().step(rows)
-        with RingCounter(self._mode.ranks) as counter:
-            loss = super().step(rows)
-        self._bytes_per_step = counter.sent
-        return loss
-
-    def sent_bytes(self) -> int:
-        return self._steps * self._bytes_per_step
+class _OneDataRank(Plain):
+    """The ranks share the model, not the batch."""
 
     def _reduce(self) -> None:
-        """One data rank: nothing to reduce over."""
+        """Nothing to reduce over."""
 
 
-class DTensorPeer(_Counted):
+class DTensorPeer(_OneDataRank):
     """``parallelize_module`` with a vocabulary-parallel embedding, head and loss, as torch's tutorial has them.
 
     The attention's input becomes a DTensor once, so that the gradients of query, key and value with respect
@@ -108,7 +87,7 @@ class _Replicated(ParallelStyle):
         return output.to_local()
 
 
-class PipeliningPeer(_Counted):
+class PipeliningPeer(_OneDataRank):
     """``PipelineStage`` and ``Schedule1F1B``, one stage a rank, cut by hand.
 
     torch clips by stage; the norm over all stages is put together here, or the model would be another one.

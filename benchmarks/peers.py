@@ -3,7 +3,7 @@
 All modes start from the same weights, see the same sequences and take the same step: mean cross-entropy,
 clipping, AdamW. The peers get torch's fused AdamW, which Trine runs inside too, so that a difference
 between modes is a difference in distribution and not in the optimizer's kernel. What torch offers beyond
-data parallelism is in ``parallel_peers``.
+data parallelism is in ``parallel_peers``; what shares state among data ranks in ``fsdp_peer`` and ``deepspeed_peer``.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,10 @@ from engine.decoder import Decoder, DecoderConfig
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
+
+
+Kind = Literal["plain", "ddp", "dtensor", "pipelining", "fsdp", "deepspeed", "trine"]
+"""Who trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +49,16 @@ class Mode:
     """One way to train, and one row of the table."""
 
     name: str
-    kind: Literal["plain", "ddp", "dtensor", "pipelining", "trine"]
+    kind: Kind
     ranks: int
     accumulation: int = 1
     """Microbatches of one step on one rank."""
     stage: int = 0
-    """ZeRO stage, Trine only."""
+    """ZeRO stage, of those that have one."""
+    reduce: Literal["step", "microbatch"] | None = None
+    """How often Trine reduces gradients; None is the engine's default."""
+    gather: Literal["step", "microbatch"] | None = None
+    """How often Trine gathers parameters at stage 3; None is the engine's default."""
     axis: Literal["data", "tensor", "pipeline"] = "data"
     """What the ranks share among them: the batch, or the model across or along its layers."""
 
@@ -69,17 +77,25 @@ class Trainer(Protocol):
         The rank's or the global loss; None where this rank does not see it.
         """
 
-    def sent_bytes(self) -> int:
-        """Bytes this rank has sent so far, by ring convention."""
-
 
 def make_trainer(mode: Mode, workload: Workload) -> Trainer:
-    """Build one rank of ``mode`` inside a running process group."""
+    """Build one rank of ``mode`` inside a running process group.
+
+    What only one kind needs is imported here, so that other modes do not pay for it at their start.
+    """
     if mode.kind in ("dtensor", "pipelining"):
-        from benchmarks import parallel_peers  # here, so that other modes do not pay for its imports
+        from benchmarks import parallel_peers
 
         pipelined = mode.kind == "pipelining"
         return (parallel_peers.PipeliningPeer if pipelined else parallel_peers.DTensorPeer)(mode, workload)
+    if mode.kind == "fsdp":
+        from benchmarks.fsdp_peer import FsdpPeer
+
+        return FsdpPeer(mode, workload)
+    if mode.kind == "deepspeed":
+        from benchmarks.deepspeed_peer import DeepSpeedPeer
+
+        return DeepSpeedPeer(mode, workload)
     if mode.kind == "trine":
         return _Trine(mode, workload)
     return Plain(mode, workload) if mode.kind == "plain" else _Ddp(mode, workload)
@@ -96,7 +112,7 @@ def make_rows(mode: Mode, workload: Workload, step: int, rank: int) -> Tensor:
     return rows.chunk(mode.data_ranks)[rank % mode.data_ranks]
 
 
-def _make_model(workload: Workload) -> Decoder:
+def make_model(workload: Workload) -> Decoder:
     torch.manual_seed(workload.seed)
     return Decoder(workload.decoder)
 
@@ -106,22 +122,26 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def make_adamw(parameters: list[nn.Parameter], workload: Workload) -> torch.optim.AdamW:
+    """The optimizer of all peers."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=workload.learning_rate,
+        betas=BETAS,
+        weight_decay=WEIGHT_DECAY,
+        fused=workload.optimizer_kernel == "fused" or None,
+    )
+
+
 class Plain:
     """A loop as in a tutorial: backward, one flat all-reduce, clip, step. The other peers change parts of it."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         self._mode = mode
         self._largest_norm = workload.clip
-        self._model = self._wrap(_make_model(workload))
+        self._model = self._wrap(make_model(workload))
         self._parameters = list(self._model.parameters())
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=workload.learning_rate,
-            betas=BETAS,
-            weight_decay=WEIGHT_DECAY,
-            fused=workload.optimizer_kernel == "fused" or None,
-        )
-        self._sent = 0
+        self._optimizer = make_adamw(self._parameters, workload)
 
     def step(self, rows: Tensor) -> float | None:
         """Loss of this rank's sequences."""
@@ -130,17 +150,12 @@ class Plain:
         self._clip()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._count()
         return loss
-
-    def sent_bytes(self) -> int:
-        """By formula."""
-        return self._sent
 
     def _backward(self, rows: Tensor) -> float | None:
         count, loss = self._mode.accumulation, 0.0
         for index, part in enumerate(rows.chunk(count)):
-            with self._quiet() if index < count - 1 else nullcontext():
+            with self._microbatch(last=index == count - 1):
                 mean = mean_loss(self._model(part[:, :-1]), part[:, 1:])
                 (mean / count if count > 1 else mean).backward()  # type: ignore[no-untyped-call]
             loss += mean.item() / count
@@ -152,8 +167,8 @@ class Plain:
     def _wrap(self, model: Decoder) -> nn.Module:
         return model
 
-    def _quiet(self) -> AbstractContextManager[None]:
-        """Around every microbatch but the last."""
+    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of every microbatch: only the last one reduces."""
         return nullcontext()
 
     @torch.no_grad()
@@ -167,10 +182,6 @@ class Plain:
         parts = torch.split(flat, [grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
-    def _count(self) -> None:
-        payload = sum(parameter.numel() * parameter.element_size() for parameter in self._parameters)
-        self._sent += 2 * payload * (self._mode.ranks - 1) // self._mode.ranks
-
 
 class _Ddp(Plain):
     """torch's DistributedDataParallel with its default buckets."""
@@ -179,8 +190,8 @@ class _Ddp(Plain):
         self._ddp = DistributedDataParallel(model)
         return self._ddp
 
-    def _quiet(self) -> AbstractContextManager[None]:
-        return self._ddp.no_sync()
+    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self._ddp.no_sync()
 
     def _reduce(self) -> None:
         """DDP has reduced during backward."""
@@ -193,18 +204,16 @@ class _Trine:
         import engine  # here, so that its import counts as its start-up
 
         config, example = make_config(mode, workload), _make_example(mode, workload)
-        self._engine = engine.initialize(_make_model(workload), config, _loss_of_batch, example)
+        self._engine = engine.initialize(make_model(workload), config, _loss_of_batch, example)
 
     def step(self, rows: Tensor) -> float:
         return self._engine.train_batch({"input_ids": rows[:, :-1], "labels": rows[:, 1:]}).loss
 
-    def sent_bytes(self) -> int:
-        return self._engine.sent.bytes()
-
 
 def make_config(mode: Mode, workload: Workload) -> dict[str, Any]:
     """What a Trine mode gives to ``engine.initialize``."""
-    zero = {"stage": mode.stage}
+    zero: dict[str, int | str] = {"stage": mode.stage}
+    zero |= {name: value for name, value in (("reduce", mode.reduce), ("gather", mode.gather)) if value}
     if workload.bucket_elements is not None:
         zero["reduce_bucket_size"] = workload.bucket_elements
     parallel: dict[str, int | str] = {"data": mode.data_ranks}

@@ -1,10 +1,13 @@
 """From the samples of all rounds to rows, verdicts, a table and JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.footprint import Footprint, largest
+
+LOSS_STEP = 10
 LOSS_TOLERANCE = 1e-5
 """Nats by which the modes may differ after the same number of steps."""
 
@@ -17,16 +20,13 @@ class Sample:
     seconds: float
     cpu_seconds: float
     """Summed over ranks."""
-    sent_bytes: int
-    """Largest of the ranks, by ring convention."""
-    loopback_bytes: int | None
-    """Per rank, as the loopback interface counted it."""
-    live_bytes: int
-    """Per rank, when the optimizer has just updated."""
-    peak_resident_bytes: int
     startup_seconds: float
     loss: float
-    """Global loss of the last step of the round."""
+    """Global loss of step LOSS_STEP, or of the last timed step if there are fewer."""
+    loopback_bytes: int | None
+    """Per rank, as the loopback interface counted it."""
+    footprint: Footprint
+    """Of the largest rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,16 @@ def loss_spread(rounds: Rounds) -> float:
     return max(losses) - min(losses)
 
 
+def wrong_losses(rounds: Rounds, baseline: Sequence[str]) -> dict[str, float]:
+    """How far from ``baseline`` those modes are that train something else, at worst, in nats."""
+    apart: dict[str, float] = {}
+    for samples in rounds:
+        right = mean(sample.loss for sample in samples if sample.mode in baseline)
+        for sample in samples:
+            apart[sample.mode] = max(apart.get(sample.mode, 0.0), abs(sample.loss - right))
+    return {mode: distance for mode, distance in apart.items() if not distance <= LOSS_TOLERANCE}  # also not a number
+
+
 def medians(rounds: Rounds) -> list[Sample]:
     """One row a mode, in the order of the first round; bytes on the interface are the smallest seen."""
     return [_middle([s for samples in rounds for s in samples if s.mode == first.mode]) for first in rounds[0]]
@@ -105,30 +115,45 @@ def _middle(samples: Sequence[Sample]) -> Sample:
         mode=samples[0].mode,
         seconds=median(sample.seconds for sample in samples),
         cpu_seconds=median(sample.cpu_seconds for sample in samples),
-        sent_bytes=max(sample.sent_bytes for sample in samples),
-        loopback_bytes=min(crossed) if crossed else None,
-        live_bytes=max(sample.live_bytes for sample in samples),
-        peak_resident_bytes=max(sample.peak_resident_bytes for sample in samples),
         startup_seconds=median(sample.startup_seconds for sample in samples),
         loss=samples[-1].loss,
+        loopback_bytes=min(crossed) if crossed else None,
+        footprint=largest([sample.footprint for sample in samples]),
     )
 
 
-_HEADINGS = ("sent MB", "on wire MB", "live MB", "peak MB", "start s", "loss")
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table behind those of seconds."""
+
+    heading: str
+    show: Callable[[Sample], str]
 
 
-def table(rounds: Rounds, baseline: Baseline) -> str:
+SENT = (
+    Column("sent MB", lambda row: _megabytes(row.footprint.sent_bytes)),
+    Column("on wire MB", lambda row: _megabytes(row.loopback_bytes)),
+)
+CALLS = Column("calls", lambda row: str(row.footprint.calls))
+STATE = Column("state MB", lambda row: _megabytes(row.footprint.state_bytes))
+LIVE = Column("live MB", lambda row: _megabytes(row.footprint.live_bytes))
+STEP_PEAK = Column("step MB", lambda row: _megabytes(row.footprint.step_peak_bytes))
+RESIDENT = Column("peak MB", lambda row: _megabytes(row.footprint.peak_resident_bytes, 0))
+END = (
+    Column("start s", lambda row: f"{row.startup_seconds:.2f}"),
+    Column("loss", lambda row: f"{row.loss:.6f}"),
+)
+
+
+def table(rounds: Rounds, baseline: Baseline, columns: Sequence[Column]) -> str:
     """Aligned text, one line a mode; ratios are medians of ratios within a round. MB are 10^6 bytes."""
     against = baseline.heading
-    lines = [["mode", "wall s", against, "CPU s", against, *_HEADINGS]]
+    lines = [["mode", "wall s", against, "CPU s", against, *(column.heading for column in columns)]]
     for row in medians(rounds):
         wall = median(_ratios(rounds, row.mode, baseline.modes, "seconds"))
         cpu = median(_ratios(rounds, row.mode, baseline.modes, "cpu_seconds"))
-        lines.append([
-            row.mode, f"{row.seconds:.3f}", f"{wall:.2f}", f"{row.cpu_seconds:.3f}", f"{cpu:.3f}",
-            _megabytes(row.sent_bytes), _megabytes(row.loopback_bytes), _megabytes(row.live_bytes),
-            _megabytes(row.peak_resident_bytes, 0), f"{row.startup_seconds:.2f}", f"{row.loss:.6f}",
-        ])  # fmt: skip
+        spent = [f"{row.seconds:.3f}", f"{wall:.2f}", f"{row.cpu_seconds:.3f}", f"{cpu:.3f}"]
+        lines.append([row.mode, *spent, *(column.show(row) for column in columns)])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(_aligned(line, widths) for line in lines)
@@ -156,11 +181,17 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 def as_json(rounds: Rounds, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """Rows, verdicts and all samples."""
     return {
-        "rows": [asdict(row) for row in medians(rounds)],
+        "rows": [_flat(row) for row in medians(rounds)],
         "verdicts": [_as_json(verdict) for verdict in verdicts],
         "loss_spread": loss_spread(rounds),
-        "rounds": [[asdict(sample) for sample in samples] for samples in rounds],
+        "rounds": [[_flat(sample) for sample in samples] for samples in rounds],
     }
+
+
+def _flat(sample: Sample) -> dict[str, Any]:
+    fields = asdict(sample)
+    footprint: dict[str, int] = fields.pop("footprint")
+    return fields | footprint
 
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:

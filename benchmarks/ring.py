@@ -1,4 +1,8 @@
-"""Counts what torch itself sends, for peers that do not know their own traffic."""
+"""Counts what a rank sends, in bytes and collectives, alike for every row of a table.
+
+All that Python or torch's C++ asks of a process group passes torch's dispatcher as an operation of the namespace
+``c10d`` or ``_c10d_functional``, where it is seen with its tensors: DDP's buckets, FSDP2's hooks, DeepSpeed, Trine.
+"""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -23,15 +27,16 @@ _SILENT = ("recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier")
 
 
 class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """A context in which ``sent`` grows by the bytes this rank sends, by ring convention.
+    """A context in which ``sent`` grows by the bytes this rank sends, by ring convention, and ``calls`` by one each.
 
-    All groups are taken to have ``ranks`` members. An operation that it does not know raises KeyError: no
-    count is better than a wrong one.
+    A message to one rank is a call where it is sent. All groups are taken to have ``ranks`` members. An operation
+    that it does not know raises KeyError: no count is better than a wrong one.
     """
 
     def __init__(self, ranks: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sent = 0
+        self.calls = 0
         self._ranks = ranks
 
     def __torch_dispatch__(
@@ -42,7 +47,11 @@ class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         result = func(*args, **(kwargs or {}))
         if func.namespace in _NAMESPACES:
             name = func.overloadpacket.__name__
-            self.sent += ring_bytes(name, max(_bytes(args), _bytes(result)), self._ranks)
+            # The undivided tensor is the largest of what goes in and comes out: the output of an all-gather, the
+            # input of a reduce-scatter; an operation in place has it as its only tensor.
+            payload = max(_bytes(given) for given in (*args, *(kwargs or {}).values(), result))
+            self.sent += ring_bytes(name, payload, self._ranks)
+            self.calls += name not in _SILENT
         return result
 
 

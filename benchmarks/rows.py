@@ -1,14 +1,18 @@
 """Which modes stand in the table, and which of them are held against which."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from benchmarks.peers import Mode
-from benchmarks.report import Baseline, Comparison
+from benchmarks.report import CALLS, END, LIVE, RESIDENT, SENT, STATE, STEP_PEAK, Baseline, Column, Comparison
 
 Group = Literal["dp", "tp", "pp"]
 GROUPS: tuple[Group, ...] = get_args(Group)
+Peer = Literal["fsdp", "deepspeed"]
+STAGES = (0, 1, 2, 3)
+PEERS: tuple[Peer, ...] = get_args(Peer)
 
 ONE = "one process, plain torch"
 DDP = "torch DDP"
@@ -19,6 +23,11 @@ AGAIN = " again (control)"
 DDP_LIMIT = 1.03
 DTENSOR_LIMIT = 0.5
 PIPELINING_LIMIT = 1.0
+ZERO_LIMITS: Mapping[int, float] = MappingProxyType({1: 1.02, 2: 1.02, 3: 1.15})
+"""By stage, against DDP."""
+
+STEP_COLUMNS = (*SENT, LIVE, RESIDENT, *END)
+ZERO_COLUMNS = (*SENT, CALLS, STATE, LIVE, STEP_PEAK, *END)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +37,11 @@ class Lineup:
     modes: tuple[Mode, ...]
     comparisons: tuple[Comparison, ...]
     baseline: Baseline
+    columns: tuple[Column, ...] = STEP_COLUMNS
 
     def __add__(self, other: "Lineup") -> "Lineup":
-        return Lineup(self.modes + other.modes, self.comparisons + other.comparisons, self.baseline)
+        modes, comparisons = self.modes + other.modes, self.comparisons + other.comparisons
+        return replace(self, modes=modes, comparisons=comparisons)
 
 
 def make_lineup(ranks: int, accumulation: int = 1, groups: Sequence[Group] = GROUPS) -> Lineup:
@@ -45,6 +56,42 @@ def make_lineup(ranks: int, accumulation: int = 1, groups: Sequence[Group] = GRO
         if group in groups:
             lineup += Lineup(*make[group](ranks, accumulation), baseline)
     return lineup
+
+
+def make_zero_lineup(
+    ranks: int, accumulation: int = 1, stages: Sequence[int] = STAGES, peers: Sequence[Peer] = PEERS
+) -> Lineup:
+    """DDP twice, then each of ``stages`` by Trine and by those of ``peers`` that have it.
+
+    The default way of Trine at each stage above 0 has a limit; its other ways, and how it stands to peers, inform.
+    """
+    trine = [mode for mode in _trine_stages(ranks, accumulation) if mode.stage in stages]
+    others = [mode for mode in _peer_stages(ranks, accumulation) if mode.stage in stages and mode.kind in peers]
+    against_ddp = [Comparison(mode.name, DDP, DDP + AGAIN, _zero_limit(mode)) for mode in trine]
+    against_others = [Comparison(f"Trine ZeRO-{mode.stage}", mode.name) for mode in others]
+    ddp = (Mode(DDP, "ddp", ranks, accumulation), Mode(DDP + AGAIN, "ddp", ranks, accumulation))
+    baseline = Baseline("x DDP", (DDP, DDP + AGAIN))
+    return Lineup((*ddp, *trine, *others), (*against_ddp, *against_others), baseline, ZERO_COLUMNS)
+
+
+def _zero_limit(mode: Mode) -> float | None:
+    return None if mode.reduce or mode.gather else ZERO_LIMITS.get(mode.stage)
+
+
+def _trine_stages(ranks: int, accumulation: int) -> tuple[Mode, ...]:
+    return (
+        *(Mode(f"Trine ZeRO-{stage}", "trine", ranks, accumulation, stage) for stage in (0, 1, 2)),
+        Mode("Trine ZeRO-2, reduce: microbatch", "trine", ranks, accumulation, 2, reduce="microbatch"),
+        Mode("Trine ZeRO-3", "trine", ranks, accumulation, 3),
+        Mode("Trine ZeRO-3, gather: step", "trine", ranks, accumulation, 3, gather="step"),
+    )
+
+
+def _peer_stages(ranks: int, accumulation: int) -> tuple[Mode, ...]:
+    return (
+        *(Mode(f"torch FSDP2 as ZeRO-{stage}", "fsdp", ranks, accumulation, stage) for stage in (2, 3)),
+        *(Mode(f"DeepSpeed ZeRO-{stage}", "deepspeed", ranks, accumulation, stage) for stage in (1, 2, 3)),
+    )
 
 
 Rows = tuple[tuple[Mode, ...], tuple[Comparison, ...]]

@@ -4,20 +4,18 @@
     Team(...)      ---------->  fork, join, build model and optimizer
     startup_seconds <---------  ready
     run(5)         ---------->  barrier | 5 steps | barrier
-    Block          <----------  wall and CPU seconds, bytes, loss
+    Block          <----------  wall and CPU seconds, bytes, losses
 
 Between two calls the ranks of a team sleep in a pipe, so that several teams can stand side by side and
 take turns of a few steps: whatever else the machine does then hits all of them alike.
 """
 
-import gc
 import multiprocessing
 import os
 import pickle
-import resource
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,18 +26,22 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from benchmarks.footprint import FOOTPRINT_STEPS, Footprint, largest, measure_footprint
 from benchmarks.peers import Mode, Trainer, Workload, make_rows, make_trainer
 from benchmarks.profiling import profile_steps
 
 # Not the engine: what Trine imports beyond torch is part of its start-up. The first optimizer of a process
 # imports torch._dynamo, which would drown the rest.
-PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.distributed.device_mesh", "torch.nn.parallel"]
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "torch.nn.parallel",
+    "torch.profiler",
+]
 PATIENCE_SECONDS = 300.0
-SETTLE_SECONDS = 0.1
-"""A thread of gloo lets go of a collective's tensors up to some milliseconds after the wait for it returns."""
 
 
 class RankError(Exception):
@@ -55,24 +57,10 @@ class Block:
     """Wall time of the slowest rank, from one barrier to the next."""
     cpu_seconds: float
     """Processor time, user and system, of all threads of all ranks."""
-    sent_bytes: int
-    """Largest of the ranks, by ring convention."""
     loopback_bytes: int | None
     """Mean over ranks of what crossed the loopback interface; other jobs can only add to it."""
-    loss: float
-    """Global loss of the last step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Memory of the largest rank."""
-
-    live_bytes: int
-    """Unique storages of all tensors that Python can reach when the optimizer has just updated: parameters,
-    gradients, optimizer state, and whatever else is kept. What torch holds in C++ is not among them: DDP's
-    buckets are a further copy of the gradients."""
-    peak_resident_bytes: int
-    """Largest resident size of the process so far, libraries included."""
+    losses: tuple[float, ...]
+    """Global loss of every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +72,8 @@ class _Place:
 
 def start_server() -> None:
     """Start the fork server and let it import torch, so that no team's start-up contains that."""
+    for name, level in (("KINETO_LOG_LEVEL", "6"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
+        os.environ.setdefault(name, level)  # torch's profiler would tell of itself in every rank
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     first = context.Process(target=os.getpid)
@@ -103,6 +93,7 @@ class Team:
     torch already (see PRELOAD); the engine is imported here."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
+        self.mode = mode
         self._steps = 0
         self._folder = TemporaryDirectory()
         self._context = multiprocessing.get_context("forkserver")
@@ -125,14 +116,14 @@ class Team:
         after = loopback_bytes()
         self._steps += steps
         crossed = None if before is None or after is None else (after - before) // len(self._ends)
-        seconds, cpu_seconds, sent, losses = zip(*answers, strict=True)
-        return Block(steps, max(seconds), sum(cpu_seconds), max(sent), crossed, losses[0])
+        seconds, cpu_seconds, losses = zip(*answers, strict=True)
+        return Block(steps, max(seconds), sum(cpu_seconds), crossed, losses[0])
 
     def footprint(self) -> Footprint:
-        """What the ranks hold in one more step."""
-        live, resident = zip(*self._ask(("footprint", self._steps, 1)), strict=True)
-        self._steps += 1
-        return Footprint(max(live), max(resident))
+        """What the largest rank holds and sends, in a few more steps."""
+        found = self._ask(("footprint", self._steps, FOOTPRINT_STEPS))
+        self._steps += FOOTPRINT_STEPS
+        return largest(found)
 
     def profile(self, steps: int) -> str:
         """Where rank 0 spends its time in ``steps`` steps."""
@@ -190,24 +181,6 @@ def loopback_bytes() -> int | None:
     return None
 
 
-def live_tensor_bytes() -> int:
-    """Unique storages behind all tensors of this process that Python can reach."""
-    gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    grads = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    storages = {storage.data_ptr(): storage for tensor in (*tensors, *grads) for storage in _storages(tensor)}
-    return sum(storage.nbytes() for storage in storages.values())
-
-
-def _storages(thing: object) -> Iterator[torch.UntypedStorage]:
-    """What a tensor keeps in memory; a DTensor has no storage of its own but its local tensor's."""
-    if is_traceable_wrapper_subclass(thing):
-        for name in thing.__tensor_flatten__()[0]:
-            yield from _storages(getattr(thing, name))
-    elif isinstance(thing, Tensor) and thing.untyped_storage().device.type != "meta":
-        yield thing.untyped_storage()
-
-
 def _serve(end: Connection, place: _Place, mode: Mode, workload: Workload) -> None:
     """Body of one rank: build, then answer requests until the parent kills it or is gone."""
     torch.set_num_threads(1)
@@ -232,41 +205,27 @@ def _answer(end: Connection, value: object) -> None:
     end.send_bytes(pickle.dumps((True, value)))
 
 
-def _timed(trainer: Trainer, batches: list[Tensor]) -> tuple[float, float, int, float]:
-    """(wall seconds, CPU seconds, sent bytes, global loss of the last step) of one rank."""
-    sent, loss = trainer.sent_bytes(), None
+def _timed(trainer: Trainer, batches: list[Tensor]) -> tuple[float, float, tuple[float, ...]]:
+    """(wall seconds, CPU seconds, global losses) of one rank."""
+    losses = []
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     for rows in batches:
-        loss = trainer.step(rows)
+        losses.append(trainer.step(rows))
     dist.barrier()  # the threads of gloo have then done their part too
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    # A peer knows its own share only, or nothing before the last stage; averaged outside the measured time.
-    total = torch.tensor([loss or 0.0, loss is not None], dtype=torch.float64)
+    return wall, cpu, _global_means(losses)
+
+
+def _global_means(losses: Sequence[float | None]) -> tuple[float, ...]:
+    """The mean over those ranks that know it; a peer knows its own share only, or nothing before the last stage."""
+    total = torch.tensor([[loss or 0.0, loss is not None] for loss in losses], dtype=torch.float64)
     dist.all_reduce(total)
-    return wall, cpu, trainer.sent_bytes() - sent, (total[0] / total[1]).item()
+    return tuple((total[:, 0] / total[:, 1]).tolist())
 
 
-def _footprint(trainer: Trainer, batches: list[Tensor]) -> tuple[int, int]:
-    """(bytes of live tensors, largest resident bytes) of one rank; one more step is taken between the two."""
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return _live_in_step(trainer, batches[0]), resident
-
-
-def _live_in_step(trainer: Trainer, rows: Tensor) -> int:
-    """Bytes of live tensors at the end of the inner optimizer's update in one more step."""
-    seen: list[int] = []
-
-    def look(*_: object) -> None:
-        time.sleep(SETTLE_SECONDS)
-        seen.append(live_tensor_bytes())
-
-    hook = register_optimizer_step_post_hook(look)
-    try:
-        trainer.step(rows)
-    finally:
-        hook.remove()
-    return max(seen)
+def _footprint(trainer: Trainer, batches: list[Tensor]) -> Footprint:
+    return measure_footprint(trainer.step, batches, dist.get_world_size())
 
 
 def _profiled(trainer: Trainer, batches: list[Tensor]) -> str | None:

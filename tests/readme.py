@@ -1,9 +1,8 @@
 """Tables of the README that tests write: ``pytest --write-readme`` puts the measured figures in."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+from benchmarks.readme import write_section
 
 
 @dataclass(slots=True)
@@ -24,7 +23,4 @@ class Table:
 
     def write(self) -> None:
         """Replace the table in the README."""
-        text = README.read_text(encoding="utf-8")
-        begin, end = f"<!-- {self.name}:begin -->", f"<!-- {self.name}:end -->"
-        head, rest = text.split(begin)
-        README.write_text(f"{head}{begin}\n{self.render()}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+        write_section(self.name, self.render())

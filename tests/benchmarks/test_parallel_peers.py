@@ -30,13 +30,13 @@ def test_losses_equal_one_process_and_bytes_the_formulas() -> None:
     # Half of the hidden states' all-reduce, twice, for 4 in a block, the embedding and the head's input;
     # the rest are maxima and sums of the vocabulary-parallel loss and partial norms.
     around = (4 * 2 + 2) * ACTIVATIONS
-    assert around <= rows["torch DTensor tp2"].sent_bytes <= 1.05 * around
+    assert around <= rows["torch DTensor tp2"].footprint.sent_bytes <= 1.05 * around
     norm = 4
-    assert rows["torch pipelining pp2"].sent_bytes == ACTIVATIONS + norm
+    assert rows["torch pipelining pp2"].footprint.sent_bytes == ACTIVATIONS + norm
 
 
 def test_only_local_tensors_are_live_under_dtensor() -> None:
-    rows = {row.mode: row.live_bytes for row in medians(measure(MODES[:2], TINY, Effort(rounds=1, steps=1)))}
+    rows = {row.mode: row.footprint.live_bytes for row in medians(measure(MODES[:2], TINY, Effort(rounds=1, steps=1)))}
     assert rows["torch DTensor tp2"] < 0.6 * rows["one process, plain torch"]
 
 

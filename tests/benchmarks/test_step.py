@@ -2,18 +2,21 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from benchmarks.footprint import Footprint
 from benchmarks.peers import Workload
-from benchmarks.report import Comparison, Sample, Verdict, judge, loss_spread, medians
-from benchmarks.rows import AGAIN, DDP, make_lineup
+from benchmarks.report import Comparison, Sample, Verdict, judge, loss_spread, medians, wrong_losses
+from benchmarks.rows import AGAIN, DDP, ONE, make_lineup
 from benchmarks.step import Effort, conclude, main, measure, profile
 from benchmarks.timing import RankError, Team
 from engine.decoder import DecoderConfig
 
 CONTROL = DDP + AGAIN
 LIMITED = Comparison("Trine ZeRO-1", DDP, CONTROL, 1.03)
+NOTHING = Footprint(0, 0, 0, 0, 0, 0)
 TINY = Workload(DecoderConfig(layers=1, width=32, heads=2, context=16), sequences=4)
 
 
@@ -34,11 +37,11 @@ def test_a_tiny_run_has_all_rows_and_equal_losses() -> None:
 def test_bytes_follow_the_formulas() -> None:
     modes = make_lineup(ranks=2, groups=("dp",)).modes
     rows = {row.mode: row for row in medians(measure(modes[1:], TINY, Effort(rounds=1, steps=2)))}
-    payload = rows[DDP].sent_bytes  # 2 (N-1)/N of the parameters' bytes, and N is 2
+    payload = rows[DDP].footprint.sent_bytes  # 2 (N-1)/N of the parameters' bytes, and N is 2
     for name in ("Trine ZeRO-0", "Trine ZeRO-1"):
-        assert payload <= rows[name].sent_bytes <= payload * 1.1  # padding and the control all-reduce
-    assert rows[DDP].live_bytes >= 4 * payload
-    assert rows["Trine ZeRO-1"].live_bytes < 3.2 * payload
+        assert payload <= rows[name].footprint.sent_bytes <= payload * 1.1  # padding and the control all-reduce
+    assert rows[DDP].footprint.live_bytes >= 5 * payload  # the buckets are a copy of the gradients
+    assert rows["Trine ZeRO-1"].footprint.live_bytes < 3.2 * payload
 
 
 def test_a_failing_rank_is_reported_with_its_traceback() -> None:
@@ -77,7 +80,7 @@ def test_the_limit_is_kept_or_not() -> None:
 def test_every_group_has_its_verdicts() -> None:
     lineup = make_lineup(ranks=4)
     cpu = {"torch DTensor tp4": 4.0, "Trine tp4": 1.8, "torch pipelining pp4 again (control)": 1.02, "Trine pp4": 1.04}
-    rounds = [[Sample(m.name, 1.0, cpu.get(m.name, 1.0), 0, None, 0, 0, 0.0, 5.0) for m in lineup.modes]]
+    rounds = [[Sample(m.name, 1.0, cpu.get(m.name, 1.0), 0.0, 5.0, None, NOTHING) for m in lineup.modes]]
     text, figures, passed = conclude(rounds, lineup)
     itself = "limit 1.03 + spread of torch DDP against itself (0.000)"
     assert text.splitlines()[-6:] == [
@@ -94,7 +97,7 @@ def test_every_group_has_its_verdicts() -> None:
 
 
 def test_a_profile_names_the_functions_of_a_step() -> None:
-    text = profile(make_lineup(ranks=2, groups=("dp",)).modes[0], TINY, steps=2)
+    text = profile(make_lineup(ranks=2, groups=("dp",)).modes, ONE, TINY, steps=2)
     assert "CPU s per step of rank 0" in text
     assert "run_backward" in text
 
@@ -120,6 +123,23 @@ def test_unknown_choices_are_refused(capsys: pytest.CaptureFixture[str], command
     assert answer in capsys.readouterr().err
 
 
+def test_a_row_with_another_loss_is_named() -> None:
+    first, control, trine = _round(ddp=1.0, control=1.0, trine=1.0)
+    rounds = [[first, control, replace(trine, loss=5.1)], [first, control, replace(trine, loss=float("nan"))]]
+    assert list(wrong_losses(rounds, (DDP, CONTROL))) == ["Trine ZeRO-1"]
+    lineup = make_lineup(ranks=4, groups=("dp",))
+    everyone = [replace(first, mode=mode.name, loss=5.1 if mode.stage else 5.0) for mode in lineup.modes]
+    text, _, passed = conclude([everyone], lineup)
+    assert text.splitlines()[-1] == "WRONG: the loss of Trine ZeRO-1 is off by 1.0e-01"
+    assert not passed
+
+
+def test_only_as_many_steps_are_compared_as_all_took() -> None:
+    modes = make_lineup(ranks=2, groups=("dp",)).modes[:1]
+    (short,), (long,), (longer,) = (measure(modes, TINY, Effort(1, steps))[0] for steps in (2, 7, 8))
+    assert long.loss == longer.loss != short.loss  # after the warm-up, step 10 is the seventh
+
+
 def _round(ddp: float, control: float, trine: float) -> Sequence[Sample]:
     seconds = {DDP: ddp, CONTROL: control, "Trine ZeRO-1": trine}
-    return [Sample(mode, 1.0, cpu, 0, None, 0, 0, 0.0, 5.0) for mode, cpu in seconds.items()]
+    return [Sample(mode, 1.0, cpu, 0.0, 5.0, None, NOTHING) for mode, cpu in seconds.items()]
