@@ -72,7 +72,12 @@ def measure(name: str, grid: str, mode: str) -> dict[str, Any]:
         sent = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.sent.since(before).rows()}
         plan = eng.plan.rank(eng.grid.rank)
         buckets = eng._parts.buckets
-        held = [t for flat in buckets for t in (flat.params, flat.grads, flat.master) if t is not None]
+        held = [
+            t
+            for flat in buckets
+            for t in (flat.kept if flat.sharded else flat.params, flat.grads, flat.master)
+            if t is not None
+        ]
         held += [value for state in eng.optimizer.state.values() for value in state.values()]
         present = {row.name for row in eng.plan.table.on_stage(eng.grid.coord().pp)}
         dtypes = {n: str(p.dtype) for n, p in eng.module.named_parameters() if n in present}
