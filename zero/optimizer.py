@@ -116,6 +116,7 @@ class ShardedOptimizer:
             gather.wait()
         # our writes went past autograd, which has to refuse a backward through a graph of the old weights
         torch.autograd.graph.increment_version([p for flat in self._buckets for p in flat.parameters])
+        torch.clear_autocast_cache()  # an autocast around several steps would go on with copies of the old weights
 
 
 def _segments(flat: FlatBucket) -> Iterator[tuple[int, Tensor, Tensor]]:
