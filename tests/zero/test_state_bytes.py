@@ -39,10 +39,15 @@ def by_formula(eng: Engine, moments: int) -> int:
     kept = eng.grid.dp if zero.stage >= 2 and zero.reduce == "microbatch" else 1
     whole = eng.grid.dp if zero.stage == 3 else 1
     frozen = 11 if zero.stage < 3 else 64  # padded where it is sharded
-    total = frozen * (2 if eng.config.bf16.enabled else 4)
+    bf16 = eng.config.bf16
+    total = frozen * (2 if bf16.enabled or eng.config.fp16.enabled else 4)
+    narrow = (2, 4, 4, 4)
+    if bf16.bf16_master_weights_and_grads:
+        narrow = (2, 2, 0, 2 if bf16.bf16_optimizer_states else 4)
+    widths = {"float32": (4, 4, 0, 4), "float64": (8, 8, 0, 8), "bfloat16": narrow, "float16": narrow}
     for dtype, psi in eng.plan.layout(eng.grid.coord()).elements_by_dtype().items():
-        param, wide, master = {"float32": (4, 4, 0), "float64": (8, 8, 0), "bfloat16": (2, 4, 4)}[dtype]
-        total += psi * param // whole + psi * wide // kept + psi * (master + wide * moments) // share
+        param, sums, master, moment = widths[dtype]
+        total += psi * param // whole + psi * sums // kept + psi * (master + moment * moments) // share
     return total
 
 
@@ -78,9 +83,10 @@ def measure(name: str, precision: str, mode: tuple[int, str]) -> tuple[int, int,
 def measure_all() -> list[str]:
     """Body of a rank: one line for each case that deviates."""
     wrong = []
-    known = [(name, precision, mode) for name, precision, mode in product(OPTIMIZERS, PRECISIONS, MODES)]
-    # what only the dtypes change is the same for all optimizers
-    for case in [case for case in known if case[0] == "AdamW" or case[1] in ("fp32", "bf16", "bf16 alone")]:
+    cases = list(product(OPTIMIZERS, ("fp32", "bf16"), MODES))
+    cases += product(("AdamW",), [name for name in PRECISIONS if name not in ("fp32", "bf16")], MODES[::2])
+    cases += product(OPTIMIZERS, ("bf16 alone, all of it",), MODES[-1:])
+    for case in cases:
         found, planned, formula = measure(*case)
         if not found == planned == formula:
             wrong.append(f"{case}: found {found}, planned {planned}, formula {formula}")
