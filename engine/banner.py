@@ -1,6 +1,7 @@
 """The plan in words: what will run, printed before it runs, and what it measured, printed after."""
 
 from engine.budget import RankPlan
+from engine.loss_scale import make_loss_scale
 from engine.parallel.pipeline.check import peak_live, simulate
 from engine.parallel.pipeline.draw import draw
 from engine.parallel.tensor.collectives import LOGITS
@@ -67,10 +68,19 @@ def _model_line(plan: Plan) -> str:
 
 
 def _precision_line(plan: Plan) -> str:
-    wire = plan.config.communication_data_type or "fp32"
-    if plan.precision.compute is None:
-        return f"fp32, no second copy; gradients travel in {wire}"
-    return f"bf16 with fp32 master and accumulation; gradients travel in {wire}"
+    config, precision = plan.config, plan.precision
+    kept = len(precision.kept.modules)
+    extra = f", {kept} module{'s' * (kept != 1)} kept in fp32" if kept and precision.compute is not None else ""
+    wire = f"{extra}; gradients travel in {config.communication_data_type or ('fp32' if precision.master else 'bf16')}"
+    if precision.compute is None:
+        return f"fp32, no second copy{wire}"
+    if not precision.master:
+        moments = "bf16" if precision.narrow_moments else "fp32"
+        return f"bf16 without a master, moments in {moments}, updates rounded stochastically{wire}"
+    if config.bf16.enabled:
+        return f"bf16 with fp32 master and accumulation{wire}"
+    scale = make_loss_scale(config.fp16)
+    return f"fp16 with fp32 master and accumulation, loss scale {scale.value:g}{', dynamic' * scale.dynamic}{wire}"
 
 
 def _zero_line(plan: Plan) -> str:

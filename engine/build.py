@@ -11,7 +11,7 @@ from engine.agreement import all_or_none, check_equal
 from engine.batch import Batch, named_tensors
 from engine.budget import reduces_each_microbatch, shards_parameters
 from engine.buffers import WrittenBuffers
-from engine.config import Config, OptimizerConfig
+from engine.config import Bf16Config, Config, OptimizerConfig
 from engine.copies import CopiesCheck
 from engine.errors import ConfigError, PlanError
 from engine.full_state import FullState, state_entries
@@ -41,6 +41,7 @@ from engine.zero.inner import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optimizer import OptimizerFactory, ShardedOptimizer, check_elementwise
 from engine.zero.reduce import GradientReducer, Reducer
 from engine.zero.reduce_microbatch import MicrobatchReducer
+from engine.zero.rounding import RoundedUpdates, Whole
 from engine.zero.storage import FlatBucket, Ownership, fill, reserve
 
 ModelSource = nn.Module | Callable[[], nn.Module]
@@ -109,6 +110,7 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
             f"zero_optimization.{what} with stage {zero.stage}: only stage 3 gathers parameters; set stage to 3, or "
             "leave it out."
         )
+    _check_master(config.bf16, request)
     check_sinks(config.monitor)
     if config.optimizer is None and request.optimizer is None:
         raise ConfigError("optimizer: null, and none was given in code; name one, or pass optimizer=... in code.")
@@ -117,6 +119,19 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     if needs_example(config) and request.example_batch is None:
         check_settings(model, config)  # the plan, which would say it, is made when the first batch comes
     _switch_cache_off(model)
+
+
+def _check_master(bf16: Bf16Config, request: Request) -> None:
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        raise ConfigError(
+            "bf16.bf16_optimizer_states true with an fp32 master: the master is the larger part; set "
+            "bf16.bf16_master_weights_and_grads too, or leave it out."
+        )
+    if bf16.enabled and bf16.bf16_master_weights_and_grads and request.optimizer is not None:
+        raise ConfigError(
+            "bf16.bf16_master_weights_and_grads true with an optimizer given in code: it would round every update to "
+            "nearest and lose the small ones; name AdamW, Adam, SGD or Lion in the config, or leave it out."
+        )
 
 
 def plan_run(model: nn.Module, config: Config, request: Request, example: Batch) -> Plan:
@@ -144,6 +159,8 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     sharded = config.zero_optimization.stage > 0
     factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped=request.optimizer is not None)
+    if not plan.precision.master:
+        optimizer.round(_rounding(plan, comm.grid.coord().tp))
     if config.tp > 1:
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
@@ -169,7 +186,7 @@ def _place(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis:
     present = {row.name for row in plan.table.on_stage(coord.pp)}
     cuts = plan.tensor.parameters if plan.tensor else {}
     sharded, each = config.zero_optimization.stage > 0, reduces_each_microbatch(config)
-    who = Ownership(coord.dp, config.dp, sharded, each, shards_parameters(config))
+    who = Ownership(coord.dp, config.dp, sharded, each, shards_parameters(config), plan.precision.master)
     buckets = reserve(plan.layout(coord), parameters, who, device)
     places = {
         slot.name: (flat, slot, view)
@@ -194,6 +211,12 @@ def _place(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis:
     for flat in buckets:
         fill(flat, placed=drawn)
     return buckets
+
+
+def _rounding(plan: Plan, tp: int) -> RoundedUpdates:
+    rows = {row.name: row for row in plan.table}
+    whole = Whole({name: number for number, name in enumerate(rows)}, rows, tp)
+    return RoundedUpdates(plan.config.seed, whole, plan.precision.widths("bfloat16").moments)
 
 
 def _reducer(model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket]) -> Reducer:
@@ -223,8 +246,6 @@ def _refuse_unbuilt(config: Config) -> None:
         f"zero_optimization.offload_optimizer.device {zero.offload_optimizer.device!r}": (
             zero.offload_optimizer.device != "none"
         ),
-        "bf16.bf16_master_weights_and_grads true": config.bf16.bf16_master_weights_and_grads,
-        "bf16.bf16_optimizer_states true": config.bf16.bf16_optimizer_states,
         "activation_checkpointing.mode 'selective'": recompute.mode == "selective",
         "kernels 'triton'": config.kernels == "triton",
         "compile true": config.compile,

@@ -95,9 +95,9 @@ class Bf16Config:
     enabled: bool = setting(False, Flag())
     """Hold the model in bfloat16."""
     bf16_master_weights_and_grads: bool = setting(False, Flag())
-    """Keep no fp32 copy of weights and gradients."""
+    """Keep no fp32 copy of weights and gradients: updates are computed in fp32 and rounded stochastically."""
     bf16_optimizer_states: bool = setting(False, Flag())
-    """Keep optimizer state in bfloat16 too."""
+    """Keep optimizer state in bfloat16 too, rounded in the same way."""
     check_grad_overflow: bool = setting(True, Flag())
     """Skip a step whose gradients are not finite; false makes it as it is."""
 

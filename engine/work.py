@@ -108,7 +108,13 @@ class Bench:
     def forward(self, *key: int) -> Iterator[None]:
         """Around the forward of a microbatch; ``key`` of its random numbers."""
         with self.streams.forward(*key), self.gathering.forward() if self.gathering else nullcontext():
-            yield
+            cached = torch.is_autocast_cache_enabled()
+            # casts that autocast keeps would be whole weights, and their gradients come when the weights have gone
+            torch.set_autocast_cache_enabled(cached and self.gathering is None)
+            try:
+                yield
+            finally:
+                torch.set_autocast_cache_enabled(cached)
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:

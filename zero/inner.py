@@ -11,12 +11,15 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from engine.kernels.optimizer_update import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
+from engine.zero.rounding import RoundedUpdates
 
 
-class _FlatOptimizer(torch.optim.Optimizer):
+class FlatOptimizer(torch.optim.Optimizer):
     """Calls ``_update`` for each group with the tensors that have gradients."""
 
     elementwise = True
+    rounding: RoundedUpdates | None = None
+    """Of bf16 weights that are their own master."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -31,9 +34,27 @@ class _FlatOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             group["step"] = group.get("step", 0) + 1
+            if self.rounding is not None:
+                for weight in [weight for weight in weights if weight.dtype == torch.bfloat16]:
+                    self._update_rounded(weight, group, self.rounding)
+                weights = [weight for weight in weights if weight.dtype != torch.bfloat16]
             if weights:
                 self._update(weights, [weight.grad for weight in weights], group)
         return loss
+
+    def _update_rounded(self, weight: Tensor, group: dict[str, Any], rounding: RoundedUpdates) -> None:
+        """The same update on fp32 copies of one piece after another."""
+        known = dict(self.state[weight])
+        for piece in rounding.pieces(weight):
+            wide = weight[piece.part].float()
+            self.state[wide] = {name: moment[piece.part].float() for name, moment in known.items()}
+            assert weight.grad is not None
+            self._update([wide], [weight.grad[piece.part].float().mul_(rounding.scale)], group)
+            for kind, (name, values) in enumerate(sorted(self.state.pop(wide).items()), start=1):
+                if name not in self.state[weight]:
+                    self.state[weight][name] = torch.zeros_like(weight, dtype=rounding.moments)
+                rounding.store(self.state[weight][name], piece, values, group["step"], kind)
+            rounding.store(weight, piece, wide, group["step"], kind=0)
 
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -45,7 +66,7 @@ class _FlatOptimizer(torch.optim.Optimizer):
         return [self.state[weight][name] for weight in weights]
 
 
-class FlatAdam(_FlatOptimizer):
+class FlatAdam(FlatOptimizer):
     """Adam, or AdamW with ``decoupled``; two moments an element."""
 
     def __init__(
@@ -69,7 +90,7 @@ class FlatAdam(_FlatOptimizer):
         adam_(weights, grads, first, second, group["step"], rule)
 
 
-class FlatSGD(_FlatOptimizer):
+class FlatSGD(FlatOptimizer):
     """SGD; one buffer an element with momentum, none without."""
 
     def __init__(
@@ -94,7 +115,7 @@ class FlatSGD(_FlatOptimizer):
                 self.state[weight]["momentum_buffer"] = buffer
 
 
-class FlatLion(_FlatOptimizer):
+class FlatLion(FlatOptimizer):
     """Lion; one momentum an element."""
 
     def __init__(

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from engine.errors import ConfigError
 from engine.parallel.comm import Comm
 from engine.zero.edits import carry_over
+from engine.zero.inner import FlatOptimizer
+from engine.zero.rounding import RoundedUpdates
 from engine.zero.storage import FlatBucket
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -70,16 +72,37 @@ class ShardedOptimizer:
                 parameter = nn.Parameter(weights)
                 members[group].append(parameter)
                 self._grads.append((parameter, grads))
+        self._rounding: RoundedUpdates | None = None
         self.inner = factory([{"params": members[i], **group.as_kwargs()} for i, group in enumerate(groups)])
         if sharded:
             check_elementwise(self.inner, "zero_optimization.stage 1 or more")
+
+    def round(self, rounding: RoundedUpdates) -> None:
+        """Update bf16 weights that have no master through ``rounding``.
+
+        Raises:
+            ConfigError: the inner optimizer is not one of ours.
+        """
+        if not isinstance(self.inner, FlatOptimizer):
+            raise ConfigError(
+                f"bf16.bf16_master_weights_and_grads with optimizer {type(self.inner).__name__}: only the built-in "
+                "ones round stochastically; name AdamW, Adam, SGD or Lion in the config."
+            )
+        places = [(flat, segment) for flat in self._buckets for segment in flat.bucket.segments(flat.owned)]
+        for (parameter, _), (flat, segment) in zip(self._grads, places, strict=True):
+            if parameter.dtype == torch.bfloat16:
+                rounding.add(parameter, flat, segment)
+        self._rounding = self.inner.rounding = rounding
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
         """Multiply the reduced gradients by ``scale``, update, and gather every bucket over dp (not at ZeRO 3)."""
         for flat in self._buckets:
             carry_over(flat)
-            flat.gradient(flat.owned).mul_(scale)
+            if self._rounding is None or flat.grads.dtype != torch.bfloat16:
+                flat.gradient(flat.owned).mul_(scale)
+        if self._rounding is not None:
+            self._rounding.scale = scale
         for parameter, grads in self._grads:
             parameter.grad = grads  # anew each time: zero_grad() on the inner optimizer must not end the training
         self.inner.step()
@@ -93,6 +116,7 @@ class ShardedOptimizer:
             gather.wait()
         # our writes went past autograd, which has to refuse a backward through a graph of the old weights
         torch.autograd.graph.increment_version([p for flat in self._buckets for p in flat.parameters])
+        torch.clear_autocast_cache()  # an autocast around several steps would go on with copies of the old weights
 
 
 def _segments(flat: FlatBucket) -> Iterator[tuple[int, Tensor, Tensor]]:

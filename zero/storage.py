@@ -8,8 +8,8 @@ For each bucket (glossary in ``zero/__init__.py``), here with N = 4 and an fp32 
                                                                every microbatch holds its shard only
     master   fp32            [ shard 1 ]                       on the rank that owns shard 1
 
-With fp32 parameters there is no master: ``kept`` is updated itself. At ZeRO 3 ``params`` has memory only while it
-is gathered, and views of it, saved by autograd too, are good again whenever it is.
+With fp32 parameters, or bf16 ones that are their own master (``rounding``), ``kept`` is updated itself. At ZeRO 3
+``params`` has memory only while it is gathered, and views of it, saved by autograd too, are good again whenever it is.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -85,6 +85,8 @@ class Ownership:
     tensor ranks, because only whole ones can be summed there."""
     sharded_parameters: bool = False
     """Keep the shard of parameters only (ZeRO 3)."""
+    master: bool = True
+    """False: narrow parameters are their own master, and gradients are summed in their dtype."""
 
 
 def reserve(
@@ -121,7 +123,7 @@ def _reserve(
     bucket: Bucket, parameters: Mapping[str, nn.Parameter], who: Ownership, device: torch.device, trainable: bool
 ) -> FlatBucket:
     dtype = getattr(torch, bucket.dtype)
-    wide = torch.promote_types(dtype, torch.float32) if trainable else dtype
+    wide = torch.promote_types(dtype, torch.float32) if trainable and who.master else dtype
     shard, whole = bucket.shard(who.index, who.ranks), slice(0, bucket.elements)
     owned = shard if who.sharded else whole
     held = shard if who.sharded_gradients and not bucket.partial else whole

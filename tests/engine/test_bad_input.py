@@ -118,9 +118,9 @@ def test_failed_step_leaves_no_gradient_behind() -> None:
 
 
 def test_what_this_version_cannot_do_is_said_at_once() -> None:
-    settings = CONFIG | {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}, "compile": True}
+    settings = CONFIG | {"zero_optimization": {"stage": 3}, "kernels": "triton", "compile": True}
     text = message(lambda: engine.initialize(models.decoder(), settings), engine.ConfigError)
-    assert text.startswith("zero_optimization.stage 3, fp16.enabled true, compile true: not in this version")
+    assert text.startswith("kernels 'triton', compile true: not in this version")
 
 
 def test_reduction_of_every_microbatch_needs_shards() -> None:

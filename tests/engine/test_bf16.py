@@ -13,6 +13,7 @@ from tests.engine.test_parity import config_for
 
 RunRanks = Callable[..., list[Any]]
 STEPS, ROWS, CLIP = 6, 16, 0.5
+STAGES = (0, 1, 2, 3)
 
 
 def plain(model: nn.Module, batches: list[Any], config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
@@ -49,10 +50,10 @@ def plain(model: nn.Module, batches: list[Any], config: dict[str, Any]) -> tuple
     return losses, dict(zip(names, (m.detach() for m in masters), strict=True))
 
 
-def train(stage: int) -> tuple[list[float], list[float], float]:
+def train(stage: int, wire: str | None = None) -> tuple[list[float], list[float], float]:
     """Losses of the engine and of plain torch, and the largest difference of a master."""
     dp = torch.distributed.get_world_size()
-    config = config_for(dp, stage, bf16={"enabled": True}, gradient_clipping=CLIP)
+    config = config_for(dp, stage, bf16={"enabled": True}, gradient_clipping=CLIP, communication_data_type=wire)
     del config["scheduler"]
     batches = models.batches_for("nano", ROWS, STEPS)
     share = ROWS // dp
@@ -66,12 +67,26 @@ def train(stage: int) -> tuple[list[float], list[float], float]:
     return losses, expected, max(float((weights[name] - m).abs().max()) for name, m in masters.items())
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_losses_and_masters_equal_plain_torch(run_ranks: RunRanks, dp: int, stage: int) -> None:
     losses, expected, deviation = run_ranks(train, dp, stage)[0]
     assert losses == expected and losses[-1] < losses[0]
     assert deviation <= 1e-9
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_four_ranks_add_in_another_order(run_ranks: RunRanks, stage: int) -> None:
+    losses, expected, deviation = run_ranks(train, 4, stage)[0]
+    assert losses == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0]
+    assert deviation <= 1e-3
+
+
+@pytest.mark.parametrize(("dp", "stage"), [(2, 0), (2, 1), (2, 2), (4, 1), (2, 3)])
+def test_gradients_on_the_wire_in_bf16_stay_close_to_plain_torch(run_ranks: RunRanks, dp: int, stage: int) -> None:
+    losses, expected, deviation = run_ranks(train, dp, stage, "bf16")[0]
+    assert losses == pytest.approx(expected, rel=5e-5) and losses != expected
+    assert 0 < deviation <= 1e-2
 
 
 def load_weights_afterwards() -> tuple[float, float, float]:

@@ -15,7 +15,7 @@ from tests import models
 from tests.engine.test_parity import config_for
 
 RunRanks = Callable[..., list[Any]]
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 STEPS, ROWS, CLIP, POWER = 8, 16, 0.5, 18
 
 

@@ -20,7 +20,16 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], int]] = {
     "SGD momentum": ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, 1),
     "Lion": ({"type": "Lion"}, 1),
 }
-PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+ALONE = {"enabled": True, "bf16_master_weights_and_grads": True}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "bf16 alone": {"bf16": ALONE},
+    "bf16 alone, all of it": {"bf16": ALONE | {"bf16_optimizer_states": True}},
+    "bf16 with an island": {"bf16": {"enabled": True}, "keep_fp32": ["up", "down"]},
+    "bf16 alone with an island": {"bf16": ALONE, "keep_fp32": ["up", "down"]},
+}
 
 
 def by_formula(eng: Engine, moments: int) -> int:
@@ -30,10 +39,15 @@ def by_formula(eng: Engine, moments: int) -> int:
     kept = eng.grid.dp if zero.stage >= 2 and zero.reduce == "microbatch" else 1
     whole = eng.grid.dp if zero.stage == 3 else 1
     frozen = 11 if zero.stage < 3 else 64  # padded where it is sharded
-    total = frozen * (2 if eng.config.bf16.enabled else 4)
+    bf16 = eng.config.bf16
+    total = frozen * (2 if bf16.enabled or eng.config.fp16.enabled else 4)
+    narrow = (2, 4, 4, 4)
+    if bf16.bf16_master_weights_and_grads:
+        narrow = (2, 2, 0, 2 if bf16.bf16_optimizer_states else 4)
+    widths = {"float32": (4, 4, 0, 4), "float64": (8, 8, 0, 8), "bfloat16": narrow, "float16": narrow}
     for dtype, psi in eng.plan.layout(eng.grid.coord()).elements_by_dtype().items():
-        param, wide, master = {"float32": (4, 4, 0), "float64": (8, 8, 0), "bfloat16": (2, 4, 4)}[dtype]
-        total += psi * param // whole + psi * wide // kept + psi * (master + wide * moments) // share
+        param, sums, master, moment = widths[dtype]
+        total += psi * param // whole + psi * sums // kept + psi * (master + moment * moments) // share
     return total
 
 
@@ -69,7 +83,10 @@ def measure(name: str, precision: str, mode: tuple[int, str]) -> tuple[int, int,
 def measure_all() -> list[str]:
     """Body of a rank: one line for each case that deviates."""
     wrong = []
-    for case in product(OPTIMIZERS, PRECISIONS, MODES):
+    cases = list(product(OPTIMIZERS, ("fp32", "bf16"), MODES))
+    cases += product(("AdamW",), [name for name in PRECISIONS if name not in ("fp32", "bf16")], MODES[::2])
+    cases += product(OPTIMIZERS, ("bf16 alone, all of it",), MODES[-1:])
+    for case in cases:
         found, planned, formula = measure(*case)
         if not found == planned == formula:
             wrong.append(f"{case}: found {found}, planned {planned}, formula {formula}")

@@ -11,8 +11,14 @@ from tests.zero.small import batch, start
 
 RunRanks = Callable[..., list[Any]]
 
-WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2}
+WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ALONE = {"enabled": True, "bf16_master_weights_and_grads": True}
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "bf16 alone": {"bf16": ALONE},
+    "bf16 alone with an island": {"bf16": ALONE, "keep_fp32": ["up", "down"]},
+}
 Mode = tuple[int, str, str]
 """ZeRO stage, reduce, gather."""
 MODES: tuple[Mode, ...] = (
@@ -29,6 +35,7 @@ MICROBATCHES = 2
 CASES = [
     *product(MODES, PRECISIONS, (None, "bf16", "fp32"), (900,)),
     *product(MODES, PRECISIONS, (None,), (1, 10**9)),
+    *product(MODES, OTHERS, (None, "fp16"), (900,)),
 ]
 
 
@@ -41,7 +48,8 @@ def expected(eng: Engine, wire: str | None) -> dict[tuple[str, str], tuple[int, 
     for bucket in eng.plan.layout(eng.grid.coord()).buckets:
         calls += 1
         width = WIDTHS[bucket.dtype]
-        sent = {"bf16": 2, "fp32": 4}[wire] if wire else max(4, width)
+        summed = width if eng.config.bf16.bf16_master_weights_and_grads else max(4, width)
+        sent = {"bf16": 2, "fp16": 2, "fp32": 4}[wire] if wire else summed
         gradients += rounds * (2 if stage == 0 else 1) * bucket.elements * sent * (N - 1) // N
         parameters += bucket.elements * width * (N - 1) // N
     rows = {("dp", "gradients"): (rounds * calls, gradients), ("world", "control"): (1, 2 * 5 * 8 * (N - 1) // N)}
@@ -71,7 +79,7 @@ def gathered(eng: Engine) -> tuple[int, int]:
 def measure(mode: Mode, precision: str, wire: str | None, size: int) -> tuple[int, list[str]]:
     """Number of buckets, and what deviates in two steps."""
     zero = {"stage": mode[0], "reduce": mode[1], "gather": mode[2], "reduce_bucket_size": size}
-    eng = start({"zero_optimization": zero, "communication_data_type": wire} | PRECISIONS[precision])
+    eng = start({"zero_optimization": zero, "communication_data_type": wire} | (PRECISIONS | OTHERS)[precision])
     wrong = []
     for step in range(2):
         before = eng.sent

@@ -1,0 +1,95 @@
+"""bf16 weights that are their own master: updates in fp32, piece by piece, rounded stochastically.
+
+    weights bf16, gradients bf16, moments fp32 or bf16
+        piece -> fp32 copies -> the optimizer's own update -> rounded back
+
+Random bits are keyed by (seed, update, what is rounded, parameter) and by the element's index in the whole
+parameter. So all ranks that hold an element (data ranks at ZeRO 0, tensor ranks that hold copies, stages that share
+a tied parameter) round it alike, and the result does not depend on how parameters are sharded or cut.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.kernels.stochastic_rounding import round_to_bf16
+from engine.parallel.seeds import derive_seed
+from engine.parallel.shards import ShardRow
+from engine.zero.layout import Segment, Slot
+from engine.zero.storage import FlatBucket
+
+PIECE = 1 << 20
+"""Elements that are in fp32 at a time."""
+
+
+class Piece(NamedTuple):
+    """Elements that are updated together."""
+
+    part: slice
+    """Of the tensor that the optimizer was given."""
+    number: int
+    """Of the parameter."""
+    places: Tensor
+    """int64: where the elements lie in the whole parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The whole parameters of a model, as one tensor rank sees them."""
+
+    numbers: Mapping[str, int]
+    """Parameter -> a number that all ranks know it by."""
+    rows: Mapping[str, ShardRow]
+    tp: int
+    """Tensor coordinate."""
+
+    def index(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
+        """int64 [stop - start]: indices in the whole parameter of elements ``start:stop`` of what is held here."""
+        row, own = self.rows[name], torch.arange(start, stop, device=device)
+        if row.dim is None:
+            return own
+        parts = [torch.arange(r.start, r.stop, device=device) for r in row.ranges if self.tp in r.holders]
+        places, inner = torch.cat(parts), prod(row.shape[row.dim + 1 :])
+        lines = own // inner
+        outer, along = lines // len(places), places[lines % len(places)]
+        return (outer * row.shape[row.dim] + along) * inner + own % inner
+
+
+@dataclass(slots=True)
+class RoundedUpdates:
+    """How an optimizer updates weights that have no master."""
+
+    seed: int
+    whole: Whole
+    moments: torch.dtype
+    scale: float = 1.0
+    """What gradients are multiplied with, in fp32."""
+    _slots: dict[Tensor, list[tuple[Slot, int, int, int]]] = field(default_factory=dict)
+    """Tensor of the optimizer -> slots in it, with the elements of them and where they begin in the tensor."""
+
+    def add(self, weights: Tensor, flat: FlatBucket, segment: Segment) -> None:
+        """``weights`` are this segment of the bucket. Padding is left out."""
+        found = self._slots[weights] = []
+        for slot in flat.bucket.slots:
+            start, stop = max(slot.start, segment.start), min(slot.stop, segment.stop)
+            if start < stop:
+                found.append((slot, start - slot.start, stop - slot.start, start - segment.start))
+
+    def pieces(self, weights: Tensor) -> Iterator[Piece]:
+        """All elements of a tensor of the optimizer."""
+        for slot, begin, end, place in self._slots[weights]:
+            for start in range(begin, end, PIECE):
+                stop = min(end, start + PIECE)
+                part = slice(place + start - begin, place + stop - begin)
+                index = self.whole.index(slot.name, start, stop, weights.device)
+                yield Piece(part, self.whole.numbers[slot.name], index)
+
+    def store(self, target: Tensor, piece: Piece, values: Tensor, step: int, kind: int) -> None:
+        """Write fp32 ``values`` of update ``step``; ``kind``: 0 for weights, a number of its own for each moment."""
+        if target.dtype == torch.bfloat16:
+            values = round_to_bf16(values, piece.places, derive_seed(self.seed, step, kind, piece.number))
+        target[piece.part].copy_(values)
