@@ -245,7 +245,8 @@ def test_full_parameters_inside_a_forward(run_ranks: RunRanks) -> None:
     assert (
         run_ranks(inside, 2)
         == [
-            "full_parameters inside a forward, where parameters are whole while their module runs; call it between steps, "
+        told = "a step inside full_parameters, which holds them open; leave its `with` block first."
+        assert seen["train inside"] == told
             "or read them in the module that has them."
         ]
         * 2
