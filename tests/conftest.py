@@ -47,6 +47,12 @@ def axes_table(request: pytest.FixtureRequest) -> Iterator[Table]:
     yield from _deviations("axes", request)
 
 
+@pytest.fixture(scope="session")
+def zero_table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """The same by model and grid for each ZeRO stage, over every mode of the stage that was tried."""
+    yield from _deviations("parity-zero", request)
+
+
 def _deviations(name: str, request: pytest.FixtureRequest) -> Iterator[Table]:
     table = Table(name, "largest relative deviation of a loss")
     yield table

@@ -217,6 +217,6 @@ AWKWARD: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (
         Chain, ReadsOutside, HeadFirst, Repeats, Segments, SegmentsAgain, EachReentrant, PassesOn, ReturnsObjects,
-        FrozenStart, FrozenMiddle, WritesInPlace, Side,
+        Hides, FrozenStart, FrozenMiddle, WritesInPlace, Side,
     )
 }  # fmt: skip
