@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import engine
 from tests import models
-from tests.engine.test_parity import config_for
+from tests.engine.test_parity import config_for, parity
 
 RunRanks = Callable[..., list[Any]]
 STEPS, ROWS, CLIP = 6, 16, 0.5
@@ -50,10 +50,10 @@ def plain(model: nn.Module, batches: list[Any], config: dict[str, Any]) -> tuple
     return losses, dict(zip(names, (m.detach() for m in masters), strict=True))
 
 
-def train(stage: int, wire: str | None = None) -> tuple[list[float], list[float], float]:
+def train(stage: int) -> tuple[list[float], list[float], float]:
     """Losses of the engine and of plain torch, and the largest difference of a master."""
     dp = torch.distributed.get_world_size()
-    config = config_for(dp, stage, bf16={"enabled": True}, gradient_clipping=CLIP, communication_data_type=wire)
+    config = config_for(dp, stage, bf16={"enabled": True}, gradient_clipping=CLIP)
     del config["scheduler"]
     batches = models.batches_for("nano", ROWS, STEPS)
     share = ROWS // dp
@@ -82,11 +82,11 @@ def test_four_ranks_add_in_another_order(run_ranks: RunRanks, stage: int) -> Non
     assert deviation <= 1e-3
 
 
-@pytest.mark.parametrize(("dp", "stage"), [(2, 0), (2, 1), (2, 2), (4, 1), (2, 3)])
+@pytest.mark.parametrize(("dp", "stage"), [*((2, stage) for stage in STAGES), (4, 1)])
 def test_gradients_on_the_wire_in_bf16_stay_close_to_plain_torch(run_ranks: RunRanks, dp: int, stage: int) -> None:
-    losses, expected, deviation = run_ranks(train, dp, stage, "bf16")[0]
-    assert losses == pytest.approx(expected, rel=5e-5) and losses != expected
-    assert 0 < deviation <= 1e-2
+    config = config_for(dp, stage, bf16={"enabled": True}, communication_data_type="bf16")
+    result = parity(run_ranks, "decoder", config, dp)  # nano's loss is a bf16 number, too coarse to compare
+    assert 0 < result.loss <= 5e-5, str(result)
 
 
 def load_weights_afterwards() -> tuple[float, float, float]:

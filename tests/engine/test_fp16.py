@@ -145,7 +145,8 @@ def on_the_wire(wire: str) -> list[tuple[bool, str | None, bool]]:
         config = {"train_batch_size": 2, "zero_optimization": zero, "communication_data_type": wire}
         with engine.initialize(Loud(), config) as eng:
             report = eng.train_batch(torch.full((1, 4), 40000.0))
-            found.append((report.skipped, report.nonfinite, bool(eng.module.get_parameter("weight").eq(1).all())))
+            with eng.full_parameters("weight") as named:
+                found.append((report.skipped, report.nonfinite, bool(named["weight"].eq(1).all())))
     return found
 
 

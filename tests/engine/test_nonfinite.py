@@ -1,7 +1,9 @@
 """A step whose gradients are not finite anywhere is made nowhere, leaves no trace, and says where it was."""
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import engine
 from engine.bits import bit_sum
 from engine.decoder import Block, loss_sum
 from engine.errors import EngineError
+from engine.launch.progress import Progress
 from engine.nonfinite import LABEL
 from tests import models
 
@@ -127,6 +130,16 @@ def test_a_skipped_step_leaves_no_bit_and_names_the_first_parameter(run_ranks: R
             assert found["reports"] == [(True, name)] * 3, where
             assert found["kept"] == [True] * 3 and found["as if never"], where
             assert (found["skipped"], found["extra"]) == (3, 3), where
+
+
+def test_progress_and_logs_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.jsonl"
+    reports = alone(Settings(monitor={"jsonl": str(log), "every": 1}), [1.0, math.nan])
+    progress = Progress(steps=9, every=9)
+    for report in reports:
+        progress.show(report)
+    assert capsys.readouterr().out.rstrip().endswith("SKIPPED: weight not finite")
+    assert [json.loads(line)["nonfinite"] for line in log.read_text().splitlines()] == [None, "weight"]
 
 
 class Settings:
