@@ -1,12 +1,13 @@
 """The plan in words: what will run, printed before it runs, and what it measured, printed after."""
 
-from engine.budget import RankPlan
+from engine.budget import GatherPlan, RankPlan, reduces_each_microbatch
 from engine.loss_scale import make_loss_scale
 from engine.parallel.pipeline.check import peak_live, simulate
 from engine.parallel.pipeline.draw import draw
 from engine.parallel.tensor.collectives import LOGITS
 from engine.parallel.traffic import Tally
 from engine.plan import Plan
+from engine.zero.gather_order import count_gathers
 
 
 def describe(plan: Plan, device: str) -> str:
@@ -87,8 +88,24 @@ def _zero_line(plan: Plan) -> str:
     stage, layout = plan.config.zero_optimization.stage, plan.layout(plan.grid(0).coord())
     if plan.config.dp == 1:
         return f"stage {stage}: one data rank, so nothing is shared or sent"
+    if (gathers := plan.gathers(plan.grid(0).coord())) is not None:
+        return _gathers_line(plan, gathers)
     what = "gradients reduce-scattered, parameters gathered" if stage else "gradients all-reduced"
     return f"stage {stage}: {what} in {len(layout.buckets)} bucket{'s' * (len(layout.buckets) != 1)} during backward"
+
+
+def _gathers_line(plan: Plan, gathers: GatherPlan) -> str:
+    order, sizes = gathers.order, gathers.sizes
+    whole = [sum(sizes[index] for index in members) for members in order.members]
+    peak = max(map(sum, zip(whole, [*whole[1:], 0], strict=True)))
+    kept = sum(sizes[index] for index in gathers.pinned)
+    calls = count_gathers(order, gathers.passes, gathers.pinned).calls
+    over = f" and {megabytes(kept)} over the step" * bool(kept)
+    reduced = "microbatch" if reduces_each_microbatch(plan.config) else "step"
+    return (
+        f"stage 3: parameters gathered in {len(order.groups)} groups, {calls} times a step, at most {megabytes(peak)} "
+        f"whole at a time{over}; gradients reduce-scattered every {reduced}"
+    )
 
 
 def _tensor_lines(plan: Plan) -> dict[str, str]:

@@ -41,6 +41,8 @@ class GatherPlan:
     passes: tuple[Direction, ...]
     pinned: frozenset[int]
     """Buckets that stay whole over all passes."""
+    sizes: tuple[int, ...]
+    """Bytes of each bucket when it is whole."""
 
 
 def state_bytes(
@@ -79,8 +81,7 @@ def gather_traffic(plan: GatherPlan, ranks: int) -> Tally:
     """Sharded parameters over dp: a batch for each group and pass, of what is not whole already."""
     gathers = count_gathers(plan.order, plan.passes, plan.pinned)
     moved = [
-        times * sent_bytes("all_gather", bucket.elements * getattr(torch, bucket.dtype).itemsize, ranks)
-        for bucket, times in zip(plan.order.buckets, gathers.times, strict=True)
+        times * sent_bytes("all_gather", size, ranks) for size, times in zip(plan.sizes, gathers.times, strict=True)
     ]
     return Tally([Traffic("dp", "parameters", gathers.calls, sum(moved))])
 

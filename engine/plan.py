@@ -110,11 +110,11 @@ class Plan:
             return None
         zero, layout = self.config.zero_optimization, self.layout(coord)
         order = gather_order(layout, any(row.trainable and row.stages[0] < coord.pp for row in self.table))
-        sizes = [bucket.elements * getattr(torch, bucket.dtype).itemsize for bucket in order.buckets]
+        sizes = tuple(bucket.elements * getattr(torch, bucket.dtype).itemsize for bucket in order.buckets)
         limit = None if zero.gather == "step" else zero.keep_gathered_bytes
         row = self.schedule.per_rank[coord.pp]
         passes: list[Direction] = ["forward" if action.op is Op.FORWARD else "backward" for action in row]
-        return GatherPlan(order, tuple(passes), order.pinned(limit, sizes))
+        return GatherPlan(order, tuple(passes), order.pinned(limit, sizes), sizes)
 
     def _traffic(self, coord: Coord) -> tuple[Traffic, ...]:
         microbatches = self.config.accumulation

@@ -10,6 +10,7 @@ import torch
 import engine
 from engine.batch import take_rows
 from engine.decoder import loss_sum
+from engine.zero.layout import FlatLayout
 from tests import models
 from tests.engine.test_parity import config_for
 
@@ -41,6 +42,11 @@ class Found(NamedTuple):
     """Bytes of live storages of parameters, gradients and optimizer."""
     state: int
     """The same by the plan."""
+    stages: int
+    front: int
+    """Elements of the first gather group; ZeRO 3."""
+    behind: int
+    """Of the last one."""
 
 
 def train(name: str, config: dict[str, Any]) -> Found:
@@ -64,7 +70,18 @@ def train(name: str, config: dict[str, Any]) -> Found:
             sum(bucket.elements for bucket in layout.buckets if bucket.ties),
             _held(eng),
             sum(plan.state_bytes.values()),
+            eng.grid.pp,
+            *_ends(layout),
         )
+
+
+def _ends(layout: FlatLayout) -> tuple[int, int]:
+    groups = sorted({group for bucket in layout.buckets for group in bucket.gathers}) or [0]
+    first, last = (
+        sum(bucket.elements for bucket in layout.buckets if group in bucket.gathers)
+        for group in (groups[0], groups[-1])
+    )
+    return first, last
 
 
 def _held(eng: engine.Engine) -> int:
@@ -77,7 +94,7 @@ def _held(eng: engine.Engine) -> int:
 
 
 def expected(found: Found, config: dict[str, Any], tied: bool) -> dict[tuple[str, str], tuple[int, int]]:
-    """Section 7 of the contract, for a decoder in fp32 with ZeRO 1."""
+    """Section 7 of the contract, for a decoder in fp32 with ZeRO 1 or 3."""
     sizes = {"data": 1, "tensor": 1, "pipeline": 1} | config["parallel"]
     n, t, p = (sizes[axis] for axis in ("data", "tensor", "pipeline"))
     m = 16 // ROWS // n
@@ -92,8 +109,15 @@ def expected(found: Found, config: dict[str, Any], tied: bool) -> dict[tuple[str
             rows[key] = (calls, round(4 * elements))
 
     buckets = found.planned.get(("dp", "gradients"), (0, 0))[0]
-    add(("dp", "gradients"), buckets, found.elements * (n - 1) / n)
-    add(("dp", "parameters"), buckets, found.elements * (n - 1) / n)
+    zero = config["zero_optimization"]
+    rounds = m if zero.get("reduce") == "microbatch" else 1
+    add(("dp", "gradients"), buckets, rounds * found.elements * (n - 1) / n)
+    if zero["stage"] == 1:
+        add(("dp", "parameters"), buckets, found.elements * (n - 1) / n)
+    elif n > 1:
+        groups = blocks + first + last
+        times, calls = gathers(found, first, last, groups, m, zero.get("gather", "microbatch"))
+        add(("dp", "parameters"), calls, times * (n - 1) / n)
     ring = 2 * HIDDEN * (t - 1) / t
     # recomputation stops before the second sum of a block: nothing after it saves a tensor
     summed = 2 if again == 1 else 3
@@ -108,6 +132,19 @@ def expected(found: Found, config: dict[str, Any], tied: bool) -> dict[tuple[str
     add(("world", "control"), 1, 2 * 2 * 5 * (n * t * p - 1) / (n * t * p))
     add(("replica", "batch check"), 1, 2 * (t * p - 1))
     return rows
+
+
+def gathers(found: Found, first: bool, last: bool, groups: int, m: int, mode: str) -> tuple[float, int]:
+    """Elements and batches of ZeRO 3: G Psi, G = 2 m or 1, less what is whole already where the direction turns.
+
+    In 1F1B a stage turns between every forward and backward but in its warm-up and at its end.
+    """
+    if mode == "step":
+        return found.elements, groups
+    warm_up = min(found.stages - 1 - found.coord[0], m - 1)
+    to_backward, to_forward = m - warm_up, m - warm_up - 1
+    saved = to_backward * found.behind + to_forward * found.front
+    return 2 * m * found.elements - saved, 2 * m * groups - to_backward - to_forward
 
 
 GRIDS = [{"data": 2}, {"tensor": 2}, {"tensor": 4}, {"pipeline": 2}, {"pipeline": 4}, {"data": 2, "tensor": 2},
@@ -125,6 +162,18 @@ def test_a_decoder_sends_what_the_formulas_say(run_ranks: RunRanks, grid: dict[s
         assert rank.held == rank.state, rank.coord
     if tied and grid.get("pipeline", 1) > 1:
         assert [bool(rank.tied) for rank in found] == [rank.coord[0] in (0, grid["pipeline"] - 1) for rank in found]
+
+
+@pytest.mark.parametrize("zero", [{}, {"gather": "step"}, {"reduce": "microbatch"}], ids=str)
+@pytest.mark.parametrize("grid", [grid for grid in GRIDS if "data" in grid] + [{"data": 4}], ids=str)
+def test_sharded_parameters_send_what_the_formulas_say(
+    run_ranks: RunRanks, grid: dict[str, int], zero: dict[str, Any]
+) -> None:
+    config = config_for(grid["data"], 3, parallel=grid, zero_optimization={"stage": 3} | zero)
+    config |= {"train_micro_batch_size_per_gpu": ROWS}
+    for rank in run_ranks(train, prod(grid.values()), "decoder", config):
+        assert rank.measured == rank.planned == expected(rank, config, tied=False), rank.coord
+        assert rank.held == rank.state, rank.coord
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
