@@ -175,7 +175,7 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     removals = [stage.close] if stage else []
     removals += [*released, recomputation.remove, islands.remove, streams.remove, reducer.remove]
     full = FullState(model, plan, entries, comm)
-    copies, nonfinite = CopiesCheck(plan, buckets, comm), NonFinite(plan, buckets, comm)
+    copies, nonfinite = CopiesCheck(plan, buckets, comm), NonFinite(plan, buckets, comm, device)
     checks = copies, nonfinite, WrittenBuffers(model)
     return Parts(plan, comm, bench, executor, buckets, frozen, optimizer, rate, full, *checks, removals)
 

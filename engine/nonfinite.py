@@ -18,14 +18,14 @@ LABEL = "non-finite"
 class NonFinite:
     """Finds the first parameter, in the order of the plan's table, whose reduced gradient is not finite anywhere."""
 
-    def __init__(self, plan: Plan, buckets: Sequence[FlatBucket], comm: Comm) -> None:
+    def __init__(self, plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, device: torch.device) -> None:
         self._names = [row.name for row in plan.table]
         order = {name: number for number, name in enumerate(self._names)}
         self._places = sorted(
             ((order[slot.name], flat, overlap(slot, flat.shard)) for flat in buckets for slot in flat.bucket.slots),
             key=lambda place: place[0],
         )
-        self._comm = comm
+        self._comm, self._device = comm, device
 
     @torch.no_grad()
     def find(self, control: Control, sent: Tally) -> str:
@@ -34,10 +34,9 @@ class NonFinite:
         One all-reduce of 8 bytes over the world, label "non-finite". ``sent`` takes it in: it is no part of a step's.
         """
         before = self._comm.tally.copy()
-        device = self._places[0][1].grads.device if self._places else torch.device("cpu")
         first = next((number for number, flat, part in self._places if not flat.gradient(part).isfinite().all()), None)
         rank = 0 if first is None else len(self._names) - first  # the first name has the largest
-        found = torch.tensor([rank], dtype=torch.int64, device=device)
+        found = torch.tensor([rank], dtype=torch.int64, device=self._device)
         self._comm.all_reduce(found, "world", LABEL, "max").wait()
         for row in self._comm.tally.since(before).rows():
             sent.add(row)

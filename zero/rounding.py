@@ -80,7 +80,9 @@ class RoundedUpdates:
                 found.append((slot, start - slot.start, stop - slot.start, start - segment.start))
 
     def pieces(self, weights: Tensor) -> Iterator[Piece]:
-        """All elements of a tensor of the optimizer."""
+        """All elements of a tensor of the optimizer; one empty piece where it is nothing but padding."""
+        if not self._slots[weights]:
+            yield Piece(slice(0, 0), 0, torch.empty(0, dtype=torch.int64, device=weights.device))
         for slot, begin, end, place in self._slots[weights]:
             for start in range(begin, end, PIECE):
                 stop = min(end, start + PIECE)
