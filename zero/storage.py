@@ -133,7 +133,8 @@ def _reserve(
 
     params = torch.empty(bucket.elements, dtype=dtype, device=device) if who.sharded_parameters else zeros(whole, dtype)
     kept = zeros(owned, dtype) if who.sharded_parameters else params[owned]
-    views = tuple(params[slot.start : slot.stop].view(slot.shape) for slot in bucket.slots)
+    # .data: gathering writes into the bucket, and autograd must not take that for a change of the parameter
+    views = tuple(params[slot.start : slot.stop].view(slot.shape).data for slot in bucket.slots)
     if who.sharded_parameters:
         params.untyped_storage().resize_(0)
     grads = zeros(held if trainable else slice(0, 0), wide)

@@ -26,7 +26,9 @@ GRIDS: dict[str, dict[str, Any]] = {
     "dp2": {"data": 2},
     "tp2": {"tensor": 2},
     "pp2": {"pipeline": 2},
+    "dp2 ZeRO-3": {"data": 2},
     "tp2 x pp2": {"tensor": 2, "pipeline": 2},
+    "dp2 x tp2 ZeRO-3": {"data": 2, "tensor": 2},
 }
 
 
@@ -36,7 +38,8 @@ def on_meta(name: str) -> nn.Module:
 
 
 def settings(grid: str) -> dict[str, Any]:
-    return config("dp2") | {"parallel": {"data": 1} | GRIDS.get(grid, {})}
+    zero = {"zero_optimization": {"stage": 3}} if "ZeRO-3" in grid else {}
+    return config("dp2") | {"parallel": {"data": 1} | GRIDS.get(grid, {})} | zero
 
 
 def live_bytes() -> int:
@@ -87,7 +90,7 @@ def test_weights_do_not_depend_on_the_grid_and_training_is_that_of_one_process(r
     expected = train_alone(in_memory, settings("alone"), batches(name), Wishes(loss_of(name)))
     assert alone["losses"] == pytest.approx(expected.losses, rel=1e-6), "buffers are those of a model built in memory"
     assert list(alone["state"]) == list(in_memory().state_dict())
-    launches = [(2, ["dp2", "tp2", "pp2"]), (4, ["tp2 x pp2"])]
+    launches = [(2, list(GRIDS)[:4]), (4, list(GRIDS)[4:])]
     by_rank = [zip(*run_ranks(trains_on, ranks, name, grids), strict=True) for ranks, grids in launches]
     for grid, results in zip(GRIDS, itertools.chain(*by_rank), strict=True):
         assert same(results[0]["state"], alone["state"]), grid
@@ -99,6 +102,40 @@ def test_weights_do_not_depend_on_the_grid_and_training_is_that_of_one_process(r
             assert found["absent"] <= 4 * 100, "an absent parameter is one element"
             if "pp" in grid:
                 assert found["plan"].state_bytes["parameters"] < 0.75 * found["whole"]
+
+
+class Noting(nn.Linear):
+    """Notes how much memory there is at its initialisation."""
+
+    notes: list[int]
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "notes") and not self.weight.is_meta:
+            self.notes.append(live_bytes())
+
+
+def most_at_a_time(zero: dict[str, Any]) -> tuple[int, int, int]:
+    """Body of a rank: most memory during initialisation, what is there at the end, and what one block takes."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Sequential(Noting(64, 64), nn.Tanh()) for _ in range(16)])
+    notes: list[int] = []
+    for module in model.modules():
+        if isinstance(module, Noting):
+            module.notes = notes
+    gc.collect()
+    before = live_bytes()
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": {"type": "SGD"}}
+    with engine.initialize(model, settings, lambda output, batch: output.mean()) as eng:
+        gc.collect()
+        assert len(notes) == 16
+        return max(notes) - before, sum(eng.plan.rank(eng.grid.rank).state_bytes.values()), 4 * (64 * 64 + 64)
+
+
+def test_a_sharded_model_is_never_whole_while_it_is_initialised(run_ranks: RunRanks) -> None:
+    for most, state, block in run_ranks(most_at_a_time, 4, {"stage": 3, "reduce": "microbatch"}):
+        assert state < 17 * block // 2 < 16 * block, "a quarter of parameters and of gradients"
+        assert state <= most <= state + block + 8192, "and the state of a random generator"
 
 
 class Scaled(nn.Module):
