@@ -129,6 +129,30 @@ def test_reduction_of_every_microbatch_needs_shards() -> None:
     assert text.startswith("zero_optimization.reduce 'microbatch' with stage 1: it keeps gradients as shards")
 
 
+@pytest.mark.parametrize(
+    ("zero", "named"), [({"gather": "step"}, "gather 'step'"), ({"keep_gathered_bytes": 9}, "keep_gathered_bytes")]
+)
+def test_only_sharded_parameters_are_gathered(zero: dict[str, Any], named: str) -> None:
+    settings = CONFIG | {"zero_optimization": {"stage": 2} | zero}
+    assert message(lambda: engine.initialize(models.decoder(), settings), engine.ConfigError) == (
+        f"zero_optimization.{named} with stage 2: only stage 3 gathers parameters; set stage to 3, or leave it out."
+    )
+
+
+class WholeMatrix(torch.optim.SGD):
+    """Looks at more than one element."""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sharding_needs_an_optimizer_that_works_element_by_element(stage: int) -> None:
+    settings = CONFIG | {"zero_optimization": {"stage": stage}}
+    start = lambda: engine.initialize(models.decoder(), settings, optimizer=lambda p: WholeMatrix(p, lr=0.1))  # noqa: E731
+    assert message(start, engine.ConfigError) == (
+        "optimizer WholeMatrix is given parts of parameters by zero_optimization.stage 1 or more, which needs an "
+        "optimizer that works element by element: leave that out, or set `elementwise = True` on its class if it does."
+    )
+
+
 def test_models_that_cannot_be_trained() -> None:
     def start(model: Any) -> Callable[[], object]:
         return lambda: engine.initialize(model, CONFIG, loss_fn=loss_sum)

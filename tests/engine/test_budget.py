@@ -164,8 +164,15 @@ def test_a_decoder_sends_what_the_formulas_say(run_ranks: RunRanks, grid: dict[s
         assert [bool(rank.tied) for rank in found] == [rank.coord[0] in (0, grid["pipeline"] - 1) for rank in found]
 
 
-@pytest.mark.parametrize("zero", [{}, {"gather": "step"}, {"reduce": "microbatch"}], ids=str)
-@pytest.mark.parametrize("grid", [grid for grid in GRIDS if "data" in grid] + [{"data": 4}], ids=str)
+MODES = ({}, {"gather": "step"}, {"reduce": "microbatch"})
+SHARING = [grid for grid in GRIDS if "data" in grid] + [{"data": 4}]
+EVERY = [(grid, mode) for grid in SHARING for mode in MODES]
+TURNS = [(grid, MODES[turn % 3]) for turn, grid in enumerate(SHARING)]
+
+
+@pytest.mark.parametrize(
+    ("grid", "zero"), [pytest.param(*case, marks=[pytest.mark.long] * (case not in TURNS)) for case in EVERY], ids=str
+)
 def test_sharded_parameters_send_what_the_formulas_say(
     run_ranks: RunRanks, grid: dict[str, int], zero: dict[str, Any]
 ) -> None:
