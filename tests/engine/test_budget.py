@@ -164,7 +164,7 @@ def test_a_decoder_sends_what_the_formulas_say(run_ranks: RunRanks, grid: dict[s
         assert [bool(rank.tied) for rank in found] == [rank.coord[0] in (0, grid["pipeline"] - 1) for rank in found]
 
 
-MODES = ({}, {"gather": "step"}, {"reduce": "microbatch"})
+MODES: tuple[dict[str, Any], ...] = ({}, {"gather": "step"}, {"reduce": "microbatch"})
 SHARING = [grid for grid in GRIDS if "data" in grid] + [{"data": 4}]
 EVERY = [(grid, mode) for grid in SHARING for mode in MODES]
 TURNS = [(grid, MODES[turn % 3]) for turn, grid in enumerate(SHARING)]
