@@ -235,7 +235,8 @@ def _gather(
     if gathers is None or plan.gather_groups is None:
         return None, []
     gathering = Gathering(buckets, gathers.order, gathers.pinned, comm)
-    return gathering, [GatheredModules(model, plan.gather_groups, gathers.order, gathering).remove]
+    modules = GatheredModules(model, plan.gather_groups, gathers.order, gathering)
+    return gathering, [modules.remove, gathering.retire]
 
 
 def _refuse_unbuilt(config: Config) -> None:

@@ -67,6 +67,7 @@ class Gathering:
         self._to_come: deque[Direction] = deque()
         self._calls = 0
         self._opened: set[int] = set()
+        self._closed = False
         self._silent: set[int] = set()
         """Positions of which a call has returned nothing that a gradient could come to."""
         for index in range(len(buckets)):
@@ -190,15 +191,22 @@ class Gathering:
     def _read(self, index: int, name: str) -> None:
         """Somebody reads a parameter that is not whole: code outside its module, or code outside the engine."""
         if self._pass is None:
+            sharded = f"parameter {name!r} is sharded over {self._comm.grid.dp} data ranks (ZeRO 3) and"
+            if self._closed:
+                raise EngineError(f"{sharded} its engine is closed; take eng.full_state_dict() before that.")
             raise EngineError(
-                f"parameter {name!r} is sharded over {self._comm.grid.dp} data ranks (ZeRO 3) and whole only while the "
-                f"engine runs the model; read or write it inside `with eng.full_parameters({name!r}):`, on all ranks."
+                f"{sharded} whole only while the engine runs the model; read or write it inside "
+                f"`with eng.full_parameters({name!r}):`, on all ranks."
             )
         with torch.no_grad():
             members = tuple(group | {index} for group in self._order.members)
             self._order = replace(self._order, members=members)  # and from now on it is whole through every pass
             self._ask(frozenset({index}))
             self._show(frozenset({index}))
+
+    def retire(self) -> None:
+        """The engine is closed: nothing will be gathered any more."""
+        self._closed = True
 
     # ------------------------------------------------------------------ for who wants to see them
 

@@ -195,6 +195,7 @@ def user(grid: dict[str, int]) -> dict[str, Any]:
     seen["different"] = _message(lambda: _write_rank(eng, name))
     eng.train_batch(batch(eng, 1))
     eng.close()
+    seen["closed"] = _message(read)
     return seen
 
 
@@ -231,6 +232,10 @@ def test_parameters_keep_their_shape_and_full_parameters_their_value(run_ranks: 
         assert (
             seen["train inside"]
             == "a step inside full_parameters, which holds them open; leave its `with` block first."
+        )
+        assert seen["closed"] == (
+            f"parameter '{name}' is sharded over 2 data ranks (ZeRO 3) and its engine is closed; take "
+            "eng.full_state_dict() before that."
         )
         assert seen["nothing"].startswith("full_parameters('nose.*') matches no parameter;")
         assert seen["different"].startswith("full_parameters: data ranks have written different values into ")
