@@ -75,7 +75,7 @@ def test_gradients_kept_as_shards_equal_one_process(
 
 def test_stages_agree_to_the_bit_at_two_ranks_and_bucket_size_changes_nothing(run_ranks: RunRanks) -> None:
     runs = []
-    for stage, bucket in ((0, 6000), (1, 6000), (1, 1), (1, 10**6), (2, 6000)):
+    for stage, bucket in ((0, 6000), (1, 6000), (1, 1), (1, 10**6), (2, 6000), (3, 6000)):
         config = config_for(2, stage, zero_optimization={"stage": stage, "reduce_bucket_size": bucket})
         runs.append(parity(run_ranks, "decoder", config, 2).engine)
     assert len({run.losses for run in runs}) == 1
