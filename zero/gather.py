@@ -67,6 +67,8 @@ class Gathering:
         self._to_come: deque[Direction] = deque()
         self._calls = 0
         self._opened: set[int] = set()
+        self._openings = 0
+        """`with` blocks of full_parameters; also those that open nothing on this stage."""
         self._silent: set[int] = set()
         """Positions of which a call has returned nothing that a gradient could come to."""
         for index in range(len(buckets)):
@@ -120,8 +122,12 @@ class Gathering:
         self._free(frozenset(self._live) - now.kept)
 
     def _refuse_opened(self) -> None:
-        if self._opened:
-            raise EngineError("a step inside full_parameters, which holds them open; leave its `with` block first.")
+        self.refuse_opened("a step")
+
+    def refuse_opened(self, what: str) -> None:
+        """Refuse, on every stage alike, what cannot be done while parameters are open."""
+        if self._openings:
+            raise EngineError(f"{what} inside full_parameters, which holds them open; leave its `with` block first.")
 
     # ------------------------------------------------------------------ what modules call
 
@@ -209,6 +215,7 @@ class Gathering:
 
     def open(self, indices: Collection[int]) -> frozenset[int]:
         """Make buckets whole between steps; which of them were not. All ranks of the data axis call it alike."""
+        self._openings += 1
         opened = frozenset(indices) - self._opened
         self._opened |= opened
         self._ask(opened)
@@ -217,6 +224,7 @@ class Gathering:
 
     def close(self, indices: Collection[int]) -> None:
         """Free what was opened."""
+        self._openings -= 1
         self._opened -= set(indices)
         self._free(frozenset(indices))
 
