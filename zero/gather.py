@@ -63,6 +63,8 @@ class Gathering:
         self._live: dict[int, Pending] = {}
         self._shown: set[int] = set()
         """Live buckets that have arrived."""
+        self._versions: dict[int, tuple[int, ...]] = {}
+        """Of shown buckets: how often each parameter had been written when it arrived."""
         self._pass: _Pass | None = None
         self._to_come: deque[Direction] = deque()
         self._calls = 0
@@ -115,6 +117,7 @@ class Gathering:
             yield
             with torch.no_grad():
                 self._ask_up_to(len(now.positions))
+            self._refuse_written(frozenset(self._shown))
         except BaseException:
             self.end()
             raise
@@ -163,7 +166,9 @@ class Gathering:
         ahead = self._order.members[now.positions[now.asked - 1]] if now.asked - 1 > index else frozenset()
         to_come = [self._order.members[later] for later in now.positions[index + 1 :]]
         waiting = now.pinned & (now.kept | frozenset().union(*to_come))
-        self._free(frozenset(self._live) - wanted - ahead - waiting)
+        behind = frozenset(self._live) - wanted - ahead - waiting
+        self._refuse_written(behind)
+        self._free(behind)
         self._ask_up_to(index + 1)
         self._ask(wanted)
         self._show(wanted | self._ask_ahead(index + 1, now))
@@ -273,6 +278,19 @@ class Gathering:
             self._shown.add(index)
             for parameter in self._buckets[index].parameters:
                 reveal(parameter)
+            self._versions[index] = _versions(self._buckets[index])
+
+    def _refuse_written(self, indices: frozenset[int]) -> None:
+        """What a forward writes into a gathered parameter goes with it; whole parameters would keep it."""
+        for index in indices & self._shown:
+            flat, before = self._buckets[index], self._versions[index]
+            for slot, old, new in zip(flat.bucket.slots, before, _versions(flat), strict=True):
+                if old != new:
+                    raise EngineError(
+                        f"parameter {slot.name!r} is sharded (ZeRO 3) and the model writes into it while it runs, "
+                        "which would be lost: make it a buffer, write between steps inside `with "
+                        "eng.full_parameters(...):`, or set zero_optimization.stage to 2."
+                    )
 
     def _free(self, indices: frozenset[int]) -> None:
         for index in indices & self._live.keys():
@@ -285,3 +303,7 @@ class Gathering:
         flat = self._buckets[index]
         for slot, parameter in zip(flat.bucket.slots, flat.parameters, strict=True):
             conceal(parameter, partial(self._read, index, slot.name))
+
+
+def _versions(flat: FlatBucket) -> tuple[int, ...]:
+    return tuple(parameter._version for parameter in flat.parameters)
