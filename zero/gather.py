@@ -11,7 +11,7 @@ there all the same), through communicators of their own, so that no reduction ca
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -73,6 +73,7 @@ class Gathering:
         """`with` blocks of full_parameters; also those that open nothing on this stage."""
         self._silent: set[int] = set()
         """Positions of which a call has returned nothing that a gradient could come to."""
+        self._index_of = {flat.params.untyped_storage()._cdata: index for index, flat in enumerate(buckets)}
         for index in range(len(buckets)):
             self._hide(index)
 
@@ -153,8 +154,12 @@ class Gathering:
 
     def _arrive(self, position: int, call: int, _: Tensor) -> None:
         now = self._pass
-        if now is None or now.direction == "forward":
-            return  # a backward of the user's own inside a forward finds what is there
+        if now is None:
+            return
+        if now.direction == "forward":  # a backward of the user's own, whose graph the step's may go through again
+            if not self._order.members[position] <= self._order.everywhere:
+                self._need_everywhere(self._order.members[position])
+            return
         if now.oldest is None or call < now.oldest:  # else: a tensor that the module only passed on
             now.oldest = call
             with torch.no_grad():
@@ -205,11 +210,24 @@ class Gathering:
                 f"parameter {name!r} is sharded over {self._comm.grid.dp} data ranks (ZeRO 3) and whole only while the "
                 f"engine runs the model; read or write it inside `with eng.full_parameters({name!r}):`, on all ranks."
             )
-        with torch.no_grad():
-            members = tuple(group | {index} for group in self._order.members)
-            self._order = replace(self._order, members=members)  # and from now on it is whole through every pass
-            self._ask(frozenset({index}))
-            self._show(frozenset({index}))
+        self._need_everywhere(frozenset({index}))
+
+    @torch.no_grad()
+    def _need_everywhere(self, indices: frozenset[int]) -> None:
+        """From now on these are whole through every pass: nobody knows who reads them."""
+        self._order = replace(self._order, members=tuple(group | indices for group in self._order.members))
+        self._ask(indices)
+        self._show(indices)
+
+    def keep_views(self, outputs: Iterable[Tensor]) -> None:
+        """A module returned these: views of parameters, which others will read, must not lose their memory."""
+        if self._pass is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            places = [output.untyped_storage()._cdata for output in outputs if _has_memory(output)]
+        found = frozenset(self._index_of[place] for place in places if place in self._index_of)
+        if not found <= self._order.everywhere:
+            self._need_everywhere(found)
 
     # ------------------------------------------------------------------ for who wants to see them
 
@@ -307,3 +325,9 @@ class Gathering:
 
 def _versions(flat: FlatBucket) -> tuple[int, ...]:
     return tuple(parameter._version for parameter in flat.parameters)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Not so: sparse tensors, and what torch.func puts around others."""
+    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is torch.strided and not wrapped
