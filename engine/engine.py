@@ -255,7 +255,12 @@ class Engine:
         """The whole model on rank 0: the keys and dtypes of ``model.state_dict()``, on the CPU. Collective.
 
         Other ranks get an empty dict. Masters are gathered bucket by bucket over dp, then row by row over tp and pp.
+
+        Raises:
+            EngineError: inside ``full_parameters`` with sharded parameters, which takes in what is written at its end.
         """
+        if self._parts.bench.gathering is not None:
+            self._parts.bench.gathering.refuse_opened("full_state_dict")
         return self._parts.full_state.gather((*self._parts.buckets, *self._parts.frozen))
 
     @contextmanager

@@ -11,7 +11,7 @@ there all the same), through communicators of their own, so that no reduction ca
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -63,13 +63,18 @@ class Gathering:
         self._live: dict[int, Pending] = {}
         self._shown: set[int] = set()
         """Live buckets that have arrived."""
+        self._versions: dict[int, tuple[int, ...]] = {}
+        """Of shown buckets: how often each parameter had been written when it arrived."""
         self._pass: _Pass | None = None
         self._to_come: deque[Direction] = deque()
         self._calls = 0
         self._opened: set[int] = set()
         self._closed = False
+        self._openings = 0
+        """`with` blocks of full_parameters; also those that open nothing on this stage."""
         self._silent: set[int] = set()
         """Positions of which a call has returned nothing that a gradient could come to."""
+        self._index_of = {flat.params.untyped_storage()._cdata: index for index, flat in enumerate(buckets)}
         for index in range(len(buckets)):
             self._hide(index)
 
@@ -114,6 +119,7 @@ class Gathering:
             yield
             with torch.no_grad():
                 self._ask_up_to(len(now.positions))
+            self._refuse_written(frozenset(self._shown))
         except BaseException:
             self.end()
             raise
@@ -121,8 +127,12 @@ class Gathering:
         self._free(frozenset(self._live) - now.kept)
 
     def _refuse_opened(self) -> None:
-        if self._opened:
-            raise EngineError("a step inside full_parameters, which holds them open; leave its `with` block first.")
+        self.refuse_opened("a step")
+
+    def refuse_opened(self, what: str) -> None:
+        """Refuse, on every stage alike, what cannot be done while parameters are open."""
+        if self._openings:
+            raise EngineError(f"{what} inside full_parameters, which holds them open; leave its `with` block first.")
 
     # ------------------------------------------------------------------ what modules call
 
@@ -145,8 +155,12 @@ class Gathering:
 
     def _arrive(self, position: int, call: int, _: Tensor) -> None:
         now = self._pass
-        if now is None or now.direction == "forward":
-            return  # a backward of the user's own inside a forward finds what is there
+        if now is None:
+            return
+        if now.direction == "forward":  # a backward of the user's own, whose graph the step's may go through again
+            if not self._order.members[position] <= self._order.everywhere:
+                self._need_everywhere(self._order.members[position])
+            return
         if now.oldest is None or call < now.oldest:  # else: a tensor that the module only passed on
             now.oldest = call
             with torch.no_grad():
@@ -158,7 +172,9 @@ class Gathering:
         ahead = self._order.members[now.positions[now.asked - 1]] if now.asked - 1 > index else frozenset()
         to_come = [self._order.members[later] for later in now.positions[index + 1 :]]
         waiting = now.pinned & (now.kept | frozenset().union(*to_come))
-        self._free(frozenset(self._live) - wanted - ahead - waiting)
+        behind = frozenset(self._live) - wanted - ahead - waiting
+        self._refuse_written(behind)
+        self._free(behind)
         self._ask_up_to(index + 1)
         self._ask(wanted)
         self._show(wanted | self._ask_ahead(index + 1, now))
@@ -198,11 +214,24 @@ class Gathering:
                 f"{sharded} whole only while the engine runs the model; read or write it inside "
                 f"`with eng.full_parameters({name!r}):`, on all ranks."
             )
-        with torch.no_grad():
-            members = tuple(group | {index} for group in self._order.members)
-            self._order = replace(self._order, members=members)  # and from now on it is whole through every pass
-            self._ask(frozenset({index}))
-            self._show(frozenset({index}))
+        self._need_everywhere(frozenset({index}))
+
+    @torch.no_grad()
+    def _need_everywhere(self, indices: frozenset[int]) -> None:
+        """From now on these are whole through every pass: nobody knows who reads them."""
+        self._order = replace(self._order, members=tuple(group | indices for group in self._order.members))
+        self._ask(indices)
+        self._show(indices)
+
+    def keep_views(self, outputs: Iterable[Tensor]) -> None:
+        """A module returned these: views of parameters, which others will read, must not lose their memory."""
+        if self._pass is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            places = [output.untyped_storage()._cdata for output in outputs if _has_memory(output)]
+        found = frozenset(self._index_of[place] for place in places if place in self._index_of)
+        if not found <= self._order.everywhere:
+            self._need_everywhere(found)
 
     def retire(self) -> None:
         """The engine is closed: nothing will be gathered any more."""
@@ -217,6 +246,7 @@ class Gathering:
 
     def open(self, indices: Collection[int]) -> frozenset[int]:
         """Make buckets whole between steps; which of them were not. All ranks of the data axis call it alike."""
+        self._openings += 1
         opened = frozenset(indices) - self._opened
         self._opened |= opened
         self._ask(opened)
@@ -225,6 +255,7 @@ class Gathering:
 
     def close(self, indices: Collection[int]) -> None:
         """Free what was opened."""
+        self._openings -= 1
         self._opened -= set(indices)
         self._free(frozenset(indices))
 
@@ -273,6 +304,19 @@ class Gathering:
             self._shown.add(index)
             for parameter in self._buckets[index].parameters:
                 reveal(parameter)
+            self._versions[index] = _versions(self._buckets[index])
+
+    def _refuse_written(self, indices: frozenset[int]) -> None:
+        """What a forward writes into a gathered parameter goes with it; whole parameters would keep it."""
+        for index in indices & self._shown:
+            flat, before = self._buckets[index], self._versions[index]
+            for slot, old, new in zip(flat.bucket.slots, before, _versions(flat), strict=True):
+                if old != new:
+                    raise EngineError(
+                        f"parameter {slot.name!r} is sharded (ZeRO 3) and the model writes into it while it runs, "
+                        "which would be lost: make it a buffer, write between steps inside `with "
+                        "eng.full_parameters(...):`, or set zero_optimization.stage to 2."
+                    )
 
     def _free(self, indices: frozenset[int]) -> None:
         for index in indices & self._live.keys():
@@ -285,3 +329,13 @@ class Gathering:
         flat = self._buckets[index]
         for slot, parameter in zip(flat.bucket.slots, flat.parameters, strict=True):
             conceal(parameter, partial(self._read, index, slot.name))
+
+
+def _versions(flat: FlatBucket) -> tuple[int, ...]:
+    return tuple(parameter._version for parameter in flat.parameters)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Not so: sparse tensors, and what torch.func puts around others."""
+    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is torch.strided and not wrapped

@@ -213,10 +213,49 @@ class Side(Chain):
         return super().loss(x, ids) + 0.1 * torch.stack(asides).sum()
 
 
+class _Positions(nn.Module):
+    """Returns a part of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, WIDTH))
+
+    def forward(self, length: int) -> Tensor:
+        return self.table[:length].unsqueeze(0)
+
+
+class ReturnsViews(Chain):
+    """A module returns a view of its parameter, and every block reads that (DETR)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = _Positions()
+
+    def run(self, x: Tensor) -> Tensor:
+        positions = self.positions(x.shape[1])
+        for block in self.blocks:
+            x = block(x * positions)
+        return x
+
+
+class Penalty(Chain):
+    """The loss holds a gradient, so that backward goes twice through the blocks."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        y = self.run(x)
+        if not torch.is_grad_enabled():
+            return self.loss(y, ids)
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        loss: Tensor = self.loss(y, ids) + 0.01 * grad.square().mean()
+        return loss
+
+
 AWKWARD: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (
         Chain, ReadsOutside, HeadFirst, Repeats, Segments, SegmentsAgain, EachReentrant, PassesOn, ReturnsObjects,
-        Hides, FrozenStart, FrozenMiddle, WritesInPlace, Side,
+        Hides, FrozenStart, FrozenMiddle, WritesInPlace, Side, ReturnsViews,
+        Penalty,
     )
 }  # fmt: skip
