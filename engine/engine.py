@@ -206,7 +206,7 @@ class Engine:
         self._forwards += torch.is_grad_enabled()  # an evaluation must not change what training draws
         check_batch([(args, kwargs)], None, self._comm, self._device)
         with self._parts.bench.forward(*key):
-            return self._parts.bench.program.call(*args, **kwargs)
+            return self._parts.bench.own(self._parts.bench.program.call(*args, **kwargs))
 
     def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
         """Backward of one microbatch; the loss, a 0-dim mean or (sum, weight), is averaged over the step.
@@ -269,7 +269,7 @@ class Engine:
 
         Gives those of this rank's stage by name; tensor ranks have their part of each. Without sharded parameters
         (ZeRO 0-2) they always are. Collective, all ranks alike: with ZeRO 3 one batch of gathers over dp, label
-        "parameters", and at the end a comparison of what the ranks have written, 8 bytes a bucket.
+        "parameters", and at the end comparisons of what the ranks have written, 8 bytes a bucket and parameter.
 
         Raises:
             EngineError: inside a forward; no parameter matches; data ranks have written different values.

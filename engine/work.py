@@ -140,6 +140,10 @@ class Bench:
         if self.gathering is not None:
             self.gathering.end()
 
+    def own(self, tree: Any) -> Any:
+        """Tensors that outlive a forward; those that lie in gathered parameters are copied."""
+        return tree if self.gathering is None else pytree.tree_map_only(Tensor, self.gathering.own, tree)
+
     def without_content(self) -> AbstractContextManager[None]:
         """Around code that looks at the shapes of parameters."""
         return self.gathering.without_content() if self.gathering else nullcontext()
@@ -193,7 +197,9 @@ class Work:
             run = lambda: self._run(microbatch)  # noqa: E731
             plan = sight.cut.stages[stage]
             outcome = self._bench.stage.forward(sight.timeline, plan, run, received)
-            return Forward(outcome.sent, self._count(outcome.result, microbatch) if plan.last else None)
+            return Forward(
+                self._bench.own(outcome.sent), self._count(outcome.result, microbatch) if plan.last else None
+            )
 
     def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Collect gradients; the last backward of the step reduces them."""
@@ -210,7 +216,7 @@ class Work:
     def _run(self, microbatch: int) -> Any:
         """(sum, weight), and with "output" what the model returned before them."""
         done = self._bench.program.forward(self._microbatches[microbatch])
-        return (whole(done.output), *done.loss) if self._kind == "output" else tuple(done.loss)
+        return (self._bench.own(whole(done.output)), *done.loss) if self._kind == "output" else tuple(done.loss)
 
     def _count(self, result: Any, microbatch: int) -> Tensor | None:
         if self._kind == "output":

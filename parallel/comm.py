@@ -80,6 +80,7 @@ class Comm:
         self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
         self._backend = backend
         self._sequence = 0
+        self._closed = False
 
     def all_reduce(self, tensor: Tensor, axis: Axis, label: str, op: Reduction = "sum") -> Pending:
         """Sum ``tensor`` (any shape) in place over ``axis``; with ``op`` "max" leave the largest values."""
@@ -127,6 +128,7 @@ class Comm:
 
     def close(self) -> None:
         """End the communication of this engine; the process group itself belongs to the :class:`World`."""
+        self._closed = True
         self._backend.close()
 
     def _issue(
@@ -140,6 +142,8 @@ class Comm:
     def _launch(self, work: "_Work", axis: Axis, label: str, call: Callable[[], Wait], ranks: int) -> Pending:
         if ranks == 1:
             return Pending()
+        if self._closed:
+            raise EngineError(f"{label} was asked for after close(): this engine is over; make a new one.")
         self._sequence += 1
         record = Record(self._sequence, work.op, axis, label, work.elements, work.dtype)
         self.records.append(record)

@@ -7,7 +7,9 @@ Autograd works through a graph from the newest operation to the oldest, so what 
 gradient of that call's output arrives. Recomputed forwards run inside a backward: what they enter is gathered too.
 
 Groups are asked for in their order on every rank, whatever the model does (a module that one rank skips is gathered
-there all the same), through communicators of their own, so that no reduction can get between.
+there all the same), through communicators of their own, so that no reduction can get between. What a model needs
+out of that order (a module that runs before its turn, a weight that other code reads) all data ranks must need alike;
+they compare notes before such a gather.
 """
 
 from collections import deque
@@ -176,7 +178,7 @@ class Gathering:
         self._refuse_written(behind)
         self._free(behind)
         self._ask_up_to(index + 1)
-        self._ask(wanted)
+        self._ask_out_of_order(wanted)
         self._show(wanted | self._ask_ahead(index + 1, now))
 
     def _ask_ahead(self, index: int, now: _Pass) -> frozenset[int]:
@@ -187,7 +189,7 @@ class Gathering:
             silent = now.direction == "backward" and index < len(now.positions) and now.positions[index] in self._silent
             if not silent:
                 break
-            self._ask(self._order.members[now.positions[index]])
+            self._ask_out_of_order(self._order.members[now.positions[index]])
             at_once |= self._order.members[now.positions[index]]
             index += 1
         return at_once
@@ -201,7 +203,7 @@ class Gathering:
             now.again.clear()
         now.again.add(position)
         self._ask_up_to(now.index(position) + 1)
-        self._ask(wanted)
+        self._ask_out_of_order(wanted)
         self._show(wanted)
 
     def _read(self, index: int, name: str) -> None:
@@ -220,18 +222,30 @@ class Gathering:
     def _need_everywhere(self, indices: frozenset[int]) -> None:
         """From now on these are whole through every pass: nobody knows who reads them."""
         self._order = replace(self._order, members=tuple(group | indices for group in self._order.members))
-        self._ask(indices)
+        self._ask_out_of_order(indices)
         self._show(indices)
 
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
         """A module returned these: views of parameters, which others will read, must not lose their memory."""
         if self._pass is None:
             return
-        with torch._C.DisableTorchFunctionSubclass():
-            places = [output.untyped_storage()._cdata for output in outputs if _has_memory(output)]
-        found = frozenset(self._index_of[place] for place in places if place in self._index_of)
+        found = frozenset(index for output in outputs if (index := self._bucket_of(output)) is not None)
         if not found <= self._order.everywhere:
             self._need_everywhere(found)
+
+    def own(self, output: Tensor) -> Tensor:
+        """``output``, which outlives the pass, in memory of its own if it lies in a bucket."""
+        index = self._bucket_of(output)
+        if index is None:
+            return output
+        if index not in self._live:
+            self._need_everywhere(frozenset({index}))
+        return output.clone()
+
+    def _bucket_of(self, tensor: Tensor) -> int | None:
+        """The bucket in whose memory the tensor lies."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._index_of.get(tensor.untyped_storage()._cdata) if _has_memory(tensor) else None
 
     def retire(self) -> None:
         """The engine is closed: nothing will be gathered any more."""
@@ -246,11 +260,11 @@ class Gathering:
 
     def open(self, indices: Collection[int]) -> frozenset[int]:
         """Make buckets whole between steps; which of them were not. All ranks of the data axis call it alike."""
-        self._openings += 1
         opened = frozenset(indices) - self._opened
-        self._opened |= opened
-        self._ask(opened)
+        self._ask_out_of_order(opened)
         self._show(opened)
+        self._openings += 1
+        self._opened |= opened
         return opened
 
     def close(self, indices: Collection[int]) -> None:
@@ -285,6 +299,26 @@ class Gathering:
             now.asked = index + 1
             if now.asked < count:
                 self._free(members[position] - members[now.positions[now.asked]] - now.kept)
+
+    def _ask_out_of_order(self, indices: frozenset[int]) -> None:
+        """Ask for what the order does not bring now, if all data ranks want the same.
+
+        Raises:
+            EngineError: they do not; without the look each would get pieces of what the other wants.
+        """
+        missing = sorted(indices - self._live.keys())
+        if not missing:
+            return
+        mine = torch.tensor([hash(tuple(missing))], device=self._buckets[0].params.device)
+        table = torch.empty(self._comm.grid.dp, dtype=mine.dtype, device=mine.device)
+        self._comm.gather_parameters([(table, mine)], "gather check").wait()
+        if bool((table != mine).any()):
+            name = self._buckets[missing[0]].bucket.slots[0].name
+            raise EngineError(
+                f"data ranks use sharded parameters (ZeRO 3) in different orders, here {name!r}: the model takes another "
+                "path on each; make it the same on all, or set zero_optimization.stage to 2."
+            )
+        self._ask(frozenset(missing))
 
     def _ask(self, indices: frozenset[int]) -> None:
         missing = sorted(indices - self._live.keys())

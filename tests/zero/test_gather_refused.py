@@ -98,3 +98,127 @@ def test_what_a_forward_writes_into_parameters_is_not_lost_in_silence(
 ) -> None:
     for told in run_ranks(writes, 2, name, gather):
         assert f"{WRITES[name][1]}' is sharded (ZeRO 3) and the model writes into it while it runs" in told
+
+
+class Repeats(Chain):
+    """Another number of rounds on every rank."""
+
+    rounds = 1
+
+    def run(self, x: Tensor) -> Tensor:
+        for _ in range(self.rounds):
+            x = super().run(x)
+        return x
+
+
+def repeats() -> str:
+    """Body of a rank: one repeats its blocks, the other repeats some of them."""
+    model = Repeats()
+    with start(model, {"stage": 3}) as eng:
+        if eng.grid.rank == 0:
+            model.rounds = 2
+        else:
+            model.loss = lambda x, ids: Chain.loss(model, model.blocks[2](x), ids)  # type: ignore[method-assign]
+        return message(lambda: eng.train_batch(batch(eng, 0)))
+
+
+def test_ranks_that_need_different_groups_are_told(run_ranks: RunRanks) -> None:
+    for told in run_ranks(repeats, 2):
+        assert told.startswith("data ranks use sharded parameters (ZeRO 3) in different orders, here 'blocks.")
+
+
+def patterns() -> str:
+    """Body of a rank: other patterns on other ranks."""
+    with start(Chain(), {"stage": 3}) as eng:
+        told = message(eng.full_parameters(("embed.*", "head.*")[eng.grid.rank]).__enter__)
+        eng.train_batch(batch(eng, 0))
+    return told
+
+
+def test_ranks_that_open_different_parameters_are_told(run_ranks: RunRanks) -> None:
+    for told in run_ranks(patterns, 2):
+        assert told.startswith("data ranks use sharded parameters (ZeRO 3) in different orders")
+
+
+class Tied(Chain):
+    """Embedding and head are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+def ties() -> tuple[str, bool]:
+    """Body of a rank: stages write different values into a tied parameter, then the same."""
+    with start(Tied(), {"stage": 3}, parallel={"data": 2, "pipeline": 2}) as eng:
+        eng.train_batch(batch(eng, 0))
+
+        def write(value: float) -> None:
+            with torch.no_grad(), eng.full_parameters("embed.weight") as given:
+                given["embed.weight"].fill_(value)
+
+        told = message(lambda: write(0.1 * eng.grid.coord().pp))
+        write(0.25)
+        with eng.full_parameters("embed.weight") as given:
+            kept = bool((given["embed.weight"] == 0.25).all())
+        eng.train_batch(batch(eng, 1))
+        return told, kept
+
+
+def test_holders_of_a_tied_parameter_write_alike(run_ranks: RunRanks) -> None:
+    for told, kept in run_ranks(ties, 4):
+        assert told.startswith("full_parameters: 'embed.weight' lies on several stages or tensor ranks, which have")
+        assert kept
+
+
+class Learned(Chain):
+    """Positions are a view of a parameter that a module returns; so is what the model returns."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(0, 1, 9 * WIDTH).view(9, WIDTH))
+
+        def forward(self, length: int) -> Tensor:
+            return self.weight[:length]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Learned.Positions()
+
+    def forward(self, ids: Tensor) -> Any:
+        positions = self.positions(ids.shape[-1])
+        return self.loss(self.run(self.embed(ids) + positions), ids), positions
+
+
+def returned(stage: int) -> tuple[float, Any]:
+    """Body of a rank: loss and output of an evaluation, and of the loop in three calls."""
+    with start(Learned(), {"stage": stage}) as eng:
+        for micro in torch.split(batch(eng, 0), 2):
+            loss, seen = eng(micro)
+            seen = seen.detach().clone()
+            eng.backward(loss)
+            eng.step()
+        report, output = eng.eval_batch(batch(eng, 1), return_output=True)
+        found = None if output is None else output[1].clone()
+        return report.loss, (found, seen)
+
+
+def test_what_a_model_returns_outlives_its_parameters(run_ranks: RunRanks) -> None:
+    whole, sharded = run_ranks(returned, 2, 1), run_ranks(returned, 2, 3)
+    for (loss, (output, seen)), (same_loss, (same_output, same_seen)) in zip(whole, sharded, strict=True):
+        assert loss == same_loss and torch.equal(seen, same_seen)
+        assert output is None if same_output is None else torch.equal(output, same_output)
+
+
+def closed() -> list[str]:
+    """Body of a rank: what an engine says that is over."""
+    eng = start(Chain(), {"stage": 3})
+    eng.close()
+    return [message(call) for call in (eng.full_state_dict, eng.full_parameters("*").__enter__)]
+
+
+def test_a_closed_engine_says_that_it_is(run_ranks: RunRanks) -> None:
+    for state, parameters in run_ranks(closed, 2):
+        assert state == "full state was asked for after close(): this engine is over; make a new one."
+        assert parameters == "gather check was asked for after close(): this engine is over; make a new one."
