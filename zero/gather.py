@@ -14,7 +14,7 @@ they compare notes before such a gather.
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.parallel.comm import Comm, Pending
+from engine.parallel.comm import Comm
 from engine.zero.gather_order import Direction, GatherOrder
-from engine.zero.guard import conceal, reveal
 from engine.zero.storage import FlatBucket
+from engine.zero.whole import WholeBuckets
 
 
 class _Pass:
@@ -61,12 +61,8 @@ class Gathering:
     """
 
     def __init__(self, buckets: Sequence[FlatBucket], order: GatherOrder, pinned: Collection[int], comm: Comm) -> None:
-        self._buckets, self._order, self._pinned, self._comm = buckets, order, frozenset(pinned), comm
-        self._live: dict[int, Pending] = {}
-        self._shown: set[int] = set()
-        """Live buckets that have arrived."""
-        self._versions: dict[int, tuple[int, ...]] = {}
-        """Of shown buckets: how often each parameter had been written when it arrived."""
+        self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.dp
+        self._whole = WholeBuckets(buckets, comm, self._read)
         self._pass: _Pass | None = None
         self._to_come: deque[Direction] = deque()
         self._calls = 0
@@ -76,9 +72,6 @@ class Gathering:
         """`with` blocks of full_parameters; also those that open nothing on this stage."""
         self._silent: set[int] = set()
         """Positions of which a call has returned nothing that a gradient could come to."""
-        self._index_of = {flat.params.untyped_storage()._cdata: index for index, flat in enumerate(buckets)}
-        for index in range(len(buckets)):
-            self._hide(index)
 
     # ------------------------------------------------------------------ the passes of a step
 
@@ -103,7 +96,7 @@ class Gathering:
         """Free everything: the step is over, or has failed."""
         self._to_come.clear()
         self._pass = None
-        self._free(frozenset(self._live) - self._opened)
+        self._whole.free(self._whole.live - self._opened)
 
     @contextmanager
     def _passing(self, direction: Direction, following: Direction | None) -> Iterator[None]:
@@ -117,16 +110,18 @@ class Gathering:
             with torch.no_grad():
                 self._ask_up_to(1)
                 if now.positions:
-                    self._show(self._order.everywhere if direction == "forward" else self._order.at_start(direction))
+                    self._whole.show(
+                        self._order.everywhere if direction == "forward" else self._order.at_start(direction)
+                    )
             yield
             with torch.no_grad():
                 self._ask_up_to(len(now.positions))
-            self._refuse_written(frozenset(self._shown))
+            self._whole.refuse_written(self._whole.live)
         except BaseException:
             self.end()
             raise
         self._pass = None
-        self._free(frozenset(self._live) - now.kept)
+        self._whole.free(self._whole.live - now.kept)
 
     def _refuse_opened(self) -> None:
         self.refuse_opened("a step")
@@ -174,12 +169,12 @@ class Gathering:
         ahead = self._order.members[now.positions[now.asked - 1]] if now.asked - 1 > index else frozenset()
         to_come = [self._order.members[later] for later in now.positions[index + 1 :]]
         waiting = now.pinned & (now.kept | frozenset().union(*to_come))
-        behind = frozenset(self._live) - wanted - ahead - waiting
-        self._refuse_written(behind)
-        self._free(behind)
+        behind = self._whole.live - wanted - ahead - waiting
+        self._whole.refuse_written(behind)
+        self._whole.free(behind)
         self._ask_up_to(index + 1)
-        self._ask_out_of_order(wanted)
-        self._show(wanted | self._ask_ahead(index + 1, now))
+        self._whole.ask_alike(wanted)
+        self._whole.show(wanted | self._ask_ahead(index + 1, now))
 
     def _ask_ahead(self, index: int, now: _Pass) -> frozenset[int]:
         """Ask for the next group. In backward, modules that gave no tensor never announce theirs: they come too."""
@@ -189,7 +184,7 @@ class Gathering:
             silent = now.direction == "backward" and index < len(now.positions) and now.positions[index] in self._silent
             if not silent:
                 break
-            self._ask_out_of_order(self._order.members[now.positions[index]])
+            self._whole.ask_alike(self._order.members[now.positions[index]])
             at_once |= self._order.members[now.positions[index]]
             index += 1
         return at_once
@@ -199,17 +194,17 @@ class Gathering:
         wanted = self._order.members[position]
         if now.again and position < min(now.again):  # another recomputation: the one before is done
             behind: frozenset[int] = frozenset().union(*(self._order.members[past] for past in now.again))
-            self._free(behind - wanted - now.pinned)
+            self._whole.free(behind - wanted - now.pinned)
             now.again.clear()
         now.again.add(position)
         self._ask_up_to(now.index(position) + 1)
-        self._ask_out_of_order(wanted)
-        self._show(wanted)
+        self._whole.ask_alike(wanted)
+        self._whole.show(wanted)
 
     def _read(self, index: int, name: str) -> None:
         """Somebody reads a parameter that is not whole: code outside its module, or code outside the engine."""
         if self._pass is None:
-            sharded = f"parameter {name!r} is sharded over {self._comm.grid.dp} data ranks (ZeRO 3) and"
+            sharded = f"parameter {name!r} is sharded over {self._ranks} data ranks (ZeRO 3) and"
             if self._closed:
                 raise EngineError(f"{sharded} its engine is closed; take eng.full_state_dict() before that.")
             raise EngineError(
@@ -222,30 +217,25 @@ class Gathering:
     def _need_everywhere(self, indices: frozenset[int]) -> None:
         """From now on these are whole through every pass: nobody knows who reads them."""
         self._order = replace(self._order, members=tuple(group | indices for group in self._order.members))
-        self._ask_out_of_order(indices)
-        self._show(indices)
+        self._whole.ask_alike(indices)
+        self._whole.show(indices)
 
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
         """A module returned these: views of parameters, which others will read, must not lose their memory."""
         if self._pass is None:
             return
-        found = frozenset(index for output in outputs if (index := self._bucket_of(output)) is not None)
+        found = frozenset(index for output in outputs if (index := self._whole.bucket_of(output)) is not None)
         if not found <= self._order.everywhere:
             self._need_everywhere(found)
 
     def own(self, output: Tensor) -> Tensor:
         """``output``, which outlives the pass, in memory of its own if it lies in a bucket."""
-        index = self._bucket_of(output)
+        index = self._whole.bucket_of(output)
         if index is None:
             return output
-        if index not in self._live:
+        if index not in self._whole.live:
             self._need_everywhere(frozenset({index}))
         return output.clone()
-
-    def _bucket_of(self, tensor: Tensor) -> int | None:
-        """The bucket in whose memory the tensor lies."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._index_of.get(tensor.untyped_storage()._cdata) if _has_memory(tensor) else None
 
     def retire(self) -> None:
         """The engine is closed: nothing will be gathered any more."""
@@ -261,8 +251,8 @@ class Gathering:
     def open(self, indices: Collection[int]) -> frozenset[int]:
         """Make buckets whole between steps; which of them were not. All ranks of the data axis call it alike."""
         opened = frozenset(indices) - self._opened
-        self._ask_out_of_order(opened)
-        self._show(opened)
+        self._whole.ask_alike(opened)
+        self._whole.show(opened)
         self._openings += 1
         self._opened |= opened
         return opened
@@ -271,22 +261,13 @@ class Gathering:
         """Free what was opened."""
         self._openings -= 1
         self._opened -= set(indices)
-        self._free(frozenset(indices))
+        self._whole.free(frozenset(indices))
 
-    @contextmanager
-    def without_content(self) -> Iterator[None]:
-        """Inside, parameters look like any other, for code that looks at shapes only."""
-        hidden = [index for index in range(len(self._buckets)) if index not in self._shown]
-        for index in hidden:
-            for parameter in self._buckets[index].parameters:
-                reveal(parameter)
-        try:
-            yield
-        finally:
-            for index in hidden:
-                self._hide(index)
+    def without_content(self) -> AbstractContextManager[None]:
+        """Around code that looks at the shapes of parameters only."""
+        return self._whole.without_content()
 
-    # ------------------------------------------------------------------ memory
+    # ------------------------------------------------------------------ the order
 
     def _ask_up_to(self, count: int) -> None:
         """Ask for groups in their order, and free those of them that are only passed over."""
@@ -295,81 +276,7 @@ class Gathering:
         members, count = self._order.members, min(count, len(now.positions))
         for index in range(now.asked, count):
             position = now.positions[index]
-            self._ask(members[position])
+            self._whole.ask(members[position])
             now.asked = index + 1
             if now.asked < count:
-                self._free(members[position] - members[now.positions[now.asked]] - now.kept)
-
-    def _ask_out_of_order(self, indices: frozenset[int]) -> None:
-        """Ask for what the order does not bring now, if all data ranks want the same.
-
-        Raises:
-            EngineError: they do not; without the look each would get pieces of what the other wants.
-        """
-        missing = sorted(indices - self._live.keys())
-        if not missing:
-            return
-        mine = torch.tensor([hash(tuple(missing))], device=self._buckets[0].params.device)
-        table = torch.empty(self._comm.grid.dp, dtype=mine.dtype, device=mine.device)
-        self._comm.gather_parameters([(table, mine)], "gather check").wait()
-        if bool((table != mine).any()):
-            name = self._buckets[missing[0]].bucket.slots[0].name
-            raise EngineError(
-                f"data ranks use sharded parameters (ZeRO 3) in different orders, here {name!r}: the model takes another "
-                "path on each; make it the same on all, or set zero_optimization.stage to 2."
-            )
-        self._ask(frozenset(missing))
-
-    def _ask(self, indices: frozenset[int]) -> None:
-        missing = sorted(indices - self._live.keys())
-        if not missing:
-            return
-        pairs = []
-        for index in missing:
-            flat = self._buckets[index]
-            flat.params.untyped_storage().resize_(flat.params.numel() * flat.params.element_size())
-            pairs.append((flat.params, flat.kept))
-        pending = self._comm.gather_parameters(pairs, "parameters")
-        self._live.update(dict.fromkeys(missing, pending))
-
-    def _show(self, indices: frozenset[int]) -> None:
-        for index in indices - self._shown:
-            self._live[index].wait()
-            self._shown.add(index)
-            for parameter in self._buckets[index].parameters:
-                reveal(parameter)
-            self._versions[index] = _versions(self._buckets[index])
-
-    def _refuse_written(self, indices: frozenset[int]) -> None:
-        """What a forward writes into a gathered parameter goes with it; whole parameters would keep it."""
-        for index in indices & self._shown:
-            flat, before = self._buckets[index], self._versions[index]
-            for slot, old, new in zip(flat.bucket.slots, before, _versions(flat), strict=True):
-                if old != new:
-                    raise EngineError(
-                        f"parameter {slot.name!r} is sharded (ZeRO 3) and the model writes into it while it runs, "
-                        "which would be lost: make it a buffer, write between steps inside `with "
-                        "eng.full_parameters(...):`, or set zero_optimization.stage to 2."
-                    )
-
-    def _free(self, indices: frozenset[int]) -> None:
-        for index in indices & self._live.keys():
-            self._live.pop(index).wait()
-            self._hide(index)
-            self._buckets[index].params.untyped_storage().resize_(0)
-
-    def _hide(self, index: int) -> None:
-        self._shown.discard(index)
-        flat = self._buckets[index]
-        for slot, parameter in zip(flat.bucket.slots, flat.parameters, strict=True):
-            conceal(parameter, partial(self._read, index, slot.name))
-
-
-def _versions(flat: FlatBucket) -> tuple[int, ...]:
-    return tuple(parameter._version for parameter in flat.parameters)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Not so: sparse tensors, and what torch.func puts around others."""
-    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return tensor.layout is torch.strided and not wrapped
+                self._whole.free(members[position] - members[now.positions[now.asked]] - now.kept)
