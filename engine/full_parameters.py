@@ -90,8 +90,8 @@ def _check_holders(chosen: Mapping[str, nn.Parameter], pattern: str, parts: Part
     for name, column in zip(shared, table.T.tolist(), strict=True):
         if len({held for held in column if held != absent}) > 1:
             raise EngineError(
-                f"full_parameters: {name!r} lies on several stages or tensor ranks, which have written different values "
-                "into it, and none is kept; write the same on every rank that holds it."
+                f"full_parameters: {name!r} lies on several stages or tensor ranks, which have written different "
+                "values into it, and none is kept; write the same on every rank that holds it."
             )
 
 
