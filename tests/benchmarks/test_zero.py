@@ -115,8 +115,8 @@ def counted_and_told(mode: Mode) -> tuple[tuple[int, int], tuple[int, int]]:
     return (counter.sent, counter.calls), (sent.bytes(), sum(row.calls for row in sent.rows()))
 
 
+@pytest.mark.long  # in an environment that has it: the extra bench-deepspeed
 def test_deepspeed_trains_alike() -> None:
-    pytest.importorskip("deepspeed")
     lineup = make_zero_lineup(2, accumulation=2, stages=(1, 2, 3), peers=("deepspeed",))
     modes = [mode for mode in lineup.modes if mode.kind != "trine"]
     assert loss_spread(measure(modes, TINY, Effort(rounds=1, steps=2))) <= 1e-5
