@@ -162,7 +162,8 @@ def build_plan(config: Config, wish: Wish) -> Plan:
     tensor = _tensor_plan(model, config)
     sight = _see(config, wish, tensor)
     table = build_table(model, assigned, _division(config, tensor, sight))
-    gathers = find_gather_groups(model) if shards_parameters(config) else None
+    calls = [call.unit for call in sight.timeline.calls] if sight.timeline else []
+    gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
     notes = [*_notes(model, config, precision), *sight.notes]
     return Plan(
         config, table, _layouts(table, config, precision, gathers), groups, precision, schedule,
@@ -183,7 +184,7 @@ class _Sight:
 
 def _see(config: Config, wish: Wish, tensor: TensorPlan | None) -> _Sight:
     if not needs_example(config):
-        return _Sight()
+        return _order_of_calls(config, wish)
     model = wish.program.model
     watch = Watch(model, tensor, recomputed_blocks(model, config.activation_checkpointing.mode)) if tensor else None
     try:
@@ -205,6 +206,16 @@ def _see(config: Config, wish: Wish, tensor: TensorPlan | None) -> _Sight:
     last = traffic[config.pp - 1].rows()
     traffic[config.pp - 1] = Tally((*last, *loss_traffic(tensor, timeline, config.tp).rows()))
     return _Sight(timeline, cut, traffic)
+
+
+def _order_of_calls(config: Config, wish: Wish) -> _Sight:
+    """With an example, in which order modules run, and who reads parameters outside them."""
+    if not shards_parameters(config) or wish.example is None:
+        return _Sight()
+    try:
+        return _Sight(look(wish.program, wish.example, 1))
+    except Exception:  # nothing depends on it but the order of gathers, and a real error comes again in the first step
+        return _Sight()
 
 
 def _division(config: Config, tensor: TensorPlan | None, sight: _Sight) -> Division:

@@ -4,7 +4,8 @@
     blocks     layers.0 ... layers.7  one group each; what runs between two chains of blocks goes with the block before
     after      norm, head             all that comes behind the last block
 
-A model without blocks has one group for each of its modules.
+A model without blocks has one group for each of its modules. Modules are taken in the order of their first calls
+where that is known, else in the order in which they are defined; one that runs before its turn is gathered twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +27,10 @@ class GatherGroups:
     """First name of a parameter -> groups that use it; EVERYWHERE if no module is known to."""
 
 
-def find_gather_groups(model: nn.Module) -> GatherGroups:
-    """The groups of ``model``, in the order in which its modules are defined."""
+def find_gather_groups(model: nn.Module, calls: Sequence[str] = ()) -> GatherGroups:
+    """The groups of ``model``; ``calls``: names of modules in the order in which a forward calls them."""
     units = find_units(model, deep=True)
-    modules = _grouped(list(units.modules), set(units.blocks)) if units.modules else [[""]]
+    modules = _grouped(_in_order(list(units.modules), calls), set(units.blocks)) if units.modules else [[""]]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     users: dict[str, set[int]] = {name: set() for name in names.values()}
     for index, group in enumerate(modules):
@@ -38,6 +39,19 @@ def find_gather_groups(model: nn.Module) -> GatherGroups:
                 users[names[id(parameter)]].add(index)
     of_parameter = {name: tuple(sorted(groups)) or (EVERYWHERE,) for name, groups in users.items()}
     return GatherGroups(tuple(map(tuple, modules)), of_parameter)
+
+
+def _in_order(units: Sequence[str], calls: Sequence[str]) -> list[str]:
+    """By first call of the unit, of what is in it, or of what it is in; one without a call stays behind its neighbour."""
+    places: list[int] = []
+    for unit in units:
+        related = (
+            place
+            for place, call in enumerate(calls)
+            if call == unit or call.startswith(f"{unit}.") or unit.startswith(f"{call}.")
+        )
+        places.append(next(related, places[-1] if places else 0))
+    return [unit for _, unit in sorted(zip(places, units, strict=True), key=lambda pair: pair[0])]
 
 
 def _grouped(units: Sequence[str], blocks: set[str]) -> list[list[str]]:

@@ -5,6 +5,7 @@ from torch import nn
 from engine.zero.gather_groups import find_gather_groups
 from engine.zero.gather_order import EVERYWHERE
 from tests import models
+from tests.zero.awkward import Chain, HeadFirst
 
 
 def test_blocks_have_groups_and_the_rest_lies_before_and_after() -> None:
@@ -25,6 +26,16 @@ def test_what_runs_between_two_chains_goes_with_the_block_before() -> None:
     assert len(groups.modules) == len(blocks) + 2
     encoder_norm = next(group for group in groups.modules if "encoder.final_layer_norm" in group)
     assert encoder_norm[0].startswith("encoder.block.")
+
+
+def test_groups_follow_the_order_of_calls_where_it_is_known() -> None:
+    model = Chain()
+    calls = ["embed", *(f"blocks.{number}.up" for number in range(4)), "norm", "head"]
+    inorder = find_gather_groups(model).modules
+    assert inorder == (("embed",), *((f"blocks.{number}",) for number in range(4)), ("norm", "head"))
+    backwards = HeadFirst()
+    assert find_gather_groups(backwards).modules[0] == ("head", "norm")
+    assert find_gather_groups(backwards, calls).modules == inorder
 
 
 class Loose(nn.Module):

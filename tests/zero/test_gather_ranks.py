@@ -16,7 +16,7 @@ RunRanks = Callable[..., list[Any]]
 ROWS = 2
 
 
-def start(model: nn.Module, zero: dict[str, Any], **changes: Any) -> Engine:
+def start(model: nn.Module, zero: dict[str, Any], example: Any = None, **changes: Any) -> Engine:
     """Two microbatches a step. Without clipping, whose factor depends on the order in which squares are added."""
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -25,7 +25,7 @@ def start(model: nn.Module, zero: dict[str, Any], **changes: Any) -> Engine:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5}},
         "zero_optimization": zero,
     }
-    return engine.initialize(model, config | changes)
+    return engine.initialize(model, config | changes, example_batch=example)
 
 
 def batch(eng: Engine, step: int) -> Tensor:
@@ -95,6 +95,24 @@ def close_on_three(name: str) -> list[str]:
     figures, _ = trained(AWKWARD[name](), {"stage": 1})
     found = [trained(AWKWARD[name](), zero)[0] for zero in STAGE_3]
     return [str(f) for f in found if not torch.allclose(torch.tensor(figures), torch.tensor(f), rtol=1e-6)]
+
+
+def planned_and_sent(name: str) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Body of a rank: traffic of a step by plan and as measured, for a model that was given an example."""
+    example = torch.empty((ROWS, 5), dtype=torch.int64, device="meta")
+    with start(AWKWARD[name](), {"stage": 3}, example) as eng:
+        eng.train_batch(batch(eng, 0))
+        before = eng.sent
+        eng.train_batch(batch(eng, 1))
+        sent, plan = eng.sent.since(before).rows(), eng.plan.rank(eng.grid.rank).traffic
+    told, found = ({(row.axis, row.label): (row.calls, row.bytes) for row in rows} for rows in (plan, sent))
+    return told, found
+
+
+@pytest.mark.parametrize("name", ["HeadFirst", "ReadsOutside", "PassesOn"])
+def test_with_an_example_the_plan_knows_in_which_order_modules_run(run_ranks: RunRanks, name: str) -> None:
+    for planned, sent in run_ranks(planned_and_sent, 2, name):
+        assert planned == sent
 
 
 def skip(zero: dict[str, Any]) -> list[float]:
