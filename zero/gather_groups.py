@@ -42,7 +42,7 @@ def find_gather_groups(model: nn.Module, calls: Sequence[str] = ()) -> GatherGro
 
 
 def _in_order(units: Sequence[str], calls: Sequence[str]) -> list[str]:
-    """By first call of the unit, of what is in it, or of what it is in; one without a call stays behind its neighbour."""
+    """By first call of the unit, of what is in it or around it; one without a call stays behind its neighbour."""
     places: list[int] = []
     for unit in units:
         related = (
