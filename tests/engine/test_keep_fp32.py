@@ -52,7 +52,10 @@ def compare(config: dict[str, Any]) -> Parity | None:
     return verify(build, config, models.batches_for("decoder", 16, 4), loss_sum)
 
 
-@pytest.mark.parametrize(("name", "grid", "stage"), SOME)
+@pytest.mark.parametrize(
+    ("name", "grid", "stage"),
+    [pytest.param(*case, marks=[pytest.mark.long] * ("dp2" in case[1] and case[2] == 1)) for case in SOME],
+)
 def test_every_grid_gives_what_one_process_gives(run_ranks: RunRanks, name: str, grid: str, stage: int) -> None:
     result = run_ranks(compare, prod(GRIDS[grid].values()), settings(name, grid, stage))[0]
     assert result.loss <= (2e-4 if "tp" in grid else 1e-6), str(result)
@@ -97,7 +100,10 @@ def measure_all(name: str, grid: str) -> list[dict[str, Any]]:
     return [measure(name, grid, mode, stage) for mode, stage in (("none", 1), ("full", 1), ("full", 3))]
 
 
-@pytest.mark.parametrize(("name", "grid"), CASES[2:])
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [pytest.param(*case, marks=[pytest.mark.long] * (case[1] in ("tp2", "dp2 x pp2"))) for case in CASES[2:]],
+)
 def test_bytes_sent_and_held_meet_the_plan_and_recomputation_changes_no_bit(
     run_ranks: RunRanks, name: str, grid: str
 ) -> None:

@@ -62,7 +62,7 @@ def test_fp32_equals_one_process(run_ranks: RunRanks, parity_table: Table, name:
     assert all(norm > 0.5 for norm in result.reference.norms), "clipping must be active"
 
 
-@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize("dp", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_kept_as_shards_equal_one_process(
     run_ranks: RunRanks, parity_table: Table, name: str, dp: int
