@@ -41,7 +41,7 @@ from engine.precision import Precision, make_precision
 from engine.program import Program
 from engine.recompute import recomputed_blocks
 from engine.zero.gather_groups import GatherGroups, find_gather_groups
-from engine.zero.gather_order import EVERYWHERE, Direction, gather_order
+from engine.zero.gather_order import EVERYWHERE, gather_order, passes_of
 from engine.zero.layout import FlatLayout, Item, build_layout
 from engine.zero.optimizer import GroupOptions
 
@@ -112,9 +112,8 @@ class Plan:
         order = gather_order(layout, any(row.trainable and row.stages[0] < coord.pp for row in self.table))
         sizes = tuple(bucket.elements * getattr(torch, bucket.dtype).itemsize for bucket in order.buckets)
         limit = None if zero.gather == "step" else zero.keep_gathered_bytes
-        row = self.schedule.per_rank[coord.pp]
-        passes: list[Direction] = ["forward" if action.op is Op.FORWARD else "backward" for action in row]
-        return GatherPlan(order, tuple(passes), order.pinned(limit, sizes), sizes)
+        passes = passes_of(self.schedule.per_rank[coord.pp])
+        return GatherPlan(order, passes, order.pinned(limit, sizes), sizes)
 
     def _traffic(self, coord: Coord) -> tuple[Traffic, ...]:
         microbatches = self.config.accumulation

@@ -20,7 +20,7 @@ from engine.parallel.comm import Comm
 from engine.parallel.pipeline.cut import Cut, recut
 from engine.parallel.pipeline.executor import Forward, Part
 from engine.parallel.pipeline.probe import probe
-from engine.parallel.pipeline.schedule import Action, Op
+from engine.parallel.pipeline.schedule import Action
 from engine.parallel.pipeline.stage import Stage
 from engine.parallel.pipeline.stageplan import StagePlan
 from engine.parallel.pipeline.timeline import Timeline
@@ -31,6 +31,7 @@ from engine.program import Program
 from engine.randomness import Streams
 from engine.step import Step
 from engine.zero.gather import Gathering
+from engine.zero.gather_order import passes_of
 from engine.zero.reduce import Reducer
 
 _ALONE = Part(
@@ -128,7 +129,7 @@ class Bench:
         if self.gathering is None:
             yield
             return
-        self.gathering.start(["forward" if action.op is Op.FORWARD else "backward" for action in row])
+        self.gathering.start(passes_of(row))
         try:
             yield
         finally:

@@ -167,8 +167,10 @@ class Gathering:
         """Make the group whole, ask for the next one, free what lies behind."""
         wanted, index = self._order.members[position], now.index(position)
         ahead = self._order.members[now.positions[now.asked - 1]] if now.asked - 1 > index else frozenset()
-        to_come = [self._order.members[later] for later in now.positions[index + 1 :]]
-        waiting = now.pinned & (now.kept | frozenset().union(*to_come))
+        waiting: frozenset[int] = frozenset()
+        if now.pinned:
+            to_come = [self._order.members[later] for later in now.positions[index + 1 :]]
+            waiting = now.pinned & (now.kept | frozenset().union(*to_come))
         behind = self._whole.live - wanted - ahead - waiting
         self._whole.refuse_written(behind)
         self._whole.free(behind)

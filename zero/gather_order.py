@@ -15,9 +15,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.parallel.pipeline.schedule import Action, Op
 from engine.zero.layout import Bucket, FlatLayout
 
 Direction = Literal["forward", "backward"]
+
+
+def passes_of(row: Sequence[Action]) -> tuple[Direction, ...]:
+    """The passes that a rank's row of a schedule makes."""
+    return tuple("forward" if action.op is Op.FORWARD else "backward" for action in row)
+
 
 EVERYWHERE = -1
 """The gather group of what is read outside modules."""

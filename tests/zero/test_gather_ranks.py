@@ -199,21 +199,21 @@ def user(grid: dict[str, int]) -> dict[str, Any]:
         "state_dict": lambda: parameter.detach(),
         "write": lambda: parameter.data.zero_(),
     }.items():
-        seen[what] = _message(read)
+        seen[what] = message(read)
     with torch.no_grad(), eng.full_parameters(name.replace("weight", "*")) as given:
         seen["names"] = sorted(given)
         before = given[name].clone()
         given[name][0] = 0.25
         with torch.enable_grad():
-            seen["train inside"] = _message(lambda: eng.train_batch(batch(eng, 0)))
+            seen["train inside"] = message(lambda: eng.train_batch(batch(eng, 0)))
     with eng.full_parameters(name) as given:
         seen["kept"] = bool((given[name][0] == 0.25).all()) and torch.equal(given[name][1:], before[1:])
-    seen["hidden again"] = _message(read)
-    seen["nothing"] = _message(lambda: eng.full_parameters("nose.*").__enter__())
-    seen["different"] = _message(lambda: _write_rank(eng, name))
+    seen["hidden again"] = message(read)
+    seen["nothing"] = message(lambda: eng.full_parameters("nose.*").__enter__())
+    seen["different"] = message(lambda: _write_rank(eng, name))
     eng.train_batch(batch(eng, 1))
     eng.close()
-    seen["closed"] = _message(read)
+    seen["closed"] = message(read)
     return seen
 
 
@@ -222,7 +222,8 @@ def _write_rank(eng: Engine, name: str) -> None:
         given[name].fill_(float(eng.grid.rank))
 
 
-def _message(act: Callable[[], object]) -> str:
+def message(act: Callable[[], object]) -> str:
+    """What an EngineError says."""
     try:
         act()
     except EngineError as error:
@@ -274,7 +275,7 @@ def inside() -> str:
     model = Looks()
     with start(model, {"stage": 3}) as eng:
         messages: list[str] = []
-        model.look = lambda: messages.append(_message(lambda: eng.full_parameters("*").__enter__()))
+        model.look = lambda: messages.append(message(lambda: eng.full_parameters("*").__enter__()))
         eng.train_batch(batch(eng, 0))
     return messages[0]
 

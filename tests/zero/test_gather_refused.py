@@ -7,20 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.errors import EngineError
 from tests.zero.awkward import VOCABULARY, WIDTH, Block, Chain
-from tests.zero.test_gather_ranks import batch, start
+from tests.zero.test_gather_ranks import batch, message, start
 
 RunRanks = Callable[..., list[Any]]
-
-
-def message(act: Callable[[], object]) -> str:
-    """What an EngineError says."""
-    try:
-        act()
-    except EngineError as error:
-        return str(error)
-    return ""
 
 
 def opened(grid: dict[str, int]) -> list[str]:
