@@ -37,9 +37,10 @@ class GatheredModules:
         position = self._position[unit]
         self._gathering.enter(position)
         out = forward(*args, **kwargs)
-        self._gathering.keep_views(_tensors(out))
+        tensors = list(_tensors(out))
+        self._gathering.keep_views(tensors)
         if torch.is_grad_enabled():
-            self._gathering.leave(position, [tensor for tensor in _tensors(out) if tensor.grad_fn is not None])
+            self._gathering.leave(position, [tensor for tensor in tensors if tensor.grad_fn is not None])
         return out
 
 
