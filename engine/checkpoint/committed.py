@@ -1,0 +1,135 @@
+"""Which checkpoints of a run exist, and how one comes into being and goes.
+
+    write files into   step-00001200.tmp-ATTEMPT/      nothing of that name is ever read
+    manifest, COMMIT, every file and folder forced to the disk
+    rename to          step-00001200/                  from here on it exists
+    retention          rename to .trash-..., then unlink
+
+A name that says ``step-`` is a promise: what cannot be read in there is damage and is said, never skipped. A step
+that is saved once more gets a revision, ``step-00001200-r1``, so that nothing is written over. Steps beyond the one
+that is saved belong to a course that the run has left, by loading an older step: they are set aside first, as
+``abandoned-...``, so that the newest is always the one that the run goes on from.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+
+from engine.checkpoint.files import Files, read_all, remove_tree
+from engine.checkpoint.json_text import Fields, dump, parse
+from engine.checkpoint.manifest import COMMIT, LIMIT, NAME, Manifest, from_json, to_json
+from engine.errors import CheckpointError
+
+_STEP = re.compile(r"step-(\d{8,18})(?:-r(\d{1,9}))?")
+_LEFTOVER = re.compile(r"\.trash-.*|step-.*\.tmp-.*|latest\.tmp-.*")
+_SMALL = 1 << 16
+
+
+def step_of(name: str) -> tuple[int, int] | None:
+    """(step, revision) of a folder's name, or None."""
+    found = _STEP.fullmatch(name)
+    return (int(found[1]), int(found[2] or 0)) if found else None
+
+
+def committed(files: Files, folder: Path) -> list[Path]:
+    """The checkpoints of a run, the newest last. Nothing where there is no folder."""
+    if not files.is_folder(folder):
+        return []
+    found = [(key, folder / name) for name in files.names(folder) if (key := step_of(name)) is not None]
+    return [path for _, path in sorted(found)]
+
+
+def temporary(folder: Path, step: int, attempt: str) -> Path:
+    """Where a save writes."""
+    return folder / f"step-{step:08d}.tmp-{attempt}"
+
+
+def is_step(files: Files, path: Path) -> bool:
+    """A checkpoint itself and not the folder of a run, whatever its name is."""
+    return step_of(path.name) is not None or (files.is_folder(path) and NAME in files.names(path))
+
+
+def read_manifest(files: Files, step: Path) -> Manifest:
+    """The manifest of a committed checkpoint.
+
+    Raises:
+        CheckpointError: no COMMIT, or the manifest is not the one that was committed.
+    """
+    try:
+        commit = Fields(parse(read_all(files, step, COMMIT, _SMALL), str(step / COMMIT)), str(step / COMMIT))
+        data = read_all(files, step, NAME, LIMIT)
+    except OSError as error:
+        missing = Path(error.filename or COMMIT).name
+        raise CheckpointError(f"{step / missing} (manifest): {error.strerror or error}.") from error
+    digest = hashlib.sha256(data).hexdigest()
+    if commit.count("manifest_bytes") != len(data) or commit.text("manifest_sha256") != digest:
+        raise CheckpointError(f"{step / NAME} is damaged: its length or sha256 is not what {COMMIT} says.")
+    return from_json(data, str(step / NAME))
+
+
+def write_manifest(files: Files, step: Path, manifest: Manifest) -> None:
+    """``manifest.json``, then ``COMMIT``, both forced to the disk."""
+    data = to_json(manifest)
+    write_small(files, step / NAME, data)
+    record = {"manifest_bytes": len(data), "manifest_sha256": hashlib.sha256(data).hexdigest()}
+    write_small(files, step / COMMIT, dump(record))
+
+
+def write_small(files: Files, path: Path, data: bytes) -> None:
+    """A new file with this content, forced to the disk."""
+    file = files.create(path)
+    try:
+        files.write(file, memoryview(data))
+        files.sync(file)
+    finally:
+        files.close(file)
+
+
+def commit(files: Files, written: Path, step: int) -> Path:
+    """Let the finished folder ``written`` appear under its name; returns that."""
+    folder = written.parent
+    for name in files.names(written):
+        if files.is_folder(written / name):
+            files.sync_folder(written / name)
+    files.sync_folder(written)
+    others = {path: key for path in committed(files, folder) if (key := step_of(path.name)) is not None}
+    attempt = written.name.rpartition("-")[2]
+    beyond = [path for path, key in others.items() if key[0] > step]
+    for path in beyond:
+        files.rename(path, folder / f"abandoned-{attempt}-{path.name}")
+    if beyond:
+        files.sync_folder(folder)
+    revisions = [revision for at, revision in others.values() if at == step]
+    suffix = f"-r{max(revisions) + 1}" if revisions else ""
+    target = folder / f"step-{step:08d}{suffix}"
+    files.rename(written, target)
+    files.sync_folder(folder)
+    return target
+
+
+def point_to(files: Files, step: Path, attempt: str) -> None:
+    """Write the hint ``latest``."""
+    hint = step.parent / f"latest.tmp-{attempt}"
+    write_small(files, hint, dump({"newest": step.name}))
+    files.rename(hint, step.parent / "latest")
+
+
+def retain(files: Files, folder: Path, keep: int) -> list[Path]:
+    """Remove all but the newest ``keep`` checkpoints (at least one stays); returns what went."""
+    old = committed(files, folder)[: -max(1, keep)]
+    for path in old:
+        trash = folder / f".trash-{path.name}"
+        files.rename(path, trash)
+        remove_tree(files, trash)
+    return old
+
+
+def sweep(files: Files, folder: Path) -> None:
+    """Remove what interrupted saves and clean-ups have left."""
+    for name in files.names(folder) if files.is_folder(folder) else ():
+        if not _LEFTOVER.fullmatch(name):
+            continue
+        if files.is_folder(folder / name):
+            remove_tree(files, folder / name)
+        else:
+            files.unlink(folder / name)

@@ -1,0 +1,183 @@
+"""Every operation on files that a checkpoint makes: one small class, so that tests can record, replay and fail them.
+
+Paths are absolute. Nothing is overwritten: files are created anew, folders appear by rename.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.errors import CheckpointError
+
+PAGE = 4096
+"""What O_DIRECT asks of addresses, offsets and lengths."""
+
+
+class Files:
+    """The operations, on the real file system."""
+
+    def make_folder(self, path: Path) -> None:
+        """A new folder; its parent exists."""
+        os.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        """A new, empty file, open for writing past the page cache where the file system can."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o644)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        path.unlink(missing_ok=True)  # some file systems create the file and then refuse O_DIRECT
+        return os.open(path, flags, 0o644)
+
+    def write(self, file: int, data: memoryview) -> None:
+        """Append ``data``, whole pages at page-aligned addresses while the file is written past the page cache."""
+        while data:
+            try:
+                written = os.write(file, data)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _is_direct(file):
+                    raise
+                written = 0
+            if written < len(data):
+                _buffered(file)
+            data = data[written:]
+
+    def truncate(self, file: int, size: int) -> None:
+        """Cut the file to ``size`` bytes."""
+        os.ftruncate(file, size)
+
+    def sync(self, file: int) -> None:
+        """Force the file to the disk."""
+        os.fsync(file)
+
+    def sync_folder(self, path: Path) -> None:
+        """Force the names in a folder to the disk."""
+        file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Give a file or folder another name in the same file system; a file there is replaced, a folder is not."""
+        os.rename(path, target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file or a link."""
+        os.unlink(path)
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        os.rmdir(path)
+
+    # ------------------------------------------------------------------ reading
+
+    def open(self, root: Path, name: str) -> int:
+        """The regular file ``name`` ("model/x.safetensors") under ``root``, open for reading; links are not followed.
+
+        Raises:
+            CheckpointError: it is a link, a folder or a device, or lies behind a link.
+        """
+        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            *parents, leaf = name.split("/")
+            for parent in parents:
+                inner = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+                os.close(folder)
+                folder = inner
+            file = os.open(leaf, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)  # a pipe must not block
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise CheckpointError(
+                    f"{root / name} is a link or lies behind one; copy the file itself there."
+                ) from error
+            raise
+        finally:
+            os.close(folder)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise CheckpointError(f"{root / name} is not a regular file; copy the checkpoint anew.")
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # read what is asked for, no 8 MiB window around it
+        return file
+
+    def size(self, file: int) -> int:
+        """Bytes of an open file."""
+        return os.fstat(file).st_size
+
+    def read_into(self, file: int, target: memoryview, offset: int) -> int:
+        """Fill ``target`` from ``offset`` on; returns how many bytes there were."""
+        done = 0
+        while done < len(target):
+            count = os.preadv(file, [target[done:]], offset + done)
+            if not count:
+                break
+            done += count
+        return done
+
+    def close(self, file: int) -> None:
+        """Close an open file."""
+        os.close(file)
+
+    def names(self, path: Path) -> list[str]:
+        """What a folder holds, sorted."""
+        return sorted(os.listdir(path))
+
+    def is_folder(self, path: Path) -> bool:
+        """A folder, and no link to one."""
+        return path.is_dir() and not path.is_symlink()
+
+    def free_bytes(self, path: Path) -> int:
+        """What this user may still write."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+
+def read_all(files: Files, root: Path, name: str, limit: int) -> bytes:
+    """A small file, whole.
+
+    Raises:
+        CheckpointError: it is larger than ``limit`` bytes, which no sound file is.
+    """
+    with opened(files, root, name) as file:
+        size = files.size(file)
+        if size > limit:
+            raise CheckpointError(f"{root / name} has {size} bytes, more than the {limit} that such a file may have.")
+        data = bytearray(size)
+        return bytes(data[: files.read_into(file, memoryview(data), 0)])
+
+
+@contextmanager
+def opened(files: Files, root: Path, name: str) -> Iterator[int]:
+    """An open file that is closed again."""
+    file = files.open(root, name)
+    try:
+        yield file
+    finally:
+        files.close(file)
+
+
+def remove_tree(files: Files, path: Path) -> None:
+    """A folder with all that is in it; links are removed, not followed."""
+    for name in files.names(path):
+        inner = path / name
+        if files.is_folder(inner):
+            remove_tree(files, inner)
+        else:
+            files.unlink(inner)
+    files.remove_folder(path)
+
+
+def _is_direct(file: int) -> bool:
+    return bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def _buffered(file: int) -> None:
+    """Go on through the page cache: after a short write nothing is aligned any more."""
+    if _is_direct(file):
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)

@@ -1,0 +1,301 @@
+"""Read pieces of tensors from a committed checkpoint: only the blocks that hold them, every block checked.
+
+    wanted runs     ....[=======]....[==]...........[=============================]....
+    blocks          |       |       |       |       |       |       |       |       |
+    extents            read, check, copy out of it     | straight into its place |
+
+Runs in the same or neighbouring blocks are read together; of a long run the whole blocks are read straight into the
+memory that they belong to.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checkpoint.blocks import Hashes, block_count, hash_function
+from engine.checkpoint.committed import read_manifest
+from engine.checkpoint.files import Files, opened, read_all
+from engine.checkpoint.manifest import CHECKSUMS, Manifest, StoredTensor
+from engine.checkpoint.pieces import Piece, runs
+from engine.checkpoint.tensor_file import HEADER_LIMIT, Kind, read_header
+from engine.errors import CheckpointError
+
+BUFFER = 1 << 22
+"""Bytes read at a time where runs are copied out."""
+DIRECT = 4
+"""Whole blocks from which a run is read straight into its place."""
+
+_Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A piece of a stored tensor, and where its bytes go."""
+
+    tensor: str
+    piece: Piece
+    target: memoryview
+    """As many bytes as the piece has in the stored dtype."""
+
+
+class _Copy(NamedTuple):
+    """Bytes of a file that belong to a target."""
+
+    start: int
+    length: int
+    target: memoryview
+    tensor: str
+
+
+class StepReader:
+    """An open checkpoint. ``bytes_read`` counts what was read of tensor files.
+
+    Raises:
+        CheckpointError: not committed, damaged, files missing or of another length.
+    """
+
+    def __init__(self, files: Files, step: Path) -> None:
+        self._files = files
+        self.step = step
+        self.manifest: Manifest = read_manifest(files, step)
+        self._check_sizes()
+        self._hashes = self._read_hashes()
+        self._headers: dict[str, dict[str, tuple[Kind, int]]] = {}
+        self.bytes_read = 0
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Fill all targets.
+
+        Raises:
+            CheckpointError: names the file, and the tensor whose block is damaged.
+        """
+        for file, copies in self._by_file(wanted).items():
+            with self._open(file) as opened_file:
+                self._fetch(file, opened_file, copies)
+
+    def verify(self) -> int:
+        """Read and check every block of every file, and all headers; returns the bytes read."""
+        before = self.bytes_read
+        buffer = np.empty(max(BUFFER, self.manifest.checksum.block_bytes), dtype=np.uint8)
+        for file, size in self.manifest.files.items():
+            with self._open(file) as opened_file:
+                for start in range(0, size, len(buffer)):
+                    self._fill(file, opened_file, buffer[: min(len(buffer), size - start)], start)
+        for tensor in self.manifest.tensors.values():
+            for stored in tensor.pieces:
+                self._place(stored.file, stored.key, tensor.kind, stored.piece)
+        return self.bytes_read - before
+
+    def small_file(self, file: str) -> bytes:
+        """A file that is no tensor file, checked."""
+        data = np.empty(self.manifest.files[file], dtype=np.uint8)
+        with self._open(file) as opened_file:
+            self._fill(file, opened_file, data, 0)
+        return data.tobytes()
+
+    def kind(self, tensor: str) -> Kind:
+        """Dtype and shape of a stored tensor."""
+        return self._tensor(tensor).kind
+
+    # ------------------------------------------------------------------ from pieces to bytes
+
+    def _tensor(self, name: str) -> StoredTensor:
+        if name not in self.manifest.tensors:
+            raise CheckpointError(f"{self.step} has no tensor {name!r}; it was saved by another model or optimizer.")
+        return self.manifest.tensors[name]
+
+    def _by_file(self, wanted: Iterable[Wanted]) -> dict[str, list[_Copy]]:
+        """The copies that the wanted pieces need, by file, in the order of the file."""
+        found: dict[str, list[_Copy]] = {}
+        for want in wanted:
+            tensor = self._tensor(want.tensor)
+            got = 0
+            for stored in tensor.pieces:
+                shared = runs(stored.piece, want.piece)
+                if len(shared.length):
+                    begin = self._place(stored.file, stored.key, tensor.kind, stored.piece)
+                    width = tensor.kind.width
+                    for source, target, count in zip(*(column.tolist() for column in shared), strict=True):
+                        place = want.target[target * width : (target + count) * width]
+                        copy = _Copy(begin + source * width, count * width, place, want.tensor)
+                        found.setdefault(stored.file, []).append(copy)
+                    got += int(shared.length.sum())
+            if got != want.piece.elements or got * tensor.kind.width != len(want.target):
+                raise CheckpointError(
+                    f"{self.step}: {want.tensor!r} is {tensor.kind}, of which {want.piece} is no piece."
+                )
+        return {file: sorted(copies, key=lambda copy: copy.start) for file, copies in sorted(found.items())}
+
+    def _place(self, file: str, key: str, kind: Kind, piece: Piece) -> int:
+        """First byte of a stored piece; the header of its file has to agree with the manifest."""
+        if file not in self._headers:
+            with self._open(file) as opened_file:
+                self._headers[file] = read_header(
+                    lambda start, stop: self._checked(file, opened_file, start, stop),
+                    self.manifest.files[file],
+                    str(self.step / file),
+                )
+        held = self._headers[file].get(key)
+        if held is None or held[0].dtype != kind.dtype or held[0].bytes != piece.elements * kind.width:
+            raise CheckpointError(f"{self.step / file}: tensor {key!r} is not what the manifest says; it is damaged.")
+        return held[1]
+
+    # ------------------------------------------------------------------ from bytes to blocks
+
+    def _open(self, file: str) -> AbstractContextManager[int]:
+        return opened(self._files, self.step, file)
+
+    def _fetch(self, file: str, opened_file: int, copies: Sequence[_Copy]) -> None:
+        block = self.manifest.checksum.block_bytes
+        for start, stop, members in _extents(copies, block, self.manifest.files[file]):
+            only = members[0]
+            if len(members) == 1 and only.start == start and only.start + only.length == stop:
+                self._fill(file, opened_file, np.frombuffer(only.target, dtype=np.uint8), start, only.tensor)
+                continue
+            buffer = np.empty(stop - start, dtype=np.uint8)
+            self._fill(file, opened_file, buffer, start, only.tensor)
+            for copy in members:
+                np.frombuffer(copy.target, dtype=np.uint8)[:] = buffer[copy.start - start :][: copy.length]
+
+    def _fill(self, file: str, opened_file: int, target: _Bytes, start: int, tensor: str = "") -> None:
+        """Read whole blocks from ``start`` on, in pieces that stay in the cache while they are hashed."""
+        checksum, hashes = self.manifest.checksum, self._hashes[file]
+        digest = hash_function(checksum.algorithm)
+        step = max(checksum.block_bytes, BUFFER)
+        for begin in range(0, len(target), step):
+            chunk = target[begin : begin + step].data
+            try:
+                count = self._files.read_into(opened_file, chunk, start + begin)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.step / file}: {error.strerror or error}, at byte {start + begin}."
+                ) from error
+            self.bytes_read += count
+            for offset in range(0, len(chunk), checksum.block_bytes):
+                index = (start + begin + offset) // checksum.block_bytes
+                if digest(chunk[offset : offset + checksum.block_bytes]) != int(hashes[index]):
+                    where = f"block {index} (bytes {start + begin + offset}...)"
+                    raise CheckpointError(
+                        f"{self.step / file} is damaged in {where}{self._whose(file, index, tensor)}."
+                    )
+
+    def _whose(self, file: str, block: int, tensor: str) -> str:
+        """The tensors that lie in a damaged block, as far as the header still tells."""
+        size = self.manifest.checksum.block_bytes
+        if file not in self._headers and block:
+            try:
+                with self._open(file) as opened_file:
+                    self._headers[file] = read_header(
+                        lambda start, stop: self._checked(file, opened_file, start, stop),
+                        self.manifest.files[file],
+                        file,
+                    )
+            except (CheckpointError, OSError):
+                pass
+        found = [
+            name
+            for name, stored_tensor in self.manifest.tensors.items()
+            for stored in stored_tensor.pieces
+            if stored.file == file and stored.key in self._headers.get(file, {})
+            for kind, start in [self._headers[file][stored.key]]
+            if start < (block + 1) * size and start + kind.bytes > block * size
+        ]
+        named = found or ([tensor] if tensor else [])
+        if not named:
+            return ": the header, which says where its tensors lie" if file.endswith(".safetensors") else ""
+        return f": tensor {', '.join(map(repr, named[:3]))}" + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+
+    def _checked(self, file: str, opened_file: int, start: int, stop: int) -> bytes:
+        """Bytes ``start:stop``, from checked blocks."""
+        block, size = self.manifest.checksum.block_bytes, self.manifest.files[file]
+        first, last = start // block * block, min(block_count(stop, block) * block, size)
+        buffer = np.empty(max(0, last - first), dtype=np.uint8)
+        self._fill(file, opened_file, buffer, first)
+        return buffer[start - first : stop - first].tobytes()
+
+    # ------------------------------------------------------------------ opening
+
+    def _check_sizes(self) -> None:
+        for file, size in self.manifest.files.items():
+            try:
+                with self._open(file) as opened_file:
+                    found = self._files.size(opened_file)
+            except OSError as error:
+                raise CheckpointError(f"{self.step / file}: {error.strerror or error}{self._held_in(file)}.") from error
+            if found != size:
+                raise CheckpointError(
+                    f"{self.step / file} is damaged: {found} bytes, and {size} were saved{self._held_in(file)}."
+                )
+
+    def _held_in(self, file: str) -> str:
+        named = [name for name, tensor in self.manifest.tensors.items() if any(p.file == file for p in tensor.pieces)]
+        return f"; it holds tensor {named[0]!r} and {len(named) - 1} more" if named else ""
+
+    def _read_hashes(self) -> dict[str, Hashes]:
+        checksum, what = self.manifest.checksum, self.step / CHECKSUMS
+        blocks = {file: block_count(size, checksum.block_bytes) for file, size in self.manifest.files.items()}
+        try:
+            data = read_all(self._files, self.step, CHECKSUMS, 8 * sum(blocks.values()) + HEADER_LIMIT)
+        except OSError as error:
+            raise CheckpointError(f"{what}: {error.strerror or error}.") from error
+        if len(data) != checksum.bytes or hashlib.sha256(data).hexdigest() != checksum.sha256:
+            raise CheckpointError(f"{what} is damaged: its length or sha256 is not what the manifest says.")
+        header = read_header(lambda start, stop: data[start:stop], len(data), str(what))
+        hashes: dict[str, Hashes] = {}
+        for file, count in blocks.items():
+            kind, start = header.get(file, (Kind("U8", ()), 0))
+            if kind != Kind("U64", (count,)):
+                raise CheckpointError(f"{what} has no hashes of the {count} blocks of {file}; it is damaged.")
+            hashes[file] = np.frombuffer(data, dtype="<u8", count=count, offset=start)
+        return hashes
+
+
+def _extents(copies: Sequence[_Copy], block: int, size: int) -> Iterator[tuple[int, int, list[_Copy]]]:
+    """(start, stop, copies): whole blocks to read at once, for copies in the order of the file."""
+    start = stop = 0
+    members: list[_Copy] = []
+    for copy in sorted(_split(copies, block, size), key=lambda copy: copy.start):
+        first = copy.start // block * block
+        last = min(block_count(copy.start + copy.length, block) * block, size)
+        aligned = copy.start == first and copy.start + copy.length == last and copy.length >= DIRECT * block
+        if members and (aligned or first > stop or last - start > BUFFER):
+            yield start, stop, members
+            members = []
+        if aligned:
+            yield first, last, [copy]
+            continue
+        if not members:
+            start, stop = first, last
+        stop = max(stop, last)
+        members.append(copy)
+    if members:
+        yield start, stop, members
+
+
+def _split(copies: Iterable[_Copy], block: int, size: int) -> Iterator[_Copy]:
+    """Long copies as head, whole blocks and tail; the middle then needs no buffer."""
+    for copy in copies:
+        end = copy.start + copy.length
+        first = block_count(copy.start, block) * block
+        last = end if end == size else end // block * block
+        if last - first < DIRECT * block:
+            yield from _bounded(copy)
+            continue
+        for start, stop in ((copy.start, first), (first, last), (last, end)):
+            if start < stop:
+                yield copy._replace(
+                    start=start, length=stop - start, target=copy.target[start - copy.start : stop - copy.start]
+                )
+
+
+def _bounded(copy: _Copy) -> Iterator[_Copy]:
+    """No extent outgrows the buffer."""
+    for start in range(0, copy.length, BUFFER // 2):
+        part = copy.target[start : start + BUFFER // 2]
+        yield copy._replace(start=copy.start + start, length=len(part), target=part)
