@@ -129,18 +129,12 @@ class FullState:
         return precision.frozen(row.name, row.dtype)
 
     def _buffer(self, name: str, buffer: Tensor) -> Tensor:
-        """A buffer from the stage that runs its module; free code runs on every stage, the first among them."""
-        stage = self._stage_of(name)
+        """A buffer from its stage."""
+        stage = self._plan.stage_of_buffer(name)
         if stage and self._coord.tp == 0:
             moved = self._to_first_stage(buffer, tuple(buffer.shape), buffer.dtype, stage)
             return buffer if moved is None else moved
         return buffer
-
-    def _stage_of(self, buffer: str) -> int:
-        plan = self._plan
-        if plan.cut is None or plan.timeline is None:
-            return 0
-        return plan.cut.stage_of_buffer(plan.timeline, buffer)
 
     def _named(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         state: dict[str, Any] = dict(self._model.state_dict(keep_vars=True))

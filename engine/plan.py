@@ -80,6 +80,12 @@ class Plan:
         """The flat layout of a position."""
         return self.layouts[coord.pp, coord.tp]
 
+    def stage_of_buffer(self, name: str) -> int:
+        """The stage that runs the module of a buffer; free code runs on every stage, the first among them."""
+        if self.cut is None or self.timeline is None:
+            return 0
+        return self.cut.stage_of_buffer(self.timeline, name)
+
     @property
     def tie_stages(self) -> tuple[tuple[int, ...], ...]:
         """Every set of stages that own parameters together, in one order for all ranks."""

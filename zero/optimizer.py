@@ -36,6 +36,16 @@ class GroupOptions:
         return {name: value for name, value in values.items() if value is not None}
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor that the inner optimizer updates, and which elements of a bucket it is."""
+
+    parameter: nn.Parameter
+    grads: Tensor
+    flat: FlatBucket
+    part: slice
+
+
 class ShardedOptimizer:
     """Updates the owned weights of every bucket and makes the parameters whole again.
 
@@ -66,12 +76,14 @@ class ShardedOptimizer:
         self._sharded = sharded
         collect = _whole_parameters if shaped and not sharded else _segments
         members: dict[int, list[nn.Parameter]] = {index: [] for index in range(len(groups))}
-        self._grads: list[tuple[nn.Parameter, Tensor]] = []
+        self.places: list[Place] = []
+        """In the order of the buckets."""
         for flat in buckets:
-            for group, weights, grads in collect(flat):
+            for group, part, shape in collect(flat):
+                weights = flat.weights[part.start - flat.owned.start : part.stop - flat.owned.start].view(shape)
                 parameter = nn.Parameter(weights)
                 members[group].append(parameter)
-                self._grads.append((parameter, grads))
+                self.places.append(Place(parameter, flat.gradient(part).view(shape), flat, part))
         self._rounding: RoundedUpdates | None = None
         self.inner = factory([{"params": members[i], **group.as_kwargs()} for i, group in enumerate(groups)])
         if sharded:
@@ -88,10 +100,9 @@ class ShardedOptimizer:
                 f"bf16.bf16_master_weights_and_grads with optimizer {type(self.inner).__name__}: only the built-in "
                 "ones round stochastically; name AdamW, Adam, SGD or Lion in the config."
             )
-        places = [(flat, segment) for flat in self._buckets for segment in flat.bucket.segments(flat.owned)]
-        for (parameter, _), (flat, segment) in zip(self._grads, places, strict=True):
-            if parameter.dtype == torch.bfloat16:
-                rounding.add(parameter, flat, segment)
+        for place in self.places:
+            if place.parameter.dtype == torch.bfloat16:
+                rounding.add(place.parameter, place.flat, place.part)
         self._rounding = self.inner.rounding = rounding
 
     @torch.no_grad()
@@ -103,8 +114,10 @@ class ShardedOptimizer:
                 flat.gradient(flat.owned).mul_(scale)
         if self._rounding is not None:
             self._rounding.scale = scale
-        for parameter, grads in self._grads:
-            parameter.grad = grads  # anew each time: zero_grad() on the inner optimizer must not end the training
+        for place in self.places:
+            place.parameter.grad = (
+                place.grads
+            )  # anew each time: zero_grad() on the inner optimizer must not end the training
         self.inner.step()
         gathers = []
         for flat in self._buckets:
@@ -119,18 +132,16 @@ class ShardedOptimizer:
         torch.clear_autocast_cache()  # an autocast around several steps would go on with copies of the old weights
 
 
-def _segments(flat: FlatBucket) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(group, weights, gradients) of each run of equal group, flat: an update is then a few long kernels."""
+def _segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
+    """(group, elements, shape) of each run of equal group, flat: an update is then a few long kernels."""
     for segment in flat.bucket.segments(flat.owned):
-        weights = flat.weights[segment.start - flat.owned.start : segment.stop - flat.owned.start]
-        yield segment.group, weights, flat.gradient(slice(segment.start, segment.stop))
+        yield segment.group, slice(segment.start, segment.stop), (segment.stop - segment.start,)
 
 
-def _whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(group, weights, gradients) of each parameter, in its shape."""
+def _whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
+    """(group, elements, shape) of each parameter."""
     for slot in flat.bucket.slots:
-        place = slice(slot.start, slot.stop)
-        yield slot.group, flat.weights[place].view(slot.shape), flat.grads[place].view(slot.shape)
+        yield slot.group, slice(slot.start, slot.stop), slot.shape
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:

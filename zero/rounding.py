@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.kernels.stochastic_rounding import round_to_bf16
 from engine.parallel.seeds import derive_seed
 from engine.parallel.shards import ShardRow
-from engine.zero.layout import Segment, Slot
+from engine.zero.layout import Slot
 from engine.zero.storage import FlatBucket
 
 PIECE = 1 << 20
@@ -71,13 +71,13 @@ class RoundedUpdates:
     _slots: dict[Tensor, list[tuple[Slot, int, int, int]]] = field(default_factory=dict)
     """Tensor of the optimizer -> slots in it, with the elements of them and where they begin in the tensor."""
 
-    def add(self, weights: Tensor, flat: FlatBucket, segment: Segment) -> None:
-        """``weights`` are this segment of the bucket. Padding is left out."""
+    def add(self, weights: Tensor, flat: FlatBucket, part: slice) -> None:
+        """``weights`` are these elements of the bucket. Padding is left out."""
         found = self._slots[weights] = []
         for slot in flat.bucket.slots:
-            start, stop = max(slot.start, segment.start), min(slot.stop, segment.stop)
+            start, stop = max(slot.start, part.start), min(slot.stop, part.stop)
             if start < stop:
-                found.append((slot, start - slot.start, stop - slot.start, start - segment.start))
+                found.append((slot, start - slot.start, stop - slot.start, start - part.start))
 
     def pieces(self, weights: Tensor) -> Iterator[Piece]:
         """All elements of a tensor of the optimizer; one empty piece where it is nothing but padding."""

@@ -44,7 +44,7 @@ def test_pieces_of_all_shards_cover_every_element_once(ranks: int) -> None:
         updates = RoundedUpdates(1, Whole({"large": 0, "small": 1, "none": 2}, rows, 0), torch.float32)
         for segment in flat.bucket.segments(flat.owned):
             weights = flat.kept[segment.start - flat.owned.start : segment.stop - flat.owned.start]
-            updates.add(weights, flat, segment)
+            updates.add(weights, flat, slice(segment.start, segment.stop))
             for piece in updates.pieces(weights):
                 seen[piece.number][piece.places] += 1
                 assert len(piece.places) == piece.part.stop - piece.part.start <= PIECE

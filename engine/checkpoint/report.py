@@ -1,0 +1,70 @@
+"""What a rank has written, as rank 0 hears of it, and all ranks' reports in one."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engine.checkpoint.blocks import Hashes
+from engine.checkpoint.json_text import Fields, dump, parse
+from engine.checkpoint.manifest import StoredPiece, StoredTensor, check_cover, piece_from_json, piece_to_json
+from engine.checkpoint.tensor_file import Kind, read_kind
+from engine.errors import CheckpointError
+
+
+@dataclass(slots=True)
+class Report:
+    """Files, hashes of their blocks, and which pieces lie in them."""
+
+    files: dict[str, int] = field(default_factory=dict)
+    hashes: dict[str, Hashes] = field(default_factory=dict)
+    pieces: dict[str, list[Any]] = field(default_factory=dict)
+    """Tensor -> JSON of its pieces."""
+
+    def file(self, name: str, size: int, hashes: Hashes) -> None:
+        """Note a file."""
+        self.files[name] = size
+        self.hashes[name] = hashes
+
+    def piece(self, tensor: str, kind: Kind, stored: StoredPiece) -> None:
+        """Note a piece."""
+        entry = {"dtype": kind.dtype, "shape": list(kind.shape), **piece_to_json(stored, stored.file)}
+        self.pieces.setdefault(tensor, []).append(entry)
+
+    def to_json(self) -> bytes:
+        """The message to rank 0."""
+        hashes = {name: value.tobytes().hex() for name, value in self.hashes.items()}
+        return dump({"files": self.files, "hashes": hashes, "pieces": self.pieces})
+
+
+def failure(problem: str) -> bytes:
+    """The message of a rank that could not write."""
+    return dump({"problem": problem})
+
+
+def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
+    """All reports, by rank, as one, and the tensors that they hold.
+
+    Raises:
+        CheckpointError: a rank's problem, or a tensor that the ranks together have not written exactly once.
+    """
+    merged = Report()
+    kinds: dict[str, Kind] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
+    for rank, data in enumerate(reports):
+        fields = Fields(parse(data, f"the report of rank {rank}"), f"the report of rank {rank}")
+        if fields.any("problem") is not None:
+            raise CheckpointError(f"not saved: {fields.text('problem')}")
+        for name, text in fields.object("hashes").items():
+            merged.file(name, fields.object("files")[name], np.frombuffer(bytes.fromhex(text), dtype="<u8"))
+        for name, entries in fields.object("pieces").items():
+            kinds[name] = read_kind(Fields(entries[0], name))
+            pieces.setdefault(name, []).extend(_pieces(entries, kinds[name], name))
+    for name, found in pieces.items():
+        check_cover(f"not saved: {name}", kinds[name].shape, found)
+    return merged, {name: StoredTensor(kinds[name], tuple(found)) for name, found in pieces.items()}
+
+
+def _pieces(entries: Sequence[Any], kind: Kind, name: str) -> list[StoredPiece]:
+    return [piece_from_json(entry, kind.shape, entry["file"], name) for entry in entries]

@@ -1,0 +1,215 @@
+"""The half of a save that runs in the background.
+
+    rank 0     a folder of its own for this attempt                 announced
+    all        weights -> their owners
+               my files: hashed, written, forced to the disk
+               what I wrote -> rank 0                               collected
+    rank 0     every tensor covered once? manifest, COMMIT, rename, retention
+               the verdict                                          announced
+
+All messages pass the host group. Whatever fails on whichever rank fails the save on all, by the same sentence, and
+takes nothing from older checkpoints.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.blocks import BLOCK, DEFAULT_ALGORITHM
+from engine.checkpoint.committed import commit, point_to, retain, sweep, temporary, write_manifest
+from engine.checkpoint.files import PAGE, Files, remove_tree
+from engine.checkpoint.image import Image
+from engine.checkpoint.json_text import Fields, dump, parse
+from engine.checkpoint.manifest import CHECKSUMS, Checksum, Manifest, StoredPiece
+from engine.checkpoint.pieces import Part
+from engine.checkpoint.report import Report, failure, merge
+from engine.checkpoint.shares import ModelTensor, Shares
+from engine.checkpoint.snapshot import Contents, Ours, Snapshot, Snapshots
+from engine.checkpoint.tensor_file import Kind, lay_out
+from engine.checkpoint.write import write_file
+from engine.errors import CheckpointError, EngineError
+from engine.parallel.host import HostGroup, announce, collect
+
+INDEX = "model.safetensors.index.json"
+
+
+class Saver:
+    """The saves of one engine, one at a time.
+
+    Args:
+        shares: who stores what.
+        tensors: the model folder, the same on all ranks.
+        host: takes weights to their owners, and the verdict to all.
+    """
+
+    def __init__(self, shares: Shares, tensors: tuple[ModelTensor, ...], host: HostGroup, files: Files) -> None:
+        self._tensors, self._host, self._files = tensors, host, files
+        self._snapshots = Snapshots(shares, tensors, host.rank)
+
+    def snapshot(self, ours: Ours, contents: Contents) -> Snapshot:
+        """Copy everything that training will change; the next snapshot takes the same memory."""
+        return self._snapshots.take(ours, contents)
+
+    def run(self, snapshot: Snapshot, folder: Path, keep: int | None) -> Path:
+        """Write and commit a snapshot; returns the checkpoint's folder. All ranks run it, for the same step.
+
+        Args:
+            keep: how many checkpoints stay in ``folder``; None: all.
+
+        Raises:
+            CheckpointError: what failed, on which rank, with path and bytes; the same on every rank.
+            EngineError: a rank that cannot be reached any more.
+        """
+        opened = self._on_first(lambda: self._open(folder, snapshot.contents.step))
+        written = Path(opened.text("folder"))
+        report = self._report(snapshot, written)
+        if self._host.rank:
+            collect(self._host, report)
+        verdict = self._on_first(lambda: self._commit(snapshot.contents, written, report, keep))
+        return Path(verdict.text("folder"))
+
+    def _on_first(self, action: Callable[[], Mapping[str, Any]]) -> Fields:
+        """Rank 0 acts; all ranks get what came of it, or raise its problem."""
+        message = b""
+        if self._host.rank == 0:
+            try:
+                message = dump(action())
+            except (EngineError, OSError) as error:
+                message = failure(_described(error))
+        answer = Fields(parse(announce(self._host, message), "rank 0's message"), "rank 0's message")
+        if answer.any("problem") is not None:
+            raise CheckpointError(answer.text("problem"))
+        return answer
+
+    def _open(self, folder: Path, step: int) -> Mapping[str, Any]:
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(self._files, folder)
+        written = temporary(folder, step, secrets.token_hex(4))
+        self._files.make_folder(written)
+        for name in ("model", "optim", "state"):
+            self._files.make_folder(written / name)
+        return {"folder": str(written)}
+
+    # ------------------------------------------------------------------ every rank
+
+    def _report(self, snapshot: Snapshot, written: Path) -> bytes:
+        """Gather and write this rank's files; says what was written, or what was the problem."""
+        try:
+            self._gather(snapshot)
+            return self._write_files(snapshot, written).to_json()
+        except (EngineError, OSError) as error:
+            return failure(self._on_this_rank(error, written, snapshot))
+
+    def _gather(self, snapshot: Snapshot) -> None:
+        """Send every owner its weights, and put those together that this rank owns."""
+        me, snapshots = self._host.rank, self._snapshots
+        waits = [self._host.send(data, owner) for owner, data in snapshot.outgoing.items() if owner != me]
+        for source, size in snapshots.incoming():
+            message = snapshot.outgoing[me] if source == me else snapshots.memory.take("from others", size)[:size]
+            if source != me:
+                self._host.receive(message, source)()
+            snapshots.put(snapshot, source, message)
+        for wait in waits:
+            wait()
+
+    def _write_files(self, snapshot: Snapshot, written: Path) -> Report:
+        report, rank = Report(), self._host.rank
+        if snapshot.model.layout.places:
+            file = self._model_file(rank)
+            self._write(written, file, snapshot.model, report)
+            for tensor in self._snapshots.owned:
+                whole = Part(tensor.kind.shape).whole()
+                report.piece(tensor.name, tensor.kind, StoredPiece(file, tensor.key, whole))
+        if snapshot.optim.layout.places:
+            file = f"optim/optim-{rank:05d}.safetensors"
+            self._write(written, file, snapshot.optim, report)
+            for name, (kind, piece) in snapshot.pieces.items():
+                report.piece(name, kind, StoredPiece(file, name, piece))
+        if snapshot.state.layout.places:
+            self._write(written, f"state/rank-{rank:05d}.safetensors", snapshot.state, report)
+        if rank == 0:
+            index = {
+                "metadata": {"total_size": sum(tensor.kind.bytes for tensor in self._tensors)},
+                "weight_map": {t.key: self._model_file(t.owner).removeprefix("model/") for t in self._tensors},
+            }
+            for name, data in {**snapshot.contents.model_files, INDEX: dump(index)}.items():
+                self._write_bytes(written, f"model/{name}", data, report)
+        return report
+
+    def _model_file(self, owner: int) -> str:
+        writers = self._snapshots.writers
+        return f"model/model-{writers.index(owner) + 1:05d}-of-{len(writers):05d}.safetensors"
+
+    def _write(self, written: Path, file: str, image: Image, report: Report) -> None:
+        hashes = write_file(self._files, written / file, image.memory, image.layout.size)
+        report.file(file, image.layout.size, hashes)
+
+    def _write_bytes(self, written: Path, file: str, data: bytes | bytearray, report: Report) -> None:
+        memory = self._snapshots.memory.take("small", len(data))
+        memory[: len(data)] = data
+        memory[len(data) : -(-len(data) // PAGE) * PAGE] = bytes(-len(data) % PAGE)
+        report.file(file, len(data), write_file(self._files, written / file, memory, len(data)))
+
+    def _on_this_rank(self, error: Exception, written: Path, snapshot: Snapshot) -> str:
+        if not isinstance(error, OSError):
+            return str(error)
+        needed = sum(image.layout.size for image in snapshot.images)
+        try:
+            free = f"{self._files.free_bytes(written.parent)} are free there"
+        except OSError:
+            free = "how many are free there is unknown"
+        return f"{_described(error)} on rank {self._host.rank}, which has {needed} bytes to write; {free}."
+
+    # ------------------------------------------------------------------ rank 0
+
+    def _commit(self, contents: Contents, written: Path, report: bytes, keep: int | None) -> Mapping[str, Any]:
+        try:
+            merged, tensors = merge(collect(self._host, report) or [])
+            checksum = self._write_checksums(written, merged)
+            attempt = written.name.rpartition("-")[2]
+            manifest = Manifest(
+                contents.step, attempt, tensors, merged.files, checksum, contents.aliases, contents.info,
+                contents.progress, contents.optimizer, contents.user,
+            )  # fmt: skip
+            write_manifest(self._files, written, manifest)
+            step = commit(self._files, written, contents.step)
+        except BaseException:
+            self._discard(written)
+            raise
+        self._tidy(step, attempt, keep)
+        return {"folder": str(step)}
+
+    def _write_checksums(self, written: Path, merged: Report) -> Checksum:
+        layout = lay_out({name: Kind("U64", (len(hashes),)) for name, hashes in merged.hashes.items()})
+        data = bytearray(layout.size)
+        data[: len(layout.header)] = layout.header
+        for name, (kind, start) in layout.places.items():
+            data[start : start + kind.bytes] = merged.hashes[name].tobytes()
+        self._write_bytes(written, CHECKSUMS, data, Report())
+        return Checksum(DEFAULT_ALGORITHM, BLOCK, hashlib.sha256(data).hexdigest(), len(data))
+
+    def _tidy(self, step: Path, attempt: str, keep: int | None) -> None:
+        """The checkpoint is there; what fails from here on takes nothing from it."""
+        try:
+            point_to(self._files, step, attempt)
+            if keep is not None:
+                retain(self._files, step.parent, keep)
+        except OSError as error:
+            raise CheckpointError(f"{step} is committed, but cleaning up failed: {_described(error)}") from error
+
+    def _discard(self, written: Path) -> None:
+        """Make room; what cannot be removed is swept by the next save."""
+        try:
+            if self._files.is_folder(written):
+                remove_tree(self._files, written)
+        except OSError:
+            pass
+
+
+def _described(error: Exception) -> str:
+    """What happened, and to which path."""
+    if not isinstance(error, OSError):
+        return str(error)
+    return f"{error.strerror or error}: {error.filename or 'a file of the checkpoint'}"
