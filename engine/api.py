@@ -11,7 +11,9 @@ from engine.agreement import all_or_none
 from engine.banner import describe
 from engine.batch import Batch
 from engine.build import ModelSource, Parts, Request, build, make_model, plan_run, prepare
+from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
+from engine.durable import Durable
 from engine.engine import Engine
 from engine.loss import LossFunction
 from engine.lr import SchedulerArgument
@@ -52,6 +54,7 @@ def initialize(
     world = read_world()
     resolved = load_config(config, world.size)
     made = make_model(model, resolved.seed, world.device)
+    files = model_files(made)
     request = Request(loss_fn, optimizer, lr_scheduler, example_batch)
     prepare(made, resolved, request)
     waits = needs_example(resolved) and example_batch is None
@@ -68,7 +71,7 @@ def initialize(
             logger.info(describe(known, str(world.device)))
         return parts
 
-    engine = Engine(made, resolved, comm, world.device, complete)
+    engine = Engine(made, resolved, comm, complete, Durable(made, resolved, comm, world.device, files))
     if not waits:
         engine.complete(example_batch)
     return engine

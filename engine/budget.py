@@ -17,8 +17,8 @@ from engine.precision import Precision
 from engine.zero.gather_order import Direction, GatherOrder, count_gathers
 from engine.zero.layout import FlatLayout
 
-CONTROL_SCALARS = 5
-"""fp64 values that one step sums over all ranks: loss, weight, norm squared, tokens, problems."""
+CONTROL_SCALARS = 6
+"""fp64 values that one step sums over all ranks: loss, weight, norm squared, tokens, problems, wishes to stop."""
 
 
 @dataclass(frozen=True, slots=True)

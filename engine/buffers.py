@@ -1,5 +1,6 @@
 """Buffers that a forward writes (running statistics, counters): put back when their step is not made."""
 
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,8 @@ class WrittenBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = tuple(model.modules())
+        self._named = tuple(model.named_modules())
+        self._modules = tuple(module for _, module in self._named)
         self._modes: set[tuple[bool, ...]] = set()
         self._written: set[tuple[int, str]] = set()
         self._seen: list[_Seen] = []
@@ -69,6 +71,23 @@ class WrittenBuffers:
         if self._seen:
             self._modes.add(self._mode())
         self._seen = []
+
+    def written(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, buffer) of those that steps have written, on this rank."""
+        for path, module in self._named:
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None and (id(module), leaf) in self._written:
+                    yield f"{path}.{leaf}" if path else leaf, buffer
+
+    @torch.no_grad()
+    def restore(self, states: Mapping[str, Tensor]) -> None:
+        """Put in what ``written`` gave, as bytes."""
+        for path, module in self._named:
+            for leaf, buffer in module._buffers.items():
+                state = states.get(f"{path}.{leaf}" if path else leaf)
+                if buffer is not None and state is not None:
+                    buffer.copy_(state.view(buffer.dtype).view(buffer.shape))
+                    self._written.add((id(module), leaf))
 
     def _mode(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._modules)

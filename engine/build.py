@@ -250,9 +250,6 @@ def _refuse_unbuilt(config: Config) -> None:
         "activation_checkpointing.mode 'selective'": recompute.mode == "selective",
         "kernels 'triton'": config.kernels == "triton",
         "compile true": config.compile,
-        "checkpoint.every": config.checkpoint.every > 0,
-        "checkpoint.folder": config.checkpoint.folder is not None,
-        "checkpoint.init_from": config.checkpoint.init_from is not None,
     }
     asked = [setting for setting, wanted in missing.items() if wanted]
     if asked:

@@ -329,8 +329,10 @@ class CheckpointConfig:
     """How many of the newest to keep."""
     asynchronous: bool = setting(True, Flag(), key="async")
     """Write in the background."""
+    on_failure: Literal["continue", "stop"] = setting("continue", _words("continue", "stop", noun="a reaction"))
+    """What a checkpoint that cannot be written does to the run; it is logged either way."""
     init_from: str | None = setting(None, FOLDER)
-    """Folder whose weights a meta model starts from."""
+    """Hugging Face folder, or checkpoint, whose weights the model starts from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

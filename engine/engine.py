@@ -5,6 +5,7 @@ train_batch    cut -> same batch on all ranks of a replica? -> executor [ forwar
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,11 +19,13 @@ from engine.attached import Attachment
 from engine.banner import compare_traffic
 from engine.batch import Batch, is_text, join_outputs
 from engine.build import Parts
+from engine.checkpoint.background import PendingSave
 from engine.config import Config
+from engine.durable import Durable
 from engine.errors import EngineError
 from engine.full_parameters import full_parameters
 from engine.loss import check_pair, check_trainable
-from engine.metrics import StepReport, make_sinks, peak_memory, utilisation
+from engine.metrics import StepReport
 from engine.modes import evaluating
 from engine.parallel.comm import Comm
 from engine.parallel.grid import Grid
@@ -30,10 +33,12 @@ from engine.parallel.pipeline.schedule import Schedule, forward_only
 from engine.parallel.traffic import Tally
 from engine.plan import Plan
 from engine.replica import check_batch, take_batch
+from engine.reporting import Reports
 from engine.step import Step
 from engine.update import Outcome, Update
 from engine.work import Work
 
+Path_ = str | os.PathLike[str]
 BuildParts = Callable[[Batch, Exception | None], Parts]
 
 
@@ -43,22 +48,18 @@ class Engine:
     Where a plan needs to see a batch and none was given, the parts are built when the first one comes.
     """
 
-    def __init__(self, model: nn.Module, config: Config, comm: Comm, device: torch.device, build: BuildParts) -> None:
-        self._model = model
-        self._config = config
-        self._comm = comm
-        self._grid = comm.grid
-        self._device = device
+    def __init__(self, model: nn.Module, config: Config, comm: Comm, build: BuildParts, durable: Durable) -> None:
+        self._model, self._config, self._comm = model, config, comm
+        self._grid, self._device = comm.grid, durable.device
         self._build: BuildParts = build
         self._built: Parts | None = None
         self._step: Step | None = None
         self._forwarded: Batch = None
         self._forwards = 0
         self._loop_started: float | None = None
-        self._update = Update(config, comm, device)
-        self._trained = Tally()
-        self._attempts = 0
-        self._sinks = make_sinks(config.monitor) if comm.grid.rank == 0 else ()
+        self._update = Update(config, comm, self._device)
+        self._reports = Reports(config, comm, self._device)
+        self._durable = durable
 
     def complete(self, example: Batch, problem: Exception | None = None) -> None:
         """Build what is missing, for microbatches like ``example``. Collective; ``initialize`` calls it.
@@ -68,6 +69,7 @@ class Engine:
         if self._built is None:
             self._built = self._build(example, problem)
             self._attachment = Attachment(self._model, (*self._built.buckets, *self._built.frozen))
+            self._durable.built(self._built, self._update)
 
     @property
     def _parts(self) -> Parts:
@@ -77,8 +79,6 @@ class Engine:
                 "train a batch first."
             )
         return self._built
-
-    # ------------------------------------------------------------------ what a run is
 
     @property
     def plan(self) -> Plan:
@@ -132,7 +132,7 @@ class Engine:
 
     def traffic_report(self) -> str:
         """Planned and measured bytes of a training step on this rank, side by side."""
-        return compare_traffic(self.plan, self._trained, self.grid.rank, max(1, self._attempts))
+        return compare_traffic(self.plan, self._reports.trained, self.grid.rank, max(1, self._reports.attempts))
 
     # ------------------------------------------------------------------ whole steps
 
@@ -144,7 +144,7 @@ class Engine:
                 iterator of microbatches, from which exactly ``accumulation`` items are pulled.
 
         Communicates values and their gradients over pp, activations over tp, gradients and parameters over
-        dp, a digest of the batch over the replica and five scalars over the world.
+        dp, a digest of the batch over the replica and six scalars over the world.
 
         Raises:
             EngineError: a bad batch, or another than its replica's: all ranks raise, each its own error, and
@@ -181,7 +181,8 @@ class Engine:
             self._play(step, work, forward_only(self._config.pp, self._config.accumulation))
         control = self._update.agree(step, 0.0)
         step.seconds = time.perf_counter() - step.started
-        report = self._report(step, Outcome(control, math.nan, self.lr, 1.0, None))
+        outcome = Outcome(control, math.nan, self.lr, 1.0, None)
+        report = self._reports.make(step, outcome, self.plan, self._update.made)
         if not return_output:
             return report
         return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
@@ -277,14 +278,46 @@ class Engine:
         with full_parameters(self._parts, self._model, pattern) as parameters:
             yield parameters
 
+    def register_for_checkpointing(self, **things: Any) -> None:
+        """Save and load these too, such as ``data=sampler``: ``state_dict`` is JSON and the same on every rank."""
+        self._durable.register(things)
+
+    def save_checkpoint(self, folder: Path_ | None = None, client_state: Any = None) -> PendingSave:
+        """Begin a checkpoint ``folder/step-N``; returns once this rank's share is copied. Collective.
+
+        It appears when all ranks have written and every tensor is there, or not at all; ``wait()`` on the result
+        blocks until then and raises if it failed, which is logged in any case. Weights travel over a host group.
+
+        Args:
+            folder: of the run; None: ``checkpoint.folder``, where the newest ``checkpoint.keep`` stay.
+            client_state: any JSON; ``load_checkpoint`` returns it.
+        """
+        return self._durable.save(folder, client_state if client_state is not None else {})
+
+    def load_checkpoint(
+        self, folder: Path_ | None = None, *, load_module_only: bool = False, load_optimizer_states: bool = True
+    ) -> Any:
+        """Go on from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
+
+        Returns its client state, or None if there is no checkpoint. Every block that is read is checked. Load the
+        module only: weights and buffers; without optimizer states, the optimizer starts fresh and the rest goes on.
+
+        Raises:
+            CheckpointError: damage: file, tensor, the last good one; another model: the first difference. On all ranks.
+        """
+        return self._durable.load(folder, load_module_only, load_optimizer_states)
+
+    def save_pretrained(self, folder: Path_) -> None:
+        """Write weights (as computed with) and configuration for ``transformers``' ``from_pretrained``. Collective."""
+        self._durable.save_pretrained(folder)
+
     def close(self) -> None:
-        """Take the hooks off, close the logs, let go of its groups. The engine cannot be used afterwards.
+        """Wait for the checkpoint under way, take the hooks off, close the logs, let go of its groups. It is the end.
 
         The process group itself lives until the interpreter exits: other engines may use it.
         """
-        for sink in self._sinks:
-            sink.close()
-        self._sinks = ()
+        self._durable.close()
+        self._reports.close()
         if self._built is not None:
             for remove in self._built.removals:
                 remove()
@@ -310,6 +343,7 @@ class Engine:
     def _begin(self) -> Step:
         comm = self._parts.comm
         self._attachment.check()
+        self._durable.refuse_spoiled()
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         started, self._loop_started = self._loop_started or time.perf_counter(), None
         return Step(started, comm.tally.copy(), zero, zero.clone(), scale=self._update.scale.value)
@@ -356,37 +390,10 @@ class Engine:
         return self.config.seed, self._update.made, self.grid.coord().dp * self.config.accumulation + index
 
     def _finish(self, step: Step) -> StepReport:
-        outcome = self._update.run(step, self._parts)
-        report = self._record(self._report(step, outcome), step)
+        step.problem = step.problem or self._durable.problem()
+        outcome = self._update.run(step, self._parts, stop=self._durable.stop_asked)
+        report = self._reports.make(step, outcome, self.plan, self._update.made)
+        self._reports.record(report, step)
         self._update.check(outcome)
-        return report
-
-    def _report(self, step: Step, outcome: Outcome) -> StepReport:
-        control = outcome.control
-        parameter_tokens = self.plan.table.elements * control.tokens / self.grid.world_size if step.text else None
-        tflops, mfu = utilisation(parameter_tokens, step.seconds, self._device)
-        return StepReport(
-            step=self._update.made,
-            loss=control.loss / control.weight if control.weight else math.nan,
-            weight=control.weight,
-            grad_norm=outcome.norm,
-            lr=outcome.lr,
-            tokens=int(control.tokens),
-            seconds=step.seconds,
-            tflops=tflops,
-            mfu=mfu,
-            peak_bytes=peak_memory(self._device),
-            bytes_sent=self._comm.tally.since(step.sent).bytes(),
-            skipped=outcome.skipped,
-            nonfinite=outcome.nonfinite,
-            loss_scale=outcome.scale,
-        )
-
-    def _record(self, report: StepReport, step: Step) -> StepReport:
-        self._attempts += 1
-        for row in self._comm.tally.since(step.sent).rows():
-            self._trained.add(row)
-        if self._attempts % self.config.monitor.every == 0 or self._attempts == 1:
-            for sink in self._sinks:
-                sink.write(report)
+        self._durable.after_step(not outcome.skipped, bool(outcome.control.stops))
         return report

@@ -56,7 +56,7 @@ class FullState:
     """Gathers the state dict; every rank of the world calls it."""
 
     def __init__(self, model: nn.Module, plan: Plan, entries: Mapping[str, Entry], comm: Comm) -> None:
-        self._model, self._plan, self._entries, self._comm = model, plan, entries, comm
+        self._model, self._plan, self.entries, self._comm = model, plan, entries, comm
         self._coord = comm.grid.coord()
         self._device = next(model.parameters()).device
 
@@ -73,7 +73,7 @@ class FullState:
         live = dict(self._model.named_buffers())
         buffers = {
             entry.name: self._buffer(entry.name, live[entry.name])
-            for entry in self._entries.values()
+            for entry in self.entries.values()
             if entry.kind == "buffer" and self._coord.dp == 0
         }
         return self._named(weights, buffers) if self._comm.grid.rank == 0 else {}
@@ -138,7 +138,7 @@ class FullState:
 
     def _named(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         state: dict[str, Any] = dict(self._model.state_dict(keep_vars=True))
-        for key, entry in self._entries.items():
+        for key, entry in self.entries.items():
             if entry.kind == "other" or entry.dtype is None:
                 continue
             tensor = weights[entry.name] if entry.kind == "parameter" else buffers[entry.name]

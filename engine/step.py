@@ -51,3 +51,5 @@ class Control:
     squared_norm: float
     tokens: float
     problems: float
+    stops: float
+    """Ranks that were asked to stop."""

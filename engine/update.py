@@ -6,7 +6,9 @@ reduce what is left -> agree -> finite?  yes: clip, update, gather
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from engine.budget import CONTROL_SCALARS
 from engine.build import Parts
 from engine.config import Config
 from engine.errors import EngineError
-from engine.loss_scale import make_loss_scale
+from engine.loss_scale import LossScale, make_loss_scale
 from engine.parallel.comm import Comm
 from engine.step import Control, Step
 from engine.zero.clip import clip_factor, gradient_norm
@@ -52,14 +54,21 @@ class Update:
         """Updates."""
         self.skipped = 0
         """Steps that were none."""
+        self.tokens = 0
+        """Of all steps."""
+        self.samples = 0
+        """Rows of all steps."""
         self.scale = make_loss_scale(config.fp16)
         """Of the next step."""
 
-    def run(self, step: Step, parts: Parts) -> Outcome:
-        """Reduce, agree, update or skip. Collective; a step that has failed on any rank raises on all."""
+    def run(self, step: Step, parts: Parts, stop: bool = False) -> Outcome:
+        """Reduce, agree, update or skip. Collective; a step that has failed on any rank raises on all.
+
+        ``stop``: this rank was asked to stop after this step.
+        """
         parts.bench.finish()
         step.problem = parts.copies.run(step.sent) or step.problem  # collective: also where a step has failed
-        control = self.agree(step, squared_norm(parts.buckets))
+        control = self.agree(step, squared_norm(parts.buckets), stop)
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._seconds
         divisor = control.weight * step.scale
@@ -77,11 +86,13 @@ class Update:
             parts.learning_rate.done()
             self.made += 1
             self._in_a_row = 0
+        self.tokens += int(control.tokens)
+        self.samples += self._config.train_batch_size or 0
         self.scale = self.scale.after(overflow=nonfinite is not None)
         self._seconds = time.perf_counter() - agreed
         return Outcome(control, norm, lr, step.scale, nonfinite)
 
-    def agree(self, step: Step, norm: Tensor | float) -> Control:
+    def agree(self, step: Step, norm: Tensor | float, stop: bool = False) -> Control:
         """Sum the control values over the world: the one point where all ranks meet."""
         coord = self._comm.grid.coord()
         speaks = coord.tp == 0 and coord.pp == self._comm.grid.pp - 1  # one rank of each data coordinate has the loss
@@ -90,6 +101,7 @@ class Update:
             values[0], values[1], values[3] = step.loss, step.weight, step.tokens
         values[2] = norm
         values[4] = step.problem is not None
+        values[5] = stop
         self._comm.all_reduce(values, "world", "control").wait()
         control = Control(*values.tolist())
         if step.problem is not None:
@@ -100,6 +112,20 @@ class Update:
                 "their message tells why."
             )
         return control
+
+    def state_dict(self) -> dict[str, Any]:
+        """All counters and the loss scale; JSON."""
+        return {
+            "made": self.made, "skipped": self.skipped, "in_a_row": self._in_a_row, "tokens": self.tokens,
+            "samples": self.samples, "scale": asdict(self.scale) if self._config.fp16.enabled else None,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; a fixed loss scale stays what the configuration says."""
+        self.made, self.skipped, self._in_a_row = state["made"], state["skipped"], state["in_a_row"]
+        self.tokens, self.samples = state["tokens"], state["samples"]
+        if state["scale"] is not None and self.scale.dynamic:
+            self.scale = LossScale(**state["scale"])
 
     def check(self, outcome: Outcome) -> None:
         """Stop a run whose steps are all skipped.

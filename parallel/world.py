@@ -89,7 +89,7 @@ def open_world(world: World) -> None:
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
         return
-    seconds = _variable("TRINE_TIMEOUT_SECONDS", 600)
+    seconds = timeout_seconds()
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     bound = world.device if world.device.type == "cuda" else None
     try:
@@ -104,6 +104,11 @@ def open_world(world: World) -> None:
     except (RuntimeError, ValueError) as error:
         raise _rendezvous_failure(world, seconds, error) from error
     atexit.register(_end_process_group)  # not with an engine: others may live in this process
+
+
+def timeout_seconds() -> int:
+    """How long anything between ranks may take: ``TRINE_TIMEOUT_SECONDS``, 600 without."""
+    return _variable("TRINE_TIMEOUT_SECONDS", 600)
 
 
 def leave_traceback(main: Callable[[], None]) -> None:

@@ -22,7 +22,7 @@ from engine.checkpoint.blocks import Hashes, block_count, hash_function
 from engine.checkpoint.committed import read_manifest
 from engine.checkpoint.files import Files, opened, read_all
 from engine.checkpoint.manifest import CHECKSUMS, Manifest, StoredTensor
-from engine.checkpoint.pieces import Piece, runs
+from engine.checkpoint.pieces import Piece, Runs, runs
 from engine.checkpoint.tensor_file import HEADER_LIMIT, Kind, read_header
 from engine.errors import CheckpointError
 
@@ -44,7 +44,7 @@ class Wanted:
     """As many bytes as the piece has in the stored dtype."""
 
 
-class _Copy(NamedTuple):
+class Copy(NamedTuple):
     """Bytes of a file that belong to a target."""
 
     start: int
@@ -75,9 +75,9 @@ class StepReader:
         Raises:
             CheckpointError: names the file, and the tensor whose block is damaged.
         """
-        for file, copies in self._by_file(wanted).items():
+        for file, found in self._by_file(wanted).items():
             with self._open(file) as opened_file:
-                self._fetch(file, opened_file, copies)
+                self._fetch(file, opened_file, found)
 
     def verify(self) -> int:
         """Read and check every block of every file, and all headers; returns the bytes read."""
@@ -92,16 +92,34 @@ class StepReader:
                 self._place(stored.file, stored.key, tensor.kind, stored.piece)
         return self.bytes_read - before
 
-    def small_file(self, file: str) -> bytes:
-        """A file that is no tensor file, checked."""
+    def bytes_of(self, file: str) -> bytes:
+        """A whole file, checked.
+
+        Raises:
+            CheckpointError: there is no such file in this checkpoint.
+        """
+        if file not in self.manifest.files:
+            raise CheckpointError(f"{self.step} has no file {file}; it was saved by fewer ranks or is damaged.")
         data = np.empty(self.manifest.files[file], dtype=np.uint8)
         with self._open(file) as opened_file:
             self._fill(file, opened_file, data, 0)
         return data.tobytes()
 
-    def kind(self, tensor: str) -> Kind:
-        """Dtype and shape of a stored tensor."""
-        return self._tensor(tensor).kind
+    def tensors_of(self, file: str) -> dict[str, tuple[Kind, bytes]]:
+        """All tensors of a file."""
+        data = self.bytes_of(file)
+        header = read_header(lambda start, stop: data[start:stop], len(data), str(self.step / file))
+        return {key: (kind, data[start : start + kind.bytes]) for key, (kind, start) in header.items()}
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """Dtype and shape of all stored tensors."""
+        return {name: tensor.kind for name, tensor in self.manifest.tensors.items()}
+
+    @property
+    def name(self) -> Path:
+        """Its folder."""
+        return self.step
 
     # ------------------------------------------------------------------ from pieces to bytes
 
@@ -110,9 +128,9 @@ class StepReader:
             raise CheckpointError(f"{self.step} has no tensor {name!r}; it was saved by another model or optimizer.")
         return self.manifest.tensors[name]
 
-    def _by_file(self, wanted: Iterable[Wanted]) -> dict[str, list[_Copy]]:
+    def _by_file(self, wanted: Iterable[Wanted]) -> dict[str, list[Copy]]:
         """The copies that the wanted pieces need, by file, in the order of the file."""
-        found: dict[str, list[_Copy]] = {}
+        found: dict[str, list[Copy]] = {}
         for want in wanted:
             tensor = self._tensor(want.tensor)
             got = 0
@@ -120,17 +138,13 @@ class StepReader:
                 shared = runs(stored.piece, want.piece)
                 if len(shared.length):
                     begin = self._place(stored.file, stored.key, tensor.kind, stored.piece)
-                    width = tensor.kind.width
-                    for source, target, count in zip(*(column.tolist() for column in shared), strict=True):
-                        place = want.target[target * width : (target + count) * width]
-                        copy = _Copy(begin + source * width, count * width, place, want.tensor)
-                        found.setdefault(stored.file, []).append(copy)
+                    found.setdefault(stored.file, []).extend(copies(shared, begin, tensor.kind.width, want))
                     got += int(shared.length.sum())
             if got != want.piece.elements or got * tensor.kind.width != len(want.target):
                 raise CheckpointError(
                     f"{self.step}: {want.tensor!r} is {tensor.kind}, of which {want.piece} is no piece."
                 )
-        return {file: sorted(copies, key=lambda copy: copy.start) for file, copies in sorted(found.items())}
+        return {file: sorted(members, key=lambda copy: copy.start) for file, members in sorted(found.items())}
 
     def _place(self, file: str, key: str, kind: Kind, piece: Piece) -> int:
         """First byte of a stored piece; the header of its file has to agree with the manifest."""
@@ -151,9 +165,9 @@ class StepReader:
     def _open(self, file: str) -> AbstractContextManager[int]:
         return opened(self._files, self.step, file)
 
-    def _fetch(self, file: str, opened_file: int, copies: Sequence[_Copy]) -> None:
+    def _fetch(self, file: str, opened_file: int, wanted: Sequence[Copy]) -> None:
         block = self.manifest.checksum.block_bytes
-        for start, stop, members in _extents(copies, block, self.manifest.files[file]):
+        for start, stop, members in _extents(wanted, block, self.manifest.files[file]):
             only = members[0]
             if len(members) == 1 and only.start == start and only.start + only.length == stop:
                 self._fill(file, opened_file, np.frombuffer(only.target, dtype=np.uint8), start, only.tensor)
@@ -256,11 +270,18 @@ class StepReader:
         return hashes
 
 
-def _extents(copies: Sequence[_Copy], block: int, size: int) -> Iterator[tuple[int, int, list[_Copy]]]:
+def copies(shared: Runs, begin: int, width: int, want: Wanted) -> Iterator[Copy]:
+    """What to copy of a piece that begins at byte ``begin`` of a file and has elements of ``width`` bytes."""
+    for source, target, count in zip(*(column.tolist() for column in shared), strict=True):
+        place = want.target[target * width : (target + count) * width]
+        yield Copy(begin + source * width, count * width, place, want.tensor)
+
+
+def _extents(wanted: Sequence[Copy], block: int, size: int) -> Iterator[tuple[int, int, list[Copy]]]:
     """(start, stop, copies): whole blocks to read at once, for copies in the order of the file."""
     start = stop = 0
-    members: list[_Copy] = []
-    for copy in sorted(_split(copies, block, size), key=lambda copy: copy.start):
+    members: list[Copy] = []
+    for copy in sorted(_split(wanted, block, size), key=lambda copy: copy.start):
         first = copy.start // block * block
         last = min(block_count(copy.start + copy.length, block) * block, size)
         aligned = copy.start == first and copy.start + copy.length == last and copy.length >= DIRECT * block
@@ -278,9 +299,9 @@ def _extents(copies: Sequence[_Copy], block: int, size: int) -> Iterator[tuple[i
         yield start, stop, members
 
 
-def _split(copies: Iterable[_Copy], block: int, size: int) -> Iterator[_Copy]:
+def _split(wanted: Iterable[Copy], block: int, size: int) -> Iterator[Copy]:
     """Long copies as head, whole blocks and tail; the middle then needs no buffer."""
-    for copy in copies:
+    for copy in wanted:
         end = copy.start + copy.length
         first = block_count(copy.start, block) * block
         last = end if end == size else end // block * block
@@ -294,7 +315,7 @@ def _split(copies: Iterable[_Copy], block: int, size: int) -> Iterator[_Copy]:
                 )
 
 
-def _bounded(copy: _Copy) -> Iterator[_Copy]:
+def _bounded(copy: Copy) -> Iterator[Copy]:
     """No extent outgrows the buffer."""
     for start in range(0, copy.length, BUFFER // 2):
         part = copy.target[start : start + BUFFER // 2]

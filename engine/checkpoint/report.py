@@ -1,6 +1,6 @@
 """What a rank has written, as rank 0 hears of it, and all ranks' reports in one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 from engine.checkpoint.blocks import Hashes
 from engine.checkpoint.json_text import Fields, dump, parse
 from engine.checkpoint.manifest import StoredPiece, StoredTensor, check_cover, piece_from_json, piece_to_json
+from engine.checkpoint.optimizer_state import merge_numbers
 from engine.checkpoint.tensor_file import Kind, read_kind
 from engine.errors import CheckpointError
 
@@ -21,6 +22,8 @@ class Report:
     hashes: dict[str, Hashes] = field(default_factory=dict)
     pieces: dict[str, list[Any]] = field(default_factory=dict)
     """Tensor -> JSON of its pieces."""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    """Of the optimizer's state."""
 
     def file(self, name: str, size: int, hashes: Hashes) -> None:
         """Note a file."""
@@ -35,7 +38,7 @@ class Report:
     def to_json(self) -> bytes:
         """The message to rank 0."""
         hashes = {name: value.tobytes().hex() for name, value in self.hashes.items()}
-        return dump({"files": self.files, "hashes": hashes, "pieces": self.pieces})
+        return dump({"files": self.files, "hashes": hashes, "pieces": self.pieces, "numbers": dict(self.numbers)})
 
 
 def failure(problem: str) -> bytes:
@@ -49,13 +52,14 @@ def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
     Raises:
         CheckpointError: a rank's problem, or a tensor that the ranks together have not written exactly once.
     """
-    merged = Report()
+    merged, numbers = Report(), []
     kinds: dict[str, Kind] = {}
     pieces: dict[str, list[StoredPiece]] = {}
     for rank, data in enumerate(reports):
         fields = Fields(parse(data, f"the report of rank {rank}"), f"the report of rank {rank}")
         if fields.any("problem") is not None:
             raise CheckpointError(f"not saved: {fields.text('problem')}")
+        numbers.append(fields.object("numbers"))
         for name, text in fields.object("hashes").items():
             merged.file(name, fields.object("files")[name], np.frombuffer(bytes.fromhex(text), dtype="<u8"))
         for name, entries in fields.object("pieces").items():
@@ -63,6 +67,7 @@ def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
             pieces.setdefault(name, []).extend(_pieces(entries, kinds[name], name))
     for name, found in pieces.items():
         check_cover(f"not saved: {name}", kinds[name].shape, found)
+    merged.numbers = merge_numbers(numbers)
     return merged, {name: StoredTensor(kinds[name], tuple(found)) for name, found in pieces.items()}
 
 

@@ -12,6 +12,7 @@ takes nothing from older checkpoints.
 """
 
 import hashlib
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from engine.checkpoint.blocks import BLOCK, DEFAULT_ALGORITHM
 from engine.checkpoint.committed import commit, point_to, retain, sweep, temporary, write_manifest
 from engine.checkpoint.files import PAGE, Files, remove_tree
+from engine.checkpoint.huggingface import INDEX, SINGLE
 from engine.checkpoint.image import Image
 from engine.checkpoint.json_text import Fields, dump, parse
 from engine.checkpoint.manifest import CHECKSUMS, Checksum, Manifest, StoredPiece
@@ -32,7 +34,7 @@ from engine.checkpoint.write import write_file
 from engine.errors import CheckpointError, EngineError
 from engine.parallel.host import HostGroup, announce, collect
 
-INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 class Saver:
@@ -69,6 +71,35 @@ class Saver:
             collect(self._host, report)
         verdict = self._on_first(lambda: self._commit(snapshot.contents, written, report, keep))
         return Path(verdict.text("folder"))
+
+    def export(self, snapshot: Snapshot, folder: Path) -> None:
+        """Write the model folder alone; files of that name there are replaced. All ranks run it.
+
+        Raises:
+            CheckpointError, EngineError: as ``run``; then the folder is as it was.
+        """
+        opened = self._on_first(lambda: self._open(folder.parent, snapshot.contents.step))
+        written = Path(opened.text("folder"))
+        report = self._report(snapshot, written)
+        if self._host.rank:
+            collect(self._host, report)
+        self._on_first(lambda: self._move(written, folder, report))
+
+    def _move(self, written: Path, folder: Path, report: bytes) -> Mapping[str, Any]:
+        try:
+            merge(collect(self._host, report) or [])
+            folder.mkdir(exist_ok=True)
+            self._files.sync_folder(written / "model")
+            new = self._files.names(written / "model")
+            for name in sorted(new, key=lambda name: name == INDEX):  # the index last: it names the others
+                self._files.rename(written / "model" / name, folder / name)
+            for name in self._files.names(folder):
+                if name not in new and (name == SINGLE or _SHARD.fullmatch(name)):
+                    self._files.unlink(folder / name)  # of an older model, which the index does not know
+            self._files.sync_folder(folder)
+        finally:
+            self._discard(written)
+        return {}
 
     def _on_first(self, action: Callable[[], Mapping[str, Any]]) -> Fields:
         """Rank 0 acts; all ranks get what came of it, or raise its problem."""
@@ -115,7 +146,7 @@ class Saver:
             wait()
 
     def _write_files(self, snapshot: Snapshot, written: Path) -> Report:
-        report, rank = Report(), self._host.rank
+        report, rank = Report(numbers=snapshot.numbers), self._host.rank
         if snapshot.model.layout.places:
             file = self._model_file(rank)
             self._write(written, file, snapshot.model, report)
@@ -171,7 +202,7 @@ class Saver:
             attempt = written.name.rpartition("-")[2]
             manifest = Manifest(
                 contents.step, attempt, tensors, merged.files, checksum, contents.aliases, contents.info,
-                contents.progress, contents.optimizer, contents.user,
+                contents.progress, {**contents.optimizer, "numbers": merged.numbers}, contents.user,
             )  # fmt: skip
             write_manifest(self._files, written, manifest)
             step = commit(self._files, written, contents.step)

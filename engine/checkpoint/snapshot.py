@@ -49,7 +49,9 @@ class Ours:
     pieces: Sequence[Held]
     """Masters and moments."""
     state: Mapping[str, Tensor]
-    """What is this rank's alone."""
+    """What is this rank's alone, uint8."""
+    numbers: Mapping[str, Any]
+    """Single numbers of the optimizer's state, by group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Snapshot:
     state: Image
     pieces: Mapping[str, tuple[Kind, Piece]]
     """What the image of the optimizer file holds."""
+    numbers: Mapping[str, Any]
 
     @property
     def images(self) -> tuple[Image, ...]:
@@ -121,7 +124,7 @@ class Snapshots:
         for key, value in ours.state.items():
             state.tensor(key).copy_(value)
         pieces = {held.tensor: (held.kind, piece) for held, piece in stored}
-        return Snapshot(contents, outgoing, model, optim, state, pieces)
+        return Snapshot(contents, outgoing, model, optim, state, pieces, ours.numbers)
 
     def incoming(self) -> Iterator[tuple[int, int]]:
         """(rank, bytes) of the messages that this rank puts together, its own among them."""

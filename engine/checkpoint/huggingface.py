@@ -1,0 +1,141 @@
+"""Hugging Face folders: read weights out of one piece by piece, and the small files that make one.
+
+Tensors are found by their keys in ``model.state_dict()``, with or without the prefix of the base model
+("model.", "transformer."). A folder of ours has block hashes and is read as a checkpoint; any other is read as it is.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from engine.checkpoint.files import Files, opened
+from engine.checkpoint.json_text import Fields, parse
+from engine.checkpoint.pieces import Part, runs
+from engine.checkpoint.reader import Wanted, copies
+from engine.checkpoint.tensor_file import Kind, read_header
+from engine.errors import CheckpointError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    file: str
+    kind: Kind
+    start: int
+
+
+class PretrainedFolder:
+    """The weights of a folder under this model's names.
+
+    Args:
+        keys: our name ("param/...", "buffer/...") -> the keys under which the folder may have it.
+        prefix: what the keys of a model without its head lack.
+
+    Raises:
+        CheckpointError: no safetensors there, or a tensor that the model has no place for.
+    """
+
+    def __init__(self, files: Files, folder: Path, keys: Mapping[str, Sequence[str]], prefix: str = "") -> None:
+        self.name = folder
+        self._files = files
+        stored = self._find()
+        self._tensors: dict[str, _Stored] = {}
+        used: set[str] = set()
+        for name, given in keys.items():
+            candidates = [candidate for key in given for candidate in _spellings(key, prefix)]
+            used.update(candidates)
+            found = next((stored[candidate] for candidate in candidates if candidate in stored), None)
+            if found is not None:
+                self._tensors[name] = found
+        foreign = next((key for key in stored if key not in used), None)
+        if foreign is not None:
+            raise CheckpointError(
+                f"{folder} has {foreign!r}, which this model lacks; build the model that it is of, or another folder's."
+            )
+        self.kinds = {name: tensor.kind for name, tensor in self._tensors.items()}
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Fill all targets, reading nothing else."""
+        for want in wanted:
+            tensor = self._tensors[want.tensor]
+            shared = runs(Part(tensor.kind.shape).whole(), want.piece)
+            with opened(self._files, self.name, tensor.file) as file:
+                for copy in copies(shared, tensor.start, tensor.kind.width, want):
+                    if self._files.read_into(file, copy.target, copy.start) < copy.length:
+                        raise CheckpointError(f"{self.name / tensor.file} ends within tensor {want.tensor!r}.")
+
+    def _find(self) -> dict[str, _Stored]:
+        names = self._files.names(self.name) if self._files.is_folder(self.name) else []
+        if INDEX in names:
+            with opened(self._files, self.name, INDEX) as file:
+                data = bytearray(self._files.size(file))
+                self._files.read_into(file, memoryview(data), 0)
+            index = Fields(parse(bytes(data), str(self.name / INDEX)), str(self.name / INDEX))
+            listed = sorted({str(file) for file in index.object("weight_map").values()})
+        elif SINGLE in names:
+            listed = [SINGLE]
+        else:
+            raise CheckpointError(f"{self.name} {_what_is_there(names)}")
+        found: dict[str, _Stored] = {}
+        for name in listed:
+            for key, (kind, start) in self._header(name).items():
+                found[key] = _Stored(name, kind, start)
+        return found
+
+    def _header(self, name: str) -> dict[str, tuple[Kind, int]]:
+        if "/" in name or name not in self._files.names(self.name):
+            raise CheckpointError(f"{self.name / INDEX} names {name[:80]!r}, which is not in the folder.")
+        with opened(self._files, self.name, name) as file:
+
+            def read(start: int, stop: int) -> bytes:
+                data = bytearray(stop - start)
+                return bytes(data[: self._files.read_into(file, memoryview(data), start)])
+
+            return read_header(read, self._files.size(file), str(self.name / name))
+
+
+def model_files(model: nn.Module) -> dict[str, bytes]:
+    """ "config.json" and "generation_config.json" of a Hugging Face model; nothing for others."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string") or not hasattr(model, "base_model_prefix"):
+        return {}
+    settings = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}
+    files = {"config.json": _text(settings)}
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        files["generation_config.json"] = generation.to_json_string().encode()
+    return files
+
+
+def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
+    """The same files; the configuration says in which dtype ("bfloat16") the weights are."""
+    return {
+        name: _text(json.loads(data) | {"dtype": dtype}) if name == "config.json" else data
+        for name, data in files.items()
+    }
+
+
+def _text(settings: Mapping[str, Any]) -> bytes:
+    return (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _spellings(key: str, prefix: str) -> list[str]:
+    if not prefix:
+        return [key]
+    return [key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")]
+
+
+def _what_is_there(names: Sequence[str]) -> str:
+    pickled = next((name for name in names if name.endswith(_PICKLED)), None)
+    if pickled is not None:
+        return (
+            f"has {pickled}, which runs code when it is read, and no safetensors; convert it where you trust it "
+            "(transformers: from_pretrained, then save_pretrained)."
+        )
+    return f"has neither {SINGLE} nor {INDEX}; give a Hugging Face folder, or a checkpoint of this engine."

@@ -1,0 +1,177 @@
+"""Fill this rank's buckets and optimizer state from a checkpoint, or its weights from a Hugging Face folder.
+
+    check    names and shapes, the first difference is named                        nothing touched yet
+    read     this rank's share of every bucket and of its moments                   no communication
+    -- all ranks agree that it went well --
+    share    where a bucket or its moments are whole on every data rank, all-gather over dp, label "checkpoint"
+
+So every byte is read by one data rank. What lies in no bucket (buffers, frozen parameters) every rank reads.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.held import Held, Holdings
+from engine.checkpoint.image import as_bytes, torch_dtype
+from engine.checkpoint.optimizer_state import Moments
+from engine.checkpoint.pieces import Part
+from engine.checkpoint.reader import Wanted
+from engine.checkpoint.tensor_file import Kind
+from engine.errors import CheckpointError
+from engine.parallel.comm import Comm
+from engine.zero.storage import FlatBucket
+
+LABEL = "checkpoint"
+_REMEDY = "build the model that was saved, or load another checkpoint."
+AT_ONCE = 1 << 28
+"""Bytes that may be on their way through memory of their own."""
+
+
+class Source(Protocol):
+    """What tensors can be read from."""
+
+    @property
+    def kinds(self) -> Mapping[str, Kind]:
+        """All tensors: "param/...", "buffer/..." and more."""
+
+    @property
+    def name(self) -> Path:
+        """Where it lies."""
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Fill all targets."""
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Loads into what one rank holds."""
+
+    source: Source
+    holdings: Holdings
+    buffers: Mapping[str, Tensor]
+    """"buffer/..." -> the live buffer."""
+
+    def check(self) -> None:
+        """Compare names and shapes of the model.
+
+        Raises:
+            CheckpointError: names the first difference.
+        """
+        kinds, shares = self.source.kinds, self.holdings.shares
+        wanted = {f"param/{row.name}": row.shape for row in shares.plan.table}
+        wanted |= {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
+        for name, shape in wanted.items():
+            kind, leaf = kinds.get(name), name.partition("/")[2]
+            if kind is None:
+                raise CheckpointError(f"{self.source.name} has no {leaf!r}, which this model has; {_REMEDY}")
+            if kind.shape != shape:
+                given = f"shape {list(kind.shape)} in {self.source.name} and {list(shape)} in this model"
+                raise CheckpointError(f"{leaf!r} has {given}; {_REMEDY}")
+        more = next((n for n in kinds if n.startswith(("param/", "buffer/")) and n not in wanted), None)
+        if more is not None:
+            leaf = more.partition("/")[2]
+            raise CheckpointError(f"{self.source.name} has {leaf!r}, which this model lacks; {_REMEDY}")
+
+    @torch.no_grad()
+    def read_weights(self) -> None:
+        """Weights, in the widest form that is stored and wanted, and buffers."""
+        kinds = self.source.kinds
+        wide = {held.tensor.partition("/")[2]: held for held in self.holdings.masters()}
+        landings: list[Held] = []
+        for held in self.holdings.weights():
+            name = held.tensor.partition("/")[2]
+            target = wide.get(name, held)
+            narrow, master = kinds[f"param/{name}"], kinds.get(f"master/{name}")
+            wider = master is not None and torch_dtype(narrow) != target.values.dtype
+            landings.append(replace(target, tensor=f"{'master' if wider else 'param'}/{name}"))
+        self._fill([*landings, *self.holdings.whole()])
+        for name, buffer in self.buffers.items():
+            self._read_one(name, Part(tuple(buffer.shape)), buffer)
+
+    @torch.no_grad()
+    def read_moments(self, moments: Moments) -> None:
+        """This rank's share of the moments."""
+        self._fill(self.holdings.state(moments))
+
+    def _fill(self, targets: Iterable[Held]) -> None:
+        """Read into ``values``; through memory of its own where dtype or device differ."""
+        for batch in _batches(targets):
+            wanted, moved = [], []
+            for held in batch:
+                dtype = torch_dtype(self._kind(held))
+                values = held.values
+                if values.device.type != "cpu" or values.dtype != dtype or not values.is_contiguous():
+                    values = torch.empty(values.shape, dtype=dtype)
+                    moved.append((held.values, values))
+                wanted.append(Wanted(held.tensor, held.own, as_bytes(values)))
+            self.source.read(wanted)
+            for target, values in moved:
+                target.copy_(values)
+
+    def _kind(self, held: Held) -> Kind:
+        if held.tensor not in self.source.kinds:
+            raise CheckpointError(
+                f"{self.source.name} has no {held.tensor!r}: the parameter was not trained, or by another optimizer; "
+                "load with load_optimizer_states=False."
+            )
+        return self.source.kinds[held.tensor]
+
+    def _read_one(self, name: str, part: Part, target: Tensor) -> None:
+        values = torch.empty(target.shape, dtype=torch_dtype(self.source.kinds[name]))
+        self.source.read([Wanted(name, part.whole(), as_bytes(values))])
+        target.copy_(values)
+
+
+@torch.no_grad()
+def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
+    """Make weights whole where they are: masters over dp at ZeRO 0, parameters except at ZeRO 3."""
+    pending = []
+    for flat in buckets:
+        if flat.master is not None:
+            if flat.owned != flat.shard:
+                comm.all_gather(flat.master, flat.master[flat.shard].clone(), "dp", LABEL).wait()
+            flat.kept.copy_(flat.master)
+        if (not flat.sharded and flat.owned == flat.shard) or (flat.master is None and not flat.sharded):
+            pending.append(comm.all_gather(flat.params, flat.params[flat.shard].clone(), "dp", LABEL))
+    for gather in pending:
+        gather.wait()
+    parameters = [parameter for flat in buckets for parameter in flat.parameters]
+    torch.autograd.graph.increment_version(parameters)  # as after an update: graphs of the old weights are void
+    torch.clear_autocast_cache()
+
+
+@torch.no_grad()
+def share_moments(holdings: Holdings, moments: Moments, comm: Comm) -> None:
+    """At ZeRO 0 every data rank keeps all moments: gather what each has read."""
+    if comm.grid.dp == 1:
+        return
+    for flat in holdings.buckets:
+        places = [place for place in holdings.places if place.flat is flat]
+        if not places or flat.owned == flat.shard:
+            continue
+        for name in moments.get(places[0].parameter, {}):
+            values = moments[places[0].parameter][name]
+            whole = torch.zeros(flat.bucket.elements, dtype=values.dtype, device=values.device)
+            for place in places:
+                whole[place.part].copy_(moments[place.parameter][name].view(-1))
+            comm.all_gather(whole, whole[flat.shard].clone(), "dp", LABEL).wait()
+            for place in places:
+                moments[place.parameter][name].view(-1).copy_(whole[place.part])
+
+
+def _batches(targets: Iterable[Held]) -> Iterator[list[Held]]:
+    batch: list[Held] = []
+    size = 0
+    for held in targets:
+        batch.append(held)
+        size += held.values.numel() * held.values.element_size()
+        if size >= AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

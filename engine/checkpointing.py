@@ -1,0 +1,204 @@
+"""What of an engine goes into a checkpoint, and when one is written.
+
+previous save ended? -> snapshot of this rank's share -> in the background: write, commit, keep the newest
+"""
+
+import logging
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.build import Parts
+from engine.checkpoint.background import PendingSave
+from engine.checkpoint.files import Files
+from engine.checkpoint.held import Holdings
+from engine.checkpoint.huggingface import with_dtype
+from engine.checkpoint.image import kind_of
+from engine.checkpoint.optimizer_state import describe, moments, numbers
+from engine.checkpoint.random_state import random_states
+from engine.checkpoint.save import Saver
+from engine.checkpoint.shares import ModelTensor, Shares, model_tensors
+from engine.checkpoint.snapshot import Contents, Ours
+from engine.checkpoint.tensor_file import DTYPES
+from engine.config import Config
+from engine.errors import CheckpointError
+from engine.parallel.comm import Comm
+from engine.parallel.host import HostGroup
+from engine.update import Update
+from engine.zero.edits import carry_over
+
+logger = logging.getLogger("trine")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a checkpoint is of: one engine, as one rank sees it."""
+
+    model: nn.Module
+    config: Config
+    comm: Comm
+    device: torch.device
+    update: Update
+    parts: Parts
+    tracked: Mapping[str, Any]
+    """Objects with ``state_dict`` and ``load_state_dict``, the same on every rank."""
+    model_files: Mapping[str, bytes]
+    """What belongs into the model folder beside tensors."""
+    files: Files = field(default_factory=Files)
+
+    @cached_property
+    def shares(self) -> Shares:
+        """Who stores what."""
+        return Shares(self.parts.plan)
+
+    @cached_property
+    def keys(self) -> dict[str, list[str]]:
+        """ "param/..." and "buffer/..." -> its keys in ``model.state_dict()``, the first of which files have."""
+        keys: dict[str, list[str]] = {f"param/{row.name}": [] for row in self.parts.plan.table}
+        for key, entry in self.parts.full_state.entries.items():
+            if entry.kind in ("parameter", "buffer"):
+                folder = "param" if entry.kind == "parameter" else "buffer"
+                keys.setdefault(f"{folder}/{entry.name}", []).append(key)
+        return {name: given or [name.partition("/")[2]] for name, given in keys.items()}
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The persistent ones, by "buffer/..."."""
+        live = dict(self.model.named_buffers())
+        return {name: live[name.partition("/")[2]] for name in self.keys if name.startswith("buffer/")}
+
+    @cached_property
+    def tensors(self) -> tuple[ModelTensor, ...]:
+        """The model folder."""
+        parameters = {n.partition("/")[2]: given[0] for n, given in self.keys.items() if n.startswith("param/")}
+        kinds = {name: (self.keys[name][0], kind_of(buffer)) for name, buffer in self.buffers.items()}
+        return model_tensors(self.shares, parameters, {n.partition("/")[2]: kind for n, kind in kinds.items()})
+
+    @property
+    def holdings(self) -> Holdings:
+        """What this rank has."""
+        parts = self.parts
+        buckets = (*parts.buckets, *parts.frozen)
+        return Holdings(self.shares, self.comm.grid.coord(), self.model, buckets, parts.optimizer.places)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What is this rank's alone, as bytes: random generators, and buffers that its forwards write."""
+        states = random_states(self.device)
+        for name, buffer in self.parts.written.written():
+            states[f"buffer/{name}"] = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return states
+
+    def ours(self) -> Ours:
+        """All that this rank stores."""
+        for flat in self.parts.buckets:
+            carry_over(flat)
+        holdings = self.holdings
+        pieces = [*holdings.masters(), *holdings.state(moments(self.parts.optimizer))]
+        weights = [*holdings.weights(), *holdings.whole()]
+        return Ours(weights, self.buffers, pieces, self.own_state(), numbers(self.parts.optimizer))
+
+    def contents(self, user: Any) -> Contents:
+        """The manifest, but for tensors."""
+        scheduler = self.parts.learning_rate.scheduler
+        progress = {
+            "update": self.update.state_dict(),
+            "scheduler": _plain(scheduler.state_dict()) if scheduler is not None else None,
+            "tracked": {name: thing.state_dict() for name, thing in self.tracked.items()},
+        }
+        names = {name: given for name, given in self.keys.items() if len(given) > 1}
+        return Contents(
+            step=self.update.made,
+            aliases={other: given[0] for given in names.values() for other in given[1:]},
+            info=self._info(),
+            progress=progress,
+            optimizer=describe(self.parts.optimizer, self.parts.plan.table),
+            user=user,
+            model_files=with_dtype(self.model_files, self._dtype()),
+        )
+
+    def _info(self) -> dict[str, Any]:
+        grid = self.comm.grid
+        return {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+            "grid": {"dp": grid.dp, "tp": grid.tp, "pp": grid.pp, "zero": self.config.zero_optimization.stage},
+            "config": self.config.to_json(),
+        }
+
+    def _dtype(self) -> str:
+        """Of most of the weights."""
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors:
+            sizes[tensor.kind.dtype] = sizes.get(tensor.kind.dtype, 0) + tensor.kind.bytes
+        return DTYPES[max(sizes, key=lambda code: sizes[code])] if sizes else "float32"
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run, one at a time."""
+
+    def __init__(self, run: Run, host: HostGroup) -> None:
+        self._run, self._config = run, run.config.checkpoint
+        self._saver = Saver(run.shares, run.tensors, host, run.files)
+        self._pending: PendingSave | None = None
+        self.problem: CheckpointError | None = None
+        """Why the run has to stop; ``checkpoint.on_failure``."""
+
+    def save(self, folder: Path, user: Any) -> PendingSave:
+        """Begin to save into the folder of a run; see :meth:`engine.Engine.save_checkpoint`."""
+        self.drain()
+        started = time.perf_counter()
+        snapshot = self._saver.snapshot(self._run.ours(), self._run.contents(user))
+        stall = time.perf_counter() - started
+        own = self._config.folder is not None and folder.absolute() == Path(self._config.folder).absolute()
+        write = partial(self._saver.run, snapshot, folder.absolute(), self._config.keep if own else None)
+        told = partial(self._told, step=snapshot.contents.step, stall=stall, started=time.perf_counter())
+        self._pending = PendingSave(write, told, self._config.asynchronous)
+        return self._pending
+
+    def export(self, folder: Path) -> None:
+        """Write the model folder alone, and wait for it."""
+        self.drain()
+        ours, contents = self._run.ours(), self._run.contents(None)
+        alone = Ours(ours.weights, ours.buffers, pieces=(), state={}, numbers={})
+        self._saver.export(self._saver.snapshot(alone, contents), folder.absolute())
+
+    def drain(self) -> None:
+        """Wait for the save under way; how it went is told elsewhere."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        started, waits = time.perf_counter(), not pending.done
+        pending.join()
+        if waits:
+            logger.info("checkpoint: waited %.1f s for the save before", time.perf_counter() - started)
+
+    def _told(self, save: PendingSave, step: int, stall: float, started: float) -> None:
+        """From the background: say it, and remember a failure."""
+        first = self._run.comm.grid.rank == 0
+        if save.problem is None:
+            if first:
+                seconds = time.perf_counter() - started
+                logger.info("checkpoint saved: %s (paused %.2f s, written in %.2f s)", save.folder, stall, seconds)
+            return
+        if first:
+            logger.error("checkpoint failed at step %d: %s", step, save.problem)
+        if self._config.on_failure == "stop":
+            self.problem = CheckpointError(f"the checkpoint of step {step} was not saved: {save.problem}")
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a torch scheduler's state JSON can hold: counters and rates, not the functions."""
+    kinds = (bool, int, float, str, type(None))
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, kinds) or (isinstance(value, list) and all(isinstance(item, kinds) for item in value))
+    }

@@ -1,0 +1,199 @@
+"""Going on from a checkpoint: which one, whether it is sound and of this model, and what it puts where.
+
+which (rank 0) -> open, compare -> read -> share over dp -> counters, tracked objects, generators
+Before each arrow all ranks agree that it went well; otherwise all raise the same sentence.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.checkpoint.committed import committed, is_step
+from engine.checkpoint.files import Files
+from engine.checkpoint.huggingface import PretrainedFolder
+from engine.checkpoint.image import as_tensor
+from engine.checkpoint.json_text import dump, parse
+from engine.checkpoint.load import Loader, Source, share_moments, share_weights
+from engine.checkpoint.optimizer_state import Moments, check_type, make_moments, restore
+from engine.checkpoint.random_state import restore_random_states
+from engine.checkpoint.reader import StepReader
+from engine.checkpoint.tensor_file import Kind
+from engine.checkpointing import Run
+from engine.errors import CheckpointError, EngineError
+from engine.parallel.host import HostGroup, announce, collect
+
+_Value = TypeVar("_Value")
+
+
+def find_checkpoint(folder: Path, host: HostGroup, files: Files) -> Path | None:
+    """The newest checkpoint of a run's folder, or the folder itself if it is one; rank 0 looks, all get its answer."""
+    found: Path | None = None
+    problem = ""
+    if host.rank == 0:
+        try:
+            path = folder.absolute()
+            found = path if is_step(files, path) else next(reversed(committed(files, path)), None)
+        except OSError as error:
+            problem = f"{folder}: {error.strerror or error}"
+    answer = parse(announce(host, dump({"found": str(found or ""), "problem": problem})), "rank 0's message")
+    if answer["problem"]:
+        raise CheckpointError(answer["problem"])
+    return Path(answer["found"]) if answer["found"] else None
+
+
+class Resume:
+    """Loads one checkpoint into one run.
+
+    Args:
+        step: the folder of the checkpoint.
+        module_only: weights and buffers, nothing else.
+        optimizer_states: moments and counters of the optimizer too; without, it starts fresh.
+    """
+
+    def __init__(self, run: Run, host: HostGroup, step: Path, module_only: bool, optimizer_states: bool) -> None:
+        self._run, self._host, self._step = run, host, step
+        self._module_only, self._states = module_only, optimizer_states and not module_only
+        self.touched = False
+        """Weights have been written: after a failure they are not those of before."""
+
+    def load(self) -> Any:
+        """Fill the run; returns the user's part. Collective.
+
+        Raises:
+            CheckpointError: damaged, with file and tensor and the last good checkpoint; another model, with the first
+                difference; the same on all ranks.
+        """
+        run = self._run
+        reader = self._agreed(self._open)
+        loader = Loader(reader, run.holdings, run.buffers)
+        self._agreed(lambda: self._check(reader, loader), damage=False)
+        self.touched = True
+        made = self._agreed(lambda: self._read(reader, loader))
+        share_weights(run.parts.buckets, run.comm)
+        if self._states:
+            share_moments(run.holdings, made, run.comm)
+        self._agreed(lambda: self._restore(reader))
+        self.touched = False
+        return reader.manifest.user
+
+    def _open(self) -> StepReader:
+        reader = StepReader(self._run.files, self._step)
+        if self._host.rank == 0:
+            for file in reader.manifest.files:
+                if not file.endswith(".safetensors"):
+                    reader.bytes_of(file)
+        return reader
+
+    def _check(self, reader: StepReader, loader: Loader) -> None:
+        run = self._run
+        loader.check()
+        if self._states:
+            check_type(run.parts.optimizer, reader.manifest.optimizer, self._step)
+        missing = [] if self._module_only else [n for n in run.tracked if n not in reader.manifest.progress["tracked"]]
+        if missing:
+            raise CheckpointError(
+                f"{self._step} has nothing of {missing[0]!r}, which is registered for checkpointing; register it under "
+                "the name it was saved by, or load with load_module_only=True."
+            )
+
+    def _read(self, reader: StepReader, loader: Loader) -> Moments:
+        loader.read_weights()
+        made: Moments = {}
+        if self._states:
+            made = make_moments(self._run.parts.optimizer, _families(reader))
+            loader.read_moments(made)
+        return made
+
+    def _restore(self, reader: StepReader) -> None:
+        run, manifest = self._run, reader.manifest
+        if self._module_only:
+            return
+        if self._states:
+            restore(run.parts.optimizer, run.parts.plan.table, manifest.optimizer)
+        run.update.load_state_dict(manifest.progress["update"])
+        scheduler, state = run.parts.learning_rate.scheduler, manifest.progress["scheduler"]
+        if scheduler is not None and state is not None:
+            scheduler.load_state_dict(scheduler.state_dict() | state)
+        for name, thing in run.tracked.items():
+            thing.load_state_dict(manifest.progress["tracked"][name])
+        self._restore_own(reader)
+
+    def _restore_own(self, reader: StepReader) -> None:
+        """What is this rank's alone: only the same grid has it."""
+        grid, saved = self._run.comm.grid, reader.manifest.info["grid"]
+        if (grid.dp, grid.tp, grid.pp) != (saved["dp"], saved["tp"], saved["pp"]):
+            return
+        found = reader.tensors_of(f"state/rank-{grid.rank:05d}.safetensors")
+        states = {key: as_tensor(memoryview(bytearray(data)), kind) for key, (kind, data) in found.items()}
+        restore_random_states(states, self._run.device)
+        written = {k.partition("/")[2]: value for k, value in states.items() if k.startswith("buffer/")}
+        self._run.parts.written.restore(written)
+
+    def _agreed(self, action: Callable[[], _Value], damage: bool = True) -> _Value:
+        """Do it on this rank; go on only if all ranks could. ``damage``: what goes wrong is the checkpoint's fault."""
+        result: _Value | None = None
+        problem = ""
+        try:
+            result = action()
+        except EngineError as error:
+            problem = str(error)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            problem = f"{self._step} is damaged: {type(error).__name__}, {error}."
+        raise_together(self._host, problem, self._advice if damage else str)
+        return result  # type: ignore[return-value]  # no rank has a problem, so this one has a result
+
+    def _advice(self) -> str:
+        """The last good checkpoint beside this one; reads it all."""
+        files = self._run.files
+        for other in reversed(committed(files, self._step.parent)):
+            try:
+                if other != self._step:
+                    StepReader(files, other).verify()
+                    return f" The last good checkpoint is {other}: load_checkpoint({str(other)!r})."
+            except (EngineError, OSError):
+                continue
+        return " There is no other good checkpoint beside it."
+
+
+def raise_together(host: HostGroup, problem: str, advice: Callable[[], str]) -> None:
+    """Raise the first problem of any rank on all; ``advice``, which rank 0 gives, follows it."""
+    texts = collect(host, problem.encode())
+    first = next((text.decode() for text in texts or [] if text), "")
+    first = announce(host, (first + advice() if first else "").encode()).decode()
+    if first:
+        raise CheckpointError(first)
+
+
+def start_weights(run: Run, host: HostGroup, folder: Path) -> None:
+    """``checkpoint.init_from``: weights of a Hugging Face folder or of a checkpoint. Collective."""
+    problem = ""
+    try:
+        source = _weights_of(run, folder)
+        kinds = source.kinds
+        loader = Loader(source, run.holdings, {n: b for n, b in run.buffers.items() if n in kinds})
+        loader.check()
+        loader.read_weights()
+    except EngineError as error:
+        problem = f"checkpoint.init_from: {error}"
+    except OSError as error:
+        problem = f"checkpoint.init_from {folder}: {error.strerror or error}"
+    raise_together(host, problem, str)
+    share_weights(run.parts.buckets, run.comm)
+
+
+def _weights_of(run: Run, folder: Path) -> Source:
+    files, path = run.files, folder.absolute()
+    steps = [path] if is_step(files, path) else committed(files, path)
+    if steps:
+        return StepReader(files, steps[-1])
+    prefix = str(getattr(run.model, "base_model_prefix", ""))
+    return PretrainedFolder(files, path, run.keys, prefix)
+
+
+def _families(reader: StepReader) -> dict[str, Kind]:
+    """The moments of a checkpoint, each with some parameter's kind."""
+    return {
+        name.partition("/")[0]: kind
+        for name, kind in reader.kinds.items()
+        if not name.startswith(("param/", "buffer/", "master/"))
+    }

@@ -1,0 +1,30 @@
+"""SIGTERM as a wish: the run ends after its step, with a checkpoint, on all ranks together."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+EXIT_CODE = 128 + signal.SIGTERM
+"""What a shell reports of a process that SIGTERM has ended."""
+
+
+class StopSignal:
+    """Notes the first SIGTERM; the second one ends the process as it always did."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+        self._installed = threading.current_thread() is threading.main_thread()
+        if self._installed:
+            self._before = signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self.remove()
+
+    def remove(self) -> None:
+        """Put back what was there."""
+        if self._installed:
+            self._installed = False
+            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
