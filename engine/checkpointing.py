@@ -22,6 +22,7 @@ from engine.checkpoint.files import Files
 from engine.checkpoint.held import Holdings
 from engine.checkpoint.huggingface import with_dtype
 from engine.checkpoint.image import kind_of
+from engine.checkpoint.json_text import dump, parse
 from engine.checkpoint.optimizer_state import describe, moments, numbers
 from engine.checkpoint.random_state import random_states
 from engine.checkpoint.save import Saver
@@ -118,9 +119,9 @@ class Run:
             step=self.update.made,
             aliases={other: given[0] for given in names.values() for other in given[1:]},
             info=self._info(),
-            progress=progress,
-            optimizer=describe(self.parts.optimizer, self.parts.plan.table),
-            user=user,
+            progress=_settled(progress),
+            optimizer=_settled(describe(self.parts.optimizer, self.parts.plan.table)),
+            user=_settled(user),
             model_files=with_dtype(self.model_files, self._dtype()),
         )
 
@@ -192,6 +193,17 @@ class Checkpoints:
             logger.error("checkpoint failed at step %d: %s", step, save.problem)
         if self._config.on_failure == "stop":
             self.problem = CheckpointError(f"the checkpoint of step {step} was not saved: {save.problem}")
+
+
+def _settled(value: Any) -> Any:
+    """A copy as JSON has it: it is written later, and the run goes on to change its own.
+
+    What JSON cannot hold stays as it is: rank 0 says so to all when it writes it.
+    """
+    try:
+        return parse(dump({"value": value}), "a value")["value"]
+    except (TypeError, ValueError, CheckpointError):
+        return value
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,13 @@ takes nothing from older checkpoints.
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.blocks import BLOCK, DEFAULT_ALGORITHM
-from engine.checkpoint.committed import commit, point_to, retain, sweep, temporary, write_manifest
+from engine.checkpoint.committed import commit, make_run_folder, point_to, retain, sweep, temporary, write_manifest
 from engine.checkpoint.files import PAGE, Files, remove_tree
 from engine.checkpoint.huggingface import INDEX, SINGLE
 from engine.checkpoint.image import Image
@@ -88,7 +89,7 @@ class Saver:
     def _move(self, written: Path, folder: Path, report: bytes) -> Mapping[str, Any]:
         try:
             merge(collect(self._host, report) or [])
-            folder.mkdir(exist_ok=True)
+            make_run_folder(self._files, folder)
             self._files.sync_folder(written / "model")
             new = self._files.names(written / "model")
             for name in sorted(new, key=lambda name: name == INDEX):  # the index last: it names the others
@@ -107,7 +108,7 @@ class Saver:
         if self._host.rank == 0:
             try:
                 message = dump(action())
-            except (EngineError, OSError) as error:
+            except Exception as error:  # whatever it is, the others wait for this message
                 message = failure(_described(error))
         answer = Fields(parse(announce(self._host, message), "rank 0's message"), "rank 0's message")
         if answer.any("problem") is not None:
@@ -115,12 +116,13 @@ class Saver:
         return answer
 
     def _open(self, folder: Path, step: int) -> Mapping[str, Any]:
-        folder.mkdir(parents=True, exist_ok=True)
-        sweep(self._files, folder)
         written = temporary(folder, step, secrets.token_hex(4))
-        self._files.make_folder(written)
-        for name in ("model", "optim", "state"):
-            self._files.make_folder(written / name)
+        with self._whole_or_gone(written, str(4 * PAGE)):
+            make_run_folder(self._files, folder)
+            sweep(self._files, folder)
+            self._files.make_folder(written)
+            for name in ("model", "optim", "state"):
+                self._files.make_folder(written / name)
         return {"folder": str(written)}
 
     # ------------------------------------------------------------------ every rank
@@ -130,7 +132,7 @@ class Saver:
         try:
             self._gather(snapshot)
             return self._write_files(snapshot, written).to_json()
-        except (EngineError, OSError) as error:
+        except Exception as error:  # whatever it is, rank 0 waits for this message
             return failure(self._on_this_rank(error, written, snapshot))
 
     def _gather(self, snapshot: Snapshot) -> None:
@@ -185,8 +187,10 @@ class Saver:
 
     def _on_this_rank(self, error: Exception, written: Path, snapshot: Snapshot) -> str:
         if not isinstance(error, OSError):
-            return str(error)
-        needed = sum(image.layout.size for image in snapshot.images)
+            return _described(error)
+        return self._on_disk(error, written, str(sum(image.layout.size for image in snapshot.images)))
+
+    def _on_disk(self, error: OSError, written: Path, needed: str) -> str:
         try:
             free = f"{self._files.free_bytes(written.parent)} are free there"
         except OSError:
@@ -196,7 +200,7 @@ class Saver:
     # ------------------------------------------------------------------ rank 0
 
     def _commit(self, contents: Contents, written: Path, report: bytes, keep: int | None) -> Mapping[str, Any]:
-        try:
+        with self._whole_or_gone(written, f"about {len(report) * self._host.size}"):
             merged, tensors = merge(collect(self._host, report) or [])
             checksum = self._write_checksums(written, merged)
             attempt = written.name.rpartition("-")[2]
@@ -206,9 +210,6 @@ class Saver:
             )  # fmt: skip
             write_manifest(self._files, written, manifest)
             step = commit(self._files, written, contents.step)
-        except BaseException:
-            self._discard(written)
-            raise
         self._tidy(step, attempt, keep)
         return {"folder": str(step)}
 
@@ -230,6 +231,18 @@ class Saver:
         except OSError as error:
             raise CheckpointError(f"{step} is committed, but cleaning up failed: {_described(error)}") from error
 
+    @contextmanager
+    def _whole_or_gone(self, written: Path, needed: str) -> Iterator[None]:
+        """Make room when something fails, and say how much there is."""
+        try:
+            yield
+        except OSError as error:
+            self._discard(written)
+            raise CheckpointError(self._on_disk(error, written, needed)) from error
+        except BaseException:
+            self._discard(written)
+            raise
+
     def _discard(self, written: Path) -> None:
         """Make room; what cannot be removed is swept by the next save."""
         try:
@@ -241,6 +254,8 @@ class Saver:
 
 def _described(error: Exception) -> str:
     """What happened, and to which path."""
-    if not isinstance(error, OSError):
+    if isinstance(error, EngineError):
         return str(error)
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}, {error}"
     return f"{error.strerror or error}: {error.filename or 'a file of the checkpoint'}"

@@ -41,7 +41,7 @@ def test_any_bytes_are_an_object_or_refused(data: bytes) -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused(text: str) -> None:
-    with pytest.raises(CheckpointError, match="^text is damaged"):
+    with pytest.raises(CheckpointError, match=r"^text is damaged"):
         parse(text.encode(), "text")
 
 
@@ -54,7 +54,7 @@ def test_nan_is_not_written() -> None:
 def test_what_is_no_natural_number(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"^here is .* where a whole number of 0 or more belongs"):
         natural(value, "here")
-    with pytest.raises(CheckpointError, match="^here is "):
+    with pytest.raises(CheckpointError, match=r"^here is "):
         naturals([0, value], "here")
 
 

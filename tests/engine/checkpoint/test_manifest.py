@@ -142,7 +142,7 @@ def test_every_field_is_needed(key: str) -> None:
     if key == "user":
         assert from_json(json.dumps(changed).encode(), "manifest.json").user is None
         return
-    with pytest.raises(CheckpointError, match="^manifest.json"):
+    with pytest.raises(CheckpointError, match=r"^manifest.json"):
         from_json(json.dumps(changed).encode(), "manifest.json")
 
 

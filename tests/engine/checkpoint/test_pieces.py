@@ -1,6 +1,7 @@
 """Pieces against a model that writes down the index of every element."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ def indices(piece: Piece) -> Numbers:
 @st.composite
 def parts(draw: st.DrawFn, shape: tuple[int, ...]) -> Part:
     """Any rows of any dim."""
-    if not shape or draw(st.booleans()):
+    uncut = draw(st.booleans())
+    if uncut or not shape:
         return Part(shape)
     dim = draw(st.integers(0, len(shape) - 1))
     bounds = draw(st.lists(st.integers(0, shape[dim]), min_size=2, max_size=6))
@@ -47,11 +49,11 @@ def covers(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Piece]]:
     """A tensor as a grid stores it: rows of one dim dealt out to tensor ranks, each part cut flat over data ranks."""
     shape = draw(SHAPES)
     found = []
-    if shape and draw(st.booleans()):
+    if draw(st.booleans()) and shape:
         dim = draw(st.integers(0, len(shape) - 1))
         inner = draw(st.lists(st.integers(1, shape[dim]), max_size=4))
         bounds = sorted({0, shape[dim], *inner})
-        rows = list(zip(bounds[:-1], bounds[1:], strict=True))
+        rows = list(pairwise(bounds))
         ranks = [draw(st.integers(0, 2)) for _ in rows]
         held = [tuple(row for row, at in zip(rows, ranks, strict=True) if at == rank) for rank in range(3)]
         cut = [Part(shape, dim, mine) for mine in held if mine]
@@ -59,7 +61,7 @@ def covers(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Piece]]:
         cut = [Part(shape)]
     for part in cut:
         bounds = sorted({0, part.elements, *draw(st.lists(st.integers(0, part.elements), max_size=3))})
-        found += [Piece(part, a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        found += [Piece(part, a, b) for a, b in pairwise(bounds)]
     return shape, draw(st.permutations(found))
 
 

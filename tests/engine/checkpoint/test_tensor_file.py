@@ -20,7 +20,7 @@ NAMES = sorted(DTYPES.values())
 
 def values(dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Random bits, so that NaN, subnormal and negative numbers are among them; valid bytes where bool is asked."""
-    kind = Kind(code_of(dtype), shape)
+    kind, own = Kind(code_of(dtype), shape), getattr(torch, dtype)
     generator = torch.Generator().manual_seed(len(dtype))
     bits = torch.randint(0, 2 if dtype == "bool" else 256, (kind.bytes,), dtype=torch.uint8, generator=generator)
     return (
