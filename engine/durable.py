@@ -77,7 +77,7 @@ class Durable:
             self._files,
         )  # fmt: skip
         wish, self._wish = self._wish, None
-        if self._config.checkpoint.init_from is not None and (wish is None or not wish.module_only):
+        if self._config.checkpoint.init_from is not None and wish is None:
             start_weights(self._run, self._group(), Path(self._config.checkpoint.init_from))
         if wish is not None:
             self._resume(wish)
