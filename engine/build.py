@@ -152,7 +152,7 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     if plan.gather_groups is not None:
         comm.open_gathers()
     with all_or_none(comm, device):
-        buckets = _place(model, plan, comm, device, axis)
+        buckets = place_model(model, plan, comm, device, axis)
     trained = len(plan.layout(comm.grid.coord()).buckets)
     buckets, frozen = buckets[:trained], buckets[trained:]
     reducer = _reducer(model, plan, comm, buckets)
@@ -180,7 +180,9 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     return Parts(plan, comm, bench, executor, buckets, frozen, optimizer, rate, full, *checks, removals)
 
 
-def _place(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis) -> tuple[FlatBucket, ...]:
+def place_model(
+    model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis
+) -> tuple[FlatBucket, ...]:
     """Cut the model to what this rank holds, and move that into flat buckets: trained ones, then frozen ones."""
     coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
     rows = {row.name: row for row in plan.table.on_stage(coord.pp)}

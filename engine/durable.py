@@ -192,6 +192,8 @@ class Durable:
                 f"{call} before the model is cut, which needs a batch; pass example_batch=... to engine.initialize, or "
                 "train a batch first."
             )
+        if self._run.parts.bench.gathering is not None:
+            self._run.parts.bench.gathering.refuse_opened(call)
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(self._run, self._group())
         return self._checkpoints, self._run

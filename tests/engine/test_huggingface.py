@@ -80,7 +80,8 @@ def test_transformers_loads_a_checkpoint_as_it_is(
     for folder in (first["step"] / "model", tmp_path / "pretrained"):
         loaded: Any = kind.from_pretrained(folder)  # type: ignore[attr-defined]
         assert same(loaded.state_dict(), first["state"]), folder
-        assert loaded.config.use_cache == MODELS[name]().config.use_cache, "the engine's own setting is not saved"
+        given: Any = MODELS[name]()
+        assert loaded.config.use_cache == given.config.use_cache, "the engine's own setting is not saved"
         with torch.no_grad():
             logits = loaded.eval()(**test).logits
         rows = len(first["logits"])  # of rank 0's share
