@@ -102,8 +102,8 @@ class Loader:
                 kind = self._kind(f"{family}/{row.name}")
                 if kind.shape != row.shape:
                     raise CheckpointError(
-                        f"{family}/{row.name} has shape {list(kind.shape)} in {self.source.name} and {list(row.shape)} in "
-                        f"this model; {_REMEDY}"
+                        f"{family}/{row.name} has shape {list(kind.shape)} in {self.source.name} and "
+                        f"{list(row.shape)} in this model; {_REMEDY}"
                     )
 
     @torch.no_grad()

@@ -23,9 +23,7 @@ def values(dtype: str, shape: tuple[int, ...]) -> Tensor:
     kind, own = Kind(code_of(dtype), shape), getattr(torch, dtype)
     generator = torch.Generator().manual_seed(len(dtype))
     bits = torch.randint(0, 2 if dtype == "bool" else 256, (kind.bytes,), dtype=torch.uint8, generator=generator)
-    return (
-        bits.view(getattr(torch, dtype)).view(shape) if kind.bytes else torch.empty(shape, dtype=getattr(torch, dtype))
-    )
+    return bits.view(own).view(shape) if kind.bytes else torch.empty(shape, dtype=own)
 
 
 def zoo() -> dict[str, Tensor]:
