@@ -42,7 +42,7 @@ def _checkpoint_lines(checkpoint: CheckpointConfig) -> dict[str, str]:
         lines["weights"] = f"from {checkpoint.init_from}"
     if checkpoint.folder is not None:
         every = f"every {checkpoint.every} steps" if checkpoint.every else "when asked"
-        lines["checkpoints"] = f"{every} into {checkpoint.folder}, the newest {checkpoint.keep} stay"
+        lines["saves"] = f"{every} into {checkpoint.folder}, the newest {checkpoint.keep} stay"
     return lines
 
 
