@@ -1,14 +1,19 @@
-"""Write a file from memory: hash the blocks, write large chunks past the page cache, force them to the disk."""
+"""Write a file from memory: large chunks past the page cache, forced to the disk, while the blocks are hashed.
 
+    this thread      | write chunk 0 | write chunk 1 | ... | truncate, sync |
+    another one      | hash chunk 0 | hash chunk 1 | ...
+
+Both let go of the interpreter lock, and nothing in the memory changes meanwhile.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import numpy as np
 
 from engine.checkpoint.blocks import BLOCK, DEFAULT_ALGORITHM, Hashes, hash_blocks
 from engine.checkpoint.files import PAGE, Files
 
 CHUNK = 1 << 24
-"""Bytes of one write; a multiple of the block."""
+"""Bytes of one write."""
 
 
 def write_file(files: Files, path: Path, memory: memoryview, size: int) -> Hashes:
@@ -19,19 +24,19 @@ def write_file(files: Files, path: Path, memory: memoryview, size: int) -> Hashe
     Raises:
         OSError: names ``path``; the file may be there in part.
     """
-    hashes = []
     end = min(-(-size // PAGE) * PAGE, len(memory))
-    try:
-        file = files.create(path)
+    with ThreadPoolExecutor(1, "hashes") as hasher:
+        hashes = hasher.submit(hash_blocks, memory[:size], DEFAULT_ALGORITHM, BLOCK)
         try:
-            for start in range(0, size, CHUNK):
-                hashes.append(hash_blocks(memory[start : min(start + CHUNK, size)], DEFAULT_ALGORITHM, BLOCK))
-                files.write(file, memory[start : min(start + CHUNK, end)])
-            files.truncate(file, size)
-            files.sync(file)
-        finally:
-            files.close(file)
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-    return np.concatenate([np.zeros(0, dtype=np.uint64), *hashes])
+            file = files.create(path)
+            try:
+                for start in range(0, size, CHUNK):
+                    files.write(file, memory[start : min(start + CHUNK, end)])
+                files.truncate(file, size)
+                files.sync(file)
+            finally:
+                files.close(file)
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            raise
+        return hashes.result()
