@@ -126,6 +126,16 @@ def forget(folder: Path) -> None:
             os.close(file)
 
 
+def warm(folder: Path) -> None:
+    """Have all files under a folder in the page cache."""
+    buffer = memoryview(bytearray(1 << 20))
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+
 def _sync(path: Path, flags: int = os.O_RDONLY) -> None:
     file = os.open(path, flags)
     os.fsync(file)
@@ -150,6 +160,17 @@ def write_raw(landing: Landing, folder: Path, direct: bool) -> None:
     os.fsync(file)
     os.close(file)
     sync_folder(folder)
+
+
+def read_direct(landing: Landing, folder: Path) -> None:
+    """That file, past the page cache where the file system can."""
+    try:
+        file = os.open(folder / FILE, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        file = os.open(folder / FILE, os.O_RDONLY)
+    for start in range(0, len(landing.memory), RAW_CHUNK):
+        os.preadv(file, [landing.memory[start : start + RAW_CHUNK]], start)
+    os.close(file)
 
 
 def raw(landing: Landing) -> Format:

@@ -63,9 +63,10 @@ class Verdict:
         what = f"{goal.part}: {goal.mode}"
         if not goal.peer:
             return f"{what} reads {self.figure:.2f}x the wanted bytes from the disk; at most {goal.at_most} -> {end}"
-        if goal.at_least is not None:
-            return f"{what} is {self.figure:.2f}x as fast as {goal.peer}; at least {goal.at_least} -> {end}"
-        return f"{what} takes {self.figure:.2f}x the time of {goal.peer}; at most {goal.at_most} -> {end}"
+        if goal.at_most is not None:
+            return f"{what} takes {self.figure:.2f}x the time of {goal.peer}; at most {goal.at_most} -> {end}"
+        limit = "no goal" if goal.at_least is None else f"at least {goal.at_least} -> {end}"
+        return f"{what} is {self.figure:.2f}x as fast as {goal.peer}; {limit}"
 
 
 def judge(rounds: Rounds, goal: Goal) -> Verdict:
@@ -74,7 +75,7 @@ def judge(rounds: Rounds, goal: Goal) -> Verdict:
     if not goal.peer:
         return Verdict(goal, median(modes[goal.mode].disk_bytes / modes[goal.mode].bytes for modes in found))
     ratios = [modes[goal.mode].seconds / modes[goal.peer].seconds for modes in found]
-    return Verdict(goal, median(ratios if goal.at_least is None else [1 / ratio for ratio in ratios]))
+    return Verdict(goal, median(ratios if goal.at_most is not None else [1 / ratio for ratio in ratios]))
 
 
 def table(rounds: Rounds, bases: Mapping[str, str]) -> str:
@@ -100,7 +101,7 @@ def table(rounds: Rounds, bases: Mapping[str, str]) -> str:
 def _line(rounds: Rounds, part: str, mode: str, base: str) -> list[str]:
     samples = _of(rounds, part, mode)
     seconds = [sample.seconds for sample in samples]
-    times = judge(rounds, Goal(part, mode, base)).figure
+    times = judge(rounds, Goal(part, mode, base, at_most=0)).figure
     disk = median(sample.disk_bytes / sample.bytes for sample in samples)
     return [
         mode, f"{median(seconds):.3f}", f"{min(seconds):.3f}-{max(seconds):.3f}",
