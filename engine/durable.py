@@ -77,7 +77,7 @@ class Durable:
             self._files,
         )  # fmt: skip
         wish, self._wish = self._wish, None
-        if self._config.checkpoint.init_from is not None and (wish is None or not wish.module_only):
+        if self._config.checkpoint.init_from is not None and wish is None:
             start_weights(self._run, self._group(), Path(self._config.checkpoint.init_from))
         if wish is not None:
             self._resume(wish)
@@ -170,8 +170,10 @@ class Durable:
         resume = Resume(self._run, self._group(), wish.step, wish.module_only, wish.optimizer_states)
         try:
             user = resume.load()
-        finally:
-            self._spoiled = resume.touched
+        except BaseException:
+            self._spoiled = self._spoiled or resume.touched
+            raise
+        self._spoiled = False
         self._saved_at = self._run.update.made
         if self._comm.grid.rank == 0:
             logger.info("checkpoint loaded: %s, %d updates made", wish.step, self._run.update.made)
@@ -192,6 +194,8 @@ class Durable:
                 f"{call} before the model is cut, which needs a batch; pass example_batch=... to engine.initialize, or "
                 "train a batch first."
             )
+        if self._run.parts.bench.gathering is not None:
+            self._run.parts.bench.gathering.refuse_opened(call)
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(self._run, self._group())
         return self._checkpoints, self._run

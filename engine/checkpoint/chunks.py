@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.files import PAGE, Files
-from engine.errors import CheckpointError
 
 THREADS = 2
 LONG = 1 << 20
@@ -35,30 +34,27 @@ class ChunkReader:
         self._spare: deque[memoryview] = deque()
         self._pool = ThreadPoolExecutor(THREADS, "reader")  # threads start with the first work, and end with this
 
-    def read(self, file: int, target: Bytes, start: int, check: Check, what: str) -> int:
+    def read(self, file: int, target: Bytes, start: int, check: Check) -> int:
         """Fill ``target`` from byte ``start``, which begins a page; returns the bytes read.
 
         Raises:
-            CheckpointError: the disk's, with ``what`` and the byte; of several problems the first in the file.
+            OSError: the disk's, or what ``check`` raises; of several problems the first in the file.
         """
 
         def one(begin: int) -> int:
-            return self._chunk(file, target[begin : begin + self._size], start + begin, check, what)
+            return self._chunk(file, target[begin : begin + self._size], start + begin, check)
 
         if len(target) <= self._size:
-            return one(0) if len(target) else 0
+            return one(0)
         return sum(_results([self._pool.submit(one, begin) for begin in range(0, len(target), self._size)]))
 
-    def _chunk(self, file: int, target: Bytes, start: int, check: Check, what: str) -> int:
-        try:
-            if len(target) < LONG or self._files.is_cached(file, start):
-                count = self._files.read_into(file, target.data, start)
-                check(target.data, start)
-                return count
-            aligned = self._take()
-            count = self._files.read_direct(file, aligned[: -(-len(target) // PAGE) * PAGE], start)
-        except OSError as error:
-            raise CheckpointError(f"{what}: {error.strerror or error}, at byte {start}.") from error
+    def _chunk(self, file: int, target: Bytes, start: int, check: Check) -> int:
+        if len(target) < LONG or self._files.is_cached(file, start):
+            count = self._files.read_into(file, target.data, start)
+            check(target.data, start)
+            return count
+        aligned = self._take()
+        count = self._files.read_direct(file, aligned[: -(-len(target) // PAGE) * PAGE], start)
         data = aligned[: len(target)]
         check(data, start)
         np.copyto(target, np.frombuffer(data, dtype=np.uint8))

@@ -14,12 +14,13 @@ takes nothing from older checkpoints.
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.blocks import BLOCK, DEFAULT_ALGORITHM
-from engine.checkpoint.committed import commit, point_to, retain, sweep, temporary, write_manifest
+from engine.checkpoint.committed import commit, make_run_folder, point_to, retain, sweep, temporary, write_manifest
 from engine.checkpoint.files import PAGE, Files, remove_tree
 from engine.checkpoint.huggingface import INDEX, SINGLE
 from engine.checkpoint.image import Image
@@ -35,6 +36,10 @@ from engine.errors import CheckpointError, EngineError
 from engine.parallel.host import HostGroup, announce, collect
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+Reports = Callable[[], list[bytes]]
+"""Gets the reports of all ranks, on rank 0."""
 
 
 class Saver:
@@ -54,41 +59,35 @@ class Saver:
         """Copy everything that training will change; the next snapshot takes the same memory."""
         return self._snapshots.take(ours, contents)
 
-    def run(self, snapshot: Snapshot, folder: Path, keep: int | None) -> Path:
+    def run(self, snapshot: Snapshot | Exception, folder: Path, keep: int | None) -> Path:
         """Write and commit a snapshot; returns the checkpoint's folder. All ranks run it, for the same step.
 
         Args:
+            snapshot: or why this rank could take none; then no rank writes.
             keep: how many checkpoints stay in ``folder``; None: all.
 
         Raises:
             CheckpointError: what failed, on which rank, with path and bytes; the same on every rank.
             EngineError: a rank that cannot be reached any more.
         """
-        opened = self._on_first(lambda: self._open(folder, snapshot.contents.step))
-        written = Path(opened.text("folder"))
-        report = self._report(snapshot, written)
-        if self._host.rank:
-            collect(self._host, report)
-        verdict = self._on_first(lambda: self._commit(snapshot.contents, written, report, keep))
+        snapshot, written = self._begin(snapshot, folder)
+        contents, report = snapshot.contents, self._report(snapshot, written)
+        verdict = self._on_first(report, lambda reports: self._commit(contents, written, reports, keep))
         return Path(verdict.text("folder"))
 
-    def export(self, snapshot: Snapshot, folder: Path) -> None:
+    def export(self, snapshot: Snapshot | Exception, folder: Path) -> None:
         """Write the model folder alone; files of that name there are replaced. All ranks run it.
 
         Raises:
             CheckpointError, EngineError: as ``run``; then the folder is as it was.
         """
-        opened = self._on_first(lambda: self._open(folder.parent, snapshot.contents.step))
-        written = Path(opened.text("folder"))
-        report = self._report(snapshot, written)
-        if self._host.rank:
-            collect(self._host, report)
-        self._on_first(lambda: self._move(written, folder, report))
+        snapshot, written = self._begin(snapshot, folder.parent)
+        self._on_first(self._report(snapshot, written), lambda reports: self._move(written, folder, reports))
 
-    def _move(self, written: Path, folder: Path, report: bytes) -> Mapping[str, Any]:
+    def _move(self, written: Path, folder: Path, reports: Reports) -> Mapping[str, Any]:
         try:
-            merge(collect(self._host, report) or [])
-            folder.mkdir(exist_ok=True)
+            merge(reports())
+            make_run_folder(self._files, folder)
             self._files.sync_folder(written / "model")
             new = self._files.names(written / "model")
             for name in sorted(new, key=lambda name: name == INDEX):  # the index last: it names the others
@@ -101,26 +100,40 @@ class Saver:
             self._discard(written)
         return {}
 
-    def _on_first(self, action: Callable[[], Mapping[str, Any]]) -> Fields:
-        """Rank 0 acts; all ranks get what came of it, or raise its problem."""
+    def _begin(self, snapshot: Snapshot | Exception, folder: Path) -> tuple[Snapshot, Path]:
+        """All ranks have a snapshot: a folder for this attempt."""
+        if isinstance(snapshot, Snapshot):
+            step, ready = snapshot.contents.step, Report().to_json()
+        else:
+            step, ready = 0, failure(f"{_described(snapshot)} (on rank {self._host.rank})")
+        opened = self._on_first(ready, lambda reports: self._open(folder, step, reports))
+        assert isinstance(snapshot, Snapshot), "rank 0 has refused what is none"
+        return snapshot, Path(opened.text("folder"))
+
+    def _on_first(self, report: bytes, action: Callable[[Reports], Mapping[str, Any]]) -> Fields:
+        """Rank 0 gets all reports and acts; all ranks get what came of it, or raise its problem."""
         message = b""
-        if self._host.rank == 0:
+        if self._host.rank:
+            collect(self._host, report)
+        else:
             try:
-                message = dump(action())
-            except (EngineError, OSError) as error:
+                message = dump(action(lambda: collect(self._host, report) or []))
+            except Exception as error:  # whatever it is, the others wait for an answer
                 message = failure(_described(error))
         answer = Fields(parse(announce(self._host, message), "rank 0's message"), "rank 0's message")
         if answer.any("problem") is not None:
             raise CheckpointError(answer.text("problem"))
         return answer
 
-    def _open(self, folder: Path, step: int) -> Mapping[str, Any]:
-        folder.mkdir(parents=True, exist_ok=True)
-        sweep(self._files, folder)
+    def _open(self, folder: Path, step: int, reports: Reports) -> Mapping[str, Any]:
+        merge(reports())
         written = temporary(folder, step, secrets.token_hex(4))
-        self._files.make_folder(written)
-        for name in ("model", "optim", "state"):
-            self._files.make_folder(written / name)
+        with self._whole_or_gone(written, str(4 * PAGE)):
+            make_run_folder(self._files, folder)
+            sweep(self._files, folder)
+            self._files.make_folder(written)
+            for name in ("model", "optim", "state"):
+                self._files.make_folder(written / name)
         return {"folder": str(written)}
 
     # ------------------------------------------------------------------ every rank
@@ -130,7 +143,7 @@ class Saver:
         try:
             self._gather(snapshot)
             return self._write_files(snapshot, written).to_json()
-        except (EngineError, OSError) as error:
+        except Exception as error:  # whatever it is, rank 0 waits for a report
             return failure(self._on_this_rank(error, written, snapshot))
 
     def _gather(self, snapshot: Snapshot) -> None:
@@ -184,8 +197,10 @@ class Saver:
 
     def _on_this_rank(self, error: Exception, written: Path, snapshot: Snapshot) -> str:
         if not isinstance(error, OSError):
-            return str(error)
-        needed = sum(image.layout.size for image in snapshot.images)
+            return _described(error)
+        return self._on_disk(error, written, str(sum(image.layout.size for image in snapshot.images)))
+
+    def _on_disk(self, error: OSError, written: Path, needed: str) -> str:
         try:
             free = f"{self._files.free_bytes(written.parent)} are free there"
         except OSError:
@@ -194,9 +209,11 @@ class Saver:
 
     # ------------------------------------------------------------------ rank 0
 
-    def _commit(self, contents: Contents, written: Path, report: bytes, keep: int | None) -> Mapping[str, Any]:
-        try:
-            merged, tensors = merge(collect(self._host, report) or [])
+    def _commit(self, contents: Contents, written: Path, reports: Reports, keep: int | None) -> Mapping[str, Any]:
+        with self._whole_or_gone(written, "all"):
+            received = reports()
+        with self._whole_or_gone(written, f"about {sum(map(len, received))}"):
+            merged, tensors = merge(received)
             checksum = self._write_checksums(written, merged)
             attempt = written.name.rpartition("-")[2]
             manifest = Manifest(
@@ -205,9 +222,6 @@ class Saver:
             )  # fmt: skip
             write_manifest(self._files, written, manifest)
             step = commit(self._files, written, contents.step)
-        except BaseException:
-            self._discard(written)
-            raise
         self._tidy(step, attempt, keep)
         return {"folder": str(step)}
 
@@ -229,6 +243,18 @@ class Saver:
         except OSError as error:
             raise CheckpointError(f"{step} is committed, but cleaning up failed: {_described(error)}") from error
 
+    @contextmanager
+    def _whole_or_gone(self, written: Path, needed: str) -> Iterator[None]:
+        """Make room when something fails, and say how much there is."""
+        try:
+            yield
+        except OSError as error:
+            self._discard(written)
+            raise CheckpointError(self._on_disk(error, written, needed)) from error
+        except BaseException:
+            self._discard(written)
+            raise
+
     def _discard(self, written: Path) -> None:
         """Make room; what cannot be removed is swept by the next save."""
         try:
@@ -240,6 +266,8 @@ class Saver:
 
 def _described(error: Exception) -> str:
     """What happened, and to which path."""
-    if not isinstance(error, OSError):
+    if isinstance(error, EngineError):
         return str(error)
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}, {error}"
     return f"{error.strerror or error}: {error.filename or 'a file of the checkpoint'}"

@@ -6,11 +6,11 @@
 Both let go of the interpreter lock, and nothing in the memory changes meanwhile.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 
 from engine.checkpoint.blocks import BLOCK, DEFAULT_ALGORITHM, Hashes, hash_blocks
-from engine.checkpoint.files import PAGE, Files
+from engine.checkpoint.files import PAGE, Files, named
 
 CHUNK = 1 << 24
 """Bytes of one write."""
@@ -25,18 +25,24 @@ def write_file(files: Files, path: Path, memory: memoryview, size: int) -> Hashe
         OSError: names ``path``; the file may be there in part.
     """
     end = min(-(-size // PAGE) * PAGE, len(memory))
-    with ThreadPoolExecutor(1, "hashes") as hasher:
-        hashes = hasher.submit(hash_blocks, memory[:size], DEFAULT_ALGORITHM, BLOCK)
-        try:
-            file = files.create(path)
-            try:
-                for start in range(0, size, CHUNK):
-                    files.write(file, memory[start : min(start + CHUNK, end)])
-                files.truncate(file, size)
-                files.sync(file)
-            finally:
-                files.close(file)
-        except OSError as error:
-            error.filename = error.filename or str(path)
-            raise
-        return hashes.result()
+    hashes: list[Hashes] = []
+    # no executor: those refuse work once the interpreter ends, which is when the last save of a run is often written
+    hasher = Thread(target=lambda: hashes.append(hash_blocks(memory[:size], DEFAULT_ALGORITHM, BLOCK)), name="hashes")
+    hasher.start()
+    try:
+        with named(path):
+            _write(files, path, memory[:end], size)
+    finally:
+        hasher.join()
+    return hashes[0]
+
+
+def _write(files: Files, path: Path, memory: memoryview, size: int) -> None:
+    file = files.create(path)
+    try:
+        for start in range(0, len(memory), CHUNK):
+            files.write(file, memory[start : start + CHUNK])
+        files.truncate(file, size)
+        files.sync(file)
+    finally:
+        files.close(file)
