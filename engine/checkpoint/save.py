@@ -148,12 +148,11 @@ class Saver:
 
     def _gather(self, snapshot: Snapshot) -> None:
         """Send every owner its weights, and put those together that this rank owns."""
-        me, snapshots = self._host.rank, self._snapshots
-        waits = [self._host.send(data, owner) for owner, data in snapshot.outgoing.items() if owner != me]
+        snapshots = self._snapshots
+        waits = [self._host.send(data, owner) for owner, data in snapshot.outgoing.items()]
         for source, size in snapshots.incoming():
-            message = snapshot.outgoing[me] if source == me else snapshots.memory.take("from others", size)[:size]
-            if source != me:
-                self._host.receive(message, source)()
+            message = snapshots.memory.take("from others", size)[:size]
+            self._host.receive(message, source)()
             snapshots.put(snapshot, source, message)
         for wait in waits:
             wait()
