@@ -5,8 +5,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from engine.banner import megabytes
 from engine.metrics import StepReport
+from engine.parallel.traffic import megabytes
 
 WARM_UP_STEPS = 2
 """The first steps build caches and groups; the time that is left is estimated without them."""

@@ -82,15 +82,23 @@ class StepReader:
     def verify(self) -> int:
         """Read and check every block of every file, and all headers; returns the bytes read."""
         before = self.bytes_read
-        buffer = np.empty(max(BUFFER, self.manifest.checksum.block_bytes), dtype=np.uint8)
-        for file, size in self.manifest.files.items():
-            with self._open(file) as opened_file:
-                for start in range(0, size, len(buffer)):
-                    self._fill(file, opened_file, buffer[: min(len(buffer), size - start)], start)
+        for file in self.manifest.files:
+            for _ in self.chunks(file):
+                pass
         for tensor in self.manifest.tensors.values():
             for stored in tensor.pieces:
                 self._place(stored.file, stored.key, tensor.kind, stored.piece)
         return self.bytes_read - before
+
+    def chunks(self, file: str) -> Iterator[memoryview]:
+        """A file of the manifest from start to end, checked; each chunk is void when the next one comes."""
+        size = self.manifest.files[file]
+        buffer = np.empty(max(BUFFER, self.manifest.checksum.block_bytes), dtype=np.uint8)
+        with self._open(file) as opened_file:
+            for start in range(0, size, len(buffer)):
+                chunk = buffer[: min(len(buffer), size - start)]
+                self._fill(file, opened_file, chunk, start)
+                yield chunk.data
 
     def bytes_of(self, file: str) -> bytes:
         """A whole file, checked.
@@ -201,29 +209,32 @@ class StepReader:
 
     def _whose(self, file: str, block: int, tensor: str) -> str:
         """The tensors that lie in a damaged block, as far as the header still tells."""
-        size = self.manifest.checksum.block_bytes
-        if file not in self._headers and block:
-            try:
-                with self._open(file) as opened_file:
-                    self._headers[file] = read_header(
-                        lambda start, stop: self._checked(file, opened_file, start, stop),
-                        self.manifest.files[file],
-                        file,
-                    )
-            except (CheckpointError, OSError):
-                pass
+        size, header = self.manifest.checksum.block_bytes, self._headers.get(file) or self._unchecked_header(file)
         found = [
             name
             for name, stored_tensor in self.manifest.tensors.items()
             for stored in stored_tensor.pieces
-            if stored.file == file and stored.key in self._headers.get(file, {})
-            for kind, start in [self._headers[file][stored.key]]
+            if stored.file == file and stored.key in header
+            for kind, start in [header[stored.key]]
             if start < (block + 1) * size and start + kind.bytes > block * size
         ]
         named = found or ([tensor] if tensor else [])
         if not named:
             return ": the header, which says where its tensors lie" if file.endswith(".safetensors") else ""
         return f": tensor {', '.join(map(repr, named[:3]))}" + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+
+    def _unchecked_header(self, file: str) -> dict[str, tuple[Kind, int]]:
+        """What the header says now, only to name tensors; nothing if it is damaged beyond reading."""
+        try:
+            with self._open(file) as opened_file:
+
+                def read(start: int, stop: int) -> bytes:
+                    data = bytearray(stop - start)
+                    return bytes(data[: self._files.read_into(opened_file, memoryview(data), start)])
+
+                return read_header(read, self.manifest.files[file], file) if file.endswith(".safetensors") else {}
+        except (CheckpointError, OSError):
+            return {}
 
     def _checked(self, file: str, opened_file: int, start: int, stop: int) -> bytes:
         """Bytes ``start:stop``, from checked blocks."""
