@@ -47,11 +47,11 @@ class Reports:
         )
 
     def record(self, report: StepReport, step: Step) -> None:
-        """Count a training step, and log it if it is its turn."""
+        """Count a training step, and log it if it is its turn, which does not depend on where this start began."""
         self.attempts += 1
         for row in self._comm.tally.since(step.sent).rows():
             self.trained.add(row)
-        if self.attempts % self._every == 0 or self.attempts == 1:
+        if report.step % self._every == 0 or report.skipped or self.attempts == 1:
             for sink in self._sinks:
                 sink.write(report)
 

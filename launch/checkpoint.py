@@ -15,10 +15,9 @@ from engine.checkpoint.reader import StepReader, Wanted
 from engine.checkpoint.tensor_file import lay_out
 from engine.errors import CheckpointError
 from engine.launch.checkpoint_info import beside, describe
+from engine.launch.run_folder import CHECKPOINTS
 from engine.parallel.traffic import megabytes
 
-INSIDE = "checkpoints"
-"""Where ``train.py`` keeps those of a run."""
 MODEL, SINGLE = "model/", "model.safetensors"
 
 
@@ -100,7 +99,7 @@ def find(folder: Path) -> Path:
     with _plain_errors(path):
         if is_step(files, path):
             return path
-        found = committed(files, path) or committed(files, path / INSIDE)
+        found = committed(files, path) or committed(files, path / CHECKPOINTS)
     if not found:
         there = "has no checkpoint" if files.is_folder(path) else "is no folder"
         raise CheckpointError(f"{folder} {there}; give the folder of a run, or one of its step-N folders.")

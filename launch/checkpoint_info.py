@@ -65,7 +65,7 @@ def _tracked(manifest: Manifest) -> dict[str, str]:
     lines = {}
     for name, state in Fields(manifest.progress, "the manifest").object("tracked").items():
         plain = isinstance(state, dict) and all(isinstance(value, int | float | str) for value in state.values())
-        text = ", ".join(f"{key} {_number(value)}" for key, value in state.items()) if plain else str(state)
+        text = ", ".join(f"{key} {value}" for key, value in state.items()) if plain else str(state)
         lines[name] = _shortened(text)
     return lines
 
@@ -96,10 +96,6 @@ def _elements(tensors: list[StoredTensor]) -> int:
 
 def _dtypes(tensors: list[StoredTensor]) -> str:
     return " and ".join(sorted({tensor.kind.dtype for tensor in tensors}))
-
-
-def _number(value: object) -> str:
-    return f"{value:,}" if type(value) is int else str(value)
 
 
 def _shortened(text: str) -> str:

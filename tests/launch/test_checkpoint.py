@@ -53,7 +53,7 @@ def test_info_tells_what_a_checkpoint_holds(run: Path, capsys: pytest.CaptureFix
     assert lines["model"] == "1,687 parameters in 10 tensors, BF16; 1 other name of tied ones"
     assert lines["optimizer"].startswith("FlatAdam, ") and "exp_avg F32 of 1,6" in lines["optimizer"]
     assert "master F32 of 1,6" in lines["optimizer"]
-    assert lines["data"] == "position 32, seed 0, windows 1,000"
+    assert lines["data"] == "position 32, seed 0, windows 1000"
     assert "model " in lines["files"] and "in 2, optim " in lines["files"] and "in 1, state " in lines["files"]
     assert lines["beside"] == "it  step-00000002, step-00000003, step-00000009.tmp-dead"
 
