@@ -118,11 +118,10 @@ def _verified(step: Path) -> str:
     started = perf_counter()
     with _plain_errors(step):
         reader = StepReader(Files(), step)
-        count = reader.verify()
-    tensors, seconds = len(reader.manifest.tensors), perf_counter() - started
-    return (
-        f"{step} is sound: {megabytes(count)} in {len(reader.manifest.files)} files, {tensors} tensors, {seconds:.1f} s"
-    )
+        reader.verify()
+    manifest, seconds = reader.manifest, perf_counter() - started
+    size, files, tensors = megabytes(sum(manifest.files.values())), len(manifest.files), len(manifest.tensors)
+    return f"{step} is sound: {size} in {files} files, {tensors} tensors, {seconds:.1f} s"
 
 
 def _copy_model(files: Files, reader: StepReader, target: Path, single: bool) -> int:
