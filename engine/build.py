@@ -18,7 +18,7 @@ from engine.full_state import FullState, state_entries
 from engine.islands import Islands
 from engine.loss import LossFunction
 from engine.lr import LearningRate, SchedulerArgument, make_learning_rate
-from engine.materialize import materialize
+from engine.materialize import materialize, stand_in
 from engine.metrics import check_sinks
 from engine.nonfinite import NonFinite
 from engine.parallel.comm import Comm
@@ -152,7 +152,7 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     if plan.gather_groups is not None:
         comm.open_gathers()
     with all_or_none(comm, device):
-        buckets = _place(model, plan, comm, device, axis)
+        buckets = place_model(model, plan, comm, device, axis)
     trained = len(plan.layout(comm.grid.coord()).buckets)
     buckets, frozen = buckets[:trained], buckets[trained:]
     reducer = _reducer(model, plan, comm, buckets)
@@ -180,10 +180,12 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     return Parts(plan, comm, bench, executor, buckets, frozen, optimizer, rate, full, *checks, removals)
 
 
-def _place(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis) -> tuple[FlatBucket, ...]:
+def place_model(
+    model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis
+) -> tuple[FlatBucket, ...]:
     """Cut the model to what this rank holds, and move that into flat buckets: trained ones, then frozen ones."""
     coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
-    present = {row.name for row in plan.table.on_stage(coord.pp)}
+    rows = {row.name: row for row in plan.table.on_stage(coord.pp)}
     cuts = plan.tensor.parameters if plan.tensor else {}
     sharded, each = config.zero_optimization.stage > 0, reduces_each_microbatch(config)
     who = Ownership(coord.dp, config.dp, sharded, each, shards_parameters(config), plan.precision.master)
@@ -202,14 +204,21 @@ def _place(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis:
         flat.place(slot, part)
         return view
 
-    drawn = {name for name, p in parameters.items() if p.is_meta and name in present}
+    def empty(name: str) -> Tensor:
+        if name in places:
+            return places[name][2]
+        return torch.zeros(rows[name].local_shape(coord.tp), dtype=rows[name].dtype, device=device)
+
+    meta = {name for name, p in parameters.items() if p.is_meta and name in rows}
+    drawn = meta if config.checkpoint.init_from is None else set()
     materialize(model, drawn, config.seed, device, keep)
+    stand_in(model, {name: empty(name) for name in meta - drawn})
     if plan.tensor is not None:
-        install(model, plan.tensor, axis, already_cut=drawn)
-    place_rest(model, plan.precision, device, parameters.keys() - present, places)
-    make_absent(model, present, device)
+        install(model, plan.tensor, axis, already_cut=meta)
+    place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
+    make_absent(model, rows.keys(), device)
     for flat in buckets:
-        fill(flat, placed=drawn)
+        fill(flat, placed=meta)
     return buckets
 
 

@@ -3,6 +3,7 @@
 previous save ended? -> snapshot of this rank's share -> in the background: write, commit, keep the newest
 """
 
+import json
 import logging
 import platform
 import time
@@ -26,7 +27,7 @@ from engine.checkpoint.optimizer_state import describe, moments, numbers
 from engine.checkpoint.random_state import random_states
 from engine.checkpoint.save import Saver
 from engine.checkpoint.shares import ModelTensor, Shares, model_tensors
-from engine.checkpoint.snapshot import Contents, Ours
+from engine.checkpoint.snapshot import Contents, Ours, Snapshot
 from engine.checkpoint.tensor_file import DTYPES
 from engine.config import Config
 from engine.errors import CheckpointError
@@ -99,13 +100,15 @@ class Run:
             states[f"buffer/{name}"] = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
         return states
 
-    def ours(self) -> Ours:
+    def ours(self, weights_only: bool = False) -> Ours:
         """All that this rank stores."""
         for flat in self.parts.buckets:
             carry_over(flat)
         holdings = self.holdings
-        pieces = [*holdings.masters(), *holdings.state(moments(self.parts.optimizer))]
         weights = [*holdings.weights(), *holdings.whole()]
+        if weights_only:
+            return Ours(weights, self.buffers, pieces=(), state={}, numbers={})
+        pieces = [*holdings.masters(), *holdings.state(moments(self.parts.optimizer))]
         return Ours(weights, self.buffers, pieces, self.own_state(), numbers(self.parts.optimizer))
 
     def contents(self, user: Any) -> Contents:
@@ -114,7 +117,7 @@ class Run:
         progress = {
             "update": self.update.state_dict(),
             "scheduler": _plain(scheduler.state_dict()) if scheduler is not None else None,
-            "tracked": {name: thing.state_dict() for name, thing in self.tracked.items()},
+            "tracked": {name: _json(f"state of {name!r}", thing.state_dict()) for name, thing in self.tracked.items()},
         }
         names = {name: given for name, given in self.keys.items() if len(given) > 1}
         return Contents(
@@ -123,7 +126,7 @@ class Run:
             info=self._info(),
             progress=progress,
             optimizer=describe(self.parts.optimizer, self.parts.plan.table),
-            user=user,
+            user=_json("client_state", user),
             model_files=with_dtype(self.model_files, self._dtype()),
         )
 
@@ -151,6 +154,9 @@ class Checkpoints:
         self._run, self._config = run, run.config.checkpoint
         self._saver = Saver(run.shares, run.tensors, host, run.files)
         self._pending: PendingSave | None = None
+        others = [key for key, entry in run.parts.full_state.entries.items() if entry.kind == "other"]
+        if others and run.comm.grid.rank == 0:
+            logger.warning("checkpoint: %r of the state dict is no parameter or buffer and is not stored", others[0])
         self.problem: CheckpointError | None = None
         """Why the run has to stop; ``checkpoint.on_failure``."""
 
@@ -158,20 +164,25 @@ class Checkpoints:
         """Begin to save into the folder of a run; see :meth:`engine.Engine.save_checkpoint`."""
         self.drain()
         started = time.perf_counter()
-        snapshot = self._saver.snapshot(self._run.ours(), self._run.contents(user))
+        snapshot = self._snapshot(user)
         stall = time.perf_counter() - started
         own = self._config.folder is not None and folder.absolute() == Path(self._config.folder).absolute()
         write = partial(self._saver.run, snapshot, folder.absolute(), self._config.keep if own else None)
-        told = partial(self._told, step=snapshot.contents.step, stall=stall, started=time.perf_counter())
+        told = partial(self._told, step=self._run.update.made, stall=stall, started=time.perf_counter())
         self._pending = PendingSave(write, told, self._config.asynchronous)
         return self._pending
 
     def export(self, folder: Path) -> None:
         """Write the model folder alone, and wait for it."""
         self.drain()
-        ours, contents = self._run.ours(), self._run.contents(None)
-        alone = Ours(ours.weights, ours.buffers, pieces=(), state={}, numbers={})
-        self._saver.export(self._saver.snapshot(alone, contents), folder.absolute())
+        self._saver.export(self._snapshot(None, weights_only=True), folder.absolute())
+
+    def _snapshot(self, user: Any, weights_only: bool = False) -> Snapshot | Exception:
+        """Or why this rank can take none, which all ranks have to hear."""
+        try:
+            return self._saver.snapshot(self._run.ours(weights_only), self._run.contents(user))
+        except Exception as error:
+            return error
 
     def drain(self) -> None:
         """Wait for the save under way; how it went is told elsewhere."""
@@ -196,6 +207,20 @@ class Checkpoints:
             logger.error("checkpoint failed at step %d: %s", step, save.problem)
         if self._config.on_failure == "stop":
             self.problem = CheckpointError(f"the checkpoint of step {step} was not saved: {save.problem}")
+
+
+def _json(what: str, value: Any) -> Any:
+    """A copy, which nobody changes while it is written.
+
+    Raises:
+        CheckpointError: it is no JSON.
+    """
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"the {what} cannot be saved: {error}; give dicts, lists, texts and finite numbers."
+        ) from error
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:

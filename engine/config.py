@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from engine.config_deepspeed import KEYS, translate
 from engine.config_reader import Section, Typed, dump_section, paths, read_json, read_section, setting
-from engine.config_rules import Choice, Flag, FrozenMap, Int, Problems, Real, kind, show
+from engine.config_rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config_sections import (
     COUNT,
     GLOBS,
@@ -32,6 +32,7 @@ from engine.config_sections import (
     WatchdogConfig,
     ZeroConfig,
 )
+from engine.config_words import kind, show, show_path
 from engine.errors import ConfigError
 
 __all__ = [
@@ -157,13 +158,16 @@ class Config:
         return dump_section(self)
 
 
+_PATHS = tuple(paths(Config))
+
+
 def load_config(source: "Source | Config", world_size: int | None = None) -> Config:
     """The config from a dict, a JSON file or a Config; with ``world_size``, all sizes settled.
 
     Raises ConfigError, which names every problem at once by its JSON path.
     """
-    name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "the config"
-    problems = Problems(name, tuple(paths(Config)), KEYS)
+    name = show_path(os.fsdecode(source)) if isinstance(source, (str, os.PathLike)) else "the config"
+    problems = Problems(name, _PATHS, KEYS)
     config = _read(source, problems)
     _check_between(config, problems)
     if not problems.touch("", "parallel", *BATCH):
@@ -180,7 +184,7 @@ def _read(source: "Source | Config", problems: Problems) -> Config:
     if not isinstance(raw, Mapping):
         problems.add("", f"{show(raw)} is {kind(raw)}; give one JSON object, the path of one, or a dict.")
         return Config()
-    own, notes = translate(raw, frozenset(paths(Config)), problems)
+    own, notes = translate(raw, frozenset(_PATHS), problems)
     return replace(read_section(Config, own, "", problems), notes=notes)
 
 
@@ -190,7 +194,10 @@ def _check_between(config: Config, problems: Problems) -> None:
         problems.add("fp16.enabled", "true while bf16.enabled is true too; switch one of them off.")
     params = config.optimizer.params if config.optimizer else FrozenMap()
     if params.get("nesterov") and (not params["momentum"] or params["dampening"]):
-        problems.add("optimizer.params.nesterov", "true needs momentum above 0 and dampening 0; give momentum.")
+        given = f"momentum is {params['momentum']} and dampening {params['dampening']}"
+        problems.add(
+            "optimizer.params.nesterov", f"true needs momentum above 0 and dampening 0, but {given}; give both."
+        )
     automatic = [axis for axis in AXES if getattr(config.parallel, axis) == "auto"]
     if len(automatic) > 1:
         named = " and ".join(automatic)
@@ -199,7 +206,7 @@ def _check_between(config: Config, problems: Problems) -> None:
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:
     """Settles axes and batch; without a world size only what is contradictory in any world is noted."""
-    if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
+    if world_size is not None and not _is_world(world_size):
         problems.add("world_size", f"{show(world_size)} is not a number of processes; give an int of at least 1.")
         return config
     axes = {axis: getattr(config.parallel, axis) for axis in AXES}
@@ -218,6 +225,11 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
         return config
     settled: dict[str, Any] = {"parallel": replace(config.parallel, **cast(Any, sizes)), **batch}
     return replace(config, **settled)
+
+
+def _is_world(size: object) -> bool:
+    """Whether so many processes can be: a rank is a C int to the libraries that join them."""
+    return isinstance(size, int) and not isinstance(size, bool) and 1 <= size < 2**31
 
 
 def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> dict[str, int] | None:
@@ -260,7 +272,13 @@ def _fit_batch(
     left = train // product if train is not None else 1
     micro = micro or left
     accumulation = accumulation or (left if parts[BATCH[1]] else 1)
-    return {BATCH[0]: micro * accumulation * ranks, BATCH[1]: micro, BATCH[2]: accumulation}
+    total = micro * accumulation * ranks
+    if total >= 2**63:
+        problems.add(
+            BATCH[0], f"{micro} x {accumulation} x {ranks} = {total} rows do not fit in 64 bits; give smaller sizes."
+        )
+        return None
+    return {BATCH[0]: total, BATCH[1]: micro, BATCH[2]: accumulation}
 
 
 def _batch_sentence(train: int, known: Mapping[str, int], product: int) -> str:
@@ -274,7 +292,8 @@ def _batch_sentence(train: int, known: Mapping[str, int], product: int) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    """Those that a message suggests: of a large number the small ones."""
+    return [size for size in range(1, min(number, 4096) + 1) if number % size == 0]
 
 
 def _either(numbers: Sequence[int]) -> str:

@@ -10,7 +10,8 @@ from numbers import Real as RealNumber
 from types import MappingProxyType
 from typing import Any
 
-from engine.config_rules import Flag, FrozenMap, Int, Problems, Rule, Text, join, kind, show
+from engine.config_rules import Flag, FrozenMap, Int, Problems, Rule, Text
+from engine.config_words import join, kind, show
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +252,7 @@ class _Walk:
             elif path in self._theirs and path not in self._ours:
                 self._not_an_object(path, value)
             elif at in self._theirs:
-                self._problems.unknown(at, str(key), _level(at))
+                self._problems.unknown(at, key, _level(at))
             elif path != "$schema":
                 kept[key] = value
         return kept
@@ -309,7 +310,7 @@ class _Walk:
             if key in _TENSORBOARD:
                 read[key] = _TENSORBOARD[key].read(entry, f"tensorboard.{key}", self._problems)
             else:
-                self._problems.unknown("tensorboard", str(key), tuple(_TENSORBOARD))
+                self._problems.unknown("tensorboard", key, tuple(_TENSORBOARD))
         if not read.get("enabled"):
             return None
         if "output_path" not in value:

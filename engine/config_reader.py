@@ -7,15 +7,18 @@ any section, so a new key needs one line where it is declared and nothing here.
 import dataclasses
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.config_rules import FrozenMap, Problems, Rule, join, kind, show
+from engine.config_rules import FrozenMap, Problems, Rule
+from engine.config_words import join, kind, show, show_path
 from engine.errors import ConfigError
 
 T = TypeVar("T")
+_DEPTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,7 @@ class Section(Rule):
 
     def dump(self, value: Any) -> Any:
         # A hand-built config may hold anything; what is no section goes back to the reader to be named.
-        return dump_section(value) if dataclasses.is_dataclass(value) else value
+        return dump_section(value) if isinstance(value, self.cls) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,9 @@ class Sections(Section):
         return tuple(read_section(self.cls, entry, f"{at}[{i}]", problems) for i, entry in enumerate(value))
 
     def dump(self, value: Any) -> Any:
-        return [dump_section(entry) for entry in value]
+        if not isinstance(value, (list, tuple)):
+            return value
+        return [Section.dump(self, entry) for entry in value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +71,10 @@ class Typed(Section):
         return dataclasses.replace(section, params=stored(params))
 
     def dump(self, value: Any) -> Any:
-        if not isinstance(value, self.cls) or value.type not in self.kinds:
+        if not isinstance(value, self.cls) or value.type not in tuple(self.kinds):
             return Section.dump(self, value)
+        if not isinstance(value.params, Mapping):
+            return {**dump_section(value), "params": value.params}
         kind_of = self.kinds[value.type]
         rules = {f.name: f.metadata["rule"] for f in dataclasses.fields(kind_of)}
         params = {**stored(kind_of(), everything=True), **value.params}
@@ -103,7 +110,7 @@ def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside:
     values: dict[str, Any] = {}
     for key, value in raw.items():
         if key not in known:
-            problems.unknown(at, str(key), (*known, *beside))
+            problems.unknown(at, key, (*known, *beside))
             continue
         path, rule = join(at, key), known[key].metadata["rule"]
         read = rule.read(value, path, problems)
@@ -137,40 +144,45 @@ class _Object(dict[str, Any]):
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         dict.__init__(self, pairs)
-        names = [name for name, _ in pairs]
-        self.twice = tuple(dict.fromkeys(name for name in names if names.count(name) > 1))
+        self.twice = tuple(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
 
 
 def read_json(path: str | os.PathLike[str], problems: Problems) -> Mapping[str, Any]:
     """The object in a JSON file; keys given twice are noted. Raises ConfigError for an unreadable file."""
-    name = os.fspath(path)
+    name = show_path(os.fsdecode(path))
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=_Object)
+        text = Path(os.fsdecode(path)).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{show_path(name)}: no such file; give the path of a JSON file, or a dict.") from None
-    except (OSError, UnicodeDecodeError) as why:
-        cause = why.strerror if isinstance(why, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{show_path(name)}: not readable ({cause}); give the path of a JSON file.") from None
+        raise ConfigError(f"{name}: no such file; give the path of a JSON file, or a dict.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: not readable (it is not UTF-8 text); give the path of a JSON file.") from None
+    except OSError as why:
+        raise ConfigError(f"{name}: not readable ({why.strerror}); give the path of a JSON file.") from None
+    except ValueError:  # a zero byte, or half of a pair
+        raise ConfigError(f"{name}: not the name of a file; give the path of a JSON file, or a dict.") from None
+    raw = _parsed(text, name)
+    _note_twice(raw, "", problems)
+    return raw  # type: ignore[no-any-return]
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_Object)
     except json.JSONDecodeError as why:
         where = f"line {why.lineno} column {why.colno}"
         raise ConfigError(f"{name}: not JSON at {where} ({why.msg}); mend that place.") from None
     except (RecursionError, ValueError):
         raise ConfigError(f"{name}: nested too deeply or a number too long; write a plain config object.") from None
-    _note_twice(raw, "", problems)
-    return raw  # type: ignore[no-any-return]
 
 
-def show_path(name: str) -> str:
-    """A path for a message; JSON text given by mistake is shortened."""
-    return name if len(name) <= 200 else name[:57] + "..."
-
-
-def _note_twice(raw: object, at: str, problems: Problems) -> None:
+def _note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None:
+    if depth > _DEPTH:
+        return  # no section lies so deep; whoever holds this is named as unknown
     if isinstance(raw, list):
         for i, entry in enumerate(raw):
-            _note_twice(entry, f"{at}[{i}]", problems)
+            _note_twice(entry, f"{at}[{i}]", problems, depth + 1)
     if isinstance(raw, _Object):
         for key in raw.twice:
             problems.add(join(at, key), "given twice in one object; keep one of them.")
         for key, entry in raw.items():
-            _note_twice(entry, join(at, key), problems)
+            _note_twice(entry, join(at, key), problems, depth + 1)

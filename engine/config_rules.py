@@ -4,7 +4,6 @@ A rule is data. It types a value, says what to give instead, and is walked again
 """
 
 import difflib
-import json
 import math
 import os
 import re
@@ -14,9 +13,13 @@ from numbers import Integral
 from numbers import Real as RealNumber
 from typing import Any
 
+from engine.config_words import join, kind, show
 from engine.errors import ConfigError
 
 _CLOSE = 0.6  # difflib's own cutoff; a dropped letter of a two-letter key scores 0.67
+_LONG = 100  # letters; a longer key is like no known one
+_SEARCHES = 50  # unknown keys that are looked up: a file of another kind may hold thousands
+_LINES = 100  # problems that one message lists
 _HOME = 0.15  # a near key of the same section wins unless a key elsewhere is nearer by this much
 
 
@@ -53,14 +56,17 @@ class Problems:
         self._ours = ours
         self._theirs = theirs
         self._found: list[tuple[str, str]] = []
+        self._searches = 0
 
     def add(self, at: str, sentence: str) -> None:
         """Note that the value at JSON path ``at`` is wrong."""
         self._found.append((at, sentence))
 
-    def unknown(self, at: str, key: str, level: Sequence[str]) -> None:
+    def unknown(self, at: str, key: object, level: Sequence[str]) -> None:
         """Note a key that nobody knows; ``level`` lists the keys of its section."""
-        near = _nearest(join(at, key), level, self._ours, self._theirs)
+        self._searches += 1
+        searched = isinstance(key, str) and self._searches <= _SEARCHES
+        near = _nearest(at, str(key), level, (self._ours, self._theirs)) if searched else []
         if near:
             self.add(join(at, key), f"unknown key. Did you mean {' or '.join(near)}?")
         else:
@@ -76,7 +82,8 @@ class Problems:
         if len(lines) == 1:
             raise ConfigError(lines[0])
         if lines:
-            raise ConfigError("\n".join([f"{len(lines)} problems in {self.source}:", *lines]))
+            more = [f"{self.source}: {len(lines) - _LINES} more; mend these first."] if len(lines) > _LINES else []
+            raise ConfigError("\n".join([f"{len(lines)} problems in {self.source}:", *lines[:_LINES], *more]))
 
 
 class RefusedError(ValueError):
@@ -199,7 +206,7 @@ class Choice(Rule):
             raise RefusedError(f"is {kind(value)}")
         given = self.also.get(value, value) if isinstance(value, str) else value
         for option in self.options:
-            if given == option or (self.fold and str(given).lower() == str(option).lower()):
+            if given == option or (self.fold and isinstance(given, str) and given.lower() == str(option).lower()):
                 return option
         raise RefusedError(f"is not {self.noun}")
 
@@ -288,27 +295,6 @@ class AnyOf(Rule):
         return ", or ".join(rule.expected() for rule in self.rules)
 
 
-def join(at: str, key: object) -> str:
-    """The JSON path of a key below ``at``."""
-    return f"{at}.{key}" if at else str(key)
-
-
-def show(value: object) -> str:
-    """The value as the user wrote it, shortened."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def kind(value: object) -> str:
-    """The kind of a JSON value in plain words."""
-    words = ((bool, "a true/false value"), (type(None), "no value"), (str, "text"), (RealNumber, "a number"),
-             (Mapping, "an object"), ((list, tuple), "a list"))  # fmt: skip
-    return next((word for types, word in words if isinstance(value, types)), f"a {type(value).__name__}")
-
-
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, RealNumber):
         raise RefusedError(f"is {kind(value)}")
@@ -321,15 +307,20 @@ def _number(value: object) -> float:
     return number
 
 
-def _nearest(path: str, level: Sequence[str], ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """Full paths of the known keys most like the last word of ``path``: its section first, then anywhere."""
-    at, _, key = path.rpartition(".")
+def _nearest(at: str, key: str, level: Sequence[str], known: tuple[Sequence[str], Sequence[str]]) -> list[str]:
+    """Full paths of the known keys (ours, theirs) most like ``key``: of the section ``at`` first, then anywhere."""
+    ours, theirs = known
     here = re.sub(r"\[\d+\]", "", at)
-    if join(here, key) in ours and key not in level:
+    nested = f"{here}.{key}" if here else key
+    if "." in key and nested in (*ours, *theirs):
+        return [nested]  # a path written as one key
+    if nested in ours and key not in level:
         return []  # params of another type: the caller lists those of this one
     beside = [each for each in theirs if _parent(each) == here]
-    home = _likeness(key, (*(join(at, name) for name in level), *beside))
-    away = _likeness(key, [each for each in (*ours, *theirs) if _parent(each) != here])
+    # Beside a key of this very name elsewhere only one that is nearly the same can win.
+    least = 1 - _HOME if any(each.endswith(f".{key}") or each == key for each in (*ours, *theirs)) else _CLOSE
+    home = _likeness(key, (*(join(at, name) for name in level), *beside), least)
+    away = _likeness(key, [each for each in (*ours, *theirs) if _parent(each) != here], least)
     best_home, best_away = max(home.values(), default=0.0), max(away.values(), default=0.0)
     at_home = best_home >= _CLOSE and best_home >= best_away - _HOME
     scores, best = (home, best_home) if at_home else (away, best_away)
@@ -341,13 +332,17 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _likeness(given: str, known: Iterable[str]) -> dict[str, float]:
-    """Known path -> likeness, from _CLOSE to 1, of its last word and a given key."""
+def _likeness(given: str, known: Iterable[str], least: float) -> dict[str, float]:
+    """Known path -> likeness, from ``least`` to 1, of its last word and a given key."""
+    if len(given) > _LONG:
+        return {}
     matcher = difflib.SequenceMatcher(None, b=given.lower().replace("-", "_"))
     scores = {}
     for path in known:
-        matcher.set_seq1(path.rpartition(".")[2].lower())
-        # The two quick bounds spare most of the slow comparisons.
-        if matcher.real_quick_ratio() >= _CLOSE and matcher.quick_ratio() >= _CLOSE:
-            scores[path] = matcher.ratio()
+        word = path.rpartition(".")[2].lower()
+        # The bounds by length and by letters spare most of the slow comparisons.
+        if 2 * min(len(word), len(given)) >= least * (len(word) + len(given)):
+            matcher.set_seq1(word)
+            if matcher.quick_ratio() >= least:
+                scores[path] = matcher.ratio()
     return scores

@@ -77,7 +77,7 @@ class Durable:
             self._files,
         )  # fmt: skip
         wish, self._wish = self._wish, None
-        if self._config.checkpoint.init_from is not None and (wish is None or not wish.module_only):
+        if self._config.checkpoint.init_from is not None and wish is None:
             start_weights(self._run, self._group(), Path(self._config.checkpoint.init_from))
         if wish is not None:
             self._resume(wish)
@@ -192,6 +192,8 @@ class Durable:
                 f"{call} before the model is cut, which needs a batch; pass example_batch=... to engine.initialize, or "
                 "train a batch first."
             )
+        if self._run.parts.bench.gathering is not None:
+            self._run.parts.bench.gathering.refuse_opened(call)
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(self._run, self._group())
         return self._checkpoints, self._run

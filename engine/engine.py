@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Literal, Self, overload
 
 import torch
@@ -152,8 +151,7 @@ class Engine:
                 else goes wrong. With them, a rank that fails in the middle raises at once and the job is over. Too many
                 skipped steps in a row (``watchdog.max_skipped_steps``): all ranks raise the same.
         """
-        if self._step is not None:
-            raise EngineError("train_batch inside an unfinished accumulation; call step() first.")
+        self._refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
             raise EngineError("train_batch under torch.no_grad, where nothing is learned; call it outside.")
         step, microbatches = self._open(batch)
@@ -181,8 +179,7 @@ class Engine:
             self._play(step, work, forward_only(self._config.pp, self._config.accumulation))
         control = self._update.agree(step, 0.0)
         step.seconds = time.perf_counter() - step.started
-        outcome = Outcome(control, math.nan, self.lr, 1.0, None)
-        report = self._reports.make(step, outcome, self.plan, self._update.made)
+        report = self._reports.make(step, Outcome(control, math.nan, self.lr, 1.0, None), self.plan, self._update.made)
         if not return_output:
             return report
         return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
@@ -292,6 +289,7 @@ class Engine:
             folder: of the run; None: ``checkpoint.folder``, where the newest ``checkpoint.keep`` stay.
             client_state: any JSON; ``load_checkpoint`` returns it.
         """
+        self._refuse_unfinished("save_checkpoint")
         return self._durable.save(folder, client_state if client_state is not None else {})
 
     def load_checkpoint(
@@ -305,14 +303,16 @@ class Engine:
         Raises:
             CheckpointError: damage: file, tensor, the last good one; another model: the first difference. On all ranks.
         """
+        self._refuse_unfinished("load_checkpoint")
         return self._durable.load(folder, load_module_only, load_optimizer_states)
 
     def save_pretrained(self, folder: Path_) -> None:
         """Write weights (as computed with) and configuration for ``transformers``' ``from_pretrained``. Collective."""
+        self._refuse_unfinished("save_pretrained")
         self._durable.save_pretrained(folder)
 
     def close(self) -> None:
-        """Wait for the checkpoint under way, take the hooks off, close the logs, let go of its groups. It is the end.
+        """Wait for the checkpoint under way, take the hooks off, close logs and groups. The engine is over then.
 
         The process group itself lives until the interpreter exits: other engines may use it.
         """
@@ -326,9 +326,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ------------------------------------------------------------------ inside a step
@@ -339,6 +337,10 @@ class Engine:
                 f"{call} with parallel.pipeline {self._config.pp}: forwards and backwards of all stages are one "
                 "schedule, and no stage alone has the output; call train_batch(batch) or eval_batch(batch)."
             )
+
+    def _refuse_unfinished(self, call: str) -> None:
+        if self._step is not None:
+            raise EngineError(f"{call} inside an unfinished accumulation; call step() first.")
 
     def _begin(self) -> Step:
         comm = self._parts.comm
@@ -392,8 +394,7 @@ class Engine:
     def _finish(self, step: Step) -> StepReport:
         step.problem = step.problem or self._durable.problem()
         outcome = self._update.run(step, self._parts, stop=self._durable.stop_asked)
-        report = self._reports.make(step, outcome, self.plan, self._update.made)
-        self._reports.record(report, step)
+        report = self._reports.record(step, outcome, self.plan, self._update.made)
         self._update.check(outcome)
         self._durable.after_step(not outcome.skipped, bool(outcome.control.stops))
         return report

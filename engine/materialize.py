@@ -2,11 +2,12 @@
 
 Of a block that a rank needs, all parameters exist for a moment, are drawn by the block's own initialisation
 (Hugging Face's ``_init_weights``, or ``reset_parameters`` of its modules, children first) and cut to what the
-rank keeps. The seed is the run's and the block's name, so that values do not depend on the grid.
+rank keeps. The seed is the run's and the block's name, so that values do not depend on the grid. Weights that come
+from a folder (``checkpoint.init_from``) are not drawn: their places are made, and filled later.
 """
 
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -111,9 +112,20 @@ def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> 
         if id(tensor) in wanted and tensor.is_meta:
             name = wanted[id(tensor)]
             _check_set(full, f"parameter {name!r}")
-            other = nn.Parameter(keep(name, full.detach()), requires_grad=tensor.requires_grad)
-            vars(other).update(vars(tensor))
-            torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]  # the object stays, for ties
+            _become(tensor, keep(name, full.detach()))
+
+
+def stand_in(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Let the meta parameters of these names be these tensors, whose content comes later. The objects stay."""
+    for name, parameter in model.named_parameters():
+        if name in values and parameter.is_meta:
+            _become(parameter, values[name])
+
+
+def _become(parameter: Tensor, values: Tensor) -> None:
+    other = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    vars(other).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]  # the object stays, for ties
 
 
 def _set(module: nn.Module, leaf: str, tensor: Any) -> None:

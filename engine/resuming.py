@@ -137,8 +137,8 @@ class Resume:
             result = action()
         except EngineError as error:
             problem = str(error)
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            problem = f"{self._step} is damaged: {type(error).__name__}, {error}."
+        except Exception as error:  # whatever it is, the other ranks wait to hear it
+            problem = f"{self._step} cannot be loaded: {type(error).__name__}, {error}."
         raise_together(self._host, problem, self._advice if damage else str)
         return result  # type: ignore[return-value]  # no rank has a problem, so this one has a result
 

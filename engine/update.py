@@ -7,7 +7,7 @@ reduce what is left -> agree -> finite?  yes: clip, update, gather
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from engine.budget import CONTROL_SCALARS
 from engine.build import Parts
 from engine.config import Config
 from engine.errors import EngineError
-from engine.loss_scale import LossScale, make_loss_scale
+from engine.loss_scale import make_loss_scale
 from engine.parallel.comm import Comm
 from engine.step import Control, Step
 from engine.zero.clip import clip_factor, gradient_norm
@@ -125,7 +125,8 @@ class Update:
         self.made, self.skipped, self._in_a_row = state["made"], state["skipped"], state["in_a_row"]
         self.tokens, self.samples = state["tokens"], state["samples"]
         if state["scale"] is not None and self.scale.dynamic:
-            self.scale = LossScale(**state["scale"])
+            seen = {name: state["scale"][name] for name in ("value", "forgiven", "good")}
+            self.scale = replace(self.scale, **seen)
 
     def check(self, outcome: Outcome) -> None:
         """Stop a run whose steps are all skipped.

@@ -4,6 +4,7 @@ Nothing here is counted as a step's traffic, nothing waits for a GPU, and a rank
 Messages between two ranks keep their order; all of them are named after the rank that they wait for.
 """
 
+import atexit
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
@@ -43,6 +44,7 @@ class TorchHostGroup:
         self.rank, self.size = rank, size
         timeout = timedelta(seconds=seconds)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+        atexit.register(self.close)
 
     def send(self, data: memoryview, to: int) -> Wait:
         """Begin to send."""
@@ -54,6 +56,7 @@ class TorchHostGroup:
 
     def close(self) -> None:
         """Let go of the group; one that outlives the process group aborts the interpreter at its exit."""
+        atexit.unregister(self.close)
         self._group = None
 
     def _begin(self, data: memoryview, other: int, call: Callable[[torch.Tensor], dist.Work | None]) -> Wait:

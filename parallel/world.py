@@ -1,7 +1,6 @@
 """The processes of a job: who this one is, how it joins the others, and how it leaves.
 
-Beside ``comm`` and ``host`` the only file that talks to ``torch.distributed``; it makes the process group and sends
-nothing.
+One of three files that talk to ``torch.distributed``; it makes the process group and sends nothing.
 """
 
 import atexit

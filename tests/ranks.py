@@ -5,6 +5,7 @@ without importing it again. Ranks meet in a file, not at a port. The first faili
 is raised; ranks that do not end are named and killed.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -12,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -19,7 +21,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 # Never the engine or triton: they must see the environment that the test sets.
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.device_mesh", "transformers"]
+PRELOAD = ("torch", "torch.distributed", "torch.distributed.device_mesh", "transformers")
+# The first optimizer and the first Hugging Face model of a process import these, a second and more of CPU time in
+# every rank; but they import triton where it is installed.
+MODELS = ("gemma2", "gpt2", "llama", "qwen2", "qwen3", "stablelm", "t5")
+LATER = ("torch._dynamo", "pytest", *(f"transformers.models.{name}.modeling_{name}" for name in MODELS))
 
 
 class RankError(Exception):
@@ -29,7 +35,8 @@ class RankError(Exception):
 def start_server() -> None:
     """Choose what the fork server imports; it starts with the first ranks."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    preload = PRELOAD if find_spec("triton") else PRELOAD + LATER
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
 
 
 def run_ranks(
@@ -101,6 +108,7 @@ def _enter(
     import torch.distributed as dist
 
     rank, world_size, file = place
+    gc.freeze()  # what the server imported is not looked through again
     torch.set_num_threads(1)
     warnings.filterwarnings("error", module=r"engine\.")
     try:

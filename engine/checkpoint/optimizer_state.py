@@ -75,12 +75,12 @@ def describe(optimizer: ShardedOptimizer, table: ShardTable) -> dict[str, Any]:
         {"params": names, "options": {key: value for key, value in group.items() if _is_plain(key, value)}}
         for group, names in zip(optimizer.inner.param_groups, _names(optimizer, table), strict=True)
     ]
-    return {"type": type(optimizer.inner).__name__, "groups": groups}
+    return {"type": _type(optimizer), "groups": groups}
 
 
 def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: object) -> None:
     """Refuse the state of another optimizer."""
-    own = type(optimizer.inner).__name__
+    own = _type(optimizer)
     if stored.get("type") != own:
         raise CheckpointError(
             f"{step} has the optimizer state of {stored.get('type')}, and this run's optimizer is {own}; load it with "
@@ -116,6 +116,10 @@ def restore(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str,
             inner.state[place.parameter][name] = (
                 value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
             )
+
+
+def _type(optimizer: ShardedOptimizer) -> str:
+    return type(optimizer.inner).__name__.removeprefix("Flat")
 
 
 def _grouped(optimizer: ShardedOptimizer) -> Iterator[tuple[int, Place]]:

@@ -37,6 +37,10 @@ from engine.parallel.host import HostGroup, announce, collect
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
+Reports = Callable[[], list[bytes]]
+"""Gets the reports of all ranks, on rank 0."""
+
+
 class Saver:
     """The saves of one engine, one at a time.
 
@@ -54,40 +58,34 @@ class Saver:
         """Copy everything that training will change; the next snapshot takes the same memory."""
         return self._snapshots.take(ours, contents)
 
-    def run(self, snapshot: Snapshot, folder: Path, keep: int | None) -> Path:
+    def run(self, snapshot: Snapshot | Exception, folder: Path, keep: int | None) -> Path:
         """Write and commit a snapshot; returns the checkpoint's folder. All ranks run it, for the same step.
 
         Args:
+            snapshot: or why this rank could take none; then no rank writes.
             keep: how many checkpoints stay in ``folder``; None: all.
 
         Raises:
             CheckpointError: what failed, on which rank, with path and bytes; the same on every rank.
             EngineError: a rank that cannot be reached any more.
         """
-        opened = self._on_first(lambda: self._open(folder, snapshot.contents.step))
-        written = Path(opened.text("folder"))
-        report = self._report(snapshot, written)
-        if self._host.rank:
-            collect(self._host, report)
-        verdict = self._on_first(lambda: self._commit(snapshot.contents, written, report, keep))
+        snapshot, written = self._begin(snapshot, folder)
+        contents, report = snapshot.contents, self._report(snapshot, written)
+        verdict = self._on_first(report, lambda reports: self._commit(contents, written, reports, keep))
         return Path(verdict.text("folder"))
 
-    def export(self, snapshot: Snapshot, folder: Path) -> None:
+    def export(self, snapshot: Snapshot | Exception, folder: Path) -> None:
         """Write the model folder alone; files of that name there are replaced. All ranks run it.
 
         Raises:
             CheckpointError, EngineError: as ``run``; then the folder is as it was.
         """
-        opened = self._on_first(lambda: self._open(folder.parent, snapshot.contents.step))
-        written = Path(opened.text("folder"))
-        report = self._report(snapshot, written)
-        if self._host.rank:
-            collect(self._host, report)
-        self._on_first(lambda: self._move(written, folder, report))
+        snapshot, written = self._begin(snapshot, folder.parent)
+        self._on_first(self._report(snapshot, written), lambda reports: self._move(written, folder, reports))
 
-    def _move(self, written: Path, folder: Path, report: bytes) -> Mapping[str, Any]:
+    def _move(self, written: Path, folder: Path, reports: Reports) -> Mapping[str, Any]:
         try:
-            merge(collect(self._host, report) or [])
+            merge(reports())
             folder.mkdir(exist_ok=True)
             self._files.sync_folder(written / "model")
             new = self._files.names(written / "model")
@@ -101,20 +99,33 @@ class Saver:
             self._discard(written)
         return {}
 
-    def _on_first(self, action: Callable[[], Mapping[str, Any]]) -> Fields:
-        """Rank 0 acts; all ranks get what came of it, or raise its problem."""
+    def _begin(self, snapshot: Snapshot | Exception, folder: Path) -> tuple[Snapshot, Path]:
+        """All ranks have a snapshot: a folder for this attempt."""
+        if isinstance(snapshot, Snapshot):
+            step, ready = snapshot.contents.step, Report().to_json()
+        else:
+            step, ready = 0, failure(f"{_described(snapshot)} (on rank {self._host.rank})")
+        opened = self._on_first(ready, lambda reports: self._open(folder, step, reports))
+        assert isinstance(snapshot, Snapshot), "rank 0 has refused what is none"
+        return snapshot, Path(opened.text("folder"))
+
+    def _on_first(self, report: bytes, action: Callable[[Reports], Mapping[str, Any]]) -> Fields:
+        """Rank 0 gets all reports and acts; all ranks get what came of it, or raise its problem."""
         message = b""
-        if self._host.rank == 0:
+        if self._host.rank:
+            collect(self._host, report)
+        else:
             try:
-                message = dump(action())
-            except (EngineError, OSError) as error:
+                message = dump(action(lambda: collect(self._host, report) or []))
+            except Exception as error:  # whatever it is, the others wait for an answer
                 message = failure(_described(error))
         answer = Fields(parse(announce(self._host, message), "rank 0's message"), "rank 0's message")
         if answer.any("problem") is not None:
             raise CheckpointError(answer.text("problem"))
         return answer
 
-    def _open(self, folder: Path, step: int) -> Mapping[str, Any]:
+    def _open(self, folder: Path, step: int, reports: Reports) -> Mapping[str, Any]:
+        merge(reports())
         folder.mkdir(parents=True, exist_ok=True)
         sweep(self._files, folder)
         written = temporary(folder, step, secrets.token_hex(4))
@@ -130,7 +141,7 @@ class Saver:
         try:
             self._gather(snapshot)
             return self._write_files(snapshot, written).to_json()
-        except (EngineError, OSError) as error:
+        except Exception as error:  # whatever it is, rank 0 waits for a report
             return failure(self._on_this_rank(error, written, snapshot))
 
     def _gather(self, snapshot: Snapshot) -> None:
@@ -185,7 +196,7 @@ class Saver:
 
     def _on_this_rank(self, error: Exception, written: Path, snapshot: Snapshot) -> str:
         if not isinstance(error, OSError):
-            return str(error)
+            return _described(error)
         needed = sum(image.layout.size for image in snapshot.images)
         try:
             free = f"{self._files.free_bytes(written.parent)} are free there"
@@ -195,9 +206,9 @@ class Saver:
 
     # ------------------------------------------------------------------ rank 0
 
-    def _commit(self, contents: Contents, written: Path, report: bytes, keep: int | None) -> Mapping[str, Any]:
+    def _commit(self, contents: Contents, written: Path, reports: Reports, keep: int | None) -> Mapping[str, Any]:
         try:
-            merged, tensors = merge(collect(self._host, report) or [])
+            merged, tensors = merge(reports())
             checksum = self._write_checksums(written, merged)
             attempt = written.name.rpartition("-")[2]
             manifest = Manifest(
@@ -241,6 +252,8 @@ class Saver:
 
 def _described(error: Exception) -> str:
     """What happened, and to which path."""
-    if not isinstance(error, OSError):
+    if isinstance(error, EngineError):
         return str(error)
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}, {error}"
     return f"{error.strerror or error}: {error.filename or 'a file of the checkpoint'}"

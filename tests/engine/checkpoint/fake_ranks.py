@@ -1,0 +1,156 @@
+"""Several ranks in one process: each has its part of a model in buckets, and they save in threads."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.build import Request, place_model, plan_run
+from engine.checkpoint.files import Files
+from engine.checkpoint.held import Held, Holdings
+from engine.checkpoint.optimizer_state import Moments, describe, make_moments, moments, numbers
+from engine.checkpoint.pieces import Piece
+from engine.checkpoint.save import Saver
+from engine.checkpoint.shares import ModelTensor, Shares, model_tensors
+from engine.checkpoint.snapshot import Contents, Ours
+from engine.checkpoint.tensor_file import Kind
+from engine.config import load_config
+from engine.parallel.backend import RecordingBackend
+from engine.parallel.comm import Comm
+from engine.parallel.grid import Grid
+from engine.parallel.host import Wait
+from engine.parallel.tensor.axis import TensorAxis
+from engine.plan import Plan
+from engine.zero.inner import FlatAdam
+from engine.zero.optimizer import ShardedOptimizer
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class MemoryHost:
+    """A host group of threads; messages are copied into queues."""
+
+    rank: int
+    size: int
+    queues: dict[tuple[int, int], "Queue[bytes]"]
+
+    def send(self, data: memoryview, to: int) -> Wait:
+        self.queues[self.rank, to].put(bytes(data))
+        return lambda: None
+
+    def receive(self, target: memoryview, source: int) -> Wait:
+        def finish() -> None:
+            target[:] = self.queues[source, self.rank].get(timeout=30)
+
+        return finish
+
+
+def memory_hosts(size: int) -> list[MemoryHost]:
+    queues: dict[tuple[int, int], Queue[bytes]] = {(a, b): Queue() for a in range(size) for b in range(size)}
+    return [MemoryHost(rank, size, queues) for rank in range(size)]
+
+
+@dataclass
+class FakeRank:
+    """What one rank would have."""
+
+    holdings: Holdings
+    optimizer: ShardedOptimizer
+    made: Moments
+
+    def fill(self, logical: Mapping[str, Tensor]) -> None:
+        """Put the logical tensors where this rank has them; zeros where ``logical`` is empty."""
+        for held in self.held():
+            held.values.copy_(part_of(logical[held.tensor], held.own)) if logical else held.values.zero_()
+
+    def held(self) -> list[Held]:
+        """Weights, masters and moments."""
+        holdings = self.holdings
+        return [*holdings.weights(), *holdings.whole(), *holdings.masters(), *holdings.state(self.made)]
+
+
+@dataclass
+class FakeRun:
+    """All ranks of a grid."""
+
+    plan: Plan
+    ranks: list[FakeRank]
+    tensors: tuple[ModelTensor, ...]
+
+    def save(self, folder: Path, step: int = 1, files: Callable[[int], Files] | None = None) -> list[Path]:
+        """Save from all ranks at once."""
+        hosts, found, errors = memory_hosts(len(self.ranks)), {}, {}
+
+        def work(rank: int) -> None:
+            try:
+                found[rank] = self._save(hosts[rank], folder, step, files(rank) if files else Files())
+            except Exception as error:
+                errors[rank] = error
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(self.ranks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[min(errors)]
+        return [found[rank] for rank in range(len(self.ranks))]
+
+    def _save(self, host: MemoryHost, folder: Path, step: int, files: Files) -> Path:
+        rank = self.ranks[host.rank]
+        holdings, optimizer = rank.holdings, rank.optimizer
+        saver = Saver(holdings.shares, self.tensors, host, files)
+        pieces = [*holdings.masters(), *holdings.state(moments(optimizer))]
+        weights = [*holdings.weights(), *holdings.whole()]
+        contents = Contents(step, {}, {}, {}, describe(optimizer, self.plan.table), None, {})
+        return saver.run(saver.snapshot(Ours(weights, {}, pieces, {}, numbers(optimizer)), contents), folder, None)
+
+
+def fake_run(make: Callable[[], nn.Module], settings: Mapping[str, Any], example: Any, loss_fn: Any = None) -> FakeRun:
+    """Place a model on all ranks of a grid, with moments, all zero."""
+    config = load_config(settings, _world(settings))
+    model = make()
+    plan = plan_run(model, config, Request(loss_fn=loss_fn, example_batch=example), example)
+    shares = Shares(plan)
+    names = {row.name: row.name for row in plan.table}
+    ranks = [_rank(make(), plan, shares, index) for index in range(_world(settings))]
+    return FakeRun(plan, ranks, model_tensors(shares, names, {}))
+
+
+def _world(settings: Mapping[str, Any]) -> int:
+    return torch.Size(settings["parallel"].values()).numel()
+
+
+def _rank(model: nn.Module, plan: Plan, shares: Shares, rank: int) -> FakeRank:
+    grid = Grid(plan.config.pp, plan.config.dp, plan.config.tp, rank)
+    comm = Comm(grid, RecordingBackend(grid))
+    buckets = place_model(model, plan, comm, CPU, TensorAxis(comm))
+    trained = buckets[: len(plan.layout(grid.coord()).buckets)]
+    sharded = plan.config.zero_optimization.stage > 0
+    optimizer = ShardedOptimizer(trained, plan.groups, lambda groups: FlatAdam(groups), comm, sharded)
+    made = make_moments(optimizer, {"exp_avg": Kind("F32", ()), "exp_avg_sq": Kind("F32", ())})
+    return FakeRank(Holdings(shares, grid.coord(), model, buckets, optimizer.places), optimizer, made)
+
+
+def part_of(whole: Tensor, piece: Piece) -> Tensor:
+    """The elements of a piece."""
+    spans = piece.spans()
+    flat = whole.reshape(-1)
+    parts = [
+        flat[start : start + length] for start, length in zip(spans.full.tolist(), spans.length.tolist(), strict=True)
+    ]
+    order = sorted(range(len(parts)), key=lambda index: int(spans.local[index]))
+    return torch.cat([parts[index] for index in order]) if parts else flat[:0]
+
+
+def random_tensors(runs: Sequence[FakeRun]) -> dict[str, Tensor]:
+    """A value for every logical tensor of these runs of one model."""
+    generator = torch.Generator().manual_seed(5)
+    kinds = {held.tensor: held.kind for run in runs for rank in run.ranks for held in rank.held()}
+    return {name: torch.rand(kind.shape, generator=generator) + 0.5 for name, kind in sorted(kinds.items())}
