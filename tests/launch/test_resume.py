@@ -21,6 +21,7 @@ GRIDS: dict[int, dict[str, Any]] = {
     4: BATCH | {"gradient_accumulation_steps": 2, "parallel": {"tensor": 2, "pipeline": 2}},
 }
 """Processes -> configuration: everything changes but the global batch."""
+STOPPED, ALL_STOPPED, KILLED = "SIGTERM to torchrun", "SIGTERM to all processes", "SIGKILL to a rank"
 SAME = ("step", "loss", "grad_norm", "lr", "weight", "tokens", "skipped")
 
 
@@ -46,15 +47,21 @@ def rows(folder: Path, out: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def interrupt(process: subprocess.Popen[str], folder: Path, out: str, number: int) -> None:
-    """SIGTERM to what was started, SIGKILL to its last rank, once some steps are made."""
+def interrupt(process: subprocess.Popen[str], folder: Path, out: str, how: str) -> int:
+    """End a run once some steps are made; the last step that it has logged."""
     deadline = time.monotonic() + 120
     while len(rows(folder, out)) < INTERRUPTED:
         assert process.poll() is None and time.monotonic() < deadline, (folder / f"{out}.log").read_text()[-3000:]
         time.sleep(0.01)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]) if number == signal.SIGKILL and children else process.pid, number)
-    process.wait(timeout=120)
+    children = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    for pid in {STOPPED: [process.pid], ALL_STOPPED: [*children, process.pid], KILLED: children[-1:]}[how]:
+        os.kill(pid, signal.SIGKILL if how == KILLED else signal.SIGTERM)
+    assert process.wait(timeout=120) != 0
+    made = int(rows(folder, out)[-1]["step"])
+    assert INTERRUPTED <= made < STEPS, "in the middle"
+    if how != KILLED:
+        assert (folder / out / f"checkpoints/step-{made:08d}").is_dir(), (folder / f"{out}.log").read_text()[-3000:]
+    return made
 
 
 def check_whole(given: list[dict[str, Any]]) -> None:
@@ -70,11 +77,8 @@ def check_same(given: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> Non
 
 def test_one_process_stopped_by_sigterm_goes_on_to_the_bit(tmp_path: Path) -> None:
     whole, stopped = begin(tmp_path, "whole", 1), begin(tmp_path, "stopped", 1)
-    interrupt(stopped, tmp_path, "stopped", signal.SIGTERM)
+    made = interrupt(stopped, tmp_path, "stopped", STOPPED)
     assert stopped.returncode == 128 + signal.SIGTERM
-    made = rows(tmp_path, "stopped")[-1]["step"]
-    assert INTERRUPTED <= made < STEPS, "stopped in the middle"
-    assert (tmp_path / f"stopped/checkpoints/step-{made:08d}").is_dir()
     end(begin(tmp_path, "stopped", 1), tmp_path, "stopped")
     assert f"step-{made:08d}, {made} updates made" in (tmp_path / "stopped.log").read_text()
     end(whole, tmp_path, "whole")
@@ -86,26 +90,23 @@ def test_one_process_stopped_by_sigterm_goes_on_to_the_bit(tmp_path: Path) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_grid_goes_on_to_the_bit(tmp_path: Path, ranks: int, number: signal.Signals) -> None:
+@pytest.mark.parametrize("how", [STOPPED, ALL_STOPPED, KILLED])
+def test_a_grid_goes_on_to_the_bit(tmp_path: Path, ranks: int, how: str) -> None:
     end(begin(tmp_path, "whole", ranks), tmp_path, "whole")
-    broken = begin(tmp_path, "broken", ranks)
-    interrupt(broken, tmp_path, "broken", number)
-    assert broken.returncode != 0 and INTERRUPTED <= rows(tmp_path, "broken")[-1]["step"] < STEPS
+    interrupt(begin(tmp_path, "broken", ranks), tmp_path, "broken", how)
     end(begin(tmp_path, "broken", ranks), tmp_path, "broken")
     check_same(rows(tmp_path, "broken"), rows(tmp_path, "whole"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_two_processes_go_on_as_another_grid(tmp_path: Path, ranks: int, number: signal.Signals) -> None:
+@pytest.mark.parametrize("how", [STOPPED, KILLED])
+def test_two_processes_go_on_as_another_grid(tmp_path: Path, ranks: int, how: str) -> None:
     end(begin(tmp_path, "whole", 2), tmp_path, "whole")
-    broken = begin(tmp_path, "broken", 2)
-    interrupt(broken, tmp_path, "broken", number)
+    interrupt(begin(tmp_path, "broken", 2), tmp_path, "broken", how)
     end(begin(tmp_path, "broken", ranks), tmp_path, "broken")
     given, wanted = rows(tmp_path, "broken"), rows(tmp_path, "whole")
     check_whole(given)
     off = max(abs(left["loss"] / right["loss"] - 1) for left, right in zip(given, wanted, strict=True))
-    print(f"{number.name}, 2 -> {ranks}: losses within {off:.1e}")
+    print(f"{how}, 2 -> {ranks} processes: losses within {off:.1e}")
     assert off < 1e-5
