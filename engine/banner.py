@@ -6,7 +6,7 @@ from engine.loss_scale import make_loss_scale
 from engine.parallel.pipeline.check import peak_live, simulate
 from engine.parallel.pipeline.draw import draw
 from engine.parallel.tensor.collectives import LOGITS
-from engine.parallel.traffic import Tally
+from engine.parallel.traffic import Tally, megabytes
 from engine.plan import Plan
 from engine.zero.gather_order import count_gathers
 
@@ -64,13 +64,6 @@ def _row(axis: str, label: str, planned: str, measured: str) -> str:
 
 def _amount(count: float, calls: float) -> str:
     return f"{count:,.0f} in {calls:g} call{'s' * (calls != 1)}"
-
-
-def megabytes(count: int) -> str:
-    """Bytes in a unit that reads well."""
-    if count < 10_000:
-        return f"{count} B"
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def _model_line(plan: Plan) -> str:

@@ -38,6 +38,9 @@ from engine.zero.edits import carry_over
 
 logger = logging.getLogger("trine")
 
+WORTH_A_LINE = 0.1
+"""Seconds of waiting for a save that are told."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -186,10 +189,11 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        started, waits = time.perf_counter(), not pending.done
+        started = time.perf_counter()
         pending.join()
-        if waits:
-            logger.info("checkpoint: waited %.1f s for the save before", time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if seconds >= WORTH_A_LINE:
+            logger.info("checkpoint: waited %.1f s for the save under way", seconds)
 
     def _told(self, save: PendingSave, step: int, stall: float, started: float) -> None:
         """From the background: say it, and remember a failure."""

@@ -99,11 +99,18 @@ class StepReader:
 
     def check_file(self, file: str) -> None:
         """Read and check every block of a file, keeping nothing."""
+        for _ in self.chunks(file):
+            pass
+
+    def chunks(self, file: str) -> Iterator[memoryview]:
+        """A file of the manifest from start to end, checked; each chunk is void when the next one comes."""
         size = self.manifest.files[file]
         buffer = np.empty(min(size, 8 * max(BUFFER, self.manifest.checksum.block_bytes)), dtype=np.uint8)
         with self._open(file) as opened_file:
             for start in range(0, size, max(1, len(buffer))):
-                self._fill(file, opened_file, buffer[: size - start], start)
+                chunk = buffer[: size - start]
+                self._fill(file, opened_file, chunk, start)
+                yield chunk.data
 
     def tensors_of(self, file: str) -> dict[str, tuple[Kind, memoryview]]:
         """All tensors of a file.
