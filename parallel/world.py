@@ -1,6 +1,7 @@
 """The processes of a job: who this one is, how it joins the others, and how it leaves.
 
-Beside ``comm`` and ``host`` the only file that talks to ``torch.distributed``; it makes the process group and sends nothing.
+Beside ``comm`` and ``host`` the only file that talks to ``torch.distributed``; it makes the process group and sends
+nothing.
 """
 
 import atexit

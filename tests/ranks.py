@@ -19,7 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 # Never the engine or triton: they must see the environment that the test sets.
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.device_mesh", "transformers"]
+# torch._dynamo: torch imports it with the first optimizer, which costs a rank more than all the rest together.
+PRELOAD = ["torch", "torch.distributed", "torch.distributed.device_mesh", "torch._dynamo", "transformers"]
 
 
 class RankError(Exception):

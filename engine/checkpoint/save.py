@@ -14,7 +14,8 @@ takes nothing from older checkpoints.
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +135,28 @@ class Saver:
             return failure(self._on_this_rank(error, written, snapshot))
 
     def _gather(self, snapshot: Snapshot) -> None:
-        """Send every owner its weights, and put those together that this rank owns."""
+        """Send every owner its weights, and put those together that this rank owns.
+
+        A rank that is lost is told at the end: the others wait until what they have sent is taken.
+        """
         me, snapshots = self._host.rank, self._snapshots
-        waits = [self._host.send(data, owner) for owner, data in snapshot.outgoing.items() if owner != me]
+        lost: list[EngineError] = []
+        waits = []
+        for owner, data in snapshot.outgoing.items():
+            if owner != me:
+                with _noting(lost):
+                    waits.append(self._host.send(data, owner))
         for source, size in snapshots.incoming():
             message = snapshot.outgoing[me] if source == me else snapshots.memory.take("from others", size)[:size]
-            if source != me:
-                self._host.receive(message, source)()
-            snapshots.put(snapshot, source, message)
+            with _noting(lost):
+                if source != me:
+                    self._host.receive(message, source)()
+                snapshots.put(snapshot, source, message)
         for wait in waits:
-            wait()
+            with _noting(lost):
+                wait()
+        if lost:
+            raise lost[0]
 
     def _write_files(self, snapshot: Snapshot, written: Path) -> Report:
         report, rank = Report(numbers=snapshot.numbers), self._host.rank
@@ -237,6 +250,15 @@ class Saver:
                 remove_tree(self._files, written)
         except OSError:
             pass
+
+
+@contextmanager
+def _noting(problems: list[EngineError]) -> Iterator[None]:
+    """Go on after a problem."""
+    try:
+        yield
+    except EngineError as error:
+        problems.append(error)
 
 
 def _described(error: Exception) -> str:
