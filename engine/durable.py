@@ -64,6 +64,8 @@ class Durable:
         self._spoiled = False
         self._saved_at = -1
         self._signal = StopSignal() if config.checkpoint.folder is not None else None
+        if self._signal is not None:
+            comm.broken = self._signal.give_up  # a launcher ends the ranks of a broken job by the same signal
 
     @property
     def stop_asked(self) -> bool:

@@ -158,9 +158,16 @@ class Resume:
 
 def raise_together(host: HostGroup, problem: str, advice: Callable[[], str]) -> None:
     """Raise the first problem of any rank on all; ``advice``, which rank 0 gives, follows it."""
-    texts = collect(host, problem.encode(errors="backslashreplace"))
-    first = next((text.decode() for text in texts or [] if text), "")
-    first = announce(host, (first + advice() if first else "").encode(errors="backslashreplace")).decode()
+    first = ""
+    try:
+        texts = collect(host, problem.encode(errors="backslashreplace"))
+        first = next((text.decode() for text in texts or [] if text), "")
+        first += advice() if first else ""
+    except EngineError as lost:
+        if host.rank:
+            raise
+        first = str(lost)
+    first = announce(host, first.encode(errors="backslashreplace")).decode()
     if first:
         raise CheckpointError(first)
 

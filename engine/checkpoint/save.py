@@ -147,15 +147,25 @@ class Saver:
             return failure(self._on_this_rank(error, written, snapshot))
 
     def _gather(self, snapshot: Snapshot) -> None:
-        """Send every owner its weights, and put those together that this rank owns."""
-        snapshots = self._snapshots
-        waits = [self._host.send(data, owner) for owner, data in snapshot.outgoing.items()]
+        """Send every owner its weights, and put those together that this rank owns.
+
+        A rank that is lost is told at the end: the others wait until what they have sent is taken.
+        """
+        snapshots, lost = self._snapshots, list[EngineError]()
+        waits = []
+        for owner, data in snapshot.outgoing.items():
+            with _noting(lost):
+                waits.append(self._host.send(data, owner))
         for source, size in snapshots.incoming():
             message = snapshots.memory.take("from others", size)[:size]
-            self._host.receive(message, source)()
-            snapshots.put(snapshot, source, message)
+            with _noting(lost):
+                self._host.receive(message, source)()
+                snapshots.put(snapshot, source, message)
         for wait in waits:
-            wait()
+            with _noting(lost):
+                wait()
+        if lost:
+            raise lost[0]
 
     def _write_files(self, snapshot: Snapshot, written: Path) -> Report:
         report, rank = Report(numbers=snapshot.numbers), self._host.rank
@@ -262,6 +272,15 @@ class Saver:
                 remove_tree(self._files, written)
         except OSError:
             pass
+
+
+@contextmanager
+def _noting(problems: list[EngineError]) -> Iterator[None]:
+    """Go on after a problem."""
+    try:
+        yield
+    except EngineError as error:
+        problems.append(error)
 
 
 def _described(error: Exception) -> str:
