@@ -83,13 +83,15 @@ class FakeRun:
     ranks: list[FakeRank]
     tensors: tuple[ModelTensor, ...]
 
-    def save(self, folder: Path, step: int = 1, files: Callable[[int], Files] | None = None) -> list[Path]:
+    def save(
+        self, folder: Path, step: int = 1, files: Callable[[int], Files] | None = None, keep: int | None = None
+    ) -> list[Path]:
         """Save from all ranks at once."""
         hosts, found, errors = memory_hosts(len(self.ranks)), {}, {}
 
         def work(rank: int) -> None:
             try:
-                found[rank] = self._save(hosts[rank], folder, step, files(rank) if files else Files())
+                found[rank] = self._save(hosts[rank], folder, step, files(rank) if files else Files(), keep)
             except Exception as error:
                 errors[rank] = error
 
@@ -102,14 +104,14 @@ class FakeRun:
             raise errors[min(errors)]
         return [found[rank] for rank in range(len(self.ranks))]
 
-    def _save(self, host: MemoryHost, folder: Path, step: int, files: Files) -> Path:
+    def _save(self, host: MemoryHost, folder: Path, step: int, files: Files, keep: int | None) -> Path:
         rank = self.ranks[host.rank]
         holdings, optimizer = rank.holdings, rank.optimizer
         saver = Saver(holdings.shares, self.tensors, host, files)
         pieces = [*holdings.masters(), *holdings.state(moments(optimizer))]
         weights = [*holdings.weights(), *holdings.whole()]
         contents = Contents(step, {}, {}, {}, describe(optimizer, self.plan.table), None, {})
-        return saver.run(saver.snapshot(Ours(weights, {}, pieces, {}, numbers(optimizer)), contents), folder, None)
+        return saver.run(saver.snapshot(Ours(weights, {}, pieces, {}, numbers(optimizer)), contents), folder, keep)
 
 
 def fake_run(make: Callable[[], nn.Module], settings: Mapping[str, Any], example: Any, loss_fn: Any = None) -> FakeRun:

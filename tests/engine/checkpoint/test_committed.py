@@ -1,0 +1,110 @@
+"""Folders of a run: names, what counts, retention, links."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoint.committed import committed, is_step, read_manifest, retain, step_of, sweep
+from engine.checkpoint.files import Files
+from engine.checkpoint.reader import StepReader
+from engine.errors import CheckpointError
+from tests.engine.checkpoint.test_crash import run_of
+
+FILES = Files()
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("step-00000012", (12, 0)), ("step-00000012-r3", (12, 3)), ("step-123456789012345678", (123456789012345678, 0)),
+        ("step-12", None), ("step-00000012.tmp-ab", None), ("step-00000012-r", None), ("step-0000001x", None),
+        ("step-00000012 ", None), ("step-00000012\n", None), (".trash-step-00000012", None),
+        ("abandoned-ab-step-00000012", None), ("step-٠٠٠٠٠٠١٢", None), ("latest", None),
+    ],
+)  # fmt: skip
+def test_names(name: str, key: tuple[int, int] | None) -> None:
+    assert step_of(name) == key
+
+
+def test_the_newest_is_last(tmp_path: Path) -> None:
+    names = ["step-00000009", "step-00000010", "step-00000010-r2", "step-00000010-r10", "step-100000000"]
+    for name in reversed(names):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000011.tmp-ab").mkdir()
+    assert [path.name for path in committed(FILES, tmp_path)] == names
+    assert committed(FILES, tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize("keep", [-1, 0, 1, 2, 5])
+def test_at_least_the_newest_stays(tmp_path: Path, keep: int) -> None:
+    for step in (1, 2, 3):
+        run_of(1).save(tmp_path, step)
+    gone = retain(FILES, tmp_path, keep)
+    assert [step_of(path.name) for path in gone] == [(step, 0) for step in (1, 2, 3)[: -max(1, keep)]]
+    assert len(committed(FILES, tmp_path)) == 3 - len(gone) and len(list(tmp_path.iterdir())) == 4 - len(gone)
+
+
+def test_a_run_may_lie_behind_a_link(tmp_path: Path) -> None:
+    """Its checkpoints are found, saved to and kept in order; without that it would start from the beginning."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    for step in (1, 2, 2):
+        run_of(1).save(tmp_path / "run", step, keep=2)
+    assert [path.name for path in committed(FILES, tmp_path / "run")] == ["step-00000002", "step-00000002-r1"]
+    (tmp_path / "disk" / "step-00000003.tmp-ab").mkdir()
+    sweep(FILES, tmp_path / "run")
+    assert not (tmp_path / "disk" / "step-00000003.tmp-ab").exists()
+
+
+def test_a_link_to_a_checkpoint_is_one(tmp_path: Path) -> None:
+    (step,) = run_of(1).save(tmp_path, 1)
+    (tmp_path / "best").symlink_to(step)
+    assert is_step(FILES, tmp_path / "best") and not is_step(FILES, tmp_path)
+    StepReader(FILES, tmp_path / "best").verify()
+
+
+def test_cleaning_up_does_not_follow_links(tmp_path: Path) -> None:
+    """A checkpoint that was moved to an archive and linked back leaves the run, and stays in the archive."""
+    archive = tmp_path / "archive"
+    for step in (1, 2):
+        run_of(1).save(tmp_path / "run", step)
+    (tmp_path / "run" / "step-00000001").rename(archive)
+    (tmp_path / "run" / "step-00000001").symlink_to(archive)
+    (tmp_path / "run" / ".trash-x").symlink_to(archive)
+    sweep(FILES, tmp_path / "run")
+    retain(FILES, tmp_path / "run", 1)
+    assert [path.name for path in committed(FILES, tmp_path / "run")] == ["step-00000002"]
+    StepReader(FILES, archive).verify()
+
+
+@pytest.mark.parametrize("added", [b" ", b"\n", b"{}", b"\0" * 4096])
+def test_a_commit_that_has_grown_is_refused(tmp_path: Path, added: bytes) -> None:
+    (step,) = run_of(1).save(tmp_path, 1)
+    with (step / "COMMIT").open("ab") as file:
+        file.write(added)
+    with pytest.raises(CheckpointError, match=r"step-00000001/COMMIT is damaged"):
+        read_manifest(FILES, step)
+
+
+def test_a_folder_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    (step,) = run_of(1).save(tmp_path, 1)
+    step.rename(tmp_path / "step-00000002")
+    with pytest.raises(CheckpointError, match=r"step-00000002/manifest.json is of step 1"):
+        read_manifest(FILES, tmp_path / "step-00000002")
+    (tmp_path / "step-00000002").rename(tmp_path / "good one")
+    assert read_manifest(FILES, tmp_path / "good one").step == 1
+
+
+@pytest.mark.parametrize("name", ["COMMIT", "manifest.json"])
+def test_what_is_missing_is_named(tmp_path: Path, name: str) -> None:
+    (step,) = run_of(1).save(tmp_path, 1)
+    (step / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"step-00000001/{name} cannot be read: No such file"):
+        read_manifest(FILES, step)
+
+
+def test_a_file_under_a_checkpoint_s_name_is_refused_not_skipped(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").write_bytes(b"")
+    (step,) = committed(FILES, tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be read: Not a directory"):
+        read_manifest(FILES, step)
