@@ -65,7 +65,7 @@ class Saver:
             CheckpointError: what failed, on which rank, with path and bytes; the same on every rank.
             EngineError: a rank that cannot be reached any more.
         """
-        opened = self._on_first(lambda: self._open(folder, snapshot.contents.step))
+        opened = self._on_first(lambda: self._open(folder, snapshot.contents.step), last=False)
         written = Path(opened.text("folder"))
         report = self._report(snapshot, written)
         if self._host.rank:
@@ -79,7 +79,7 @@ class Saver:
         Raises:
             CheckpointError, EngineError: as ``run``; then the folder is as it was.
         """
-        opened = self._on_first(lambda: self._open(folder.parent, snapshot.contents.step))
+        opened = self._on_first(lambda: self._open(folder.parent, snapshot.contents.step), last=False)
         written = Path(opened.text("folder"))
         report = self._report(snapshot, written)
         if self._host.rank:
@@ -102,15 +102,24 @@ class Saver:
             self._discard(written)
         return {}
 
-    def _on_first(self, action: Callable[[], Mapping[str, Any]]) -> Fields:
-        """Rank 0 acts; all ranks get what came of it, or raise its problem."""
+    def _on_first(self, action: Callable[[], Mapping[str, Any]], last: bool = True) -> Fields:
+        """Rank 0 acts; all ranks get what came of it, or raise its problem.
+
+        ``last``: this ends the save. Before, a rank that cannot be told does not keep rank 0 from hearing the others,
+        who have begun to write; it is missed among them.
+        """
         message = b""
         if self._host.rank == 0:
             try:
                 message = dump(action())
             except (EngineError, OSError) as error:
                 message = failure(_described(error))
-        answer = Fields(parse(announce(self._host, message), "rank 0's message"), "rank 0's message")
+        try:
+            message = announce(self._host, message)
+        except EngineError:
+            if self._host.rank or last:
+                raise
+        answer = Fields(parse(message, "rank 0's message"), "rank 0's message")
         if answer.any("problem") is not None:
             raise CheckpointError(answer.text("problem"))
         return answer
