@@ -174,6 +174,13 @@ def torch_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=9)
 
 
+def torch_schedules(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Two, one after the other; each computes the next rate from the last."""
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.3, total_iters=3)
+    cool = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cool], [1])
+
+
 decoder = Case(models.decoder)
 ALIKE: dict[str, tuple[Case, Grid]] = {
     "fp32": (decoder, Grid(dp=2, zero=1)),
@@ -197,6 +204,7 @@ ALIKE: dict[str, tuple[Case, Grid]] = {
     "Lion": (Case(models.decoder, changes={"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}), Grid(dp=2)),
     "torch AdamW": (Case(models.decoder, optimizer=torch_adam), Grid(dp=2, zero=1)),
     "LRScheduler": (Case(models.decoder, schedule=torch_schedule), Grid(dp=2)),
+    "two LRSchedulers": (Case(models.decoder, schedule=torch_schedules), Grid(dp=2)),
     "LRScheduler, torch AdamW": (
         Case(models.decoder, optimizer=torch_adam, schedule=torch_schedule),
         Grid(dp=2, zero=3),
