@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.committed import committed
+from engine.checkpoint.committed import committed, step_of
 from engine.checkpoint.files import Files
 from engine.checkpoint.reader import StepReader
 from tests.engine.fatal import LOADING, MESSAGES, SAVING, Fate, doomed
@@ -112,6 +112,7 @@ class History:
 
     def launch(self, kill: Kill) -> bool:
         """Launch it, kill it, look at what is left; whether it has come to its end."""
+        found = [key[0] for path in committed(Files(), self.folder) if (key := step_of(path.name)) is not None]
         with Launch(trains, world_of(self.grid), self.grid, str(self.folder), kill, env=ENV) as launch:
             if not kill.kind and kill.rank >= 0:
                 launch.hear("ready")
@@ -119,6 +120,8 @@ class History:
                 launch.send(signal.SIGKILL, kill.rank)
             ended = launch.end(seconds=TIMEOUT + 30)
         self._check_ranks(ended, kill)
+        begun = {of_kind(rank, "loss")[0][0] for rank in ended if of_kind(rank, "loss")}
+        assert begun <= {max(found, default=0) + 1}, "it goes on from the newest"
         self._check_checkpoints(ended)
         killed = any(rank.code == -signal.SIGKILL for rank in ended)
         self.kills += killed
