@@ -223,11 +223,16 @@ def _json(what: str, value: Any) -> Any:
         ) from error
 
 
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a torch scheduler's state JSON can hold: counters and rates, not the functions."""
-    kinds = (bool, int, float, str, type(None))
-    return {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, kinds) or (isinstance(value, list) and all(isinstance(item, kinds) for item in value))
-    }
+def _plain(value: Any) -> Any:
+    """What of a torch scheduler's state JSON can hold, schedulers in it too: counters and rates, not the functions."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items() if _json_holds(inner)}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _json_holds(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) for key in value)  # other keys would come back as text
+    if isinstance(value, list):
+        return all(_json_holds(inner) for inner in value)
+    return isinstance(value, bool | int | float | str | None)

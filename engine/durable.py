@@ -138,12 +138,16 @@ class Durable:
         settings, run = self._config.checkpoint, self._run
         assert run is not None, "a step needs a built model"
         due = made and settings.every > 0 and run.update.made % settings.every == 0
+        pending = None
         if (due or stops) and settings.folder is not None and run.update.made != self._saved_at:
-            self.save(None, {})
+            pending = self.save(None, {})
         if stops:
             self.drain()
             if run.comm.grid.rank == 0:
-                logger.warning("stopped by SIGTERM after update %d; the next run goes on from there", run.update.made)
+                where = "there" if pending is None or pending.problem is None else "the last checkpoint that was saved"
+                logger.warning(
+                    "stopped by SIGTERM after update %d; the next run goes on from %s", run.update.made, where
+                )
             raise SystemExit(EXIT_CODE)
 
     def refuse_spoiled(self) -> None:

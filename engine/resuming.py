@@ -109,10 +109,11 @@ class Resume:
         run, manifest = self._run, reader.manifest
         if self._module_only:
             return
-        if self._states:
-            restore(run.parts.optimizer, run.parts.plan.table, manifest.optimizer)
-        run.update.load_state_dict(manifest.progress["update"])
         scheduler, state = run.parts.learning_rate.scheduler, manifest.progress["scheduler"]
+        if self._states:
+            scheduled = scheduler is not None and state is not None
+            restore(run.parts.optimizer, run.parts.plan.table, manifest.optimizer, scheduled)
+        run.update.load_state_dict(manifest.progress["update"])
         if scheduler is not None and state is not None:
             scheduler.load_state_dict(scheduler.state_dict() | state)
         for name, thing in run.tracked.items():

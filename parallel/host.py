@@ -38,12 +38,21 @@ class TorchHostGroup:
 
     Args:
         seconds: after which a rank that does not answer is given up.
+
+    Raises:
+        EngineError: a rank did not come.
     """
 
     def __init__(self, rank: int, size: int, seconds: float) -> None:
         self.rank, self.size = rank, size
         timeout = timedelta(seconds=seconds)
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+        try:
+            self._group = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+        except RuntimeError as error:
+            raise EngineError(
+                f"rank {rank} could not meet all ranks within {seconds:g} s to read or write a checkpoint: one has "
+                f"ended or hangs ({first_line(error)}); look for the first traceback of the job."
+            ) from error
         atexit.register(self.close)
 
     def send(self, data: memoryview, to: int) -> Wait:

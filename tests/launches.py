@@ -26,6 +26,8 @@ class Ended:
     said: list[Any]
     error: str
     """The traceback, if there was one."""
+    at: float
+    """When it fell silent, on a monotonic clock."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Launch:
         self.processes: list[Any] = []
         self._ends: list[Connection] = []
         self._heard: list[list[Any]] = [[] for _ in range(world_size)]
+        self._silent: dict[int, float] = {}
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             place = {
@@ -95,12 +98,13 @@ class Launch:
         while self._living() and time.monotonic() < deadline:
             self._listen(deadline)
         ended = []
-        for process, heard in zip(self.processes, self._heard, strict=True):
+        for rank, (process, heard) in enumerate(zip(self.processes, self._heard, strict=True)):
             process.join(max(0.0, deadline - time.monotonic()))
             code = process.exitcode
             errors = [word.text for word in heard if isinstance(word, _Raised)]
             said = [word for word in heard if not isinstance(word, _Raised)]
-            ended.append(Ended(code, said, errors[0] if errors else ""))
+            at = self._silent.get(rank, time.monotonic())
+            ended.append(Ended(code, said, errors[0] if errors else "", at))
         return ended
 
     def _living(self) -> list[int]:
@@ -114,6 +118,7 @@ class Launch:
                 self._heard[rank].append(self._ends[rank].recv())
             except (EOFError, ConnectionError):
                 self._ends[rank].close()
+                self._silent[rank] = time.monotonic()
 
 
 class Line:

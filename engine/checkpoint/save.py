@@ -106,12 +106,16 @@ class Saver:
             step, ready = snapshot.contents.step, Report().to_json()
         else:
             step, ready = 0, failure(f"{_described(snapshot)} (on rank {self._host.rank})")
-        opened = self._on_first(ready, lambda reports: self._open(folder, step, reports))
+        opened = self._on_first(ready, lambda reports: self._open(folder, step, reports), last=False)
         assert isinstance(snapshot, Snapshot), "rank 0 has refused what is none"
         return snapshot, Path(opened.text("folder"))
 
-    def _on_first(self, report: bytes, action: Callable[[Reports], Mapping[str, Any]]) -> Fields:
-        """Rank 0 gets all reports and acts; all ranks get what came of it, or raise its problem."""
+    def _on_first(self, report: bytes, action: Callable[[Reports], Mapping[str, Any]], last: bool = True) -> Fields:
+        """Rank 0 gets all reports and acts; all ranks get what came of it, or raise its problem.
+
+        ``last``: this ends the save. Before, a rank that cannot be told does not keep rank 0 from hearing the others,
+        who have begun to write; it is missed among them.
+        """
         message = b""
         if self._host.rank:
             collect(self._host, report)
@@ -120,7 +124,12 @@ class Saver:
                 message = dump(action(lambda: collect(self._host, report) or []))
             except Exception as error:  # whatever it is, the others wait for an answer
                 message = failure(_described(error))
-        answer = Fields(parse(announce(self._host, message), "rank 0's message"), "rank 0's message")
+        try:
+            message = announce(self._host, message)
+        except EngineError:
+            if self._host.rank or last:
+                raise
+        answer = Fields(parse(message, "rank 0's message"), "rank 0's message")
         if answer.any("problem") is not None:
             raise CheckpointError(answer.text("problem"))
         return answer

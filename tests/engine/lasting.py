@@ -88,7 +88,8 @@ def digest(eng: engine.Engine) -> str:
         found.update(name.encode())
         if isinstance(value, Tensor):
             found.update(str((value.dtype, tuple(value.shape))).encode())
-            found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            copy = value.detach().cpu().clone(memory_format=torch.contiguous_format)  # numpy() pins its storage
+            found.update(copy.view(-1).view(torch.uint8).numpy().tobytes())
         else:
             found.update(repr(value).encode())
 

@@ -6,6 +6,7 @@ that are made a second time) is compared with the run that nobody disturbed.
 """
 
 import logging
+import os
 import random
 import re
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.committed import committed
+from engine.checkpoint.committed import committed, step_of
 from engine.checkpoint.files import Files
 from engine.checkpoint.reader import StepReader
 from tests.engine.fatal import LOADING, MESSAGES, SAVING, Fate, doomed
@@ -28,7 +29,9 @@ STEPS = 8
 WIDE = ("dp2 x tp2 zero 1", "dp2 x pp2", "dp4 zero 3")
 LOST = re.compile(r"(EngineError|CheckpointError): .*(has lost rank \d|failed: .*A peer has probably stopped)")
 """What a rank says that another one has left alone."""
-TIMEOUT = 40
+TIMEOUT = 60
+PROMPT = 20
+"""Seconds in which the others have noticed, on a busy machine; who waits for the timeout has missed it."""
 ENV = {"TRINE_TIMEOUT_SECONDS": str(TIMEOUT)}
 
 
@@ -109,6 +112,7 @@ class History:
 
     def launch(self, kill: Kill) -> bool:
         """Launch it, kill it, look at what is left; whether it has come to its end."""
+        found = [key[0] for path in committed(Files(), self.folder) if (key := step_of(path.name)) is not None]
         with Launch(trains, world_of(self.grid), self.grid, str(self.folder), kill, env=ENV) as launch:
             if not kill.kind and kill.rank >= 0:
                 launch.hear("ready")
@@ -116,13 +120,17 @@ class History:
                 launch.send(signal.SIGKILL, kill.rank)
             ended = launch.end(seconds=TIMEOUT + 30)
         self._check_ranks(ended, kill)
+        begun = {of_kind(rank, "loss")[0][0] for rank in ended if of_kind(rank, "loss")}
+        assert begun <= {max(found, default=0) + 1}, "it goes on from the newest"
         self._check_checkpoints(ended)
         killed = any(rank.code == -signal.SIGKILL for rank in ended)
         self.kills += killed
         return not killed
 
     def _check_ranks(self, ended: Sequence[Ended], kill: Kill) -> None:
+        silent = min(rank.at for rank in ended)
         for number, rank in enumerate(ended):
+            assert rank.at - silent < PROMPT, f"rank {number} went on {rank.at - silent:.0f} s after {kill}"
             for step, loss in of_kind(rank, "loss"):
                 assert loss == self.reference.losses[step], (kill, number, step)
             for (found,) in of_kind(rank, "digest"):
@@ -193,3 +201,20 @@ def test_killed_at_random(tmp_path: Path, grid: str, request: pytest.FixtureRequ
     reference = undisturbed(grid, tmp_path / "counted")
     share = wanted // len(WIDE) + (WIDE.index(grid) < wanted % len(WIDE))
     play(grid, tmp_path, kills_of(reference, random.Random(seed)), share)
+
+
+def comes_late(line: Line, folder: str) -> None:
+    """Body of a rank: rank 1 dies before anybody reads a checkpoint."""
+    with course(settings("dp2", Path(folder))) as run:
+        line("ready")
+        if run.eng.grid.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.eng.load_checkpoint()
+
+
+@pytest.mark.long
+def test_killed_before_a_load(tmp_path: Path) -> None:
+    with Launch(comes_late, 2, str(tmp_path), env={"TRINE_TIMEOUT_SECONDS": "10"}) as launch:
+        ended = launch.end(seconds=60)
+    assert [rank.code for rank in ended] == [1, -signal.SIGKILL], ended[0].error
+    assert "EngineError: rank 0 could not meet all ranks within 10 s" in ended[0].error

@@ -1,5 +1,6 @@
 """SIGTERM ends all ranks after the same step, with a checkpoint of it committed; the next run goes on to the bit."""
 
+import errno
 import os
 import random
 import signal
@@ -198,6 +199,27 @@ def test_stopped_in_a_snapshot(tmp_path: Path) -> None:
     assert [rank.code for rank in ended] == [EXIT_CODE] * 2, [rank.error for rank in ended]
     assert [rank.said for rank in ended] == [[1, 2]] * 2, "update 3 is the last one, and ends by the exit"
     assert steps(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+class FullDisk(Files):
+    """No file is created any more."""
+
+    def create(self, path: Path) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def test_stopped_with_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with course(settings("dp1", tmp_path)) as run:
+        run.until(2)
+    with patch("engine.durable.Files", FullDisk), course(settings("dp1", tmp_path)) as run:
+        run.eng.load_checkpoint()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as leaving:
+            run.step()
+    assert leaving.value.code == EXIT_CODE and steps(tmp_path) == ["step-00000002"]
+    assert "No space left on device" in caplog.text
+    assert "after update 3; the next run goes on from the last checkpoint that was saved" in caplog.text
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "what was there is put back"
 
 
 # ------------------------------------------------------------------------------------------------ the real launcher
