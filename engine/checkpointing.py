@@ -203,7 +203,7 @@ class Checkpoints:
                 seconds = time.perf_counter() - started
                 logger.info("checkpoint saved: %s (paused %.2f s, written in %.2f s)", save.folder, stall, seconds)
             return
-        if first:
+        if first or not isinstance(save.problem, CheckpointError):  # that one is the same on all ranks
             logger.error("checkpoint failed at step %d: %s", step, save.problem)
         if self._config.on_failure == "stop":
             self.problem = CheckpointError(f"the checkpoint of step {step} was not saved: {save.problem}")

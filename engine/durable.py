@@ -64,6 +64,8 @@ class Durable:
         self._spoiled = False
         self._saved_at = -1
         self._signal = StopSignal() if config.checkpoint.folder is not None else None
+        if self._signal is not None:
+            comm.broken = self._signal.give_up  # a launcher ends the ranks of a broken job by the same signal
 
     @property
     def stop_asked(self) -> bool:
@@ -170,8 +172,10 @@ class Durable:
         resume = Resume(self._run, self._group(), wish.step, wish.module_only, wish.optimizer_states)
         try:
             user = resume.load()
-        finally:
-            self._spoiled = resume.touched
+        except BaseException:
+            self._spoiled = self._spoiled or resume.touched
+            raise
+        self._spoiled = False
         self._saved_at = self._run.update.made
         if self._comm.grid.rank == 0:
             logger.info("checkpoint loaded: %s, %d updates made", wish.step, self._run.update.made)

@@ -32,8 +32,14 @@ class StopSignal:
             self.remove()
             signal.raise_signal(number)
 
+    def give_up(self) -> None:
+        """The ranks do not meet any more and no step will end: SIGTERM acts as it did, also one that has come."""
+        self.remove()
+        if self.asked and not self._installed:
+            signal.raise_signal(signal.SIGTERM)
+
     def remove(self) -> None:
         """Put back what was there."""
-        if self._installed:
+        if self._installed and threading.current_thread() is threading.main_thread():
             self._installed = False
             signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)

@@ -81,12 +81,20 @@ def collect(host: HostGroup, data: bytes) -> list[bytes] | None:
     """Every rank's bytes, by rank, on rank 0; None elsewhere.
 
     Raises:
-        EngineError: names the first rank that does not answer.
+        EngineError: after all who can be reached have been heard, names the first rank that does not answer.
     """
     if host.rank:
         _send_text(host, data, 0)
         return None
-    return [data, *(_receive_text(host, source) for source in range(1, host.size))]
+    texts, lost = [data], None
+    for source in range(1, host.size):
+        try:
+            texts.append(_receive_text(host, source))
+        except EngineError as error:
+            lost = lost or error  # the others wait until they are heard
+    if lost is not None:
+        raise lost
+    return texts
 
 
 def announce(host: HostGroup, data: bytes) -> bytes:

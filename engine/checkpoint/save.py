@@ -14,12 +14,13 @@ takes nothing from older checkpoints.
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.blocks import BLOCK, DEFAULT_ALGORITHM
-from engine.checkpoint.committed import commit, point_to, retain, sweep, temporary, write_manifest
+from engine.checkpoint.committed import commit, make_run_folder, point_to, retain, sweep, temporary, write_manifest
 from engine.checkpoint.files import PAGE, Files, remove_tree
 from engine.checkpoint.huggingface import INDEX, SINGLE
 from engine.checkpoint.image import Image
@@ -86,7 +87,7 @@ class Saver:
     def _move(self, written: Path, folder: Path, reports: Reports) -> Mapping[str, Any]:
         try:
             merge(reports())
-            folder.mkdir(exist_ok=True)
+            make_run_folder(self._files, folder)
             self._files.sync_folder(written / "model")
             new = self._files.names(written / "model")
             for name in sorted(new, key=lambda name: name == INDEX):  # the index last: it names the others
@@ -126,12 +127,13 @@ class Saver:
 
     def _open(self, folder: Path, step: int, reports: Reports) -> Mapping[str, Any]:
         merge(reports())
-        folder.mkdir(parents=True, exist_ok=True)
-        sweep(self._files, folder)
         written = temporary(folder, step, secrets.token_hex(4))
-        self._files.make_folder(written)
-        for name in ("model", "optim", "state"):
-            self._files.make_folder(written / name)
+        with self._whole_or_gone(written, str(4 * PAGE)):
+            make_run_folder(self._files, folder)
+            sweep(self._files, folder)
+            self._files.make_folder(written)
+            for name in ("model", "optim", "state"):
+                self._files.make_folder(written / name)
         return {"folder": str(written)}
 
     # ------------------------------------------------------------------ every rank
@@ -145,16 +147,25 @@ class Saver:
             return failure(self._on_this_rank(error, written, snapshot))
 
     def _gather(self, snapshot: Snapshot) -> None:
-        """Send every owner its weights, and put those together that this rank owns."""
-        me, snapshots = self._host.rank, self._snapshots
-        waits = [self._host.send(data, owner) for owner, data in snapshot.outgoing.items() if owner != me]
+        """Send every owner its weights, and put those together that this rank owns.
+
+        A rank that is lost is told at the end: the others wait until what they have sent is taken.
+        """
+        snapshots, lost = self._snapshots, list[EngineError]()
+        waits = []
+        for owner, data in snapshot.outgoing.items():
+            with _noting(lost):
+                waits.append(self._host.send(data, owner))
         for source, size in snapshots.incoming():
-            message = snapshot.outgoing[me] if source == me else snapshots.memory.take("from others", size)[:size]
-            if source != me:
+            message = snapshots.memory.take("from others", size)[:size]
+            with _noting(lost):
                 self._host.receive(message, source)()
-            snapshots.put(snapshot, source, message)
+                snapshots.put(snapshot, source, message)
         for wait in waits:
-            wait()
+            with _noting(lost):
+                wait()
+        if lost:
+            raise lost[0]
 
     def _write_files(self, snapshot: Snapshot, written: Path) -> Report:
         report, rank = Report(numbers=snapshot.numbers), self._host.rank
@@ -197,7 +208,9 @@ class Saver:
     def _on_this_rank(self, error: Exception, written: Path, snapshot: Snapshot) -> str:
         if not isinstance(error, OSError):
             return _described(error)
-        needed = sum(image.layout.size for image in snapshot.images)
+        return self._on_disk(error, written, str(sum(image.layout.size for image in snapshot.images)))
+
+    def _on_disk(self, error: OSError, written: Path, needed: str) -> str:
         try:
             free = f"{self._files.free_bytes(written.parent)} are free there"
         except OSError:
@@ -207,8 +220,10 @@ class Saver:
     # ------------------------------------------------------------------ rank 0
 
     def _commit(self, contents: Contents, written: Path, reports: Reports, keep: int | None) -> Mapping[str, Any]:
-        try:
-            merged, tensors = merge(reports())
+        with self._whole_or_gone(written, "all"):
+            received = reports()
+        with self._whole_or_gone(written, f"about {sum(map(len, received))}"):
+            merged, tensors = merge(received)
             checksum = self._write_checksums(written, merged)
             attempt = written.name.rpartition("-")[2]
             manifest = Manifest(
@@ -217,9 +232,6 @@ class Saver:
             )  # fmt: skip
             write_manifest(self._files, written, manifest)
             step = commit(self._files, written, contents.step)
-        except BaseException:
-            self._discard(written)
-            raise
         self._tidy(step, attempt, keep)
         return {"folder": str(step)}
 
@@ -241,6 +253,18 @@ class Saver:
         except OSError as error:
             raise CheckpointError(f"{step} is committed, but cleaning up failed: {_described(error)}") from error
 
+    @contextmanager
+    def _whole_or_gone(self, written: Path, needed: str) -> Iterator[None]:
+        """Make room when something fails, and say how much there is."""
+        try:
+            yield
+        except OSError as error:
+            self._discard(written)
+            raise CheckpointError(self._on_disk(error, written, needed)) from error
+        except BaseException:
+            self._discard(written)
+            raise
+
     def _discard(self, written: Path) -> None:
         """Make room; what cannot be removed is swept by the next save."""
         try:
@@ -248,6 +272,15 @@ class Saver:
                 remove_tree(self._files, written)
         except OSError:
             pass
+
+
+@contextmanager
+def _noting(problems: list[EngineError]) -> Iterator[None]:
+    """Go on after a problem."""
+    try:
+        yield
+    except EngineError as error:
+        problems.append(error)
 
 
 def _described(error: Exception) -> str:
