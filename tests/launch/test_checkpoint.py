@@ -51,7 +51,7 @@ def test_info_tells_what_a_checkpoint_holds(run: Path, capsys: pytest.CaptureFix
     assert lines["grid"] == "1 ranks = 1 pipeline x 1 data x 1 tensor, ZeRO 0; any other grid loads it too"
     # embedding 407, up 636, down 583, bias of the head 37, scale 1, wide 7, frozen 11, empty 0, unused 5
     assert lines["model"] == "1,687 parameters in 10 tensors, BF16; 1 other name of tied ones"
-    assert lines["optimizer"].startswith("FlatAdam, ") and "exp_avg F32 of 1,6" in lines["optimizer"]
+    assert lines["optimizer"].startswith("Adam, 1 group, ") and "exp_avg F32 of 1,6" in lines["optimizer"]
     assert "master F32 of 1,6" in lines["optimizer"]
     assert lines["data"] == "position 32, seed 0, windows 1000"
     assert "model " in lines["files"] and "in 2, optim " in lines["files"] and "in 1, state " in lines["files"]
