@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node 4 train.py
 
-Everything that is the engine's is in ``initialize``, ``train_batch`` and ``eval_batch``; the rest is the
-usual: text, model, a loop, a few printed lines.
+The same command again goes on where the last start ended, on any number of processes. Everything that is the
+engine's is in ``initialize``, ``train_batch``, ``eval_batch`` and ``load_checkpoint``; the rest is the usual: text,
+model, a loop, a few printed lines.
 """
 
 import logging
@@ -29,7 +30,7 @@ def run(options: Namespace) -> None:
     import engine
     from engine.data import Batches, Sampler, window_count
     from engine.decoder import Decoder, loss_sum
-    from engine.launch import progress, train
+    from engine.launch import progress, run_folder, train
 
     settings = train.read_settings(options, root=Path(__file__).parent)
     training_text, validation_text = train.read_corpus(options)
@@ -37,7 +38,7 @@ def run(options: Namespace) -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
 
     if first := os.environ.get("RANK", "0") == "0":
-        train.open_run_folder(options.out, settings, training_text)
+        run_folder.open_run(options, settings, training_text, shape)
     example = train.example_batch(settings, shape)
     with engine.initialize(lambda: Decoder(shape), settings, loss_fn=loss_sum, example_batch=example) as eng:
         if first:
@@ -47,18 +48,25 @@ def run(options: Namespace) -> None:
         assert rows is not None
         sampler = Sampler(windows, rows, eng.config.seed, eng.grid.coord().dp, eng.grid.dp)
         batches = Batches(training_text, shape.context, sampler)
+        eng.register_for_checkpointing(data=sampler)
+        eng.load_checkpoint()
+        begun = eng.step_count
+        if first:
+            progress.say(*run_folder.go_on(options, begun))
         line = progress.Progress(options.steps, eng.config.monitor.every)
-        for _ in range(options.steps):
+        while eng.step_count < options.steps:
             report = eng.train_batch(next(batches))
             if first:
                 line.show(report)
+        train.save_last(eng, begun)
 
         loss = train.evaluate(eng, validation_text, shape.context)
         text = train.sample_text(eng, shape, options.sample)
         if first and text is not None:
             progress.say(f"validation loss {loss:.3f}, {progress.bits_per_byte(loss):.3f} bits per byte")
             progress.say(f"--- sample\n{progress.printable(text)}\n---")
-            progress.say(eng.traffic_report())
+            if eng.step_count > begun:
+                progress.say(eng.traffic_report())
 
 
 if __name__ == "__main__":

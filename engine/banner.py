@@ -1,11 +1,12 @@
 """The plan in words: what will run, printed before it runs, and what it measured, printed after."""
 
 from engine.budget import GatherPlan, RankPlan, reduces_each_microbatch
+from engine.config import CheckpointConfig
 from engine.loss_scale import make_loss_scale
 from engine.parallel.pipeline.check import peak_live, simulate
 from engine.parallel.pipeline.draw import draw
 from engine.parallel.tensor.collectives import LOGITS
-from engine.parallel.traffic import Tally
+from engine.parallel.traffic import Tally, megabytes
 from engine.plan import Plan
 from engine.zero.gather_order import count_gathers
 
@@ -29,9 +30,20 @@ def describe(plan: Plan, device: str) -> str:
         "clipping": f"one norm over the grid, clipped at {clip:g}" if clip else "off, the norm is reported",
         "loss": "sum / weight over all microbatches and data ranks; a 0-dim loss weighs 1",
         "seed": str(config.seed),
+        **_checkpoint_lines(config.checkpoint),
     }
     text = [f"  {name:<10} {line}" for name, line in lines.items()]
     return "\n".join(["trine", *text, *(f"  note       {note}" for note in plan.notes)])
+
+
+def _checkpoint_lines(checkpoint: CheckpointConfig) -> dict[str, str]:
+    lines = {}
+    if checkpoint.init_from is not None:
+        lines["weights"] = f"from {checkpoint.init_from}"
+    if checkpoint.folder is not None:
+        every = f"every {checkpoint.every} steps" if checkpoint.every else "when asked"
+        lines["saves"] = f"{every} into {checkpoint.folder}, the newest {checkpoint.keep} stay"
+    return lines
 
 
 def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
@@ -52,13 +64,6 @@ def _row(axis: str, label: str, planned: str, measured: str) -> str:
 
 def _amount(count: float, calls: float) -> str:
     return f"{count:,.0f} in {calls:g} call{'s' * (calls != 1)}"
-
-
-def megabytes(count: int) -> str:
-    """Bytes in a unit that reads well."""
-    if count < 10_000:
-        return f"{count} B"
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def _model_line(plan: Plan) -> str:

@@ -38,6 +38,9 @@ from engine.zero.edits import carry_over
 
 logger = logging.getLogger("trine")
 
+WORTH_A_LINE = 0.1
+"""Seconds of waiting for a save that are told."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -186,10 +189,11 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        started, waits = time.perf_counter(), not pending.done
+        started = time.perf_counter()
         pending.join()
-        if waits:
-            logger.info("checkpoint: waited %.1f s for the save before", time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if seconds >= WORTH_A_LINE:
+            logger.info("checkpoint: waited %.1f s for the save under way", seconds)
 
     def _told(self, save: PendingSave, step: int, stall: float, started: float) -> None:
         """From the background: say it, and remember a failure."""
@@ -199,7 +203,7 @@ class Checkpoints:
                 seconds = time.perf_counter() - started
                 logger.info("checkpoint saved: %s (paused %.2f s, written in %.2f s)", save.folder, stall, seconds)
             return
-        if first:
+        if first or not isinstance(save.problem, CheckpointError):  # that one is the same on all ranks
             logger.error("checkpoint failed at step %d: %s", step, save.problem)
         if self._config.on_failure == "stop":
             self.problem = CheckpointError(f"the checkpoint of step {step} was not saved: {save.problem}")
@@ -219,11 +223,16 @@ def _json(what: str, value: Any) -> Any:
         ) from error
 
 
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a torch scheduler's state JSON can hold: counters and rates, not the functions."""
-    kinds = (bool, int, float, str, type(None))
-    return {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, kinds) or (isinstance(value, list) and all(isinstance(item, kinds) for item in value))
-    }
+def _plain(value: Any) -> Any:
+    """What of a torch scheduler's state JSON can hold, schedulers in it too: counters and rates, not the functions."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items() if _json_holds(inner)}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _json_holds(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) for key in value)  # other keys would come back as text
+    if isinstance(value, list):
+        return all(_json_holds(inner) for inner in value)
+    return isinstance(value, bool | int | float | str | None)

@@ -64,6 +64,8 @@ class Durable:
         self._spoiled = False
         self._saved_at = -1
         self._signal = StopSignal() if config.checkpoint.folder is not None else None
+        if self._signal is not None:
+            comm.broken = self._signal.give_up  # a launcher ends the ranks of a broken job by the same signal
 
     @property
     def stop_asked(self) -> bool:
@@ -136,12 +138,16 @@ class Durable:
         settings, run = self._config.checkpoint, self._run
         assert run is not None, "a step needs a built model"
         due = made and settings.every > 0 and run.update.made % settings.every == 0
+        pending = None
         if (due or stops) and settings.folder is not None and run.update.made != self._saved_at:
-            self.save(None, {})
+            pending = self.save(None, {})
         if stops:
             self.drain()
             if run.comm.grid.rank == 0:
-                logger.warning("stopped by SIGTERM after update %d; the next run goes on from there", run.update.made)
+                where = "there" if pending is None or pending.problem is None else "the last checkpoint that was saved"
+                logger.warning(
+                    "stopped by SIGTERM after update %d; the next run goes on from %s", run.update.made, where
+                )
             raise SystemExit(EXIT_CODE)
 
     def refuse_spoiled(self) -> None:

@@ -47,12 +47,15 @@ class Reports:
         )
 
     def record(self, step: Step, outcome: Outcome, plan: Plan, made: int) -> StepReport:
-        """The report of a training step, which is counted, and logged if it is its turn."""
+        """The report of a training step, which is counted, and logged if it is its turn.
+
+        Whose turn it is does not depend on where this start of the run began.
+        """
         report = self.make(step, outcome, plan, made)
         self.attempts += 1
         for row in self._comm.tally.since(step.sent).rows():
             self.trained.add(row)
-        if self.attempts % self._every == 0 or self.attempts == 1:
+        if report.step % self._every == 0 or report.skipped or self.attempts == 1:
             for sink in self._sinks:
                 sink.write(report)
         return report

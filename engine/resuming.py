@@ -109,10 +109,11 @@ class Resume:
         run, manifest = self._run, reader.manifest
         if self._module_only:
             return
-        if self._states:
-            restore(run.parts.optimizer, run.parts.plan.table, manifest.optimizer)
-        run.update.load_state_dict(manifest.progress["update"])
         scheduler, state = run.parts.learning_rate.scheduler, manifest.progress["scheduler"]
+        if self._states:
+            scheduled = scheduler is not None and state is not None
+            restore(run.parts.optimizer, run.parts.plan.table, manifest.optimizer, scheduled)
+        run.update.load_state_dict(manifest.progress["update"])
         if scheduler is not None and state is not None:
             scheduler.load_state_dict(scheduler.state_dict() | state)
         for name, thing in run.tracked.items():
@@ -158,9 +159,16 @@ class Resume:
 
 def raise_together(host: HostGroup, problem: str, advice: Callable[[], str]) -> None:
     """Raise the first problem of any rank on all; ``advice``, which rank 0 gives, follows it."""
-    texts = collect(host, problem.encode(errors="backslashreplace"))
-    first = next((text.decode() for text in texts or [] if text), "")
-    first = announce(host, (first + advice() if first else "").encode(errors="backslashreplace")).decode()
+    first = ""
+    try:
+        texts = collect(host, problem.encode(errors="backslashreplace"))
+        first = next((text.decode() for text in texts or [] if text), "")
+        first += advice() if first else ""
+    except EngineError as lost:
+        if host.rank:
+            raise
+        first = str(lost)
+    first = announce(host, first.encode(errors="backslashreplace")).decode()
     if first:
         raise CheckpointError(first)
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,7 +53,28 @@ def _parser() -> ArgumentParser:
     command.add_argument("--microbatches", type=int, default=8, help="per step (default %(default)s)")
     command.add_argument("--width", type=int, default=None, help="columns of the picture (default: the terminal's)")
     command.set_defaults(run=_schedule)
+
+    command = commands.add_parser("checkpoint", help="look at checkpoints, check them, take the model out of them")
+    _add_checkpoint_commands(command.add_subparsers(required=True, metavar="ACTION"))
     return parser
+
+
+def _add_checkpoint_commands(commands: "_SubParsersAction[ArgumentParser]") -> None:
+    folder = "folder of a run (its newest checkpoint), or one of its step-N folders"
+    command = commands.add_parser("info", help="print what a checkpoint holds")
+    command.add_argument("folder", type=Path, help=folder)
+    command.set_defaults(run=_checkpoint_info)
+
+    command = commands.add_parser("verify", help="read and check every block; damage is named and gives status 1")
+    command.add_argument("folder", type=Path, help=folder)
+    command.add_argument("--all", action="store_true", help="all checkpoints of the run")
+    command.set_defaults(run=_checkpoint_verify)
+
+    command = commands.add_parser("export", help="copy its model, checked, into a Hugging Face folder")
+    command.add_argument("folder", type=Path, help=folder)
+    command.add_argument("out", type=Path, help="new or empty folder")
+    command.add_argument("--single", action="store_true", help="one model.safetensors instead of several files")
+    command.set_defaults(run=_checkpoint_export)
 
 
 def _print_schema(options: Namespace) -> None:
@@ -95,6 +116,24 @@ def _schedule(options: Namespace) -> None:
     print(draw(timeline, options.width or shutil.get_terminal_size((120, 24)).columns))
     print(f"idle share (bubble)       {timeline.bubble:.1%}, a backward as long as two forwards")
     print(f"most microbatches held    {' '.join(map(str, peak_live(schedule)))} (by rank)")
+
+
+def _checkpoint_info(options: Namespace) -> None:
+    from engine.launch.checkpoint import info  # here and below: numpy, which the other commands do without
+
+    info(options.folder)
+
+
+def _checkpoint_verify(options: Namespace) -> None:
+    from engine.launch.checkpoint import verify
+
+    verify(options.folder, options.all)
+
+
+def _checkpoint_export(options: Namespace) -> None:
+    from engine.launch.checkpoint import export
+
+    export(options.folder, options.out, options.single)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,16 @@ def training_options(arguments: Sequence[str] | None = None) -> Namespace:
         f"JSON configuration (default {DEFAULT_CONFIG} for a multiple of 4 ranks, otherwise {DATA_CONFIG})"
     ))  # fmt: skip
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="your own text instead of the built-in")
-    parser.add_argument("--steps", type=_count, default=250, help="optimizer steps (default %(default)s)")
+    parser.add_argument("--steps", type=_count, default=250, help="optimizer steps in all (default %(default)s)")
     parser.add_argument("--layers", type=_count, default=4, help="blocks of the decoder (default %(default)s)")
     parser.add_argument("--width", type=_count, default=128, help="width of the decoder (default %(default)s)")
     parser.add_argument("--heads", type=_count, default=4, help="attention heads (default %(default)s)")
     parser.add_argument("--context", type=_count, default=128, help="tokens in a window (default %(default)s)")
     parser.add_argument("--sample", type=_count, default=200, help="bytes of text at the end (default %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder for logs (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/train"), help=(
+        "folder of the run, which goes on if there is one (default %(default)s)"
+    ))  # fmt: skip
+    parser.add_argument("--fresh", action="store_true", help="start over; the run in the folder is kept under a number")
     return parser.parse_args(arguments)
 
 

@@ -5,8 +5,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from engine.banner import megabytes
 from engine.metrics import StepReport
+from engine.parallel.traffic import megabytes
 
 WARM_UP_STEPS = 2
 """The first steps build caches and groups; the time that is left is estimated without them."""
@@ -17,20 +17,22 @@ class Progress:
     """Prints ``step 40/250 16% loss 2.413 bpb 3.481 lr 1.9e-03 norm 0.81 24.1k tok/s mem 0.4 GiB eta 1m04s``."""
 
     steps: int
+    """In all, those before this start among them."""
     every: int
     smoothed: float | None = None
     _marks: list[float] = field(default_factory=list)
 
     def show(self, report: StepReport) -> None:
-        """Take a step in; print every ``every`` steps, after the first and after the last."""
+        """Take a step in; print every ``every`` steps, after the first of this start and after the last."""
         self._marks.append(time.perf_counter())
         fresh = self.smoothed is None or not math.isfinite(self.smoothed)
         self.smoothed = report.loss if fresh else 0.9 * (self.smoothed or 0.0) + 0.1 * report.loss
-        done = len(self._marks)
-        if done == 1 or done == self.steps or done % self.every == 0 or report.skipped:
-            print(self._line(report, done), flush=True)
+        first, last = len(self._marks) == 1, report.step == self.steps
+        if first or last or report.step % self.every == 0 or report.skipped:
+            print(self._line(report), flush=True)
 
-    def _line(self, report: StepReport, done: int) -> str:
+    def _line(self, report: StepReport) -> str:
+        done = report.step
         parts = [
             f"step {done}/{self.steps} {done * 100 // self.steps}%",
             f"loss {report.loss:.3f} (mean {self.smoothed:.3f})",
@@ -47,9 +49,9 @@ class Progress:
         return "  ".join(parts) + (f"  SKIPPED: {report.nonfinite} not finite" if report.skipped else "")
 
     def _eta(self, done: int) -> str:
-        if done <= WARM_UP_STEPS:
+        if len(self._marks) <= WARM_UP_STEPS:
             return "?"
-        pace = (self._marks[-1] - self._marks[WARM_UP_STEPS - 1]) / (done - WARM_UP_STEPS)
+        pace = (self._marks[-1] - self._marks[WARM_UP_STEPS - 1]) / (len(self._marks) - WARM_UP_STEPS)
         return _duration(pace * (self.steps - done))
 
 
@@ -64,9 +66,10 @@ def printable(text: bytes) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in shown)
 
 
-def say(text: str) -> None:
+def say(*lines: str) -> None:
     """Print at once, even into a pipe."""
-    print(text, flush=True, file=sys.stdout)
+    for line in lines:
+        print(line, flush=True, file=sys.stdout)
 
 
 def _duration(seconds: float) -> str:

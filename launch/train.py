@@ -1,8 +1,7 @@
-"""The pieces of the reference run that are not the engine's: settings, corpus, run folder, sample."""
+"""The pieces of the reference run that are not the engine's: settings, corpus, validation, sample."""
 
 import json
 import os
-import platform
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +14,16 @@ from engine.corpus import Corpus, builtin_corpus, text_corpus
 from engine.data import evaluation_batches
 from engine.decoder import Decoder, DecoderConfig, generate
 from engine.launch.options import DATA_CONFIG, DEFAULT_CONFIG
+from engine.launch.run_folder import CHECKPOINTS, METRICS
 
 EVALUATION_BATCHES = 8
 """Validation batches a rank reads at the end: enough for two digits of bits per byte."""
+CHECKPOINT_EVERY = 50
+"""Steps between two checkpoints, half a minute on two CPU cores, where the configuration does not say."""
 
 
 def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
-    """The JSON configuration with what the command line adds: schedule length, bf16 on GPUs, log file.
+    """The JSON configuration with what the command line adds: schedule length, bf16 on GPUs, log file, checkpoints.
 
     Raises:
         ConfigError: the file is missing or is no JSON object.
@@ -38,7 +40,10 @@ def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
         }
     if "bf16" not in given and "fp16" not in given:
         settings["bf16"]["enabled"] = torch.cuda.is_available()
-    settings["monitor"]["jsonl"] = settings["monitor"]["jsonl"] or str(options.out / "metrics.jsonl")
+    settings["monitor"]["jsonl"] = settings["monitor"]["jsonl"] or str(options.out / METRICS)
+    settings["checkpoint"]["folder"] = settings["checkpoint"]["folder"] or str(options.out / CHECKPOINTS)
+    if "every" not in given.get("checkpoint", {}):
+        settings["checkpoint"]["every"] = CHECKPOINT_EVERY
     return settings
 
 
@@ -66,16 +71,11 @@ def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, t
     return {"input_ids": ids, "labels": ids}
 
 
-def open_run_folder(folder: Path, settings: dict[str, Any], corpus: Corpus) -> None:
-    """Make the folder, keep an older run under a number, and record what this run depends on."""
-    if folder.exists():
-        number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
-        folder.rename(folder.with_name(f"{folder.name}.{number}"))
-    folder.mkdir(parents=True)
-    text = {"name": corpus.name, "files": corpus.files, "bytes": len(corpus.tokens), "digest": corpus.digest}
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    record = {"corpus": text, "versions": versions, "config": settings}
-    (folder / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+def save_last(eng: engine.Engine, before: int) -> None:
+    """Begin a checkpoint of the end, unless nothing was trained after ``before`` or its step has one. Collective."""
+    every = eng.config.checkpoint.every
+    if eng.step_count > before and (not every or eng.step_count % every):
+        eng.save_checkpoint()
 
 
 def evaluate(eng: engine.Engine, corpus: Corpus, context: int) -> float:

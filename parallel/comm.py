@@ -32,9 +32,12 @@ _Key = Axis | Literal["gathers"] | tuple[int, ...] | tuple[Flow, int, int]
 class Pending:
     """A collective under way; ``wait`` finishes it and names it when it fails."""
 
-    def __init__(self, wait: Wait | None = None, describe: Callable[[], str] = str) -> None:
+    def __init__(
+        self, wait: Wait | None = None, describe: Callable[[], str] = str, broken: Callable[[], None] | None = None
+    ) -> None:
         self._wait = wait
         self._describe = describe
+        self._broken = broken
 
     def wait(self) -> None:
         """Block (on a GPU: the current stream) until the result may be read.
@@ -48,20 +51,22 @@ class Pending:
         try:
             wait()
         except RuntimeError as error:
-            raise _named_failure(self._describe(), error) from error
+            raise _named_failure(self._describe(), error, self._broken) from error
 
 
 _HOLD_BACK_SECONDS = 10.0
 """A hundred times what the launcher takes to see that a process has ended, and to end the others."""
 
 
-def _named_failure(what: str, error: RuntimeError) -> EngineError:
+def _named_failure(what: str, error: RuntimeError, broken: Callable[[], None] | None) -> EngineError:
     """The error of a rank whose communication failed, most often because another rank has ended before.
 
     A launcher ends this process when it sees the other one end. Waiting for that keeps the traceback of the first
     failure the last one of the job; without a launcher nobody would come.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        if broken is not None:
+            broken()
         sleep(_HOLD_BACK_SECONDS)
     cause = first_line(error)
     return EngineError(f"{what} failed: {cause}. A peer has probably stopped; look for the first traceback of the job.")
@@ -76,6 +81,8 @@ class Comm:
 
     def __init__(self, grid: Grid, backend: Backend) -> None:
         self.grid = grid
+        self.broken: Callable[[], None] | None = None
+        """Called before the wait for a launcher that is to end this process."""
         self.tally = Tally()
         self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
         self._backend = backend
@@ -155,9 +162,9 @@ class Comm:
             return f"{kind} {record} between ranks {self.grid.peers(axis)} on rank {self.grid.rank}"
 
         try:
-            return Pending(call(), describe)
+            return Pending(call(), describe, self.broken)
         except RuntimeError as error:
-            raise _named_failure(describe(), error) from error
+            raise _named_failure(describe(), error, self.broken) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,12 +38,21 @@ class TorchHostGroup:
 
     Args:
         seconds: after which a rank that does not answer is given up.
+
+    Raises:
+        EngineError: a rank did not come.
     """
 
     def __init__(self, rank: int, size: int, seconds: float) -> None:
         self.rank, self.size = rank, size
         timeout = timedelta(seconds=seconds)
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+        try:
+            self._group = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+        except RuntimeError as error:
+            raise EngineError(
+                f"rank {rank} could not meet all ranks within {seconds:g} s to read or write a checkpoint: one has "
+                f"ended or hangs ({first_line(error)}); look for the first traceback of the job."
+            ) from error
         atexit.register(self.close)
 
     def send(self, data: memoryview, to: int) -> Wait:
@@ -81,12 +90,20 @@ def collect(host: HostGroup, data: bytes) -> list[bytes] | None:
     """Every rank's bytes, by rank, on rank 0; None elsewhere.
 
     Raises:
-        EngineError: names the first rank that does not answer.
+        EngineError: after all who can be reached have been heard, names the first rank that does not answer.
     """
     if host.rank:
         _send_text(host, data, 0)
         return None
-    return [data, *(_receive_text(host, source) for source in range(1, host.size))]
+    texts, lost = [data], None
+    for source in range(1, host.size):
+        try:
+            texts.append(_receive_text(host, source))
+        except EngineError as error:
+            lost = lost or error  # the others wait until they are heard
+    if lost is not None:
+        raise lost
+    return texts
 
 
 def announce(host: HostGroup, data: bytes) -> bytes:

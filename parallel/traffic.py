@@ -19,6 +19,13 @@ Op = Literal["all_reduce", "reduce_scatter", "all_gather", "send", "receive"]
 _PASSES: Mapping[Op, int] = MappingProxyType({"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1})
 
 
+def megabytes(count: int) -> str:
+    """Bytes in a unit that reads well."""
+    if count < 100 * 2**10:
+        return f"{count} B" if count < 10_000 else f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
 def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
     """Bytes that one rank sends for one collective whose full tensor has ``payload_bytes``, or for one message."""
     if op in ("send", "receive"):

@@ -15,8 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Measured figures go into the README only when asked."""
+    """Measured figures go into the README only when asked; how hard the crash test tries."""
     parser.addoption("--write-readme", action="store_true", help="write measured tables into README.md")
+    parser.addoption("--kills", default="20", help="how many processes the long crash test kills")
+    parser.addoption("--kill-seed", default="", help="of the crash test, to repeat it")
 
 
 @pytest.fixture(autouse=True)

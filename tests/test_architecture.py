@@ -15,10 +15,10 @@ LAYERS = ("kernels", "parallel", "zero", "engine", "launch")
 # Bottom of the tower: errors carry no knowledge, and the layers below have to raise them.
 EVERYWHERE = {"engine.errors"}
 TORCH_FREE = (
-    "engine", "engine.config", "engine.config_schema", "engine.corpus", "engine.errors", "engine.launch.cli",
-    "engine.launch.options", "engine.parallel.grid", "engine.parallel.pipeline.check",
-    "engine.parallel.pipeline.draw", "engine.parallel.pipeline.order", "engine.parallel.pipeline.schedule",
-    "engine.parallel.traffic", "engine.zero.layout",
+    "engine", "engine.config", "engine.config_schema", "engine.corpus", "engine.errors", "engine.launch.checkpoint",
+    "engine.launch.cli", "engine.launch.options", "engine.launch.run_folder", "engine.parallel.grid",
+    "engine.parallel.pipeline.check", "engine.parallel.pipeline.draw", "engine.parallel.pipeline.order",
+    "engine.parallel.pipeline.schedule", "engine.parallel.traffic", "engine.zero.layout",
 )  # fmt: skip
 
 # (file, function) -> why it is longer, or has more parameters, than the ceiling.

@@ -18,8 +18,8 @@ glossary   part      what a tensor rank holds of a parameter: rows of one dim, o
 
 Files, from the bottom up: ``files`` (every operation on files), ``tensor_file`` (the safetensors format),
 ``blocks`` (hashes), ``pieces`` (who has what, pure arithmetic), ``manifest``, ``committed`` (folders: newest,
-commit, retention), ``image`` and ``write``, ``reader``; then what knows an engine: ``held`` (what this rank has),
-``save``, ``load``, ``background``.
+commit, retention), ``image`` and ``write``, ``chunks`` and ``reader``; then what knows an engine: ``held`` (what
+this rank has), ``save``, ``load``, ``background``.
 
 Nothing here unpickles or evaluates anything.
 """

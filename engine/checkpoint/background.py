@@ -8,7 +8,7 @@ from engine.errors import CheckpointError, EngineError
 
 
 class PendingSave:
-    """A save under way. ``wait`` for its end, ``failed`` tells how it went; nobody has to ask."""
+    """A save under way. ``wait`` for its end; nobody has to, a failure is logged."""
 
     def __init__(self, work: Callable[[], Path], told: Callable[["PendingSave"], None], background: bool) -> None:
         self.folder: Path | None = None

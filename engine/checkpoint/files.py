@@ -122,6 +122,40 @@ class Files:
             done += count
         return done
 
+    def is_cached(self, file: int, offset: int) -> bool:
+        """Whether the byte at ``offset`` lies in the page cache; True where the system does not tell."""
+        try:
+            os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def read_direct(self, file: int, target: memoryview, offset: int) -> int:
+        """As ``read_into`` but past the page cache: what is read once need not take, and clear, its pages.
+
+        ``target`` and ``offset`` are aligned to pages, and so is the length, whatever the end of the file is.
+        """
+        try:
+            direct = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT)
+        except OSError:
+            return self.read_into(file, target, offset)
+        try:
+            done = 0
+            while done < len(target):
+                count = os.preadv(direct, [target[done:]], offset + done)
+                done += count
+                if count % PAGE or not count:  # the end of the file
+                    break
+            return done
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return self.read_into(file, target, offset)
+        finally:
+            os.close(direct)
+
     def close(self, file: int) -> None:
         """Close an open file."""
         os.close(file)

@@ -166,7 +166,8 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
             if flat.owned != flat.shard:
                 comm.all_gather(flat.master, flat.master[flat.shard].clone(), "dp", LABEL).wait()
             flat.kept.copy_(flat.master)
-        if (not flat.sharded and flat.owned == flat.shard) or (flat.master is None and not flat.sharded):
+        apart = flat.owned == flat.shard or flat.master is None
+        if comm.grid.dp > 1 and apart and not flat.sharded:
             pending.append(comm.all_gather(flat.params, flat.params[flat.shard].clone(), "dp", LABEL))
     for gather in pending:
         gather.wait()

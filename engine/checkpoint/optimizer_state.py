@@ -100,15 +100,19 @@ def make_moments(optimizer: ShardedOptimizer, stored: Mapping[str, Kind]) -> Mom
     return made
 
 
-def restore(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
-    """Numbers and options. The built-in optimizers take the step count only: the configuration has the say."""
+def restore(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any], scheduled: bool) -> None:
+    """Numbers and options.
+
+    The built-in optimizers take the step count only, the configuration has the say; unless they are ``scheduled`` by
+    a torch scheduler, which computes the next rates from those that the groups have.
+    """
     inner = optimizer.inner
     by_name = {name: index for index, group in enumerate(stored["groups"]) for name in group["params"]}
     sources = [next((by_name[name] for name in names if name in by_name), None) for names in _names(optimizer, table)]
     for group, source in zip(inner.param_groups, sources, strict=True):
         options = stored["groups"][source]["options"] if source is not None else {}
         for key, value in options.items():
-            if key == "step" or not isinstance(inner, FlatOptimizer):
+            if key == "step" or scheduled or not isinstance(inner, FlatOptimizer):
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     for index, place in _grouped(optimizer):
         values = stored.get("numbers", {}).get(str(sources[index]), {})

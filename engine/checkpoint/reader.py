@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.checkpoint.blocks import Hashes, block_count, hash_function
+from engine.checkpoint.chunks import Bytes, ChunkReader
 from engine.checkpoint.committed import read_manifest
 from engine.checkpoint.files import Files, opened, read_all
 from engine.checkpoint.manifest import CHECKSUMS, Manifest, StoredTensor
@@ -31,7 +31,12 @@ BUFFER = 1 << 22
 DIRECT = 4
 """Whole blocks from which a run is read straight into its place."""
 
-_Bytes = NDArray[np.uint8]
+
+class _DamageError(Exception):
+    """The block that begins with a byte of a file is not what was written."""
+
+    def __init__(self, byte: int) -> None:
+        self.byte = byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ class StepReader:
         self._check_sizes()
         self._hashes = self._read_hashes()
         self._headers: dict[str, dict[str, tuple[Kind, int]]] = {}
+        self._chunks = ChunkReader(files, max(BUFFER, self.manifest.checksum.block_bytes))
         self.bytes_read = 0
         self.kinds: dict[str, Kind] = {name: tensor.kind for name, tensor in self.manifest.tensors.items()}
         """Dtype and shape of all stored tensors."""
@@ -93,11 +99,18 @@ class StepReader:
 
     def check_file(self, file: str) -> None:
         """Read and check every block of a file, keeping nothing."""
+        for _ in self.chunks(file):
+            pass
+
+    def chunks(self, file: str) -> Iterator[memoryview]:
+        """A file of the manifest from start to end, checked; each chunk is void when the next one comes."""
         size = self.manifest.files[file]
-        buffer = np.empty(min(size, max(BUFFER, self.manifest.checksum.block_bytes)), dtype=np.uint8)
+        buffer = np.empty(min(size, 8 * max(BUFFER, self.manifest.checksum.block_bytes)), dtype=np.uint8)
         with self._open(file) as opened_file:
             for start in range(0, size, max(1, len(buffer))):
-                self._fill(file, opened_file, buffer[: size - start], start)
+                chunk = buffer[: size - start]
+                self._fill(file, opened_file, chunk, start)
+                yield chunk.data
 
     def tensors_of(self, file: str) -> dict[str, tuple[Kind, memoryview]]:
         """All tensors of a file.
@@ -179,21 +192,24 @@ class StepReader:
             for copy in members:
                 np.frombuffer(copy.target, dtype=np.uint8)[:] = buffer[copy.start - start :][: copy.length]
 
-    def _fill(self, file: str, opened_file: int, target: _Bytes, start: int, tensor: str = "") -> None:
-        """Read whole blocks from ``start`` on, in pieces that stay in the cache while they are hashed."""
+    def _fill(self, file: str, opened_file: int, target: Bytes, start: int, tensor: str = "") -> None:
+        """Read whole blocks from ``start`` on and check them."""
         checksum, hashes = self.manifest.checksum, self._hashes[file]
-        digest = hash_function(checksum.algorithm)
-        step = max(checksum.block_bytes, BUFFER)
-        for begin in range(0, len(target), step):
-            chunk = target[begin : begin + step].data
-            self.bytes_read += self._files.read_into(opened_file, chunk, start + begin)
-            for offset in range(0, len(chunk), checksum.block_bytes):
-                index = (start + begin + offset) // checksum.block_bytes
-                if digest(chunk[offset : offset + checksum.block_bytes]) != int(hashes[index]):
-                    where = f"block {index} (bytes {start + begin + offset}...)"
-                    raise CheckpointError(
-                        f"{self.step / file} is damaged in {where}{self._whose(file, index, tensor)}."
-                    )
+        size, digest = checksum.block_bytes, hash_function(checksum.algorithm)
+
+        def check(data: memoryview, begin: int) -> None:
+            for offset in range(0, len(data), size):
+                if digest(data[offset : offset + size]) != int(hashes[(begin + offset) // size]):
+                    raise _DamageError(begin + offset)
+
+        try:
+            self.bytes_read += self._chunks.read(opened_file, target, start, check)
+        except _DamageError as damage:
+            index = damage.byte // size
+            where = f"block {index} (bytes {damage.byte}...)"
+            raise CheckpointError(
+                f"{self.step / file} is damaged in {where}{self._whose(file, index, tensor)}."
+            ) from None
 
     def _whose(self, file: str, block: int, tensor: str) -> str:
         """The tensors that lie in a damaged block, as far as a sound header tells; otherwise all that are in the file.

@@ -106,12 +106,16 @@ class Saver:
             step, ready = snapshot.contents.step, Report().to_json()
         else:
             step, ready = 0, failure(f"{_described(snapshot)} (on rank {self._host.rank})")
-        opened = self._on_first(ready, lambda reports: self._open(folder, step, reports))
+        opened = self._on_first(ready, lambda reports: self._open(folder, step, reports), last=False)
         assert isinstance(snapshot, Snapshot), "rank 0 has refused what is none"
         return snapshot, Path(opened.text("folder"))
 
-    def _on_first(self, report: bytes, action: Callable[[Reports], Mapping[str, Any]]) -> Fields:
-        """Rank 0 gets all reports and acts; all ranks get what came of it, or raise its problem."""
+    def _on_first(self, report: bytes, action: Callable[[Reports], Mapping[str, Any]], last: bool = True) -> Fields:
+        """Rank 0 gets all reports and acts; all ranks get what came of it, or raise its problem.
+
+        ``last``: this ends the save. Before, a rank that cannot be told does not keep rank 0 from hearing the others,
+        who have begun to write; it is missed among them.
+        """
         message = b""
         if self._host.rank:
             collect(self._host, report)
@@ -120,7 +124,12 @@ class Saver:
                 message = dump(action(lambda: collect(self._host, report) or []))
             except Exception as error:  # whatever it is, the others wait for an answer
                 message = failure(_described(error))
-        answer = Fields(parse(announce(self._host, message), "rank 0's message"), "rank 0's message")
+        try:
+            message = announce(self._host, message)
+        except EngineError:
+            if self._host.rank or last:
+                raise
+        answer = Fields(parse(message, "rank 0's message"), "rank 0's message")
         if answer.any("problem") is not None:
             raise CheckpointError(answer.text("problem"))
         return answer
@@ -147,16 +156,25 @@ class Saver:
             return failure(self._on_this_rank(error, written, snapshot))
 
     def _gather(self, snapshot: Snapshot) -> None:
-        """Send every owner its weights, and put those together that this rank owns."""
-        me, snapshots = self._host.rank, self._snapshots
-        waits = [self._host.send(data, owner) for owner, data in snapshot.outgoing.items() if owner != me]
+        """Send every owner its weights, and put those together that this rank owns.
+
+        A rank that is lost is told at the end: the others wait until what they have sent is taken.
+        """
+        snapshots, lost = self._snapshots, list[EngineError]()
+        waits = []
+        for owner, data in snapshot.outgoing.items():
+            with _noting(lost):
+                waits.append(self._host.send(data, owner))
         for source, size in snapshots.incoming():
-            message = snapshot.outgoing[me] if source == me else snapshots.memory.take("from others", size)[:size]
-            if source != me:
+            message = snapshots.memory.take("from others", size)[:size]
+            with _noting(lost):
                 self._host.receive(message, source)()
-            snapshots.put(snapshot, source, message)
+                snapshots.put(snapshot, source, message)
         for wait in waits:
-            wait()
+            with _noting(lost):
+                wait()
+        if lost:
+            raise lost[0]
 
     def _write_files(self, snapshot: Snapshot, written: Path) -> Report:
         report, rank = Report(numbers=snapshot.numbers), self._host.rank
@@ -264,6 +282,15 @@ class Saver:
                 remove_tree(self._files, written)
         except OSError:
             pass
+
+
+@contextmanager
+def _noting(problems: list[EngineError]) -> Iterator[None]:
+    """Go on after a problem."""
+    try:
+        yield
+    except EngineError as error:
+        problems.append(error)
 
 
 def _described(error: Exception) -> str:

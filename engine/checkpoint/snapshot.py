@@ -1,6 +1,7 @@
 """The half of a save that training waits for: one copy of this rank's share into host memory.
 
-weights    -> messages, one for each rank that writes some of these tensors (this one among them)
+weights    -> messages, one for each other rank that writes some of these tensors
+           -> the image of the model file, where this rank writes them itself
 buffers    -> the image of the model file, on the rank that owns them
 masters, moments -> the image of the optimizer file
 generators -> the image of the state file
@@ -60,9 +61,9 @@ class Snapshot:
 
     contents: Contents
     outgoing: Mapping[int, memoryview]
-    """Owner -> this rank's pieces of the tensors that it writes."""
+    """Other owner -> this rank's pieces of the tensors that it writes."""
     model: Image
-    """Of the tensors that this rank owns; parameters are still to come."""
+    """Of the tensors that this rank owns; other ranks' pieces are still to come."""
     optim: Image
     state: Image
     pieces: Mapping[str, tuple[Kind, Piece]]
@@ -111,8 +112,13 @@ class Snapshots:
     def take(self, ours: Ours, contents: Contents) -> Snapshot:
         """Copy everything that training will change. Nothing is communicated."""
         weights = {held.tensor: held for held in ours.weights}
-        outgoing = {owner: memory for owner in self.writers if (memory := self._message(weights, owner)) is not None}
+        others = [owner for owner in self.writers if owner != self._grid.rank]
+        outgoing = {owner: memory for owner in others if (memory := self._message(weights, owner)) is not None}
         model = self._image("model", {tensor.key: tensor.kind for tensor in self.owned})
+        for tensor, *_ in self._messages.parts(self._coord, self._grid.rank):
+            held, whole = weights[tensor.name], model.tensor(tensor.key).view(-1)
+            # rows that other ranks hold too go along; what the first of them sends is put over them
+            copy_shared(held.values, held.own, whole, Part(tensor.kind.shape).whole())
         for tensor in self.owned:
             if tensor.row is None:
                 model.tensor(tensor.key).copy_(ours.buffers[tensor.name])
@@ -127,9 +133,10 @@ class Snapshots:
         return Snapshot(contents, outgoing, model, optim, state, pieces, ours.numbers)
 
     def incoming(self) -> Iterator[tuple[int, int]]:
-        """(rank, bytes) of the messages that this rank puts together, its own among them."""
+        """(rank, bytes) of the messages that this rank puts together with its own pieces."""
         for coord in self._sources():
-            if parts := self._messages.parts(coord, self._grid.rank):
+            parts = self._messages.parts(coord, self._grid.rank)
+            if parts and coord != self._coord:
                 yield self._grid.rank_at(*coord), parts[-1][3]
 
     @torch.no_grad()

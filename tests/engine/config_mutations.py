@@ -170,8 +170,9 @@ def _set(place: Place, value: Any) -> Edit:
     place.holder[place.key] = value
     foreign = holds_foreign(value)
     told = f"{place.path}: {reprlib.repr(value)}"
-    if place.path.endswith(".type"):
-        return Edit(told, form="dict" if foreign else None)  # another type has other params, which are named instead
+    # Another type has other params, which are named instead; of an empty section there is nothing to name.
+    if place.path.endswith(".type") or value == {}:
+        return Edit(told, form="dict" if foreign else None)
     return Edit(told, place.path, shown(value), form="dict" if foreign else None)
 
 

@@ -46,6 +46,7 @@ def main():
     tokens = torch.arange(56).remainder(31).view(8, 7)
     batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "parallel": grid,
+              "checkpoint": {"folder": "run" if where == "block" else None},  # with one, SIGTERM is a wish
               "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     example = {key: value[:2] for key, value in batch.items()}
     eng = None

@@ -41,15 +41,23 @@ def test_one_command_trains_and_reports(tmp_path: Path) -> None:
     assert len(record["corpus"]["digest"]) == 16 and record["config"]["zero_optimization"]["stage"] == 1
 
 
-def test_a_second_run_keeps_the_first_and_reads_the_users_text(tmp_path: Path) -> None:
+def test_a_second_run_goes_on_and_a_fresh_one_keeps_it(tmp_path: Path) -> None:
     text = tmp_path / "mine.txt"
     text.write_text("to be or not to be, that is the question\n" * 400)
     command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--data", str(text)]
-    first, second = run(command, tmp_path), run(command, tmp_path)
-    assert first.returncode == second.returncode == 0, second.stderr[-3000:]
-    assert (tmp_path / "runs/train/run.json").exists() and (tmp_path / "runs/train.1/metrics.jsonl").exists()
-    losses = [[line for line in done.stdout.splitlines() if line.startswith("validation")] for done in (first, second)]
-    assert losses[0] == losses[1], "the same seed gives the same run"
+    starts = [run([*command, *more], tmp_path) for more in ([], [], ["--fresh"])]
+    for done in starts:
+        assert done.returncode == 0, done.stderr[-3000:]
+    first, again, fresh = (done.stdout for done in starts)
+    assert "nothing to train: runs/train has made 3 steps, and --steps asks for 3" in again
+    assert "step 3/3" in first and "step 3/3" not in again and "bytes sent by rank 0" not in again
+    assert "step 1/3" in fresh and "checkpoint loaded" not in fresh
+    for folder in ("train", "train.1"):
+        assert (tmp_path / "runs" / folder / "run.json").exists()
+        assert [path.name for path in (tmp_path / "runs" / folder / "checkpoints").glob("step-*")] == ["step-00000003"]
+        assert len((tmp_path / "runs" / folder / "metrics.jsonl").read_text().splitlines()) == 1
+    losses = [[line for line in text.splitlines() if line.startswith("validation")] for text in (first, again, fresh)]
+    assert losses[0] == losses[1] == losses[2], "what was trained is kept, and the same seed gives the same run"
 
 
 def test_two_nodes(tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""Read long stretches of a file in chunks that stay in the processor's cache while they are checked.
+
+    one thread       read chunk 0 | check | copy      read chunk 2 | check | copy
+    another one             read chunk 1 | check | copy      read chunk 3 ...
+
+So the disk has always something to do. Chunks that lie in the page cache are read straight into their place; others
+go past it, through aligned memory that is used again and again: fresh pages of the cache cost more than the copy.
+"""
+
+import mmap
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checkpoint.files import PAGE, Files
+
+THREADS = 2
+LONG = 1 << 20
+"""Bytes from which going past the page cache is worth it."""
+
+Bytes = NDArray[np.uint8]
+Check = Callable[[memoryview, int], None]
+"""Takes what was read and where it begins in the file; raises if it is damaged."""
+
+
+class ChunkReader:
+    """Reads at most ``size`` bytes, whole pages, at a time."""
+
+    def __init__(self, files: Files, size: int) -> None:
+        self._files, self._size = files, size
+        self._spare: deque[memoryview] = deque()
+        self._pool = ThreadPoolExecutor(THREADS, "reader")  # threads start with the first work, and end with this
+
+    def read(self, file: int, target: Bytes, start: int, check: Check) -> int:
+        """Fill ``target`` from byte ``start``, which begins a page; returns the bytes read.
+
+        Raises:
+            OSError: the disk's, or what ``check`` raises; of several problems the first in the file.
+        """
+
+        def one(begin: int) -> int:
+            return self._chunk(file, target[begin : begin + self._size], start + begin, check)
+
+        if len(target) <= self._size:
+            return one(0)
+        return sum(_results([self._pool.submit(one, begin) for begin in range(0, len(target), self._size)]))
+
+    def _chunk(self, file: int, target: Bytes, start: int, check: Check) -> int:
+        if len(target) < LONG or self._files.is_cached(file, start):
+            count = self._files.read_into(file, target.data, start)
+            check(target.data, start)
+            return count
+        aligned = self._take()
+        count = self._files.read_direct(file, aligned[: -(-len(target) // PAGE) * PAGE], start)
+        data = aligned[: len(target)]
+        check(data, start)
+        np.copyto(target, np.frombuffer(data, dtype=np.uint8))
+        self._spare.append(aligned)
+        return count
+
+    def _take(self) -> memoryview:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return memoryview(mmap.mmap(-1, -(-self._size // PAGE) * PAGE))
+
+
+def _results(futures: Sequence[Future[int]]) -> list[int]:
+    """Of all; nothing runs any more when this returns or raises."""
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)

@@ -1,0 +1,159 @@
+"""``trine checkpoint``: look at checkpoints, check them, take the model out of them. No torch: it answers at once."""
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+
+from engine.checkpoint.committed import committed, is_step, read_manifest
+from engine.checkpoint.files import Files, remove_tree
+from engine.checkpoint.pieces import Part
+from engine.checkpoint.reader import StepReader, Wanted
+from engine.checkpoint.tensor_file import lay_out
+from engine.errors import CheckpointError
+from engine.launch.checkpoint_info import beside, describe
+from engine.launch.run_folder import CHECKPOINTS
+from engine.parallel.traffic import megabytes
+
+MODEL, SINGLE = "model/", "model.safetensors"
+
+
+def info(folder: Path) -> None:
+    """Print what a checkpoint holds, from its manifest alone.
+
+    Args:
+        folder: a run's (its newest checkpoint) or a checkpoint's, here and below.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+    files, step = Files(), find(folder)
+    with _plain_errors(step):
+        lines = {**describe(read_manifest(files, step)), "beside it": beside(files, step)}
+    print(step)
+    for word, text in lines.items():
+        if text:
+            print(f"  {word:<10} {''.join(c if c.isprintable() else '?' for c in text)}")
+
+
+def verify(folder: Path, everything: bool) -> None:
+    """Read every block of a checkpoint, or of all of a run, and print a line for each.
+
+    Raises:
+        CheckpointError: damage; names file and tensor.
+    """
+    newest = find(folder)
+    beside_it = committed(Files(), newest.parent)
+    steps = beside_it if everything and newest in beside_it else [newest]
+    damaged = []
+    for step in steps:
+        try:
+            print(_verified(step), flush=True)
+        except CheckpointError as error:
+            if len(steps) == 1:
+                raise
+            print(error, file=sys.stderr)
+            damaged.append(step.name)
+    if damaged:
+        raise CheckpointError(f"{len(damaged)} of {len(steps)} checkpoints are damaged: {', '.join(damaged)}.")
+
+
+def export(folder: Path, out: Path, single: bool) -> None:
+    """Copy the model folder of a checkpoint, checked on the way; it appears whole, by rename, or not at all.
+
+    Args:
+        single: all tensors in one ``model.safetensors`` instead of a file for each rank that wrote.
+
+    Raises:
+        CheckpointError: ``out`` is there and not empty, damage, a disk that is full.
+    """
+    files, step, target = Files(), find(folder), out.absolute()
+    written = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    if os.path.lexists(target) and (not files.is_folder(target) or files.names(target)):
+        raise CheckpointError(f"{out} is there already and not an empty folder; nothing is written over: name another.")
+    with _plain_errors(step):
+        reader = StepReader(files, step)
+        written.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            files.make_folder(written)
+            count = _copy_model(files, reader, written, single)
+            files.sync_folder(written)
+            files.rename(written, target)
+            files.sync_folder(target.parent)
+        finally:
+            if files.is_folder(written):
+                remove_tree(files, written)
+    print(f"{out}: the model of {step}, {megabytes(count)}, every block checked")
+
+
+def find(folder: Path) -> Path:
+    """The checkpoint that a folder is, or the newest in it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path, files = folder.absolute(), Files()
+    with _plain_errors(path):
+        if is_step(files, path):
+            return path
+        found = committed(files, path) or committed(files, path / CHECKPOINTS)
+    if not found:
+        there = "has no checkpoint" if files.is_folder(path) else "is no folder"
+        raise CheckpointError(f"{folder} {there}; give the folder of a run, or one of its step-N folders.")
+    return found[-1]
+
+
+@contextmanager
+def _plain_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}.") from error
+
+
+def _verified(step: Path) -> str:
+    started = perf_counter()
+    with _plain_errors(step):
+        reader = StepReader(Files(), step)
+        reader.verify()
+    manifest, seconds = reader.manifest, perf_counter() - started
+    size, files, tensors = megabytes(sum(manifest.files.values())), len(manifest.files), len(manifest.tensors)
+    return f"{step} is sound: {size} in {files} files, {tensors} tensors, {seconds:.1f} s"
+
+
+def _copy_model(files: Files, reader: StepReader, target: Path, single: bool) -> int:
+    """Returns the bytes that were written."""
+    count = 0
+    for name in reader.manifest.files:
+        weights = name.endswith((".safetensors", ".safetensors.index.json"))
+        if name.startswith(MODEL) and not (single and weights):
+            count += _write(files, target / name.removeprefix(MODEL), reader.chunks(name))
+    return count + (_write(files, target / SINGLE, _joined(reader)) if single else 0)
+
+
+def _joined(reader: StepReader) -> Iterator[memoryview]:
+    """One file of all tensors, piece by piece; no more than one tensor is in memory."""
+    model = {name: reader.manifest.tensors[name] for name in reader.manifest.model_kinds()}
+    names = {tensor.pieces[0].key: name for name, tensor in model.items()}
+    kinds = {key: reader.kinds[name] for key, name in names.items()}
+    layout = lay_out(kinds, {"format": "pt"})
+    yield memoryview(layout.header)
+    for key in sorted(names, key=lambda key: layout.places[key][1]):
+        data = memoryview(bytearray(kinds[key].bytes))
+        reader.read([Wanted(names[key], Part(kinds[key].shape).whole(), data)])
+        yield data
+
+
+def _write(files: Files, path: Path, chunks: Iterator[memoryview]) -> int:
+    file, count = files.create(path), 0
+    try:
+        for chunk in chunks:
+            files.write(file, chunk)
+            count += len(chunk)
+        files.sync(file)
+    finally:
+        files.close(file)
+    return count

@@ -1,0 +1,40 @@
+"""SIGTERM as a wish: one of several signals at once, insisted on by a later one."""
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from engine.stopping import ONE_WISH_SECONDS, StopSignal
+
+
+@pytest.fixture
+def ended() -> Iterator[list[int]]:
+    """What was there before: notes that the process would have ended."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    yield heard
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_signals_at_once_are_one_wish_and_a_later_one_insists(
+    ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    stop = StopSignal()
+    for later in (0.0, 0.1, ONE_WISH_SECONDS - 0.2):  # the scheduler's, torchrun's, and torchrun's on a slow machine
+        now[0] += later
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.asked and ended == []
+    now[0] += 0.2
+    signal.raise_signal(signal.SIGTERM)
+    assert ended == [signal.SIGTERM]
+
+
+def test_what_was_there_comes_back(ended: list[int]) -> None:
+    stop = StopSignal()
+    stop.remove()
+    signal.raise_signal(signal.SIGTERM)
+    assert ended == [signal.SIGTERM] and not stop.asked
