@@ -12,7 +12,7 @@ from engine.checkpoint.committed import committed, is_step
 from engine.checkpoint.files import Files
 from engine.checkpoint.huggingface import PretrainedFolder
 from engine.checkpoint.image import as_tensor
-from engine.checkpoint.json_text import dump, parse
+from engine.checkpoint.json_text import Fields, dump, parse
 from engine.checkpoint.load import Loader, Source, share_moments, share_weights
 from engine.checkpoint.optimizer_state import Moments, check_type, make_moments, restore
 from engine.checkpoint.random_state import restore_random_states
@@ -90,7 +90,8 @@ class Resume:
         if self._states:
             check_type(run.parts.optimizer, reader.manifest.optimizer, self._step)
             loader.check_moments(_families(reader))
-        missing = [] if self._module_only else [n for n in run.tracked if n not in reader.manifest.progress["tracked"]]
+        tracked = {} if self._module_only else Fields(reader.manifest.progress, str(self._step)).object("tracked")
+        missing = [] if self._module_only else [name for name in run.tracked if name not in tracked]
         if missing:
             raise CheckpointError(
                 f"{self._step} has nothing of {missing[0]!r}, which is registered for checkpointing; register it under "
@@ -114,6 +115,8 @@ class Resume:
             scheduled = scheduler is not None and state is not None
             restore(run.parts.optimizer, run.parts.plan.table, manifest.optimizer, scheduled)
         run.update.load_state_dict(manifest.progress["update"])
+        if run.update.made != manifest.step:
+            raise CheckpointError(f"{self._step} is damaged: step {manifest.step} after {run.update.made} updates.")
         if scheduler is not None and state is not None:
             scheduler.load_state_dict(scheduler.state_dict() | state)
         for name, thing in run.tracked.items():
@@ -138,7 +141,7 @@ class Resume:
         try:
             result = action()
         except EngineError as error:
-            problem = str(error)
+            problem = str(error) if str(self._step) in str(error) else f"{self._step}: {error}"
         except Exception as error:  # whatever it is, the other ranks wait to hear it
             problem = f"{self._step} cannot be loaded: {type(error).__name__}, {error}."
         raise_together(self._host, problem, self._advice if damage else str)

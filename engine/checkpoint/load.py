@@ -105,6 +105,10 @@ class Loader:
                         f"{family}/{row.name} has shape {list(kind.shape)} in {self.source.name} and "
                         f"{list(row.shape)} in this model; {_REMEDY}"
                     )
+                if kind.dtype in ("BOOL", "C64"):
+                    raise CheckpointError(
+                        f"{self.source.name}: {family}/{row.name} is {kind.dtype}, which no moment is."
+                    )
 
     @torch.no_grad()
     def read_weights(self) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.image import torch_dtype
-from engine.checkpoint.tensor_file import Kind
+from engine.checkpoint.json_text import natural
+from engine.checkpoint.tensor_file import Kind, code_of
 from engine.errors import CheckpointError
 from engine.parallel.shards import ShardTable
 from engine.zero.inner import FlatOptimizer
@@ -112,14 +113,16 @@ def restore(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str,
     for group, source in zip(inner.param_groups, sources, strict=True):
         options = stored["groups"][source]["options"] if source is not None else {}
         for key, value in options.items():
-            if key == "step" or scheduled or not isinstance(inner, FlatOptimizer):
+            if key == "step" and isinstance(inner, FlatOptimizer):
+                group[key] = natural(value, "the optimizer's step")
+            elif key != "params" and (scheduled or not isinstance(inner, FlatOptimizer)):
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     for index, place in _grouped(optimizer):
         values = stored.get("numbers", {}).get(str(sources[index]), {})
         for name, (value, dtype) in values.items():
-            inner.state[place.parameter][name] = (
-                value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
-            )
+            if dtype is not None:
+                value = torch.tensor(value, dtype=torch_dtype(Kind(code_of(dtype), ())))
+            inner.state[place.parameter][name] = value
 
 
 def _type(optimizer: ShardedOptimizer) -> str:
