@@ -126,8 +126,11 @@ class Durable:
         checkpoints.export(Path(folder))
 
     def problem(self) -> CheckpointError | None:
-        """Why the run has to stop: a checkpoint that was not written, where the configuration says so."""
-        return self._checkpoints.problem if self._checkpoints is not None else None
+        """Why the run has to stop: a checkpoint that was not written, where the configuration says so. Told once."""
+        if self._checkpoints is None:
+            return None
+        problem, self._checkpoints.problem = self._checkpoints.problem, None
+        return problem
 
     def after_step(self, made: bool, stops: bool) -> None:
         """Save if it is time; end the run if any rank was asked to. The same on all ranks.
@@ -164,12 +167,18 @@ class Durable:
             self._checkpoints.drain()
 
     def close(self) -> None:
-        """Wait for the save under way, let go of signals and groups."""
+        """Wait for the save under way, let go of signals and groups.
+
+        Raises:
+            CheckpointError: the last save has failed and nobody was told, where such a failure stops the run.
+        """
         if self._signal is not None:
             self._signal.remove()
         self.drain()
         if self._host is not None:
             self._host.close()
+        if (problem := self.problem()) is not None:
+            raise problem
 
     def _resume(self, wish: _Wish) -> Any:
         assert self._run is not None, "the caller has looked"

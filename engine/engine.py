@@ -316,12 +316,12 @@ class Engine:
 
         The process group itself lives until the interpreter exits: other engines may use it.
         """
-        self._durable.close()
         self._reports.close()
         if self._built is not None:
             for remove in self._built.removals:
                 remove()
         self._comm.close()
+        self._durable.close()  # last: raises where a save has failed and that stops the run
 
     def __enter__(self) -> Self:
         return self
