@@ -103,7 +103,12 @@ def write_small(files: Files, path: Path, data: bytes) -> None:
 
 
 def commit(files: Files, written: Path, step: int) -> Path:
-    """Let the finished folder ``written`` appear under its name; returns that."""
+    """Let the finished folder ``written`` appear under its name; returns that.
+
+    Raises:
+        OSError: it has not.
+        CheckpointError: it has, and that could not be forced to the disk.
+    """
     folder = written.parent
     for name in files.names(written):
         if files.is_folder(written / name):
@@ -120,7 +125,12 @@ def commit(files: Files, written: Path, step: int) -> Path:
     suffix = f"-r{max(revisions) + 1}" if revisions else ""
     target = folder / f"step-{step:08d}{suffix}"
     files.rename(written, target)
-    files.sync_folder(folder)
+    try:
+        files.sync_folder(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} is committed, but a power cut may still take it: {error.strerror or error}."
+        ) from error
     return target
 
 

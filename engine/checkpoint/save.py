@@ -268,8 +268,9 @@ class Saver:
         try:
             yield
         except OSError as error:
+            problem = self._on_disk(error, written, needed)  # how much is free, before there is more
             self._discard(written)
-            raise CheckpointError(self._on_disk(error, written, needed)) from error
+            raise CheckpointError(problem) from error
         except BaseException:
             self._discard(written)
             raise
