@@ -170,8 +170,10 @@ class Durable:
         resume = Resume(self._run, self._group(), wish.step, wish.module_only, wish.optimizer_states)
         try:
             user = resume.load()
-        finally:
-            self._spoiled = resume.touched
+        except BaseException:
+            self._spoiled = self._spoiled or resume.touched
+            raise
+        self._spoiled = False
         self._saved_at = self._run.update.made
         if self._comm.grid.rank == 0:
             logger.info("checkpoint loaded: %s, %d updates made", wish.step, self._run.update.made)

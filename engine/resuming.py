@@ -81,7 +81,7 @@ class Resume:
         if self._host.rank == 0:
             for file in reader.manifest.files:
                 if not file.endswith(".safetensors"):
-                    reader.bytes_of(file)
+                    reader.check_file(file)
         return reader
 
     def _check(self, reader: StepReader, loader: Loader) -> None:
@@ -89,6 +89,7 @@ class Resume:
         loader.check()
         if self._states:
             check_type(run.parts.optimizer, reader.manifest.optimizer, self._step)
+            loader.check_moments(_families(reader))
         missing = [] if self._module_only else [n for n in run.tracked if n not in reader.manifest.progress["tracked"]]
         if missing:
             raise CheckpointError(
@@ -124,7 +125,7 @@ class Resume:
         if (grid.dp, grid.tp, grid.pp) != (saved["dp"], saved["tp"], saved["pp"]):
             return
         found = reader.tensors_of(f"state/rank-{grid.rank:05d}.safetensors")
-        states = {key: as_tensor(memoryview(bytearray(data)), kind) for key, (kind, data) in found.items()}
+        states = {key: as_tensor(data, kind) for key, (kind, data) in found.items()}
         restore_random_states(states, self._run.device)
         written = {k.partition("/")[2]: value for k, value in states.items() if k.startswith("buffer/")}
         self._run.parts.written.restore(written)
@@ -157,9 +158,9 @@ class Resume:
 
 def raise_together(host: HostGroup, problem: str, advice: Callable[[], str]) -> None:
     """Raise the first problem of any rank on all; ``advice``, which rank 0 gives, follows it."""
-    texts = collect(host, problem.encode())
+    texts = collect(host, problem.encode(errors="backslashreplace"))
     first = next((text.decode() for text in texts or [] if text), "")
-    first = announce(host, (first + advice() if first else "").encode()).decode()
+    first = announce(host, (first + advice() if first else "").encode(errors="backslashreplace")).decode()
     if first:
         raise CheckpointError(first)
 
@@ -175,8 +176,8 @@ def start_weights(run: Run, host: HostGroup, folder: Path) -> None:
         loader.read_weights()
     except EngineError as error:
         problem = f"checkpoint.init_from: {error}"
-    except OSError as error:
-        problem = f"checkpoint.init_from {folder}: {error.strerror or error}"
+    except Exception as error:  # whatever it is, the other ranks wait for this one
+        problem = f"checkpoint.init_from {folder}: {type(error).__name__}, {error}."
     raise_together(host, problem, str)
     share_weights(run.parts.buckets, run.comm)
 

@@ -15,14 +15,14 @@ import hashlib
 import re
 from pathlib import Path
 
-from engine.checkpoint.files import Files, read_all, remove_tree
+from engine.checkpoint.files import Files, named, read_all, remove_tree
 from engine.checkpoint.json_text import Fields, dump, parse
 from engine.checkpoint.manifest import COMMIT, LIMIT, NAME, Manifest, from_json, to_json
 from engine.errors import CheckpointError
 
-_STEP = re.compile(r"step-(\d{8,18})(?:-r(\d{1,9}))?")
+_STEP = re.compile(r"step-([0-9]{8,18})(?:-r([0-9]{1,9}))?")
 _LEFTOVER = re.compile(r"\.trash-.*|step-.*\.tmp-.*|latest\.tmp-.*")
-_SMALL = 1 << 16
+_SMALL = 1 << 12
 
 
 def step_of(name: str) -> tuple[int, int] | None:
@@ -39,6 +39,18 @@ def committed(files: Files, folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def make_run_folder(files: Files, folder: Path) -> None:
+    """The folder of a run with those above it, as far as they are missing, forced to the disk."""
+    if files.is_folder(folder):
+        return
+    make_run_folder(files, folder.parent)
+    try:
+        files.make_folder(folder)
+    except FileExistsError:  # somebody else was faster, or it is no folder: what comes next will say it
+        return
+    files.sync_folder(folder.parent)
+
+
 def temporary(folder: Path, step: int, attempt: str) -> Path:
     """Where a save writes."""
     return folder / f"step-{step:08d}.tmp-{attempt}"
@@ -53,36 +65,41 @@ def read_manifest(files: Files, step: Path) -> Manifest:
     """The manifest of a committed checkpoint.
 
     Raises:
-        CheckpointError: no COMMIT, or the manifest is not the one that was committed.
+        CheckpointError: no COMMIT, the manifest is not the one that was committed, or is that of another step.
     """
-    try:
-        commit = Fields(parse(read_all(files, step, COMMIT, _SMALL), str(step / COMMIT)), str(step / COMMIT))
-        data = read_all(files, step, NAME, LIMIT)
-    except OSError as error:
-        missing = Path(error.filename or COMMIT).name
-        raise CheckpointError(f"{step / missing} (manifest): {error.strerror or error}.") from error
-    digest = hashlib.sha256(data).hexdigest()
-    if commit.count("manifest_bytes") != len(data) or commit.text("manifest_sha256") != digest:
+    text = read_all(files, step, COMMIT, _SMALL)
+    commit = Fields(parse(text, str(step / COMMIT)), str(step / COMMIT))
+    size, digest = commit.count("manifest_bytes"), commit.text("manifest_sha256")
+    if text != _commit_text(size, digest):
+        raise CheckpointError(f"{step / COMMIT} is damaged: it has more than the length and sha256 of {NAME}.")
+    data = read_all(files, step, NAME, min(size, LIMIT))
+    if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
         raise CheckpointError(f"{step / NAME} is damaged: its length or sha256 is not what {COMMIT} says.")
-    return from_json(data, str(step / NAME))
+    manifest = from_json(data, str(step / NAME))
+    named_step = step_of(step.name)
+    if named_step is not None and named_step[0] != manifest.step:
+        raise CheckpointError(
+            f"{step / NAME} is of step {manifest.step}; the folder was renamed or mixed with another."
+        )
+    return manifest
 
 
 def write_manifest(files: Files, step: Path, manifest: Manifest) -> None:
     """``manifest.json``, then ``COMMIT``, both forced to the disk."""
     data = to_json(manifest)
     write_small(files, step / NAME, data)
-    record = {"manifest_bytes": len(data), "manifest_sha256": hashlib.sha256(data).hexdigest()}
-    write_small(files, step / COMMIT, dump(record))
+    write_small(files, step / COMMIT, _commit_text(len(data), hashlib.sha256(data).hexdigest()))
 
 
 def write_small(files: Files, path: Path, data: bytes) -> None:
     """A new file with this content, forced to the disk."""
-    file = files.create(path)
-    try:
-        files.write(file, memoryview(data))
-        files.sync(file)
-    finally:
-        files.close(file)
+    with named(path):
+        file = files.create(path)
+        try:
+            files.write(file, memoryview(data))
+            files.sync(file)
+        finally:
+            files.close(file)
 
 
 def commit(files: Files, written: Path, step: int) -> Path:
@@ -120,6 +137,7 @@ def retain(files: Files, folder: Path, keep: int) -> list[Path]:
     for path in old:
         trash = folder / f".trash-{path.name}"
         files.rename(path, trash)
+        files.sync_folder(folder)  # or a power cut may leave its name and take what is in there
         remove_tree(files, trash)
     return old
 
@@ -127,9 +145,9 @@ def retain(files: Files, folder: Path, keep: int) -> list[Path]:
 def sweep(files: Files, folder: Path) -> None:
     """Remove what interrupted saves and clean-ups have left."""
     for name in files.names(folder) if files.is_folder(folder) else ():
-        if not _LEFTOVER.fullmatch(name):
-            continue
-        if files.is_folder(folder / name):
+        if _LEFTOVER.fullmatch(name):
             remove_tree(files, folder / name)
-        else:
-            files.unlink(folder / name)
+
+
+def _commit_text(size: int, digest: str) -> bytes:
+    return dump({"manifest_bytes": size, "manifest_sha256": digest})

@@ -8,7 +8,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from engine.errors import CheckpointError
@@ -32,7 +32,8 @@ class Files:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        path.unlink(missing_ok=True)  # some file systems create the file and then refuse O_DIRECT
+        with suppress(FileNotFoundError):  # some file systems create the file and then refuse O_DIRECT
+            os.unlink(path)
         return os.open(path, flags, 0o644)
 
     def write(self, file: int, data: memoryview) -> None:
@@ -60,7 +61,8 @@ class Files:
         """Force the names in a folder to the disk."""
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(file)
+            with named(path):
+                os.fsync(file)
         finally:
             os.close(file)
 
@@ -129,8 +131,12 @@ class Files:
         return sorted(os.listdir(path))
 
     def is_folder(self, path: Path) -> bool:
-        """A folder, and no link to one."""
-        return path.is_dir() and not path.is_symlink()
+        """A folder, or a link to one: a run may lie on another disk."""
+        return path.is_dir()
+
+    def is_link(self, path: Path) -> bool:
+        """A link, to whatever."""
+        return path.is_symlink()
 
     def free_bytes(self, path: Path) -> int:
         """What this user may still write."""
@@ -138,38 +144,59 @@ class Files:
         return found.f_bavail * found.f_frsize
 
 
-def read_all(files: Files, root: Path, name: str, limit: int) -> bytes:
+def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
     """A small file, whole.
 
     Raises:
-        CheckpointError: it is larger than ``limit`` bytes, which no sound file is.
+        CheckpointError: it cannot be read, or is larger than ``limit`` bytes, which no sound file is.
     """
     with opened(files, root, name) as file:
         size = files.size(file)
         if size > limit:
-            raise CheckpointError(f"{root / name} has {size} bytes, more than the {limit} that such a file may have.")
+            raise CheckpointError(
+                f"{root / name} is damaged: it has {size} bytes, more than the {limit} that it may have."
+            )
         data = bytearray(size)
-        return bytes(data[: files.read_into(file, memoryview(data), 0)])
+        with memoryview(data) as target:
+            count = files.read_into(file, target, 0)
+        del data[count:]
+        return data
 
 
 @contextmanager
 def opened(files: Files, root: Path, name: str) -> Iterator[int]:
-    """An open file that is closed again."""
-    file = files.open(root, name)
+    """A file open for reading, closed again at the end.
+
+    Raises:
+        CheckpointError: names it, and why it cannot be read.
+    """
     try:
-        yield file
-    finally:
-        files.close(file)
+        file = files.open(root, name)
+        try:
+            yield file
+        finally:
+            files.close(file)
+    except OSError as error:
+        raise CheckpointError(f"{root / name} cannot be read: {error.strerror or error}.") from error
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Say of which file an error is: the system does not, once the file is open."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def remove_tree(files: Files, path: Path) -> None:
-    """A folder with all that is in it; links are removed, not followed."""
+    """A folder with all that is in it, or a file; links are removed, not followed."""
+    if files.is_link(path) or not files.is_folder(path):
+        files.unlink(path)
+        return
     for name in files.names(path):
-        inner = path / name
-        if files.is_folder(inner):
-            remove_tree(files, inner)
-        else:
-            files.unlink(inner)
+        remove_tree(files, path / name)
     files.remove_folder(path)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from engine.checkpoint.files import Files, opened
+from engine.checkpoint.files import Files, opened, read_all
 from engine.checkpoint.json_text import Fields, parse
 from engine.checkpoint.pieces import Part, runs
 from engine.checkpoint.reader import Wanted, copies
-from engine.checkpoint.tensor_file import Kind, read_header
+from engine.checkpoint.tensor_file import HEADER_LIMIT, Kind, read_header
 from engine.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -73,10 +73,8 @@ class PretrainedFolder:
     def _find(self) -> dict[str, _Stored]:
         names = self._files.names(self.name) if self._files.is_folder(self.name) else []
         if INDEX in names:
-            with opened(self._files, self.name, INDEX) as file:
-                data = bytearray(self._files.size(file))
-                self._files.read_into(file, memoryview(data), 0)
-            index = Fields(parse(bytes(data), str(self.name / INDEX)), str(self.name / INDEX))
+            data = read_all(self._files, self.name, INDEX, HEADER_LIMIT)
+            index = Fields(parse(data, str(self.name / INDEX)), str(self.name / INDEX))
             listed = sorted({str(file) for file in index.object("weight_map").values()})
         elif SINGLE in names:
             listed = [SINGLE]

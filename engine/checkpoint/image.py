@@ -5,6 +5,7 @@ The memory is kept from one save to the next: fresh pages cost more than the cop
 
 import mmap
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,8 @@ class ImageMemory:
         held = self._buffers.get(name)
         if held is None or len(held) < wanted:
             held = self._buffers[name] = mmap.mmap(-1, wanted)
-            held.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel without them takes small pages
+                held.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(held)[:wanted]
 
     @property

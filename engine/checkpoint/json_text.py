@@ -9,7 +9,7 @@ from engine.errors import CheckpointError
 _Value = TypeVar("_Value")
 
 
-def parse(data: bytes, what: str) -> dict[str, Any]:
+def parse(data: bytes | bytearray, what: str) -> dict[str, Any]:
     """A JSON object without duplicate keys.
 
     Raises:

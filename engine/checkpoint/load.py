@@ -64,7 +64,9 @@ class Loader:
         """
         kinds, shares = self.source.kinds, self.holdings.shares
         wanted = {f"param/{row.name}": row.shape for row in shares.plan.table}
+        dtypes = {f"param/{row.name}": row.dtype for row in shares.plan.table}
         wanted |= {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
+        dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         for name, shape in wanted.items():
             kind, leaf = kinds.get(name), name.partition("/")[2]
             if kind is None:
@@ -72,10 +74,37 @@ class Loader:
             if kind.shape != shape:
                 given = f"shape {list(kind.shape)} in {self.source.name} and {list(shape)} in this model"
                 raise CheckpointError(f"{leaf!r} has {given}; {_REMEDY}")
+            own = dtypes[name]
+            if torch_dtype(kind) != own and not (own.is_floating_point and torch_dtype(kind).is_floating_point):
+                raise CheckpointError(
+                    f"{leaf!r} is {kind.dtype} in {self.source.name} and {own} in this model; {_REMEDY}"
+                )
         more = next((n for n in kinds if n.startswith(("param/", "buffer/")) and n not in wanted), None)
         if more is not None:
             leaf = more.partition("/")[2]
             raise CheckpointError(f"{self.source.name} has {leaf!r}, which this model lacks; {_REMEDY}")
+
+    def check_moments(self, families: Iterable[str]) -> None:
+        """See that every moment ("exp_avg") is there for all that the optimizer updates, before memory is taken for it.
+
+        Raises:
+            CheckpointError: names the first that is not.
+        """
+        rows = {row.name: row for row in self.holdings.shares.plan.table}
+        updated = [
+            rows[slot.name]
+            for place in self.holdings.places
+            for slot in place.flat.bucket.slots
+            if max(slot.start, place.part.start) < min(slot.stop, place.part.stop)
+        ]
+        for family in families:
+            for row in updated:
+                kind = self._kind(f"{family}/{row.name}")
+                if kind.shape != row.shape:
+                    raise CheckpointError(
+                        f"{family}/{row.name} has shape {list(kind.shape)} in {self.source.name} and "
+                        f"{list(row.shape)} in this model; {_REMEDY}"
+                    )
 
     @torch.no_grad()
     def read_weights(self) -> None:
@@ -103,7 +132,7 @@ class Loader:
         for batch in _batches(targets):
             wanted, moved = [], []
             for held in batch:
-                dtype = torch_dtype(self._kind(held))
+                dtype = torch_dtype(self._kind(held.tensor))
                 values = held.values
                 if values.device.type != "cpu" or values.dtype != dtype or not values.is_contiguous():
                     values = torch.empty(values.shape, dtype=dtype)
@@ -113,13 +142,14 @@ class Loader:
             for target, values in moved:
                 target.copy_(values)
 
-    def _kind(self, held: Held) -> Kind:
-        if held.tensor not in self.source.kinds:
+    def _kind(self, tensor: str) -> Kind:
+        kind = self.source.kinds.get(tensor)
+        if kind is None:
             raise CheckpointError(
-                f"{self.source.name} has no {held.tensor!r}: the parameter was not trained, or by another optimizer; "
+                f"{self.source.name} has no {tensor!r}: the parameter was not trained, or by another optimizer; "
                 "load with load_optimizer_states=False."
             )
-        return self.source.kinds[held.tensor]
+        return kind
 
     def _read_one(self, name: str, part: Part, target: Tensor) -> None:
         values = torch.empty(target.shape, dtype=torch_dtype(self.source.kinds[name]))

@@ -20,8 +20,8 @@ from engine.errors import CheckpointError
 
 FORMAT, MAJOR, MINOR = "trine-checkpoint", 1, 0
 NAME, COMMIT, CHECKSUMS = "manifest.json", "COMMIT", "checksums.safetensors"
-LIMIT = 1 << 30
-"""Bytes of a manifest."""
+LIMIT = 1 << 26
+"""Bytes of a manifest: some 500,000 pieces. Parsed it takes up to twenty times its size."""
 
 _FILE = re.compile(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
@@ -89,10 +89,14 @@ class Manifest:
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """The text of the file."""
+    """The text of the file.
+
+    Raises:
+        CheckpointError: something in it is no JSON.
+    """
     names = sorted(manifest.files)
     number = {name: index for index, name in enumerate(names)}
-    return dump({
+    fields = {
         "format": FORMAT, "version": f"{MAJOR}.{MINOR}", "step": manifest.step, "attempt": manifest.attempt,
         "signature": manifest.signature, "aliases": dict(manifest.aliases), "info": dict(manifest.info),
         "progress": dict(manifest.progress), "optimizer": dict(manifest.optimizer), "user": manifest.user,
@@ -108,7 +112,14 @@ def to_json(manifest: Manifest) -> bytes:
             }
             for name, tensor in manifest.tensors.items()
         },
-    })  # fmt: skip
+    }  # fmt: skip
+    try:
+        return dump(fields)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"not saved: {error}; client_state, and what registered objects give, are JSON: dicts with names as keys, "
+            "lists, strings, finite numbers, true, false and null."
+        ) from error
 
 
 def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
@@ -128,7 +139,7 @@ def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) ->
     return StoredPiece(file, fields.text("key"), piece)
 
 
-def from_json(data: bytes, what: str) -> Manifest:
+def from_json(data: bytes | bytearray, what: str) -> Manifest:
     """Read and check a manifest.
 
     Raises:

@@ -111,14 +111,33 @@ def runs(source: Piece, target: Piece) -> Runs:
 
 
 def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
-    """Whether every element of a tensor of this shape lies in exactly one piece."""
-    spans = [piece.spans() for piece in pieces]
-    full = np.concatenate([np.zeros(0, dtype=np.int64), *(span.full for span in spans)])
-    count = np.concatenate([np.zeros(0, dtype=np.int64), *(span.length for span in spans)])
-    order = np.argsort(full, kind="stable")
-    full, count = full[order], count[order]
-    ends = np.concatenate([[0], full + count])
-    return bool(np.array_equal(full, ends[:-1])) and int(ends[-1]) == prod(shape)
+    """Whether pieces tile their parts, and parts the tensor: then every element lies in exactly one piece.
+
+    Parts are cut along one dim. No span is made, so the answer costs nothing for tensors that only a hostile file has.
+    """
+    ranges: dict[Part, list[tuple[int, int]]] = {}
+    for piece in pieces:
+        if piece.elements:
+            ranges.setdefault(piece.part, []).append((piece.start, piece.stop))
+    if not ranges:
+        return prod(shape) == 0
+    if any(part.shape != shape or not _tiles(found, part.elements) for part, found in ranges.items()):
+        return False
+    dim = next(iter(ranges)).dim
+    if dim is None:
+        return len(ranges) == 1
+    rows = [row for part in ranges for row in part.rows]
+    return all(part.dim == dim for part in ranges) and _tiles(rows, shape[dim])
+
+
+def _tiles(ranges: Iterable[tuple[int, int]], length: int) -> bool:
+    """Whether ranges follow one another from 0 to ``length``."""
+    end = 0
+    for start, stop in sorted(ranges):
+        if start != end:
+            return False
+        end = stop
+    return end == length
 
 
 def _full_spans(part: Part) -> tuple[Numbers, Numbers]:

@@ -10,7 +10,7 @@ memory that they belong to.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +68,8 @@ class StepReader:
         self._hashes = self._read_hashes()
         self._headers: dict[str, dict[str, tuple[Kind, int]]] = {}
         self.bytes_read = 0
+        self.kinds: dict[str, Kind] = {name: tensor.kind for name, tensor in self.manifest.tensors.items()}
+        """Dtype and shape of all stored tensors."""
 
     def read(self, wanted: Iterable[Wanted]) -> None:
         """Fill all targets.
@@ -82,18 +84,23 @@ class StepReader:
     def verify(self) -> int:
         """Read and check every block of every file, and all headers; returns the bytes read."""
         before = self.bytes_read
-        buffer = np.empty(max(BUFFER, self.manifest.checksum.block_bytes), dtype=np.uint8)
-        for file, size in self.manifest.files.items():
-            with self._open(file) as opened_file:
-                for start in range(0, size, len(buffer)):
-                    self._fill(file, opened_file, buffer[: min(len(buffer), size - start)], start)
+        for file in self.manifest.files:
+            self.check_file(file)
         for tensor in self.manifest.tensors.values():
             for stored in tensor.pieces:
                 self._place(stored.file, stored.key, tensor.kind, stored.piece)
         return self.bytes_read - before
 
-    def bytes_of(self, file: str) -> bytes:
-        """A whole file, checked.
+    def check_file(self, file: str) -> None:
+        """Read and check every block of a file, keeping nothing."""
+        size = self.manifest.files[file]
+        buffer = np.empty(min(size, max(BUFFER, self.manifest.checksum.block_bytes)), dtype=np.uint8)
+        with self._open(file) as opened_file:
+            for start in range(0, size, max(1, len(buffer))):
+                self._fill(file, opened_file, buffer[: size - start], start)
+
+    def tensors_of(self, file: str) -> dict[str, tuple[Kind, memoryview]]:
+        """All tensors of a file.
 
         Raises:
             CheckpointError: there is no such file in this checkpoint.
@@ -103,18 +110,8 @@ class StepReader:
         data = np.empty(self.manifest.files[file], dtype=np.uint8)
         with self._open(file) as opened_file:
             self._fill(file, opened_file, data, 0)
-        return data.tobytes()
-
-    def tensors_of(self, file: str) -> dict[str, tuple[Kind, bytes]]:
-        """All tensors of a file."""
-        data = self.bytes_of(file)
-        header = read_header(lambda start, stop: data[start:stop], len(data), str(self.step / file))
-        return {key: (kind, data[start : start + kind.bytes]) for key, (kind, start) in header.items()}
-
-    @property
-    def kinds(self) -> dict[str, Kind]:
-        """Dtype and shape of all stored tensors."""
-        return {name: tensor.kind for name, tensor in self.manifest.tensors.items()}
+        header = read_header(lambda start, stop: data[start:stop].tobytes(), len(data), str(self.step / file))
+        return {key: (kind, data.data[start : start + kind.bytes]) for key, (kind, start) in header.items()}
 
     @property
     def name(self) -> Path:
@@ -134,7 +131,8 @@ class StepReader:
         for want in wanted:
             tensor = self._tensor(want.tensor)
             got = 0
-            for stored in tensor.pieces:
+            # runs of a shape that is not the wanted one could fill any memory
+            for stored in tensor.pieces if tensor.kind.shape == want.piece.part.shape else ():
                 shared = runs(stored.piece, want.piece)
                 if len(shared.length):
                     begin = self._place(stored.file, stored.key, tensor.kind, stored.piece)
@@ -148,6 +146,13 @@ class StepReader:
 
     def _place(self, file: str, key: str, kind: Kind, piece: Piece) -> int:
         """First byte of a stored piece; the header of its file has to agree with the manifest."""
+        held = self._header(file).get(key)
+        if held is None or held[0].dtype != kind.dtype or held[0].bytes != piece.elements * kind.width:
+            raise CheckpointError(f"{self.step / file}: tensor {key!r} is not what the manifest says; it is damaged.")
+        return held[1]
+
+    def _header(self, file: str) -> dict[str, tuple[Kind, int]]:
+        """Where the tensors of a file lie, read from checked blocks and kept."""
         if file not in self._headers:
             with self._open(file) as opened_file:
                 self._headers[file] = read_header(
@@ -155,10 +160,7 @@ class StepReader:
                     self.manifest.files[file],
                     str(self.step / file),
                 )
-        held = self._headers[file].get(key)
-        if held is None or held[0].dtype != kind.dtype or held[0].bytes != piece.elements * kind.width:
-            raise CheckpointError(f"{self.step / file}: tensor {key!r} is not what the manifest says; it is damaged.")
-        return held[1]
+        return self._headers[file]
 
     # ------------------------------------------------------------------ from bytes to blocks
 
@@ -184,13 +186,7 @@ class StepReader:
         step = max(checksum.block_bytes, BUFFER)
         for begin in range(0, len(target), step):
             chunk = target[begin : begin + step].data
-            try:
-                count = self._files.read_into(opened_file, chunk, start + begin)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self.step / file}: {error.strerror or error}, at byte {start + begin}."
-                ) from error
-            self.bytes_read += count
+            self.bytes_read += self._files.read_into(opened_file, chunk, start + begin)
             for offset in range(0, len(chunk), checksum.block_bytes):
                 index = (start + begin + offset) // checksum.block_bytes
                 if digest(chunk[offset : offset + checksum.block_bytes]) != int(hashes[index]):
@@ -200,30 +196,32 @@ class StepReader:
                     )
 
     def _whose(self, file: str, block: int, tensor: str) -> str:
-        """The tensors that lie in a damaged block, as far as the header still tells."""
+        """The tensors that lie in a damaged block, as far as a sound header tells; otherwise all that are in the file.
+
+        Which of them it is cannot be told: they share a hash.
+        """
         size = self.manifest.checksum.block_bytes
-        if file not in self._headers and block:
-            try:
-                with self._open(file) as opened_file:
-                    self._headers[file] = read_header(
-                        lambda start, stop: self._checked(file, opened_file, start, stop),
-                        self.manifest.files[file],
-                        file,
-                    )
-            except (CheckpointError, OSError):
-                pass
+        header = self._header_if_sound(file, block)
+        held = [
+            (name, stored.key)
+            for name, of in self.manifest.tensors.items()
+            for stored in of.pieces
+            if stored.file == file
+        ]
+        places = {name: header[key] for name, key in held if key in header}
         found = [
             name
-            for name, stored_tensor in self.manifest.tensors.items()
-            for stored in stored_tensor.pieces
-            if stored.file == file and stored.key in self._headers.get(file, {})
-            for kind, start in [self._headers[file][stored.key]]
+            for name, (kind, start) in places.items()
             if start < (block + 1) * size and start + kind.bytes > block * size
         ]
-        named = found or ([tensor] if tensor else [])
-        if not named:
-            return ": the header, which says where its tensors lie" if file.endswith(".safetensors") else ""
-        return f": tensor {', '.join(map(repr, named[:3]))}" + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+        named = found or ([tensor] if tensor else [name for name, _ in held])
+        return f": {'' if header or block else 'the header, or '}{_listed(named)}" if named else ""
+
+    def _header_if_sound(self, file: str, block: int) -> dict[str, tuple[Kind, int]]:
+        if file not in self._headers and block:
+            with suppress(CheckpointError):
+                self._header(file)
+        return self._headers.get(file, {})
 
     def _checked(self, file: str, opened_file: int, start: int, stop: int) -> bytes:
         """Bytes ``start:stop``, from checked blocks."""
@@ -240,27 +238,23 @@ class StepReader:
             try:
                 with self._open(file) as opened_file:
                     found = self._files.size(opened_file)
-            except OSError as error:
-                raise CheckpointError(f"{self.step / file}: {error.strerror or error}{self._held_in(file)}.") from error
-            if found != size:
-                raise CheckpointError(
-                    f"{self.step / file} is damaged: {found} bytes, and {size} were saved{self._held_in(file)}."
-                )
+                if found != size:
+                    raise CheckpointError(f"{self.step / file} is damaged: {found} bytes, and {size} were saved.")
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}{self._held_in(file)}") from error
 
     def _held_in(self, file: str) -> str:
         named = [name for name, tensor in self.manifest.tensors.items() if any(p.file == file for p in tensor.pieces)]
-        return f"; it holds tensor {named[0]!r} and {len(named) - 1} more" if named else ""
+        return f" It holds {_listed(named)}." if named else ""
 
     def _read_hashes(self) -> dict[str, Hashes]:
         checksum, what = self.manifest.checksum, self.step / CHECKSUMS
         blocks = {file: block_count(size, checksum.block_bytes) for file, size in self.manifest.files.items()}
-        try:
-            data = read_all(self._files, self.step, CHECKSUMS, 8 * sum(blocks.values()) + HEADER_LIMIT)
-        except OSError as error:
-            raise CheckpointError(f"{what}: {error.strerror or error}.") from error
+        limit = min(checksum.bytes, 8 * sum(blocks.values()) + HEADER_LIMIT)
+        data = read_all(self._files, self.step, CHECKSUMS, limit)
         if len(data) != checksum.bytes or hashlib.sha256(data).hexdigest() != checksum.sha256:
             raise CheckpointError(f"{what} is damaged: its length or sha256 is not what the manifest says.")
-        header = read_header(lambda start, stop: data[start:stop], len(data), str(what))
+        header = read_header(lambda start, stop: bytes(data[start:stop]), len(data), str(what))
         hashes: dict[str, Hashes] = {}
         for file, count in blocks.items():
             kind, start = header.get(file, (Kind("U8", ()), 0))
@@ -268,6 +262,11 @@ class StepReader:
                 raise CheckpointError(f"{what} has no hashes of the {count} blocks of {file}; it is damaged.")
             hashes[file] = np.frombuffer(data, dtype="<u8", count=count, offset=start)
         return hashes
+
+
+def _listed(tensors: Sequence[str]) -> str:
+    more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+    return f"tensor {', '.join(map(repr, tensors[:3]))}{more}"
 
 
 def copies(shared: Runs, begin: int, width: int, want: Wanted) -> Iterator[Copy]:

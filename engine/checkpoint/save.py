@@ -14,12 +14,13 @@ takes nothing from older checkpoints.
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.blocks import BLOCK, DEFAULT_ALGORITHM
-from engine.checkpoint.committed import commit, point_to, retain, sweep, temporary, write_manifest
+from engine.checkpoint.committed import commit, make_run_folder, point_to, retain, sweep, temporary, write_manifest
 from engine.checkpoint.files import PAGE, Files, remove_tree
 from engine.checkpoint.huggingface import INDEX, SINGLE
 from engine.checkpoint.image import Image
@@ -86,7 +87,7 @@ class Saver:
     def _move(self, written: Path, folder: Path, reports: Reports) -> Mapping[str, Any]:
         try:
             merge(reports())
-            folder.mkdir(exist_ok=True)
+            make_run_folder(self._files, folder)
             self._files.sync_folder(written / "model")
             new = self._files.names(written / "model")
             for name in sorted(new, key=lambda name: name == INDEX):  # the index last: it names the others
@@ -126,12 +127,13 @@ class Saver:
 
     def _open(self, folder: Path, step: int, reports: Reports) -> Mapping[str, Any]:
         merge(reports())
-        folder.mkdir(parents=True, exist_ok=True)
-        sweep(self._files, folder)
         written = temporary(folder, step, secrets.token_hex(4))
-        self._files.make_folder(written)
-        for name in ("model", "optim", "state"):
-            self._files.make_folder(written / name)
+        with self._whole_or_gone(written, str(4 * PAGE)):
+            make_run_folder(self._files, folder)
+            sweep(self._files, folder)
+            self._files.make_folder(written)
+            for name in ("model", "optim", "state"):
+                self._files.make_folder(written / name)
         return {"folder": str(written)}
 
     # ------------------------------------------------------------------ every rank
@@ -197,7 +199,9 @@ class Saver:
     def _on_this_rank(self, error: Exception, written: Path, snapshot: Snapshot) -> str:
         if not isinstance(error, OSError):
             return _described(error)
-        needed = sum(image.layout.size for image in snapshot.images)
+        return self._on_disk(error, written, str(sum(image.layout.size for image in snapshot.images)))
+
+    def _on_disk(self, error: OSError, written: Path, needed: str) -> str:
         try:
             free = f"{self._files.free_bytes(written.parent)} are free there"
         except OSError:
@@ -207,8 +211,10 @@ class Saver:
     # ------------------------------------------------------------------ rank 0
 
     def _commit(self, contents: Contents, written: Path, reports: Reports, keep: int | None) -> Mapping[str, Any]:
-        try:
-            merged, tensors = merge(reports())
+        with self._whole_or_gone(written, "all"):
+            received = reports()
+        with self._whole_or_gone(written, f"about {sum(map(len, received))}"):
+            merged, tensors = merge(received)
             checksum = self._write_checksums(written, merged)
             attempt = written.name.rpartition("-")[2]
             manifest = Manifest(
@@ -217,9 +223,6 @@ class Saver:
             )  # fmt: skip
             write_manifest(self._files, written, manifest)
             step = commit(self._files, written, contents.step)
-        except BaseException:
-            self._discard(written)
-            raise
         self._tidy(step, attempt, keep)
         return {"folder": str(step)}
 
@@ -240,6 +243,18 @@ class Saver:
                 retain(self._files, step.parent, keep)
         except OSError as error:
             raise CheckpointError(f"{step} is committed, but cleaning up failed: {_described(error)}") from error
+
+    @contextmanager
+    def _whole_or_gone(self, written: Path, needed: str) -> Iterator[None]:
+        """Make room when something fails, and say how much there is."""
+        try:
+            yield
+        except OSError as error:
+            self._discard(written)
+            raise CheckpointError(self._on_disk(error, written, needed)) from error
+        except BaseException:
+            self._discard(written)
+            raise
 
     def _discard(self, written: Path) -> None:
         """Make room; what cannot be removed is swept by the next save."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.checkpoint.blocks import BLOCK, DEFAULT_ALGORITHM, Hashes, hash_blocks
-from engine.checkpoint.files import PAGE, Files
+from engine.checkpoint.files import PAGE, Files, named
 
 CHUNK = 1 << 24
 """Bytes of one write; a multiple of the block."""
@@ -21,7 +21,7 @@ def write_file(files: Files, path: Path, memory: memoryview, size: int) -> Hashe
     """
     hashes = []
     end = min(-(-size // PAGE) * PAGE, len(memory))
-    try:
+    with named(path):
         file = files.create(path)
         try:
             for start in range(0, size, CHUNK):
@@ -31,7 +31,4 @@ def write_file(files: Files, path: Path, memory: memoryview, size: int) -> Hashe
             files.sync(file)
         finally:
             files.close(file)
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
     return np.concatenate([np.zeros(0, dtype=np.uint64), *hashes])
