@@ -304,7 +304,7 @@ class Engine:
             CheckpointError: damage: file, tensor, the last good one; another model: the first difference. On all ranks.
         """
         self._refuse_unfinished("load_checkpoint")
-        return self._durable.load(folder, load_module_only, load_optimizer_states)
+        return self._durable.load(folder, load_module_only, load_optimizer_states, self._update)
 
     def save_pretrained(self, folder: Path_) -> None:
         """Write weights (as computed with) and configuration for ``transformers``' ``from_pretrained``. Collective."""
