@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
+import engine
 from engine.checkpoint.committed import committed
 from engine.checkpoint.files import Files
 from engine.checkpoint.reader import StepReader
