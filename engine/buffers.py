@@ -81,12 +81,15 @@ class WrittenBuffers:
 
     @torch.no_grad()
     def restore(self, states: Mapping[str, Tensor]) -> None:
-        """Put in what ``written`` gave, as bytes."""
+        """Put in what ``written`` gave, which forwards may have replaced by another shape or dtype."""
         for path, module in self._named:
             for leaf, buffer in module._buffers.items():
                 state = states.get(f"{path}.{leaf}" if path else leaf)
                 if buffer is not None and state is not None:
-                    buffer.copy_(state.view(buffer.dtype).view(buffer.shape))
+                    if (buffer.shape, buffer.dtype) == (state.shape, state.dtype):
+                        buffer.copy_(state)
+                    else:
+                        module._buffers[leaf] = state.to(buffer.device, copy=True)
                     self._written.add((id(module), leaf))
 
     def _mode(self) -> tuple[bool, ...]:

@@ -26,6 +26,7 @@ from engine.checkpoint.image import kind_of
 from engine.checkpoint.optimizer_state import describe, moments, numbers
 from engine.checkpoint.random_state import random_states
 from engine.checkpoint.save import Saver
+from engine.checkpoint.schedule_state import schedule_state
 from engine.checkpoint.shares import ModelTensor, Shares, model_tensors
 from engine.checkpoint.snapshot import Contents, Ours, Snapshot
 from engine.checkpoint.tensor_file import DTYPES
@@ -33,7 +34,7 @@ from engine.config import Config
 from engine.errors import CheckpointError
 from engine.parallel.comm import Comm
 from engine.parallel.host import HostGroup
-from engine.update import Update
+from engine.progress import Progress
 from engine.zero.edits import carry_over
 
 logger = logging.getLogger("trine")
@@ -50,10 +51,8 @@ class Run:
     config: Config
     comm: Comm
     device: torch.device
-    update: Update
+    progress: Progress
     parts: Parts
-    tracked: Mapping[str, Any]
-    """Objects with ``state_dict`` and ``load_state_dict``, the same on every rank."""
     model_files: Mapping[str, bytes]
     """What belongs into the model folder beside tensors."""
     files: Files = field(default_factory=Files)
@@ -94,11 +93,9 @@ class Run:
         return Holdings(self.shares, self.comm.grid.coord(), self.model, buckets, parts.optimizer.places)
 
     def own_state(self) -> dict[str, Tensor]:
-        """What is this rank's alone, as bytes: random generators, and buffers that its forwards write."""
-        states = random_states(self.device)
-        for name, buffer in self.parts.written.written():
-            states[f"buffer/{name}"] = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        return states
+        """What is this rank's alone: random generators, as bytes, and buffers that its forwards write."""
+        written = {f"buffer/{name}": buffer.detach() for name, buffer in self.parts.written.written()}
+        return random_states(self.device) | written
 
     def ours(self, weights_only: bool = False) -> Ours:
         """All that this rank stores."""
@@ -115,13 +112,15 @@ class Run:
         """The manifest, but for tensors."""
         scheduler = self.parts.learning_rate.scheduler
         progress = {
-            "update": self.update.state_dict(),
-            "scheduler": _plain(scheduler.state_dict()) if scheduler is not None else None,
-            "tracked": {name: _json(f"state of {name!r}", thing.state_dict()) for name, thing in self.tracked.items()},
+            "update": self.progress.update.state_dict(),
+            "scheduler": schedule_state(scheduler.state_dict()) if scheduler is not None else None,
+            "tracked": {
+                name: _json(f"state of {name!r}", thing.state_dict()) for name, thing in self.progress.tracked.items()
+            },
         }
         names = {name: given for name, given in self.keys.items() if len(given) > 1}
         return Contents(
-            step=self.update.made,
+            step=self.progress.update.made,
             aliases={other: given[0] for given in names.values() for other in given[1:]},
             info=self._info(),
             progress=progress,
@@ -160,22 +159,21 @@ class Checkpoints:
         self.problem: CheckpointError | None = None
         """Why the run has to stop; ``checkpoint.on_failure``."""
 
-    def save(self, folder: Path, user: Any) -> PendingSave:
-        """Begin to save into the folder of a run; see :meth:`engine.Engine.save_checkpoint`."""
+    def save(self, folder: Path, user: Any, keep: int | None) -> PendingSave:
+        """Begin to save into the folder of a run; see :meth:`engine.Engine.save_checkpoint`. ``keep``: None for all."""
         self.drain()
         started = time.perf_counter()
         snapshot = self._snapshot(user)
         stall = time.perf_counter() - started
-        own = self._config.folder is not None and folder.absolute() == Path(self._config.folder).absolute()
-        write = partial(self._saver.run, snapshot, folder.absolute(), self._config.keep if own else None)
-        told = partial(self._told, step=self._run.update.made, stall=stall, started=time.perf_counter())
+        write = partial(self._saver.run, snapshot, folder, keep)
+        told = partial(self._told, step=self._run.progress.update.made, stall=stall, started=time.perf_counter())
         self._pending = PendingSave(write, told, self._config.asynchronous)
         return self._pending
 
     def export(self, folder: Path) -> None:
         """Write the model folder alone, and wait for it."""
         self.drain()
-        self._saver.export(self._snapshot(None, weights_only=True), folder.absolute())
+        self._saver.export(self._snapshot(None, weights_only=True), folder)
 
     def _snapshot(self, user: Any, weights_only: bool = False) -> Snapshot | Exception:
         """Or why this rank can take none, which all ranks have to hear."""
@@ -221,18 +219,3 @@ def _json(what: str, value: Any) -> Any:
         raise CheckpointError(
             f"the {what} cannot be saved: {error}; give dicts, lists, texts and finite numbers."
         ) from error
-
-
-def _plain(value: Any) -> Any:
-    """What of a torch scheduler's state JSON can hold, schedulers in it too: counters and rates, not the functions."""
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items() if _json_holds(inner)}
-    return [_plain(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _json_holds(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) for key in value)  # other keys would come back as text
-    if isinstance(value, list):
-        return all(_json_holds(inner) for inner in value)
-    return isinstance(value, bool | int | float | str | None)

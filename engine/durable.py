@@ -3,48 +3,29 @@
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 
 from engine.build import Parts
 from engine.checkpoint.background import PendingSave
-from engine.checkpoint.committed import read_manifest
 from engine.checkpoint.files import Files
+from engine.checkpoint.reader import StepReader
 from engine.checkpointing import Checkpoints, Run
 from engine.config import Config
 from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm import Comm
 from engine.parallel.host import TorchHostGroup
 from engine.parallel.world import timeout_seconds
-from engine.resuming import Resume, find_checkpoint, raise_together, start_weights
+from engine.progress import Progress, Stateful
+from engine.resuming import Resume, Wish, agreed, find_checkpoint, resolved, start_weights
 from engine.stopping import EXIT_CODE, StopSignal
 from engine.update import Update
 
 logger = logging.getLogger("trine")
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """What can be registered for checkpointing; its state is JSON, the same on every rank."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """What ``load_state_dict`` takes."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Go on from there."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    """A load that waits for the model to be built."""
-
-    step: Path
-    module_only: bool
-    optimizer_states: bool
 
 
 class Durable:
@@ -60,9 +41,14 @@ class Durable:
         self._host: TorchHostGroup | None = None
         self._run: Run | None = None
         self._checkpoints: Checkpoints | None = None
-        self._wish: _Wish | None = None
+        self._wish: Wish | None = None
         self._spoiled = False
         self._saved_at = -1
+        """The update whose state is in the run's folder."""
+        self._last: PendingSave | None = None
+        """The last save into the run's folder."""
+        self._folder = _path(config.checkpoint.folder)
+        self._init_from = _path(config.checkpoint.init_from)
         self._signal = StopSignal() if config.checkpoint.folder is not None else None
         if self._signal is not None:
             comm.broken = self._signal.give_up  # a launcher ends the ranks of a broken job by the same signal
@@ -74,15 +60,20 @@ class Durable:
 
     def built(self, parts: Parts, update: Update) -> None:
         """The model is on the grid: read the weights it starts from, and what was to be loaded. Collective."""
+        progress = self._progress(update)
         self._run = Run(
-            self._model, self._config, self._comm, self.device, update, parts, self._tracked, self._model_files,
-            self._files,
-        )  # fmt: skip
+            self._model, self._config, self._comm, self.device, progress, parts, self._model_files, self._files
+        )
         wish, self._wish = self._wish, None
-        if self._config.checkpoint.init_from is not None and wish is None:
-            start_weights(self._run, self._group(), Path(self._config.checkpoint.init_from))
+        self._spoiled = wish is not None or self._init_from is not None  # until it has been read
+        if self._init_from is not None and wish is None:
+            start_weights(self._run, self._group(), self._init_from)
+            self._spoiled = False
         if wish is not None:
             self._resume(wish)
+
+    def _progress(self, update: Update) -> Progress:
+        return Progress(update, self._tracked, self._comm.grid, self.device)
 
     def register(self, things: Mapping[str, object]) -> None:
         """See :meth:`engine.Engine.register_for_checkpointing`."""
@@ -96,66 +87,71 @@ class Durable:
 
     def save(self, folder: str | os.PathLike[str] | None, client_state: Any) -> PendingSave:
         """See :meth:`engine.Engine.save_checkpoint`."""
-        given = folder if folder is not None else self._config.checkpoint.folder
-        if given is None:
+        path = self._folder if folder is None else resolved(folder)
+        if path is None:
             raise EngineError("save_checkpoint() without a folder, and checkpoint.folder is null; give one of the two.")
         self.refuse_spoiled()
         checkpoints, run = self._writer("save_checkpoint")
-        self._saved_at = run.update.made
-        return checkpoints.save(Path(given), client_state)
+        if path != self._folder:
+            return checkpoints.save(path, client_state, keep=None)
+        self._saved_at = run.progress.update.made
+        self._last = checkpoints.save(path, client_state, self._config.checkpoint.keep)
+        return self._last
 
-    def load(self, folder: str | os.PathLike[str] | None, module_only: bool, optimizer_states: bool) -> Any:
+    def load(
+        self, folder: str | os.PathLike[str] | None, module_only: bool, optimizer_states: bool, update: Update
+    ) -> Any:
         """See :meth:`engine.Engine.load_checkpoint`."""
-        given = folder if folder is not None else self._config.checkpoint.folder
-        if given is None:
+        path = self._folder if folder is None else resolved(folder)
+        if path is None:
             raise EngineError("load_checkpoint() without a folder, and checkpoint.folder is null; give one of the two.")
         self.drain()
-        step = find_checkpoint(Path(given), self._group(), self._files)
+        step = find_checkpoint(path, self._group(), self._files)
         if step is None:
             return None
-        wish = _Wish(step, module_only, optimizer_states)
-        if self._run is None:
-            self._wish = wish
-            return self._user_part(step)
-        return self._resume(wish)
+        wish = Wish(step, module_only, optimizer_states)
+        return self._begin(wish, update) if self._run is None else self._resume(wish)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """See :meth:`engine.Engine.save_pretrained`."""
         self.refuse_spoiled()
         checkpoints, _ = self._writer("save_pretrained")
-        checkpoints.export(Path(folder))
+        checkpoints.export(resolved(folder))
 
     def problem(self) -> CheckpointError | None:
-        """Why the run has to stop: a checkpoint that was not written, where the configuration says so."""
-        return self._checkpoints.problem if self._checkpoints is not None else None
+        """Why the run has to stop: a checkpoint that was not written, where the configuration says so. Told once."""
+        if self._checkpoints is None:
+            return None
+        problem, self._checkpoints.problem = self._checkpoints.problem, None
+        return problem
 
     def after_step(self, made: bool, stops: bool) -> None:
         """Save if it is time; end the run if any rank was asked to. The same on all ranks.
 
         Raises:
             SystemExit: status 143, after a committed checkpoint.
+            CheckpointError: the run was to end, and its checkpoint was not written.
         """
         settings, run = self._config.checkpoint, self._run
         assert run is not None, "a step needs a built model"
-        due = made and settings.every > 0 and run.update.made % settings.every == 0
-        pending = None
-        if (due or stops) and settings.folder is not None and run.update.made != self._saved_at:
-            pending = self.save(None, {})
+        done = run.progress.update.made
+        due = made and settings.every > 0 and done % settings.every == 0
+        if (due or stops) and self._folder is not None and done != self._saved_at:
+            self.save(None, {})
         if stops:
             self.drain()
-            if run.comm.grid.rank == 0:
-                where = "there" if pending is None or pending.problem is None else "the last checkpoint that was saved"
-                logger.warning(
-                    "stopped by SIGTERM after update %d; the next run goes on from %s", run.update.made, where
-                )
+            if self._last is not None:
+                self._last.wait()
+            if self._comm.grid.rank == 0:
+                logger.warning("stopped by SIGTERM after update %d; the next run goes on from there", done)
             raise SystemExit(EXIT_CODE)
 
     def refuse_spoiled(self) -> None:
         """Refuse to go on with weights of which a failed load has replaced a part."""
         if self._spoiled:
             raise CheckpointError(
-                "the last load_checkpoint failed in the middle, so the weights are part old and part new; load another "
-                "checkpoint first."
+                "the last load_checkpoint, or checkpoint.init_from, failed in the middle, so the weights are those of "
+                "no checkpoint; load another one first."
             )
 
     def drain(self) -> None:
@@ -164,35 +160,43 @@ class Durable:
             self._checkpoints.drain()
 
     def close(self) -> None:
-        """Wait for the save under way, let go of signals and groups."""
+        """Wait for the save under way, let go of signals and groups.
+
+        Raises:
+            CheckpointError: the last save has failed and nobody was told, where such a failure stops the run.
+        """
         if self._signal is not None:
             self._signal.remove()
         self.drain()
         if self._host is not None:
             self._host.close()
+        if (problem := self.problem()) is not None:
+            raise problem
 
-    def _resume(self, wish: _Wish) -> Any:
+    def _resume(self, wish: Wish) -> Any:
         assert self._run is not None, "the caller has looked"
-        resume = Resume(self._run, self._group(), wish.step, wish.module_only, wish.optimizer_states)
+        resume = Resume(self._run, self._group(), wish)
         try:
             user = resume.load()
         except BaseException:
             self._spoiled = self._spoiled or resume.touched
             raise
         self._spoiled = False
-        self._saved_at = self._run.update.made
+        done, whole = self._run.progress.update.made, wish.optimizer_states and not wish.module_only
+        self._saved_at = done if whole and wish.step.parent == self._folder else -1
         if self._comm.grid.rank == 0:
-            logger.info("checkpoint loaded: %s, %d updates made", wish.step, self._run.update.made)
+            logger.info("checkpoint loaded: %s, %d updates made", wish.step, done)
         return user
 
-    def _user_part(self, step: Path) -> Any:
-        problem, user = "", None
-        try:
-            user = read_manifest(self._files, step).user
-        except CheckpointError as error:
-            problem = str(error)
-        raise_together(self._group(), problem, str)
-        return user
+    def _begin(self, wish: Wish, update: Update) -> Any:
+        """Restore what needs no model; the rest waits for it."""
+        reader = agreed(self._group(), lambda: StepReader(self._files, wish.step), wish.step, str)
+        if not wish.module_only:
+            progress = self._progress(update)
+            agreed(self._group(), lambda: progress.check(reader), wish.step, str)
+            agreed(self._group(), lambda: progress.restore(reader), wish.step, str)
+        self._wish = replace(wish, begun=not wish.module_only)
+        return reader.manifest.user
 
     def _writer(self, call: str) -> tuple[Checkpoints, Run]:
         if self._run is None:
@@ -211,3 +215,7 @@ class Durable:
             grid = self._comm.grid
             self._host = TorchHostGroup(grid.rank, grid.world_size, timeout_seconds())
         return self._host
+
+
+def _path(folder: str | None) -> Path | None:
+    return resolved(folder) if folder is not None else None

@@ -304,7 +304,7 @@ class Engine:
             CheckpointError: damage: file, tensor, the last good one; another model: the first difference. On all ranks.
         """
         self._refuse_unfinished("load_checkpoint")
-        return self._durable.load(folder, load_module_only, load_optimizer_states)
+        return self._durable.load(folder, load_module_only, load_optimizer_states, self._update)
 
     def save_pretrained(self, folder: Path_) -> None:
         """Write weights (as computed with) and configuration for ``transformers``' ``from_pretrained``. Collective."""
@@ -316,12 +316,12 @@ class Engine:
 
         The process group itself lives until the interpreter exits: other engines may use it.
         """
-        self._durable.close()
         self._reports.close()
         if self._built is not None:
             for remove in self._built.removals:
                 remove()
         self._comm.close()
+        self._durable.close()  # last: raises where a save has failed and that stops the run
 
     def __enter__(self) -> Self:
         return self

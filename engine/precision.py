@@ -132,7 +132,7 @@ def place_rest(
         if name in absent:
             parameter.data = torch.zeros((), dtype=narrow, device=parameter.device).expand(parameter.shape)
         elif not parameter.requires_grad and name not in placed:
-            parameter.data = parameter.data.to(device, narrow)
+            parameter.data = parameter.data.to(device, narrow).contiguous()  # as in buckets
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             dtype = precision.buffer(f"{path}.{name}" if path else name, buffer.dtype)

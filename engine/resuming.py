@@ -4,25 +4,39 @@ which (rank 0) -> open, compare -> read -> share over dp -> counters, tracked ob
 Before each arrow all ranks agree that it went well; otherwise all raise the same sentence.
 """
 
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.checkpoint.committed import committed, is_step
 from engine.checkpoint.files import Files
 from engine.checkpoint.huggingface import PretrainedFolder
-from engine.checkpoint.image import as_tensor
-from engine.checkpoint.json_text import Fields, dump, parse
+from engine.checkpoint.json_text import dump, parse
 from engine.checkpoint.load import Loader, Source, share_moments, share_weights
-from engine.checkpoint.optimizer_state import Moments, check_type, make_moments, restore
-from engine.checkpoint.random_state import restore_random_states
+from engine.checkpoint.optimizer_state import (
+    Families,
+    Moments,
+    check_schedule,
+    check_type,
+    make_moments,
+    restore,
+    restore_schedule,
+)  # fmt: skip
 from engine.checkpoint.reader import StepReader
-from engine.checkpoint.tensor_file import Kind
+from engine.checkpoint.schedule_state import joined
 from engine.checkpointing import Run
 from engine.errors import CheckpointError, EngineError
 from engine.parallel.host import HostGroup, announce, collect
+from engine.progress import own_states
 
 _Value = TypeVar("_Value")
+
+
+def resolved(folder: str | os.PathLike[str]) -> Path:
+    """One spelling for a folder, however it is given and wherever the process goes from here."""
+    return Path(os.path.realpath(folder))
 
 
 def find_checkpoint(folder: Path, host: HostGroup, files: Files) -> Path | None:
@@ -31,7 +45,7 @@ def find_checkpoint(folder: Path, host: HostGroup, files: Files) -> Path | None:
     problem = ""
     if host.rank == 0:
         try:
-            path = folder.absolute()
+            path = resolved(folder)
             found = path if is_step(files, path) else next(reversed(committed(files, path)), None)
         except OSError as error:
             problem = f"{folder}: {error.strerror or error}"
@@ -41,18 +55,30 @@ def find_checkpoint(folder: Path, host: HostGroup, files: Files) -> Path | None:
     return Path(answer["found"]) if answer["found"] else None
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A load that was asked for."""
+
+    step: Path
+    """The folder of the checkpoint."""
+    module_only: bool
+    """Weights and buffers, nothing else."""
+    optimizer_states: bool
+    """Moments and counters of the optimizer too; without, it starts fresh."""
+    begun: bool = False
+    """All that needs no model has been restored."""
+
+
 class Resume:
     """Loads one checkpoint into one run.
 
     Args:
-        step: the folder of the checkpoint.
-        module_only: weights and buffers, nothing else.
-        optimizer_states: moments and counters of the optimizer too; without, it starts fresh.
+        wish: how much of it.
     """
 
-    def __init__(self, run: Run, host: HostGroup, step: Path, module_only: bool, optimizer_states: bool) -> None:
-        self._run, self._host, self._step = run, host, step
-        self._module_only, self._states = module_only, optimizer_states and not module_only
+    def __init__(self, run: Run, host: HostGroup, wish: Wish) -> None:
+        self._run, self._host, self._step, self._wish = run, host, wish.step, wish
+        self._states = wish.optimizer_states and not wish.module_only
         self.touched = False
         """Weights have been written: after a failure they are not those of before."""
 
@@ -85,67 +111,49 @@ class Resume:
         return reader
 
     def _check(self, reader: StepReader, loader: Loader) -> None:
-        run = self._run
+        parts, manifest = self._run.parts, reader.manifest
         loader.check()
         if self._states:
-            check_type(run.parts.optimizer, reader.manifest.optimizer, self._step)
-            loader.check_moments(_families(reader))
-        tracked = {} if self._module_only else Fields(reader.manifest.progress, str(self._step)).object("tracked")
-        missing = [] if self._module_only else [name for name in run.tracked if name not in tracked]
-        if missing:
-            raise CheckpointError(
-                f"{self._step} has nothing of {missing[0]!r}, which is registered for checkpointing; register it under "
-                "the name it was saved by, or load with load_module_only=True."
-            )
+            check_type(parts.optimizer, manifest.optimizer, self._step)
+            loader.check_moments(Families(reader.kinds, manifest.optimizer))
+        if self._goes_on_with_schedule(reader):
+            check_schedule(parts.optimizer, parts.plan.table, manifest.optimizer)
+        if not self._wish.module_only and not self._wish.begun:
+            self._run.progress.check(reader)
+
+    def _goes_on_with_schedule(self, reader: StepReader) -> bool:
+        given = self._run.parts.learning_rate.scheduler is not None and not self._wish.module_only
+        return given and reader.manifest.progress["scheduler"] is not None
 
     def _read(self, reader: StepReader, loader: Loader) -> Moments:
         loader.read_weights()
         made: Moments = {}
         if self._states:
-            made = make_moments(self._run.parts.optimizer, _families(reader))
+            made = make_moments(self._run.parts.optimizer, Families(reader.kinds, reader.manifest.optimizer))
             loader.read_moments(made)
         return made
 
     def _restore(self, reader: StepReader) -> None:
         run, manifest = self._run, reader.manifest
-        if self._module_only:
+        if self._wish.module_only:
             return
-        scheduler, state = run.parts.learning_rate.scheduler, manifest.progress["scheduler"]
         if self._states:
-            scheduled = scheduler is not None and state is not None
-            restore(run.parts.optimizer, run.parts.plan.table, manifest.optimizer, scheduled)
-        run.update.load_state_dict(manifest.progress["update"])
-        if run.update.made != manifest.step:
-            raise CheckpointError(f"{self._step} is damaged: step {manifest.step} after {run.update.made} updates.")
-        if scheduler is not None and state is not None:
-            scheduler.load_state_dict(scheduler.state_dict() | state)
-        for name, thing in run.tracked.items():
-            thing.load_state_dict(manifest.progress["tracked"][name])
-        self._restore_own(reader)
-
-    def _restore_own(self, reader: StepReader) -> None:
-        """What is this rank's alone: only the same grid has it."""
-        grid, saved = self._run.comm.grid, reader.manifest.info["grid"]
-        if (grid.dp, grid.tp, grid.pp) != (saved["dp"], saved["tp"], saved["pp"]):
-            return
-        found = reader.tensors_of(f"state/rank-{grid.rank:05d}.safetensors")
-        states = {key: as_tensor(data, kind) for key, (kind, data) in found.items()}
-        restore_random_states(states, self._run.device)
+            restore(run.parts.optimizer, run.parts.plan.table, manifest.optimizer)
+        else:
+            run.parts.optimizer.forget()
+        if self._goes_on_with_schedule(reader):
+            scheduler: Any = run.parts.learning_rate.scheduler
+            scheduler.load_state_dict(joined(scheduler.state_dict(), manifest.progress["scheduler"]))
+            restore_schedule(run.parts.optimizer, manifest.optimizer)
+        if not self._wish.begun:
+            run.progress.restore(reader)
+        states = own_states(reader, run.comm.grid)
         written = {k.partition("/")[2]: value for k, value in states.items() if k.startswith("buffer/")}
-        self._run.parts.written.restore(written)
+        run.parts.written.restore(written)
 
     def _agreed(self, action: Callable[[], _Value], damage: bool = True) -> _Value:
-        """Do it on this rank; go on only if all ranks could. ``damage``: what goes wrong is the checkpoint's fault."""
-        result: _Value | None = None
-        problem = ""
-        try:
-            result = action()
-        except EngineError as error:
-            problem = str(error) if str(self._step) in str(error) else f"{self._step}: {error}"
-        except Exception as error:  # whatever it is, the other ranks wait to hear it
-            problem = f"{self._step} cannot be loaded: {type(error).__name__}, {error}."
-        raise_together(self._host, problem, self._advice if damage else str)
-        return result  # type: ignore[return-value]  # no rank has a problem, so this one has a result
+        """``damage``: what goes wrong is the checkpoint's fault."""
+        return agreed(self._host, action, self._step, self._advice if damage else str)
 
     def _advice(self) -> str:
         """The last good checkpoint beside this one; reads it all."""
@@ -158,6 +166,20 @@ class Resume:
             except (EngineError, OSError):
                 continue
         return " There is no other good checkpoint beside it."
+
+
+def agreed(host: HostGroup, action: Callable[[], _Value], step: Path, advice: Callable[[], str]) -> _Value:
+    """Do it on this rank; go on only if all ranks could."""
+    result: _Value | None = None
+    problem = ""
+    try:
+        result = action()
+    except EngineError as error:
+        problem = str(error) if str(step) in str(error) else f"{step}: {error}"
+    except Exception as error:  # whatever it is, the other ranks wait to hear it
+        problem = f"{step} cannot be loaded: {type(error).__name__}, {error}."
+    raise_together(host, problem, advice)
+    return result  # type: ignore[return-value]  # no rank has a problem, so this one has a result
 
 
 def raise_together(host: HostGroup, problem: str, advice: Callable[[], str]) -> None:
@@ -194,18 +216,9 @@ def start_weights(run: Run, host: HostGroup, folder: Path) -> None:
 
 
 def _weights_of(run: Run, folder: Path) -> Source:
-    files, path = run.files, folder.absolute()
+    files, path = run.files, folder
     steps = [path] if is_step(files, path) else committed(files, path)
     if steps:
         return StepReader(files, steps[-1])
     prefix = str(getattr(run.model, "base_model_prefix", ""))
     return PretrainedFolder(files, path, run.keys, prefix)
-
-
-def _families(reader: StepReader) -> dict[str, Kind]:
-    """The moments of a checkpoint, each with some parameter's kind."""
-    return {
-        name.partition("/")[0]: kind
-        for name, kind in reader.kinds.items()
-        if not name.startswith(("param/", "buffer/", "master/"))
-    }

@@ -1,7 +1,8 @@
 """The sharded optimizer step: one norm, one decision, update the owned weights, gather the parameters."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ class Place:
     flat: FlatBucket
     part: slice
 
+    def names(self) -> list[str]:
+        """The parameters of which it has elements."""
+        part = self.part
+        return [s.name for s in self.flat.bucket.slots if max(s.start, part.start) < min(s.stop, part.stop)]
+
 
 class ShardedOptimizer:
     """Updates the owned weights of every bucket and makes the parameters whole again.
@@ -85,7 +91,9 @@ class ShardedOptimizer:
                 members[group].append(parameter)
                 self.places.append(Place(parameter, flat.gradient(part).view(shape), flat, part))
         self._rounding: RoundedUpdates | None = None
-        self.inner = factory([{"params": members[i], **group.as_kwargs()} for i, group in enumerate(groups)])
+        self._make = partial(_make, factory, groups, members)
+        self.inner = self._make()
+        self._begins_with_state = bool(self.inner.state)
         if sharded:
             check_elementwise(self.inner, "zero_optimization.stage 1 or more")
 
@@ -104,6 +112,14 @@ class ShardedOptimizer:
             if place.parameter.dtype == torch.bfloat16:
                 rounding.add(place.parameter, place.flat, place.part)
         self._rounding = self.inner.rounding = rounding
+
+    def forget(self) -> None:
+        """Let the state be that of a new optimizer; some (Adagrad) make it at once and not in their first step."""
+        self.inner.state.clear()
+        if self._begins_with_state:
+            self.inner.state.update(self._make().state)
+        for group in self.inner.param_groups if isinstance(self.inner, FlatOptimizer) else ():
+            group.pop("step", None)
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
@@ -130,6 +146,12 @@ class ShardedOptimizer:
         # our writes went past autograd, which has to refuse a backward through a graph of the old weights
         torch.autograd.graph.increment_version([p for flat in self._buckets for p in flat.parameters])
         torch.clear_autocast_cache()  # an autocast around several steps would go on with copies of the old weights
+
+
+def _make(
+    factory: OptimizerFactory, groups: Sequence[GroupOptions], members: Mapping[int, list[nn.Parameter]]
+) -> torch.optim.Optimizer:
+    return factory([{"params": members[index], **group.as_kwargs()} for index, group in enumerate(groups)])
 
 
 def _segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:

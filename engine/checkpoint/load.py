@@ -10,6 +10,7 @@ So every byte is read by one data rank. What lies in no bucket (buffers, frozen 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from engine.checkpoint.held import Held, Holdings
 from engine.checkpoint.image import as_bytes, torch_dtype
-from engine.checkpoint.optimizer_state import Moments
+from engine.checkpoint.optimizer_state import Families, Moments
 from engine.checkpoint.pieces import Part
 from engine.checkpoint.reader import Wanted
 from engine.checkpoint.tensor_file import Kind
@@ -79,26 +80,26 @@ class Loader:
                 raise CheckpointError(
                     f"{leaf!r} is {kind.dtype} in {self.source.name} and {own} in this model; {_REMEDY}"
                 )
+            master = kinds.get(f"master/{leaf}", kind) if name.startswith("param/") else kind
+            if master.shape != shape or torch_dtype(master).is_floating_point != own.is_floating_point:
+                raise CheckpointError(f"{self.source.name} is damaged: the master of {leaf!r} is {master}.")
         more = next((n for n in kinds if n.startswith(("param/", "buffer/")) and n not in wanted), None)
         if more is not None:
             leaf = more.partition("/")[2]
             raise CheckpointError(f"{self.source.name} has {leaf!r}, which this model lacks; {_REMEDY}")
 
-    def check_moments(self, families: Iterable[str]) -> None:
+    def check_moments(self, families: Families) -> None:
         """See that every moment ("exp_avg") is there for all that the optimizer updates, before memory is taken for it.
+
+        Parameters that are updated as one tensor need the same moments.
 
         Raises:
             CheckpointError: names the first that is not.
         """
         rows = {row.name: row for row in self.holdings.shares.plan.table}
-        updated = [
-            rows[slot.name]
-            for place in self.holdings.places
-            for slot in place.flat.bucket.slots
-            if max(slot.start, place.part.start) < min(slot.stop, place.part.stop)
-        ]
-        for family in families:
-            for row in updated:
+        for place in self.holdings.places:
+            names = place.names()
+            for family, row in product(sorted(families.of(names)), (rows[name] for name in names)):
                 kind = self._kind(f"{family}/{row.name}")
                 if kind.shape != row.shape:
                     raise CheckpointError(
@@ -116,13 +117,13 @@ class Loader:
         kinds = self.source.kinds
         wide = {held.tensor.partition("/")[2]: held for held in self.holdings.masters()}
         landings: list[Held] = []
-        for held in self.holdings.weights():
+        for held in (*self.holdings.weights(), *self.holdings.whole()):
             name = held.tensor.partition("/")[2]
             target = wide.get(name, held)
             narrow, master = kinds[f"param/{name}"], kinds.get(f"master/{name}")
             wider = master is not None and torch_dtype(narrow) != target.values.dtype
             landings.append(replace(target, tensor=f"{'master' if wider else 'param'}/{name}"))
-        self._fill([*landings, *self.holdings.whole()])
+        self._fill(landings)
         for name, buffer in self.buffers.items():
             self._read_one(name, Part(tuple(buffer.shape)), buffer)
 
@@ -189,13 +190,14 @@ def share_moments(holdings: Holdings, moments: Moments, comm: Comm) -> None:
         places = [place for place in holdings.places if place.flat is flat]
         if not places or flat.owned == flat.shard:
             continue
-        for name in moments.get(places[0].parameter, {}):
-            values = moments[places[0].parameter][name]
+        kinds = {name: values for place in places for name, values in moments.get(place.parameter, {}).items()}
+        for name, values in kinds.items():
+            having = [place for place in places if name in moments[place.parameter]]
             whole = torch.zeros(flat.bucket.elements, dtype=values.dtype, device=values.device)
-            for place in places:
+            for place in having:
                 whole[place.part].copy_(moments[place.parameter][name].view(-1))
             comm.all_gather(whole, whole[flat.shard].clone(), "dp", LABEL).wait()
-            for place in places:
+            for place in having:
                 moments[place.parameter][name].view(-1).copy_(whole[place.part])
 
 

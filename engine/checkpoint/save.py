@@ -70,7 +70,7 @@ class Saver:
             CheckpointError: what failed, on which rank, with path and bytes; the same on every rank.
             EngineError: a rank that cannot be reached any more.
         """
-        snapshot, written = self._begin(snapshot, folder)
+        snapshot, written = self._begin(snapshot, folder, swept=True)
         contents, report = snapshot.contents, self._report(snapshot, written)
         verdict = self._on_first(report, lambda reports: self._commit(contents, written, reports, keep))
         return Path(verdict.text("folder"))
@@ -81,7 +81,7 @@ class Saver:
         Raises:
             CheckpointError, EngineError: as ``run``; then the folder is as it was.
         """
-        snapshot, written = self._begin(snapshot, folder.parent)
+        snapshot, written = self._begin(snapshot, folder.parent, swept=False)
         self._on_first(self._report(snapshot, written), lambda reports: self._move(written, folder, reports))
 
     def _move(self, written: Path, folder: Path, reports: Reports) -> Mapping[str, Any]:
@@ -100,13 +100,16 @@ class Saver:
             self._discard(written)
         return {}
 
-    def _begin(self, snapshot: Snapshot | Exception, folder: Path) -> tuple[Snapshot, Path]:
-        """All ranks have a snapshot: a folder for this attempt."""
+    def _begin(self, snapshot: Snapshot | Exception, folder: Path, swept: bool) -> tuple[Snapshot, Path]:
+        """All ranks have a snapshot: a folder for this attempt.
+
+        ``swept``: ``folder`` is the run's own; beside an export somebody else may be saving.
+        """
         if isinstance(snapshot, Snapshot):
             step, ready = snapshot.contents.step, Report().to_json()
         else:
             step, ready = 0, failure(f"{_described(snapshot)} (on rank {self._host.rank})")
-        opened = self._on_first(ready, lambda reports: self._open(folder, step, reports), last=False)
+        opened = self._on_first(ready, lambda reports: self._open(folder, step, swept, reports), last=False)
         assert isinstance(snapshot, Snapshot), "rank 0 has refused what is none"
         return snapshot, Path(opened.text("folder"))
 
@@ -134,12 +137,13 @@ class Saver:
             raise CheckpointError(answer.text("problem"))
         return answer
 
-    def _open(self, folder: Path, step: int, reports: Reports) -> Mapping[str, Any]:
+    def _open(self, folder: Path, step: int, swept: bool, reports: Reports) -> Mapping[str, Any]:
         merge(reports())
         written = temporary(folder, step, secrets.token_hex(4))
         with self._whole_or_gone(written, str(4 * PAGE)):
             make_run_folder(self._files, folder)
-            sweep(self._files, folder)
+            if swept:
+                sweep(self._files, folder)
             self._files.make_folder(written)
             for name in ("model", "optim", "state"):
                 self._files.make_folder(written / name)
@@ -182,8 +186,8 @@ class Saver:
             file = self._model_file(rank)
             self._write(written, file, snapshot.model, report)
             for tensor in self._snapshots.owned:
-                whole = Part(tensor.kind.shape).whole()
-                report.piece(tensor.name, tensor.kind, StoredPiece(file, tensor.key, whole))
+                kind, _ = snapshot.model.layout.places[tensor.key]
+                report.piece(tensor.name, kind, StoredPiece(file, tensor.key, Part(kind.shape).whole()))
         if snapshot.optim.layout.places:
             file = f"optim/optim-{rank:05d}.safetensors"
             self._write(written, file, snapshot.optim, report)

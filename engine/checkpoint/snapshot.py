@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.held import Held, copy_shared
-from engine.checkpoint.image import Image, ImageMemory, as_tensor, make_image
+from engine.checkpoint.image import Image, ImageMemory, as_tensor, kind_of, make_image
 from engine.checkpoint.pieces import Part, Piece
 from engine.checkpoint.shares import ModelTensor, Shares, stored_part
 from engine.checkpoint.tensor_file import Kind
@@ -50,7 +50,7 @@ class Ours:
     pieces: Sequence[Held]
     """Masters and moments."""
     state: Mapping[str, Tensor]
-    """What is this rank's alone, uint8."""
+    """What is this rank's alone."""
     numbers: Mapping[str, Any]
     """Single numbers of the optimizer's state, by group."""
 
@@ -114,7 +114,9 @@ class Snapshots:
         weights = {held.tensor: held for held in ours.weights}
         others = [owner for owner in self.writers if owner != self._grid.rank]
         outgoing = {owner: memory for owner in others if (memory := self._message(weights, owner)) is not None}
-        model = self._image("model", {tensor.key: tensor.kind for tensor in self.owned})
+        # a buffer may have been replaced since the model was built, by one of another dtype or shape
+        live = {tensor.name: kind_of(ours.buffers[tensor.name]) for tensor in self.owned if tensor.row is None}
+        model = self._image("model", {tensor.key: live.get(tensor.name, tensor.kind) for tensor in self.owned})
         for tensor, *_ in self._messages.parts(self._coord, self._grid.rank):
             held, whole = weights[tensor.name], model.tensor(tensor.key).view(-1)
             # rows that other ranks hold too go along; what the first of them sends is put over them
@@ -126,7 +128,7 @@ class Snapshots:
         optim = self._image("optim", {held.tensor: Kind(held.kind.dtype, (p.elements,)) for held, p in stored})
         for held, piece in stored:
             copy_shared(held.values, held.own, optim.tensor(held.tensor), piece)
-        state = self._image("state", {key: Kind("U8", tuple(value.shape)) for key, value in ours.state.items()})
+        state = self._image("state", {key: kind_of(value) for key, value in ours.state.items()})
         for key, value in ours.state.items():
             state.tensor(key).copy_(value)
         pieces = {held.tensor: (held.kind, piece) for held, piece in stored}

@@ -30,6 +30,7 @@ _WIDTHS: Mapping[str, int] = MappingProxyType({
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 })  # fmt: skip
+_METADATA = "__metadata__"
 _CODES: Mapping[str, str] = MappingProxyType({name: code for code, name in DTYPES.items()})
 
 
@@ -73,9 +74,15 @@ class FileLayout:
 
 
 def lay_out(tensors: Mapping[str, Kind], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """The file that holds these tensors."""
+    """The file that holds these tensors.
+
+    Raises:
+        CheckpointError: a tensor has the one name that the format keeps for itself.
+    """
+    if _METADATA in tensors:
+        raise CheckpointError(f"a tensor named {_METADATA!r} cannot be stored, safetensors keeps that name; rename it.")
     ordered = sorted(tensors.items(), key=lambda item: -item[1].width)
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     offset, starts = 0, {}
     for key, kind in ordered:
         starts[key] = offset
@@ -98,7 +105,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict
     if length > min(size - 8, HEADER_LIMIT):
         raise CheckpointError(f"{what} is damaged: a header of {length} bytes in a file of {size}.")
     entries = parse(read(8, 8 + length), f"the header of {what}")
-    entries.pop("__metadata__", None)
+    entries.pop(_METADATA, None)
     places = {key: _place(entry, f"the header of {what}: {key!r}") for key, entry in entries.items()}
     end = 0
     for key, (kind, start) in sorted(places.items(), key=lambda item: (item[1][1], item[1][0].bytes)):

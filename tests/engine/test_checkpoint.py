@@ -281,3 +281,20 @@ def test_an_optimizer_whose_state_has_other_shapes_is_refused_by_name(tmp_path: 
         with pytest.raises(engine.CheckpointError, match=r"optimizer Adafactor keeps 'row_var', a tensor of shape"):
             eng.save_checkpoint(tmp_path).wait()
         assert train(eng, 1, 2)
+
+
+@pytest.mark.parametrize("reaction", ["continue", "stop"])
+def test_a_last_save_that_fails_ends_the_run_with_it_if_asked(tmp_path: Path, reaction: str) -> None:
+    """The folder is a file: nothing can be written there."""
+    (tmp_path / "run").write_text("")
+    eng = start(checkpoint={"folder": str(tmp_path / "run"), "on_failure": reaction})
+    train(eng, 0, 1)
+    pending = eng.save_checkpoint()
+    with pytest.raises(engine.CheckpointError, match="run"):
+        pending.wait()
+    if reaction == "continue":
+        assert train(eng, 1, 2)
+        eng.close()
+        return
+    with pytest.raises(engine.CheckpointError, match=r"^the checkpoint of step 1 was not saved: .*run"):
+        eng.close()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from engine.build import Request, place_model, plan_run
 from engine.checkpoint.files import Files
 from engine.checkpoint.held import Held, Holdings
-from engine.checkpoint.optimizer_state import Moments, describe, make_moments, moments, numbers
+from engine.checkpoint.optimizer_state import Families, Moments, describe, make_moments, moments, numbers
 from engine.checkpoint.pieces import Piece
 from engine.checkpoint.save import Saver
 from engine.checkpoint.shares import ModelTensor, Shares, model_tensors
@@ -136,7 +136,9 @@ def _rank(model: nn.Module, plan: Plan, shares: Shares, rank: int) -> FakeRank:
     trained = buckets[: len(plan.layout(grid.coord()).buckets)]
     sharded = plan.config.zero_optimization.stage > 0
     optimizer = ShardedOptimizer(trained, plan.groups, lambda groups: FlatAdam(groups), comm, sharded)
-    made = make_moments(optimizer, {"exp_avg": Kind("F32", ()), "exp_avg_sq": Kind("F32", ())})
+    names = [slot.name for flat in trained for slot in flat.bucket.slots]
+    kinds = {f"{moment}/{name}": Kind("F32", ()) for moment in ("exp_avg", "exp_avg_sq") for name in names}
+    made = make_moments(optimizer, Families(kinds, {"groups": []}))
     return FakeRank(Holdings(shares, grid.coord(), model, buckets, optimizer.places), optimizer, made)
 
 
