@@ -7,6 +7,7 @@ So the disk has always something to do. Chunks that lie in the page cache are re
 go past it, through aligned memory that is used again and again: fresh pages of the cache cost more than the copy.
 """
 
+import errno
 import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -50,22 +51,28 @@ class ChunkReader:
 
     def _chunk(self, file: int, target: Bytes, start: int, check: Check) -> int:
         if len(target) < LONG or self._files.is_cached(file, start):
-            count = self._files.read_into(file, target.data, start)
+            _whole(self._files.read_into(file, target.data, start), target)
             check(target.data, start)
-            return count
+            return len(target)
         aligned = self._take()
-        count = self._files.read_direct(file, aligned[: -(-len(target) // PAGE) * PAGE], start)
+        _whole(self._files.read_direct(file, aligned[: -(-len(target) // PAGE) * PAGE], start), target)
         data = aligned[: len(target)]
         check(data, start)
         np.copyto(target, np.frombuffer(data, dtype=np.uint8))
         self._spare.append(aligned)
-        return count
+        return len(target)
 
     def _take(self) -> memoryview:
         try:
             return self._spare.pop()
         except IndexError:
             return memoryview(mmap.mmap(-1, -(-self._size // PAGE) * PAGE))
+
+
+def _whole(count: int, target: Bytes) -> None:
+    """What was in the memory before could be the very bytes that are no longer in the file."""
+    if count < len(target):
+        raise OSError(errno.EIO, "it has become shorter")
 
 
 def _results(futures: Sequence[Future[int]]) -> list[int]:

@@ -1,13 +1,17 @@
 """Folders of a run: names, what counts, retention, links."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from engine.checkpoint.committed import committed, is_step, read_manifest, retain, step_of, sweep
 from engine.checkpoint.files import Files
 from engine.checkpoint.reader import StepReader
 from engine.errors import CheckpointError
+from tests.engine.checkpoint.fake_ranks import fake_run
 from tests.engine.checkpoint.test_crash import run_of
 
 FILES = Files()
@@ -108,3 +112,18 @@ def test_a_file_under_a_checkpoint_s_name_is_refused_not_skipped(tmp_path: Path)
     (step,) = committed(FILES, tmp_path)
     with pytest.raises(CheckpointError, match="cannot be read: Not a directory"):
         read_manifest(FILES, step)
+
+
+@pytest.mark.parametrize("elements", [1000, 3_000_000])
+def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path, elements: int) -> None:
+    """The reader's memory may still hold what is gone."""
+    run = fake_run(
+        lambda: nn.Linear(elements, 1), {"train_batch_size": 1, "parallel": {"data": 1}}, torch.zeros(1, elements)
+    )
+    (step,) = run.save(tmp_path)
+    reader = StepReader(FILES, step)
+    reader.verify()
+    (path,) = (step / "model").glob("*.safetensors")
+    os.truncate(path, path.stat().st_size - 100)
+    with pytest.raises(CheckpointError, match=rf"{path.name} cannot be read: it has become shorter"):
+        reader.verify()
