@@ -27,7 +27,7 @@ from engine.checkpoint.image import Image
 from engine.checkpoint.json_text import Fields, dump, parse
 from engine.checkpoint.manifest import CHECKSUMS, Checksum, Manifest, StoredPiece
 from engine.checkpoint.pieces import Part
-from engine.checkpoint.report import Report, failure, merge
+from engine.checkpoint.report import Report, digests, failure, merge
 from engine.checkpoint.shares import ModelTensor, Shares
 from engine.checkpoint.snapshot import Contents, Ours, Snapshot, Snapshots
 from engine.checkpoint.tensor_file import Kind, lay_out
@@ -106,7 +106,8 @@ class Saver:
         ``swept``: ``folder`` is the run's own; beside an export somebody else may be saving.
         """
         if isinstance(snapshot, Snapshot):
-            step, ready = snapshot.contents.step, Report().to_json()
+            step, tracked = snapshot.contents.step, snapshot.contents.progress.get("tracked", {})
+            ready = Report(tracked=digests(tracked)).to_json()
         else:
             step, ready = 0, failure(f"{_described(snapshot)} (on rank {self._host.rank})")
         opened = self._on_first(ready, lambda reports: self._open(folder, step, swept, reports), last=False)
