@@ -15,7 +15,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Saver:
     def __init__(self, shares: Shares, tensors: tuple[ModelTensor, ...], host: HostGroup, files: Files) -> None:
         self._tensors, self._host, self._files = tensors, host, files
         self._snapshots = Snapshots(shares, tensors, host.rank)
+        self._held = ExitStack()
+        """The folder of the save under way, locked, on rank 0."""
 
     def snapshot(self, ours: Ours, contents: Contents) -> Snapshot:
         """Copy everything that training will change; the next snapshot takes the same memory."""
@@ -141,11 +143,13 @@ class Saver:
     def _open(self, folder: Path, step: int, swept: bool, reports: Reports) -> Mapping[str, Any]:
         merge(reports())
         written = temporary(folder, step, secrets.token_hex(4))
+        self._held.close()
         with self._whole_or_gone(written, str(4 * PAGE)):
             make_run_folder(self._files, folder)
             if swept:
                 sweep(self._files, folder)
             self._files.make_folder(written)
+            self._held.enter_context(self._files.locked(written))
             for name in ("model", "optim", "state"):
                 self._files.make_folder(written / name)
         return {"folder": str(written)}
@@ -246,6 +250,7 @@ class Saver:
             )  # fmt: skip
             write_manifest(self._files, written, manifest)
             step = commit(self._files, written, contents.step)
+        self._held.close()
         self._tidy(step, attempt, keep)
         return {"folder": str(step)}
 
@@ -282,6 +287,7 @@ class Saver:
 
     def _discard(self, written: Path) -> None:
         """Make room; what cannot be removed is swept by the next save."""
+        self._held.close()
         try:
             if self._files.is_folder(written):
                 remove_tree(self._files, written)
