@@ -38,3 +38,17 @@ def test_what_was_there_comes_back(ended: list[int]) -> None:
     stop.remove()
     signal.raise_signal(signal.SIGTERM)
     assert ended == [signal.SIGTERM] and not stop.asked
+
+
+def test_two_engines_hear_the_same_signal_and_leave_in_any_order(ended: list[int]) -> None:
+    first, second = StopSignal(), StopSignal()
+    signal.raise_signal(signal.SIGTERM)
+    assert first.asked and second.asked and ended == []
+    third, fourth = StopSignal(), StopSignal()
+    third.remove()  # from under the fourth
+    signal.raise_signal(signal.SIGTERM)
+    assert fourth.asked and not third.asked and ended == []
+    for stop in (fourth, first, second):
+        stop.remove()
+    signal.raise_signal(signal.SIGTERM)
+    assert ended == [signal.SIGTERM], "what was there before all of them"
