@@ -281,6 +281,7 @@ def test_stopped_by_the_launcher(tmp_path: Path) -> None:
     assert job.returncode not in (0, -signal.SIGKILL), printed
     stopped = [text for text in printed.splitlines() if text.startswith("stopped by SIGTERM")]
     assert len(stopped) == 1 and "Traceback" not in printed.split(stopped[0])[0], printed
+    newest = steps(tmp_path / "kept")[-1]
     with Launch(goes_on, 2, str(tmp_path / "kept"), env=ENV) as launch:
         ended = launch.end()
     assert all(len(rank.said) == 2 for rank in ended), [rank.error for rank in ended]
@@ -289,4 +290,4 @@ def test_stopped_by_the_launcher(tmp_path: Path) -> None:
         said = [float.fromhex(text.split()[2]) for text in printed.splitlines() if text.startswith("LOSS")]
         assert said == alone[: made - 1], "the last update ends by the exit"
         assert (after, end) == (alone[made:], same)
-    assert steps(tmp_path / "kept")[-1] == f"step-{made:08d}"
+        assert newest == f"step-{made:08d}"
