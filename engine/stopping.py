@@ -1,5 +1,6 @@
 """SIGTERM as a wish: the run ends after its step, with a checkpoint, on all ranks together."""
 
+import os
 import signal
 import threading
 import time
@@ -23,13 +24,14 @@ class StopSignal:
         self.asked = False
         self._first = 0.0
         self._before: Any = None
+        self._process = os.getpid()
         self._active = threading.current_thread() is threading.main_thread()
         if self._active:
             self._before = signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self._active:  # removed from under another one, which has put this back
+        if not self._active or os.getpid() != self._process:  # removed from under another one; a forked child
             self._pass_on(number, frame)
         elif not self.asked:
             self.asked, self._first = True, now
@@ -42,7 +44,7 @@ class StopSignal:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if callable(self._before):
             self._before(number, frame)
-        else:
+        elif self._before is not signal.SIG_IGN:
             signal.signal(signal.SIGTERM, self._default())
             signal.raise_signal(number)
 

@@ -1,7 +1,9 @@
 """SIGTERM as a wish: one of several signals at once, insisted on by a later one."""
 
+import os
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -52,3 +54,18 @@ def test_two_engines_hear_the_same_signal_and_leave_in_any_order(ended: list[int
         stop.remove()
     signal.raise_signal(signal.SIGTERM)
     assert ended == [signal.SIGTERM], "what was there before all of them"
+
+
+def test_a_forked_child_is_ended_at_once() -> None:
+    """A worker of a data loader, say, which never makes a step."""
+    stop = StopSignal()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    stop.remove()
+    assert os.WTERMSIG(status) == signal.SIGTERM and not stop.asked
