@@ -58,13 +58,15 @@ def test_two_engines_hear_the_same_signal_and_leave_in_any_order(ended: list[int
 
 def test_a_forked_child_is_ended_at_once() -> None:
     """A worker of a data loader, say, which never makes a step."""
-    stop = StopSignal()
+    stop, (ours, theirs) = StopSignal(), os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
         child = os.fork()
     if not child:
+        os.write(theirs, b"here")  # Python forgets what comes before that
         time.sleep(60)
         os._exit(0)
+    os.read(ours, 4)
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     stop.remove()
