@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from engine.checkpoint.image import as_tensor
+from engine.checkpoint.json_text import Fields
 from engine.checkpoint.random_state import restore_random_states
 from engine.checkpoint.reader import StepReader
 from engine.errors import CheckpointError
@@ -44,7 +45,7 @@ class Progress:
         Raises:
             CheckpointError: names the first that is missing.
         """
-        stored = reader.manifest.progress["tracked"]
+        stored = Fields(reader.manifest.progress, str(reader.step)).object("tracked")
         missing = next((name for name in self.tracked if name not in stored), None)
         if missing is not None:
             raise CheckpointError(
@@ -62,7 +63,10 @@ class Progress:
 
     def restore(self, reader: StepReader) -> None:
         """Go on from there."""
-        self.update.load_state_dict(reader.manifest.progress["update"])
+        manifest = reader.manifest
+        self.update.load_state_dict(manifest.progress["update"])
+        if self.update.made != manifest.step:
+            raise CheckpointError(f"{reader.step} is damaged: step {manifest.step} after {self.update.made} updates.")
         for name, thing in self.tracked.items():
             thing.load_state_dict(reader.manifest.progress["tracked"][name])
         if states := own_states(reader, self.grid):
@@ -74,5 +78,8 @@ def own_states(reader: StepReader, grid: Grid) -> dict[str, torch.Tensor]:
     saved = reader.manifest.info["grid"]
     if (grid.dp, grid.tp, grid.pp) != (saved["dp"], saved["tp"], saved["pp"]):
         return {}
-    found = reader.tensors_of(f"state/rank-{grid.rank:05d}.safetensors")
+    file = f"state/rank-{grid.rank:05d}.safetensors"
+    found = reader.tensors_of(file)
+    if not found:
+        raise CheckpointError(f"{reader.step / file} holds no states of random generators; it is damaged.")
     return {key: as_tensor(data, kind) for key, (kind, data) in found.items()}

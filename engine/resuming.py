@@ -191,7 +191,7 @@ def agreed(host: HostGroup, action: Callable[[], _Value], step: Path, advice: Ca
     try:
         result = action()
     except EngineError as error:
-        problem = str(error)
+        problem = str(error) if str(step) in str(error) else f"{step}: {error}"
     except Exception as error:  # whatever it is, the other ranks wait to hear it
         problem = f"{step} cannot be loaded: {type(error).__name__}, {error}."
     raise_together(host, problem, advice)

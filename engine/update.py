@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.budget import CONTROL_SCALARS
 from engine.build import Parts
+from engine.checkpoint.json_text import Fields
 from engine.config import Config
 from engine.errors import EngineError
 from engine.loss_scale import make_loss_scale
@@ -121,12 +122,18 @@ class Update:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; a fixed loss scale stays what the configuration says."""
-        self.made, self.skipped, self._in_a_row = state["made"], state["skipped"], state["in_a_row"]
-        self.tokens, self.samples = state["tokens"], state["samples"]
-        if state["scale"] is not None and self.scale.dynamic:
-            seen = {name: state["scale"][name] for name in ("value", "forgiven", "good")}
-            self.scale = replace(self.scale, **seen)
+        """Go on from there; a fixed loss scale stays what the configuration says.
+
+        Raises:
+            CheckpointError: that is no such state.
+        """
+        fields = Fields(state, "the counters of the run")
+        self.made, self.skipped, self._in_a_row = (fields.count(name) for name in ("made", "skipped", "in_a_row"))
+        self.tokens, self.samples = fields.count("tokens"), fields.count("samples")
+        if fields.any("scale") is not None and self.scale.dynamic:
+            scale = Fields(fields.any("scale"), "the loss scale")
+            forgiven, good = scale.count("forgiven"), scale.count("good")
+            self.scale = replace(self.scale, value=scale.positive("value"), forgiven=forgiven, good=good)
 
     def check(self, outcome: Outcome) -> None:
         """Stop a run whose steps are all skipped.

@@ -44,6 +44,13 @@ class Fields:
         """A whole number of 0 or more, in 64 bits."""
         return natural(self._value.get(name), f"{self.what}: {name}")
 
+    def positive(self, name: str) -> float:
+        """A finite number above 0."""
+        value = self._value.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise CheckpointError(f"{self.what}: {name} is {_named(value)} where a number above 0 belongs.")
+        return float(value)
+
     def object(self, name: str) -> dict[str, Any]:
         """A JSON object."""
         return self._must(self._value.get(name), dict, name)

@@ -80,6 +80,9 @@ class Loader:
                 raise CheckpointError(
                     f"{leaf!r} is {kind.dtype} in {self.source.name} and {own} in this model; {_REMEDY}"
                 )
+            master = kinds.get(f"master/{leaf}", kind) if name.startswith("param/") else kind
+            if master.shape != shape or torch_dtype(master).is_floating_point != own.is_floating_point:
+                raise CheckpointError(f"{self.source.name} is damaged: the master of {leaf!r} is {master}.")
         more = next((n for n in kinds if n.startswith(("param/", "buffer/")) and n not in wanted), None)
         if more is not None:
             leaf = more.partition("/")[2]
@@ -102,6 +105,10 @@ class Loader:
                     raise CheckpointError(
                         f"{family}/{row.name} has shape {list(kind.shape)} in {self.source.name} and "
                         f"{list(row.shape)} in this model; {_REMEDY}"
+                    )
+                if kind.dtype in ("BOOL", "C64"):
+                    raise CheckpointError(
+                        f"{self.source.name}: {family}/{row.name} is {kind.dtype}, which no moment is."
                     )
 
     @torch.no_grad()

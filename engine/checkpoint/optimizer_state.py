@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.image import torch_dtype
-from engine.checkpoint.tensor_file import Kind
+from engine.checkpoint.json_text import natural
+from engine.checkpoint.tensor_file import Kind, code_of
 from engine.errors import CheckpointError
 from engine.parallel.shards import ShardTable
 from engine.zero.inner import FlatOptimizer
@@ -138,7 +139,7 @@ def restore(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str,
     for group, names, source in zip(inner.param_groups, _names(optimizer, table), sources, strict=True):
         then = stored["groups"][source] if source is not None else {"params": [], "options": {}}
         if isinstance(inner, FlatOptimizer):
-            group["step"] = then["options"].get("step", 0)
+            group["step"] = natural(then["options"].get("step", 0), "the optimizer's step")
             continue
         kept = () if set(then["params"]) == set(names) else ("lr", "weight_decay")
         _put(group, {key: value for key, value in then["options"].items() if key not in kept})
@@ -146,9 +147,9 @@ def restore(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str,
         values = stored.get("numbers", {}).get(str(sources[index]), {})
         device = _device_of_numbers(inner.param_groups[index], place.parameter)
         for name, (value, dtype) in values.items():
-            inner.state[place.parameter][name] = (
-                value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype), device=device)
-            )
+            if dtype is not None:
+                value = torch.tensor(value, dtype=torch_dtype(Kind(code_of(dtype), ())), device=device)
+            inner.state[place.parameter][name] = value
 
 
 def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:

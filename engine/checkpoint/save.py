@@ -224,8 +224,10 @@ class Saver:
         report.file(file, len(data), write_file(self._files, written / file, memory, len(data)))
 
     def _on_this_rank(self, error: Exception, written: Path, snapshot: Snapshot) -> str:
+        if isinstance(error, EngineError):
+            return str(error)
         if not isinstance(error, OSError):
-            return _described(error)
+            return f"{_described(error)} on rank {self._host.rank}"
         return self._on_disk(error, written, str(sum(image.layout.size for image in snapshot.images)))
 
     def _on_disk(self, error: OSError, written: Path, needed: str) -> str:

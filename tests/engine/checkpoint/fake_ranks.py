@@ -91,7 +91,7 @@ class FakeRun:
 
         def work(rank: int) -> None:
             try:
-                found[rank] = self._save(hosts[rank], folder, step, files(rank) if files else Files(), keep)
+                found[rank] = self.save_one(hosts[rank], folder, step, files(rank) if files else Files(), keep)
             except Exception as error:
                 errors[rank] = error
 
@@ -104,7 +104,8 @@ class FakeRun:
             raise errors[min(errors)]
         return [found[rank] for rank in range(len(self.ranks))]
 
-    def _save(self, host: MemoryHost, folder: Path, step: int, files: Files, keep: int | None) -> Path:
+    def save_one(self, host: MemoryHost, folder: Path, step: int, files: Files, keep: int | None) -> Path:
+        """What one rank does of it."""
         rank = self.ranks[host.rank]
         holdings, optimizer = rank.holdings, rank.optimizer
         saver = Saver(holdings.shares, self.tensors, host, files)

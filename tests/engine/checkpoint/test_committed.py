@@ -51,9 +51,9 @@ def test_a_run_may_lie_behind_a_link(tmp_path: Path) -> None:
     for step in (1, 2, 2):
         run_of(1).save(tmp_path / "run", step, keep=2)
     assert [path.name for path in committed(FILES, tmp_path / "run")] == ["step-00000002", "step-00000002-r1"]
-    (tmp_path / "disk" / "step-00000003.tmp-ab").mkdir()
+    (tmp_path / "disk" / "step-00000003.tmp-0123abcd").mkdir()
     sweep(FILES, tmp_path / "run")
-    assert not (tmp_path / "disk" / "step-00000003.tmp-ab").exists()
+    assert not (tmp_path / "disk" / "step-00000003.tmp-0123abcd").exists()
 
 
 def test_a_link_to_a_checkpoint_is_one(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_cleaning_up_does_not_follow_links(tmp_path: Path) -> None:
         run_of(1).save(tmp_path / "run", step)
     (tmp_path / "run" / "step-00000001").rename(archive)
     (tmp_path / "run" / "step-00000001").symlink_to(archive)
-    (tmp_path / "run" / ".trash-x").symlink_to(archive)
+    (tmp_path / "run" / ".trash-step-00000009").symlink_to(archive)
     sweep(FILES, tmp_path / "run")
     retain(FILES, tmp_path / "run", 1)
     assert [path.name for path in committed(FILES, tmp_path / "run")] == ["step-00000002"]

@@ -137,9 +137,9 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def assert_refuses_to_go_on(trained: Trained) -> None:
-    with pytest.raises(CheckpointError, match="part old and part new; load another checkpoint first"):
+    with pytest.raises(CheckpointError, match="the weights are those of no checkpoint; load another one first"):
         trained.eng.train_batch(small.batch(trained.eng, 2))
-    with pytest.raises(CheckpointError, match="part old and part new"):
+    with pytest.raises(CheckpointError, match="the weights are those of no checkpoint"):
         trained.eng.save_checkpoint(trained.folder / "never")
 
 

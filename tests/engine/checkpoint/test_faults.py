@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from engine.checkpoint.committed import committed
 from engine.checkpoint.files import Files
 from engine.checkpoint.reader import StepReader
 from engine.errors import CheckpointError
+from tests.engine.checkpoint.fake_ranks import FakeRun, MemoryHost, memory_hosts
+from tests.engine.checkpoint.test_crash import run_of
 from tests.zero import small
 
 WRITING = (
@@ -207,3 +210,37 @@ def test_a_disk_that_is_really_full(full_disk: Path, files: FailingFiles, monkey
         (full_disk / "other").unlink()
         eng.save_checkpoint().wait()
         assert newest(full_disk / "run")[0] == "step-00000002"
+
+
+@pytest.mark.parametrize("broken", range(4))
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, None])
+def test_a_fault_on_one_rank_fails_the_save_on_all(broken: int, error: int | None, tmp_path: Path) -> None:
+    """By the same sentence, which names the rank; also by an error that nobody has thought of."""
+    run = run_of(4)
+    run.save(tmp_path, 1)
+    for at in (0, 1, 2, 4):
+        files = FailingFiles()
+        files.arm(at, ("create", "write", "sync"), error or 0)
+        if error is None:
+            files.arm(-1, ())
+            files.sync = lambda file: 1 // 0  # type: ignore[assignment,method-assign]
+        hosts, told = memory_hosts(4), dict[int, str]()
+        threads = [
+            threading.Thread(target=_fails, args=(run, host, tmp_path, files if host.rank == broken else Files(), told))
+            for host in hosts
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(told) == 4 and len(set(told.values())) == 1, told
+        assert f"on rank {broken}" in told[0] and ("ZeroDivisionError" in told[0] or error), told[0]
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith("step-")] == ["step-00000001"]
+    assert run.save(tmp_path, 2)[0] == committed(Files(), tmp_path)[-1]
+
+
+def _fails(run: FakeRun, host: MemoryHost, folder: Path, files: Files, told: dict[int, str]) -> None:
+    try:
+        run.save_one(host, folder, 2, files, None)
+    except CheckpointError as error:
+        told[host.rank] = str(error)
