@@ -287,7 +287,7 @@ class Engine:
 
         Args:
             folder: of the run; None: ``checkpoint.folder``, where the newest ``checkpoint.keep`` stay.
-            client_state: any JSON; ``load_checkpoint`` returns it.
+            client_state: any JSON, rank 0's is kept; ``load_checkpoint`` returns it.
         """
         self._refuse_unfinished("save_checkpoint")
         return self._durable.save(folder, client_state if client_state is not None else {})

@@ -4,6 +4,7 @@ which (rank 0) -> open, compare -> read -> share over dp -> counters, tracked ob
 Before each arrow all ranks agree that it went well; otherwise all raise the same sentence.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from engine.errors import CheckpointError, EngineError
 from engine.parallel.host import HostGroup, announce, collect
 from engine.progress import own_states
 
+logger = logging.getLogger("trine")
 _Value = TypeVar("_Value")
 
 
@@ -118,12 +120,26 @@ class Resume:
             loader.check_moments(Families(reader.kinds, manifest.optimizer))
         if self._goes_on_with_schedule(reader):
             check_schedule(parts.optimizer, parts.plan.table, manifest.optimizer)
-        if not self._wish.module_only and not self._wish.begun:
+        if self._wish.module_only:
+            return
+        self._warn_of_new_schedule(reader)
+        if not self._wish.begun:
             self._run.progress.check(reader)
 
     def _goes_on_with_schedule(self, reader: StepReader) -> bool:
         given = self._run.parts.learning_rate.scheduler is not None and not self._wish.module_only
         return given and reader.manifest.progress["scheduler"] is not None
+
+    def _warn_of_new_schedule(self, reader: StepReader) -> None:
+        given, done = self._run.parts.learning_rate.scheduler, reader.manifest.step
+        if given is not None and reader.manifest.progress["scheduler"] is None and done and not self._host.rank:
+            logger.warning(
+                "%s has no state of a scheduler, and the given %s begins with its first step; give lr_scheduler a "
+                "function of the update if it has to begin with update %d",
+                self._step,
+                type(given).__name__,
+                done,
+            )
 
     def _read(self, reader: StepReader, loader: Loader) -> Moments:
         loader.read_weights()

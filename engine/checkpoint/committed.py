@@ -156,8 +156,15 @@ def retain(files: Files, folder: Path, keep: int) -> list[Path]:
 def sweep(files: Files, folder: Path) -> None:
     """Remove what interrupted saves and clean-ups have left."""
     for name in files.names(folder) if files.is_folder(folder) else ():
-        if _LEFTOVER.fullmatch(name):
-            remove_tree(files, folder / name)
+        path = folder / name
+        if not _LEFTOVER.fullmatch(name):
+            continue
+        if files.is_link(path) or not files.is_folder(path):
+            files.unlink(path)
+            continue
+        with files.locked(path) as free:  # or another engine is saving there just now
+            if free:
+                remove_tree(files, path)
 
 
 def _commit_text(size: int, digest: str) -> bytes:

@@ -172,6 +172,19 @@ class Files:
         """A link, to whatever."""
         return path.is_symlink()
 
+    @contextmanager
+    def locked(self, path: Path) -> Iterator[bool]:
+        """Keep a folder for this process; gives whether nobody else has it. A process that ends lets go."""
+        file, free = os.open(path, os.O_RDONLY | os.O_NOFOLLOW), True
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:  # what the file system cannot lock nobody has
+                free = error.errno != errno.EWOULDBLOCK
+            yield free
+        finally:
+            os.close(file)
+
     def free_bytes(self, path: Path) -> int:
         """What this user may still write."""
         found = os.statvfs(path)

@@ -1,5 +1,6 @@
 """What a rank has written, as rank 0 hears of it, and all ranks' reports in one."""
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ class Report:
     """Tensor -> JSON of its pieces."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     """Of the optimizer's state."""
+    tracked: Mapping[str, str] = field(default_factory=dict)
+    """Registered object -> sha256 of its state, of which one is stored for all ranks."""
 
     def file(self, name: str, size: int, hashes: Hashes) -> None:
         """Note a file."""
@@ -38,7 +41,15 @@ class Report:
     def to_json(self) -> bytes:
         """The message to rank 0."""
         hashes = {name: value.tobytes().hex() for name, value in self.hashes.items()}
-        return dump({"files": self.files, "hashes": hashes, "pieces": self.pieces, "numbers": dict(self.numbers)})
+        numbers, tracked = dict(self.numbers), dict(self.tracked)
+        return dump({
+            "files": self.files, "hashes": hashes, "pieces": self.pieces, "numbers": numbers, "tracked": tracked,
+        })  # fmt: skip
+
+
+def digests(tracked: Mapping[str, Any]) -> dict[str, str]:
+    """Of each state, which is JSON."""
+    return {name: hashlib.sha256(dump({"state": state})).hexdigest() for name, state in tracked.items()}
 
 
 def failure(problem: str) -> bytes:
@@ -60,6 +71,7 @@ def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
         if fields.any("problem") is not None:
             raise CheckpointError(f"not saved: {fields.text('problem')}")
         numbers.append(fields.object("numbers"))
+        _check_tracked(rank, fields.object("tracked"), merged)
         for name, text in fields.object("hashes").items():
             merged.file(name, fields.object("files")[name], np.frombuffer(bytes.fromhex(text), dtype="<u8"))
         for name, entries in fields.object("pieces").items():
@@ -69,6 +81,17 @@ def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
         check_cover(f"not saved: {name}", kinds[name].shape, found)
     merged.numbers = merge_numbers(numbers)
     return merged, {name: StoredTensor(kinds[name], tuple(found)) for name, found in pieces.items()}
+
+
+def _check_tracked(rank: int, tracked: Mapping[str, str], merged: Report) -> None:
+    if rank == 0:
+        merged.tracked = tracked
+    for name in sorted({*tracked, *merged.tracked}):
+        if tracked.get(name) != merged.tracked.get(name):
+            raise CheckpointError(
+                f"not saved: the state of {name!r} is another on rank {rank} than on rank 0, and one is kept for all; "
+                "register on all ranks what has the same state there, such as engine.data.Sampler."
+            )
 
 
 def _pieces(entries: Sequence[Any], kind: Kind, name: str) -> list[StoredPiece]:

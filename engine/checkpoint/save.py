@@ -15,7 +15,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from engine.checkpoint.image import Image
 from engine.checkpoint.json_text import Fields, dump, parse
 from engine.checkpoint.manifest import CHECKSUMS, Checksum, Manifest, StoredPiece
 from engine.checkpoint.pieces import Part
-from engine.checkpoint.report import Report, failure, merge
+from engine.checkpoint.report import Report, digests, failure, merge
 from engine.checkpoint.shares import ModelTensor, Shares
 from engine.checkpoint.snapshot import Contents, Ours, Snapshot, Snapshots
 from engine.checkpoint.tensor_file import Kind, lay_out
@@ -54,6 +54,8 @@ class Saver:
     def __init__(self, shares: Shares, tensors: tuple[ModelTensor, ...], host: HostGroup, files: Files) -> None:
         self._tensors, self._host, self._files = tensors, host, files
         self._snapshots = Snapshots(shares, tensors, host.rank)
+        self._held = ExitStack()
+        """The folder of the save under way, locked, on rank 0."""
 
     def snapshot(self, ours: Ours, contents: Contents) -> Snapshot:
         """Copy everything that training will change; the next snapshot takes the same memory."""
@@ -106,7 +108,8 @@ class Saver:
         ``swept``: ``folder`` is the run's own; beside an export somebody else may be saving.
         """
         if isinstance(snapshot, Snapshot):
-            step, ready = snapshot.contents.step, Report().to_json()
+            step, tracked = snapshot.contents.step, snapshot.contents.progress.get("tracked", {})
+            ready = Report(tracked=digests(tracked)).to_json()
         else:
             step, ready = 0, failure(f"{_described(snapshot)} (on rank {self._host.rank})")
         opened = self._on_first(ready, lambda reports: self._open(folder, step, swept, reports), last=False)
@@ -140,11 +143,13 @@ class Saver:
     def _open(self, folder: Path, step: int, swept: bool, reports: Reports) -> Mapping[str, Any]:
         merge(reports())
         written = temporary(folder, step, secrets.token_hex(4))
+        self._held.close()
         with self._whole_or_gone(written, str(4 * PAGE)):
             make_run_folder(self._files, folder)
             if swept:
                 sweep(self._files, folder)
             self._files.make_folder(written)
+            self._held.enter_context(self._files.locked(written))
             for name in ("model", "optim", "state"):
                 self._files.make_folder(written / name)
         return {"folder": str(written)}
@@ -247,6 +252,7 @@ class Saver:
             )  # fmt: skip
             write_manifest(self._files, written, manifest)
             step = commit(self._files, written, contents.step)
+        self._held.close()
         self._tidy(step, attempt, keep)
         return {"folder": str(step)}
 
@@ -283,6 +289,7 @@ class Saver:
 
     def _discard(self, written: Path) -> None:
         """Make room; what cannot be removed is swept by the next save."""
+        self._held.close()
         try:
             if self._files.is_folder(written):
                 remove_tree(self._files, written)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import engine
+from engine.checkpoint.files import Files
 from engine.data import Sampler
 from engine.decoder import loss_sum
 from tests import models
@@ -298,3 +299,19 @@ def test_a_last_save_that_fails_ends_the_run_with_it_if_asked(tmp_path: Path, re
         return
     with pytest.raises(engine.CheckpointError, match=r"^the checkpoint of step 1 was not saved: .*run"):
         eng.close()
+
+
+def test_two_engines_in_one_folder_leave_each_others_save_alone(tmp_path: Path) -> None:
+    """A folder that is being written is locked; one that a dead run has left is swept."""
+    dead, living = (tmp_path / f"step-00000007.tmp-{name}" for name in ("0123abcd", "4567abcd"))
+    for folder in (dead, living):
+        (folder / "model").mkdir(parents=True)
+    with start() as eng, Files().locked(living) as free:
+        assert free
+        eng.save_checkpoint(tmp_path).wait()
+        assert living.is_dir() and not dead.exists()
+        with Files().locked(living) as again:
+            assert not again
+    with start() as eng:
+        eng.save_checkpoint(tmp_path).wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000000", "step-00000000-r1"]

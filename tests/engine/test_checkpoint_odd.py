@@ -291,6 +291,40 @@ def test_state_that_nobody_registered_is_named(tmp_path: Path, caplog: pytest.Lo
     assert "has the state of 'data', which is not registered" in caplog.text
 
 
+class Place:
+    """A data rank's own place, which is not the same on every rank."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+def saves_a_place_of_its_own(folder: Path) -> None:
+    with start(parallel={"data": 2}) as eng:
+        eng.register_for_checkpointing(same=Sampler(50, 4), place=Place(eng.grid.rank))
+        pending = eng.save_checkpoint(folder)
+        with pytest.raises(engine.CheckpointError, match=r"^not saved: the state of 'place' is another on rank 1 than"):
+            pending.wait()
+
+
+def test_one_state_is_not_stored_for_ranks_that_differ(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(saves_a_place_of_its_own, 2, tmp_path)
+
+
+def test_a_scheduler_that_comes_late_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with start() as eng:
+        train(eng, 0, 1)
+        eng.save_checkpoint(tmp_path).wait()
+    with caplog.at_level(logging.WARNING, "trine"), start(in_code={"lr_scheduler": SCHEDULERS["chainable"]}) as eng:
+        eng.load_checkpoint(tmp_path)
+    assert "the given ExponentialLR begins with its first step" in caplog.text
+
+
 def uncut(folder: Path, load: bool) -> tuple[list[Any], int]:
     """Tensor ranks without an example; what is drawn for the first batches and after them."""
     sampler = Sampler(50, 4, seed=3)

@@ -181,13 +181,14 @@ def play(grid: str, folder: Path, kills: Iterable[Kill], wanted: int) -> None:
 
 
 FIXED = [
+    Kill(1, "send", 3),  # weights on their way to their owner, who has to take those of the others all the same
     Kill(2, "write", 5),  # the second save, torn: what is there afterwards is the first
     Kill(0, "read_into", 4),  # in the load of the next launch
     Kill(0, "sync_folder", 5),  # the folder has its name, nobody knows yet whether for good
 ]
 
 
-def test_killed_in_a_save_in_a_load_and_in_a_commit(tmp_path: Path) -> None:
+def test_killed_in_saves_in_a_load_and_in_a_commit(tmp_path: Path) -> None:
     play("dp2 x tp2 zero 1", tmp_path, FIXED, len(FIXED))
 
 

@@ -1,7 +1,9 @@
 """SIGTERM as a wish: one of several signals at once, insisted on by a later one."""
 
+import os
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -38,3 +40,34 @@ def test_what_was_there_comes_back(ended: list[int]) -> None:
     stop.remove()
     signal.raise_signal(signal.SIGTERM)
     assert ended == [signal.SIGTERM] and not stop.asked
+
+
+def test_two_engines_hear_the_same_signal_and_leave_in_any_order(ended: list[int]) -> None:
+    first, second = StopSignal(), StopSignal()
+    signal.raise_signal(signal.SIGTERM)
+    assert first.asked and second.asked and ended == []
+    third, fourth = StopSignal(), StopSignal()
+    third.remove()  # from under the fourth
+    signal.raise_signal(signal.SIGTERM)
+    assert fourth.asked and not third.asked and ended == []
+    for stop in (fourth, first, second):
+        stop.remove()
+    signal.raise_signal(signal.SIGTERM)
+    assert ended == [signal.SIGTERM], "what was there before all of them"
+
+
+def test_a_forked_child_is_ended_at_once() -> None:
+    """A worker of a data loader, say, which never makes a step."""
+    stop, (ours, theirs) = StopSignal(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        child = os.fork()
+    if not child:
+        os.write(theirs, b"here")  # Python forgets what comes before that
+        time.sleep(60)
+        os._exit(0)
+    os.read(ours, 4)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    stop.remove()
+    assert os.WTERMSIG(status) == signal.SIGTERM and not stop.asked
