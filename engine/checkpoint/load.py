@@ -75,14 +75,15 @@ class Loader:
             if kind.shape != shape:
                 given = f"shape {list(kind.shape)} in {self.source.name} and {list(shape)} in this model"
                 raise CheckpointError(f"{leaf!r} has {given}; {_REMEDY}")
-            own = dtypes[name]
-            if torch_dtype(kind) != own and not (own.is_floating_point and torch_dtype(kind).is_floating_point):
-                raise CheckpointError(
-                    f"{leaf!r} is {kind.dtype} in {self.source.name} and {own} in this model; {_REMEDY}"
-                )
             master = kinds.get(f"master/{leaf}", kind) if name.startswith("param/") else kind
-            if master.shape != shape or torch_dtype(master).is_floating_point != own.is_floating_point:
-                raise CheckpointError(f"{self.source.name} is damaged: the master of {leaf!r} is {master}.")
+            for stored in (kind, master):
+                own, dtype = dtypes[name], torch_dtype(stored)
+                fits = dtype == own or (own.is_floating_point and dtype.is_floating_point)
+                if stored.shape != shape or not fits:
+                    raise CheckpointError(
+                        f"{leaf!r} is {stored.dtype} {list(stored.shape)} in {self.source.name} and {own} "
+                        f"{list(shape)} in this model; {_REMEDY}"
+                    )
         more = next((n for n in kinds if n.startswith(("param/", "buffer/")) and n not in wanted), None)
         if more is not None:
             leaf = more.partition("/")[2]

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.checkpoint.hostile import ATTACKS, HARMLESS, make
+from engine.checkpoint.files import Files
+from engine.checkpoint.pieces import Part
+from engine.checkpoint.reader import StepReader, Wanted
+from engine.errors import CheckpointError
+from tests.engine.checkpoint.hostile import ATTACKS, HARMLESS, bomb_of, make
+from tests.engine.checkpoint.test_crash import run_of
 from tests.test_architecture import ROOT, name_of, product_files
 from tests.zero import small
 
@@ -49,6 +54,15 @@ def test_hostile_checkpoints_are_refused(tmp_path: Path) -> None:
     most = max(result["bytes"] for result in results[2:])
     print(f"{len(ATTACKS)} hostile checkpoints refused, {len(HARMLESS)} harmless ones; at most {most / 2**20:.0f} MiB")
     assert len(ATTACKS) >= 60
+
+
+def test_a_reader_makes_no_runs_of_a_shape_that_is_not_the_wanted_one(tmp_path: Path) -> None:
+    """Where the caller has not looked at shapes: the columns of a tensor of 2**62 elements are 2**31 runs."""
+    (sound,) = run_of(1).save(tmp_path / "sound")
+    make(bomb_of("exp_avg/up.weight", [1 << 31, 1 << 31], [1, [[0, 1 << 31]]]), sound, tmp_path / "run")
+    reader = StepReader(Files(), tmp_path / "run" / sound.name)
+    with pytest.raises(CheckpointError, match=r"of which .* is no piece"):
+        reader.read([Wanted("exp_avg/up.weight", Part((53, 11)).whole(), memoryview(bytearray(4 * 583)))])
 
 
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
