@@ -12,7 +12,7 @@ from torch import nn
 
 from engine.build import Parts
 from engine.checkpoint.background import PendingSave
-from engine.checkpoint.files import Files
+from engine.checkpoint.files import Files, resolved
 from engine.checkpoint.reader import StepReader
 from engine.checkpointing import Checkpoints, Run
 from engine.config import Config
@@ -21,7 +21,7 @@ from engine.parallel.comm import Comm
 from engine.parallel.host import TorchHostGroup
 from engine.parallel.world import timeout_seconds
 from engine.progress import Progress, Stateful
-from engine.resuming import Resume, Wish, agreed, find_checkpoint, resolved, start_weights
+from engine.resuming import Resume, Wish, agreed, find_checkpoint, start_weights
 from engine.stopping import EXIT_CODE, StopSignal
 from engine.update import Update
 

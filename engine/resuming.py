@@ -5,14 +5,13 @@ Before each arrow all ranks agree that it went well; otherwise all raise the sam
 """
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.checkpoint.committed import committed, is_step
-from engine.checkpoint.files import Files
+from engine.checkpoint.files import Files, resolved
 from engine.checkpoint.huggingface import PretrainedFolder
 from engine.checkpoint.json_text import dump, parse
 from engine.checkpoint.load import Loader, Source, share_moments, share_weights
@@ -34,11 +33,6 @@ from engine.progress import own_states
 
 logger = logging.getLogger("trine")
 _Value = TypeVar("_Value")
-
-
-def resolved(folder: str | os.PathLike[str]) -> Path:
-    """One spelling for a folder, however it is given and wherever the process goes from here."""
-    return Path(os.path.realpath(folder))
 
 
 def find_checkpoint(folder: Path, host: HostGroup, files: Files) -> Path | None:

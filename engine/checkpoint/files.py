@@ -191,6 +191,11 @@ class Files:
         return found.f_bavail * found.f_frsize
 
 
+def resolved(path: str | os.PathLike[str]) -> Path:
+    """One spelling for a path, however it is given and wherever the process goes from here; links are followed."""
+    return Path(os.path.realpath(path))
+
+
 def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
     """A small file, whole.
 

@@ -6,13 +6,14 @@ Tensors are found by their keys in ``model.state_dict()``, with or without the p
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from engine.checkpoint.files import Files, opened, read_all
+from engine.checkpoint.files import Files, opened, read_all, resolved
 from engine.checkpoint.json_text import Fields, parse
 from engine.checkpoint.pieces import Part, runs
 from engine.checkpoint.reader import Wanted, copies
@@ -65,7 +66,7 @@ class PretrainedFolder:
         for want in wanted:
             tensor = self._tensors[want.tensor]
             shared = runs(Part(tensor.kind.shape).whole(), want.piece)
-            with opened(self._files, self.name, tensor.file) as file:
+            with self._opened(tensor.file) as file:
                 for copy in copies(shared, tensor.start, tensor.kind.width, want):
                     if self._files.read_into(file, copy.target, copy.start) < copy.length:
                         raise CheckpointError(f"{self.name / tensor.file} ends within tensor {want.tensor!r}.")
@@ -73,7 +74,8 @@ class PretrainedFolder:
     def _find(self) -> dict[str, _Stored]:
         names = self._files.names(self.name) if self._files.is_folder(self.name) else []
         if INDEX in names:
-            data = read_all(self._files, self.name, INDEX, HEADER_LIMIT)
+            index_file = resolved(self.name / INDEX)
+            data = read_all(self._files, index_file.parent, index_file.name, HEADER_LIMIT)
             index = Fields(parse(data, str(self.name / INDEX)), str(self.name / INDEX))
             listed = sorted({str(file) for file in index.object("weight_map").values()})
         elif SINGLE in names:
@@ -86,10 +88,15 @@ class PretrainedFolder:
                 found[key] = _Stored(name, kind, start)
         return found
 
+    def _opened(self, name: str) -> AbstractContextManager[int]:
+        """A file of the folder; in the cache of the Hugging Face hub it is a link."""
+        path = resolved(self.name / name)
+        return opened(self._files, path.parent, path.name)
+
     def _header(self, name: str) -> dict[str, tuple[Kind, int]]:
         if "/" in name or name not in self._files.names(self.name):
             raise CheckpointError(f"{self.name / INDEX} names {name[:80]!r}, which is not in the folder.")
-        with opened(self._files, self.name, name) as file:
+        with self._opened(name) as file:
 
             def read(start: int, stop: int) -> bytes:
                 data = bytearray(stop - start)

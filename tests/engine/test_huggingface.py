@@ -193,3 +193,13 @@ def test_save_pretrained_over_an_older_model_leaves_nothing_of_it(tmp_path: Path
     assert len(list((tmp_path / "pretrained").glob("*.safetensors"))) == 1
     kind: Any = type(longer)
     assert same(kind.from_pretrained(tmp_path / "pretrained").state_dict(), found["state"])
+
+
+def test_the_cache_of_the_hub_whose_files_are_links(tmp_path: Path) -> None:
+    given: Any = MODELS["llama"]()
+    given.save_pretrained(tmp_path / "blobs", max_shard_size="40KB")
+    (tmp_path / "snapshots").mkdir()
+    for index, file in enumerate(sorted((tmp_path / "blobs").iterdir())):
+        (tmp_path / "blobs" / f"{index:040x}").symlink_to(file)
+        (tmp_path / "snapshots" / file.name).symlink_to(Path("..") / "blobs" / f"{index:040x}")
+    assert same(starts("llama", {}, 0, str(tmp_path / "snapshots"), str(tmp_path / "out"), {}), given.state_dict())
