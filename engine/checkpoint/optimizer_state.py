@@ -157,7 +157,7 @@ def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mappi
     sources, count = _sources(optimizer, table, stored), len(stored["groups"])
     if len(sources) != count or any(source not in (index, None) for index, source in enumerate(sources)):
         raise CheckpointError(
-            f"the learning-rate scheduler was saved over {count} optimizer groups and this run's {len(sources)} hold "
+            f"the learning-rate scheduler was saved over {count} optimizer group(s) and this run's {len(sources)} hold "
             "other parameters; group them as then (optimizer.no_weight_decay, optimizer.groups), or load with "
             "load_module_only=True."
         )

@@ -85,7 +85,7 @@ def test_a_scheduler_over_other_groups_is_refused(tmp_path: Path) -> None:
     with start(in_code=in_code) as eng:
         eng.save_checkpoint(tmp_path).wait()
     with start(in_code=in_code, optimizer={"type": "AdamW", "no_weight_decay": ["*.bias"]}) as eng:
-        with pytest.raises(engine.CheckpointError, match=r"^the learning-rate scheduler was saved over 1 optimizer gr"):
+        with pytest.raises(engine.CheckpointError, match=r"the learning-rate scheduler was saved over 1 optimizer gr"):
             eng.load_checkpoint(tmp_path)
         assert train(eng, 0, 1), "nothing was touched"
 

@@ -26,7 +26,7 @@ FULL: Tree = json.loads("""{
                 "warmup_num_steps": 100, "cos_min_ratio": 0.01, "warmup_type": "linear"}},
   "gradient_clipping": 1.0, "activation_checkpointing": {"mode": "full"},
   "kernels": "auto", "compile": false, "seed": 1234,
-  "checkpoint": {"folder": "out", "every": 10, "keep": 2, "async": true, "init_from": "weights"},
+  "checkpoint": {"folder": "out", "every": 10, "keep": 2, "async": true, "on_failure": "stop", "init_from": "weights"},
   "monitor": {"jsonl": "steps.jsonl", "tensorboard": "board", "every": 10},
   "watchdog": {"timeout_seconds": 60, "max_skipped_steps": 100}
 }""")
