@@ -8,7 +8,7 @@ generators -> the image of the state file
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -76,15 +76,25 @@ class Snapshot:
         return tuple(image for image in (self.model, self.optim, self.state) if image.layout.places)
 
 
+MessagePart = tuple[ModelTensor, Piece, int, int]
+
+
 @dataclass(frozen=True)
 class Messages:
     """What travels from whom to which owner: known to both sides from the plan."""
 
     shares: Shares
     tensors: Sequence[ModelTensor]
+    _known: dict[tuple[Coord, int], list[MessagePart]] = field(default_factory=dict)
+    """Found before: the plan does not change, and training waits while a message is filled."""
 
-    def parts(self, source: Coord, owner: int) -> list[tuple[ModelTensor, Piece, int, int]]:
+    def parts(self, source: Coord, owner: int) -> list[MessagePart]:
         """(tensor, piece, first byte, last byte) of the message of a rank to an owner; starts are aligned."""
+        if (source, owner) not in self._known:
+            self._known[source, owner] = self._find(source, owner)
+        return self._known[source, owner]
+
+    def _find(self, source: Coord, owner: int) -> list[MessagePart]:
         found, end = [], 0
         for tensor in self.tensors:
             if tensor.owner == owner and tensor.stage == source.pp and tensor.row is not None:
