@@ -61,16 +61,18 @@ class Progress:
                 left,
             )
 
-    def restore(self, reader: StepReader) -> None:
-        """Go on from there."""
+    def restore(self, reader: StepReader) -> dict[str, torch.Tensor]:
+        """Go on from there; gives what was this rank's alone, see ``own_states``."""
         manifest = reader.manifest
         self.update.load_state_dict(manifest.progress["update"])
         if self.update.made != manifest.step:
             raise CheckpointError(f"{reader.step} is damaged: step {manifest.step} after {self.update.made} updates.")
         for name, thing in self.tracked.items():
             thing.load_state_dict(reader.manifest.progress["tracked"][name])
-        if states := own_states(reader, self.grid):
+        states = own_states(reader, self.grid)
+        if states:
             restore_random_states(states, self.device)
+        return states
 
 
 def own_states(reader: StepReader, grid: Grid) -> dict[str, torch.Tensor]:

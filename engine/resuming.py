@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.checkpoint.committed import committed, is_step
+from engine.checkpoint.committed import committed, steps_of
 from engine.checkpoint.files import Files, resolved
 from engine.checkpoint.huggingface import PretrainedFolder
 from engine.checkpoint.json_text import dump, parse
@@ -42,7 +42,7 @@ def find_checkpoint(folder: Path, host: HostGroup, files: Files) -> Path | None:
     if host.rank == 0:
         try:
             path = resolved(folder)
-            found = path if is_step(files, path) else next(reversed(committed(files, path)), None)
+            found = next(reversed(steps_of(files, path)), None)
         except OSError as error:
             problem = f"{folder}: {error.strerror or error}"
     answer = parse(announce(host, dump({"found": str(found or ""), "problem": problem})), "rank 0's message")
@@ -155,9 +155,7 @@ class Resume:
             scheduler: Any = run.parts.learning_rate.scheduler
             scheduler.load_state_dict(joined(scheduler.state_dict(), manifest.progress["scheduler"]))
             restore_schedule(run.parts.optimizer, manifest.optimizer)
-        if not self._wish.begun:
-            run.progress.restore(reader)
-        states = own_states(reader, run.comm.grid)
+        states = own_states(reader, run.comm.grid) if self._wish.begun else run.progress.restore(reader)
         written = {k.partition("/")[2]: value for k, value in states.items() if k.startswith("buffer/")}
         run.parts.written.restore(written)
 
@@ -226,9 +224,7 @@ def start_weights(run: Run, host: HostGroup, folder: Path) -> None:
 
 
 def _weights_of(run: Run, folder: Path) -> Source:
-    files, path = run.files, folder
-    steps = [path] if is_step(files, path) else committed(files, path)
-    if steps:
-        return StepReader(files, steps[-1])
+    if steps := steps_of(run.files, folder):
+        return StepReader(run.files, steps[-1])
     prefix = str(getattr(run.model, "base_model_prefix", ""))
-    return PretrainedFolder(files, path, run.keys, prefix)
+    return PretrainedFolder(run.files, folder, run.keys, prefix)

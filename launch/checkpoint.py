@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
-from engine.checkpoint.committed import committed, is_step, read_manifest
-from engine.checkpoint.files import Files, remove_tree
+from engine.checkpoint.committed import committed, read_manifest, steps_of
+from engine.checkpoint.files import Files, remove_tree, write_new
 from engine.checkpoint.pieces import Part
 from engine.checkpoint.reader import StepReader, Wanted
 from engine.checkpoint.tensor_file import lay_out
@@ -97,9 +97,7 @@ def find(folder: Path) -> Path:
     """
     path, files = folder.absolute(), Files()
     with _plain_errors(path):
-        if is_step(files, path):
-            return path
-        found = committed(files, path) or committed(files, path / CHECKPOINTS)
+        found = steps_of(files, path) or committed(files, path / CHECKPOINTS)
     if not found:
         there = "has no checkpoint" if files.is_folder(path) else "is no folder"
         raise CheckpointError(f"{folder} {there}; give the folder of a run, or one of its step-N folders.")
@@ -130,8 +128,8 @@ def _copy_model(files: Files, reader: StepReader, target: Path, single: bool) ->
     for name in reader.manifest.files:
         weights = name.endswith((".safetensors", ".safetensors.index.json"))
         if name.startswith(MODEL) and not (single and weights):
-            count += _write(files, target / name.removeprefix(MODEL), reader.chunks(name))
-    return count + (_write(files, target / SINGLE, _joined(reader)) if single else 0)
+            count += write_new(files, target / name.removeprefix(MODEL), reader.chunks(name))
+    return count + (write_new(files, target / SINGLE, _joined(reader)) if single else 0)
 
 
 def _joined(reader: StepReader) -> Iterator[memoryview]:
@@ -145,15 +143,3 @@ def _joined(reader: StepReader) -> Iterator[memoryview]:
         data = memoryview(bytearray(kinds[key].bytes))
         reader.read([Wanted(names[key], Part(kinds[key].shape).whole(), data)])
         yield data
-
-
-def _write(files: Files, path: Path, chunks: Iterator[memoryview]) -> int:
-    file, count = files.create(path), 0
-    try:
-        for chunk in chunks:
-            files.write(file, chunk)
-            count += len(chunk)
-        files.sync(file)
-    finally:
-        files.close(file)
-    return count

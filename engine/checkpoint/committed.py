@@ -15,7 +15,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from engine.checkpoint.files import Files, named, read_all, remove_tree
+from engine.checkpoint.files import Files, read_all, remove_tree, write_new
 from engine.checkpoint.json_text import Fields, dump, parse
 from engine.checkpoint.manifest import COMMIT, LIMIT, NAME, Manifest, from_json, to_json
 from engine.errors import CheckpointError
@@ -62,6 +62,11 @@ def is_step(files: Files, path: Path) -> bool:
     return step_of(path.name) is not None or (files.is_folder(path) and NAME in files.names(path))
 
 
+def steps_of(files: Files, path: Path) -> list[Path]:
+    """The checkpoint that a folder is, or those of the run that it is of, the newest last."""
+    return [path] if is_step(files, path) else committed(files, path)
+
+
 def read_manifest(files: Files, step: Path) -> Manifest:
     """The manifest of a committed checkpoint.
 
@@ -88,19 +93,9 @@ def read_manifest(files: Files, step: Path) -> Manifest:
 def write_manifest(files: Files, step: Path, manifest: Manifest) -> None:
     """``manifest.json``, then ``COMMIT``, both forced to the disk."""
     data = to_json(manifest)
-    write_small(files, step / NAME, data)
-    write_small(files, step / COMMIT, _commit_text(len(data), hashlib.sha256(data).hexdigest()))
-
-
-def write_small(files: Files, path: Path, data: bytes) -> None:
-    """A new file with this content, forced to the disk."""
-    with named(path):
-        file = files.create(path)
-        try:
-            files.write(file, memoryview(data))
-            files.sync(file)
-        finally:
-            files.close(file)
+    write_new(files, step / NAME, [memoryview(data)])
+    record = _commit_text(len(data), hashlib.sha256(data).hexdigest())
+    write_new(files, step / COMMIT, [memoryview(record)])
 
 
 def commit(files: Files, written: Path, step: int) -> Path:
@@ -138,7 +133,7 @@ def commit(files: Files, written: Path, step: int) -> Path:
 def point_to(files: Files, step: Path, attempt: str) -> None:
     """Write the hint ``latest``."""
     hint = step.parent / f"latest.tmp-{attempt}"
-    write_small(files, hint, dump({"newest": step.name}))
+    write_new(files, hint, [memoryview(dump({"newest": step.name}))])
     files.rename(hint, step.parent / "latest")
 
 

@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -213,6 +213,21 @@ def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
             count = files.read_into(file, target, 0)
         del data[count:]
         return data
+
+
+def write_new(files: Files, path: Path, chunks: Iterable[memoryview]) -> int:
+    """A new file of these chunks, forced to the disk; returns its bytes."""
+    count = 0
+    with named(path):
+        file = files.create(path)
+        try:
+            for chunk in chunks:
+                files.write(file, chunk)
+                count += len(chunk)
+            files.sync(file)
+        finally:
+            files.close(file)
+    return count
 
 
 @contextmanager
