@@ -47,7 +47,7 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
     settings = json.dumps(config.to_json(), sort_keys=True)
     aliased = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     structure = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in aliased])
-    division = repr([(row.name, row.stages, row.ranges) for row in plan.table]) + repr(plan.cut and plan.cut.boundaries)
+    division = repr([(row.name, row.owners, row.ranges) for row in plan.table]) + repr(plan.cut and plan.cut.boundaries)
     texts = (settings.encode(), structure.encode(), sums.numpy().tobytes(), division.encode())
     hashes = [_hash(text) for text in texts]
     gathered = _gather(torch.stack(hashes), comm, device)

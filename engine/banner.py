@@ -130,7 +130,7 @@ def _pipeline_lines(plan: Plan) -> dict[str, str]:
     total = sum(call.flops for call in plan.timeline.calls) or 1
     for stage, part in enumerate(plan.cut.stages):
         calls = [plan.timeline.calls[index] for index in sorted(part.calls)]
-        held = sum(row.elements for row in plan.table.on_stage(stage))
+        held = sum(row.elements for row in plan.table.held_by(stage))
         share = sum(call.flops for call in calls) / total
         lines.append(
             f"stage {stage}: {calls[0].unit} .. {calls[-1].unit}, {held:,} parameters, {share:.0%} of the FLOPs, "

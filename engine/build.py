@@ -144,7 +144,7 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     """Check that all ranks were given the same, then place parameters, hooks and optimizer."""
     config = plan.config
     check_equal(model, plan, comm, device)
-    for stages in plan.tie_stages:
+    for stages in plan.tie_owners:
         comm.connect(stages)
     comm.link(plan.links)
     entries = state_entries(model)
@@ -185,7 +185,7 @@ def place_model(
 ) -> tuple[FlatBucket, ...]:
     """Cut the model to what this rank holds, and move that into flat buckets: trained ones, then frozen ones."""
     coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
-    rows = {row.name: row for row in plan.table.on_stage(coord.pp)}
+    rows = {row.name: row for row in plan.table.held_by(coord.pp)}
     cuts = plan.tensor.parameters if plan.tensor else {}
     sharded, each = config.zero_optimization.stage > 0, reduces_each_microbatch(config)
     who = Ownership(coord.dp, config.dp, sharded, each, shards_parameters(config), plan.precision.master)

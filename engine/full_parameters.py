@@ -54,7 +54,7 @@ def _matching(parts: Parts, pattern: str) -> list[str]:
             f"full_parameters({pattern!r}) matches no parameter; give a name or pattern of model.named_parameters()."
         )
     stage = parts.comm.grid.coord().pp
-    return [row.name for row in rows if stage in row.stages]
+    return [row.name for row in rows if stage in row.owners]
 
 
 def _rows(parts: Parts, pattern: str) -> list[ShardRow]:
@@ -80,7 +80,7 @@ def _check_data_ranks(flats: Sequence[FlatBucket], parts: Parts) -> None:
 def _check_holders(chosen: Mapping[str, nn.Parameter], pattern: str, parts: Parts) -> None:
     """Tied parameters lie on several stages, and tensor ranks hold what is not cut."""
     tp = parts.comm.grid.tp
-    shared = [row.name for row in _rows(parts, pattern) if len(row.stages) > 1 or (row.dim is None and tp > 1)]
+    shared = [row.name for row in _rows(parts, pattern) if len(row.owners) > 1 or (row.dim is None and tp > 1)]
     if not shared:
         return
     absent = torch.iinfo(torch.int64).min

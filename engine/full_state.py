@@ -83,14 +83,14 @@ class FullState:
         held = {name: weight.cpu() for name, weight in full_weights(buckets, self._comm) if self._coord.dp == 0}
         parameters = dict(self._model.named_parameters())
         filled = {slot.name for flat in buckets for slot in flat.bucket.slots}
-        for row in self._plan.table.on_stage(self._coord.pp):
+        for row in self._plan.table.held_by(self._coord.pp):
             if row.name not in filled:
                 held[row.name] = parameters[row.name].detach()
         return held
 
     def _whole(self, row: ShardRow, held: Mapping[str, Tensor]) -> Tensor | None:
         """The row on rank 0, and on its first stage; None elsewhere."""
-        stage, here = row.stages[0], self._coord.pp
+        stage, here = row.owners[0], self._coord.pp
         whole: Tensor | None = None
         if here == stage:
             whole = self._over_tensor_ranks(row, held[row.name])

@@ -87,9 +87,9 @@ class Plan:
         return self.cut.stage_of_buffer(self.timeline, name)
 
     @property
-    def tie_stages(self) -> tuple[tuple[int, ...], ...]:
+    def tie_owners(self) -> tuple[tuple[int, ...], ...]:
         """Every set of stages that own parameters together, in one order for all ranks."""
-        return tuple(sorted({row.stages for row in self.table if len(row.stages) > 1}))
+        return tuple(sorted({row.owners for row in self.table if len(row.owners) > 1}))
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
@@ -102,7 +102,7 @@ class Plan:
     def rank(self, rank: int) -> RankPlan:
         """What ``rank`` holds and sends; pure arithmetic."""
         coord = self.grid(rank).coord()
-        rows = self.table.on_stage(coord.pp)
+        rows = self.table.held_by(coord.pp)
         held = sum(held_elements(row, coord.tp) for row in rows)
         sharded = {slot.name for bucket in self.layout(coord).frozen for slot in bucket.slots}
         whole = [row for row in rows if not row.trainable and row.name not in sharded]
@@ -115,7 +115,7 @@ class Plan:
         if self.gather_groups is None:
             return None
         zero, layout = self.config.zero_optimization, self.layout(coord)
-        order = gather_order(layout, any(row.trainable and row.stages[0] < coord.pp for row in self.table))
+        order = gather_order(layout, any(row.trainable and row.owners[0] < coord.pp for row in self.table))
         sizes = tuple(bucket.elements * getattr(torch, bucket.dtype).itemsize for bucket in order.buckets)
         limit = None if zero.gather == "step" else zero.keep_gathered_bytes
         passes = passes_of(self.schedule.per_rank[coord.pp])
@@ -123,7 +123,7 @@ class Plan:
 
     def _traffic(self, coord: Coord) -> tuple[Traffic, ...]:
         microbatches = self.config.accumulation
-        rows = self.table.on_stage(coord.pp)
+        rows = self.table.held_by(coord.pp)
         parts = [gradient_traffic(self.layout(coord), rows, self.config, self.precision)]
         if (gathers := self.gathers(coord)) is not None:
             parts.append(gather_traffic(gathers, self.config.dp))
@@ -288,7 +288,7 @@ def _layouts(
 ) -> dict[tuple[int, int], FlatLayout]:
     return {
         (stage, tp): build_layout(
-            _items(table.on_stage(stage), (stage, tp), precision, gathers),
+            _items(table.held_by(stage), (stage, tp), precision, gathers),
             config.dp,
             config.zero_optimization.reduce_bucket_size,
         )
@@ -314,7 +314,7 @@ def _items(
                     str(dtype).removeprefix("torch."),
                     row.group,
                     row.counted(stage, tp),
-                    row.stages if row.trainable and len(row.stages) > 1 else (),
+                    row.owners if row.trainable and len(row.owners) > 1 else (),
                     row.trainable and row.partial,
                     (EVERYWHERE,) if users and row.in_glue else users,
                     row.trainable,

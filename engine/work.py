@@ -61,7 +61,7 @@ class Sights:
 
     def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch) -> None:
         self._plan, self._program, self._axis = plan, program, axis
-        self._held = [{row.name for row in plan.table.on_stage(index)} for index in range(plan.config.pp)]
+        self._held = [{row.name for row in plan.table.held_by(index)} for index in range(plan.config.pp)]
         self._seen: dict[object, Sight] = {}
         if plan.timeline is not None and plan.cut is not None:
             with torch.enable_grad():

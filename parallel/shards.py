@@ -10,7 +10,7 @@ tensor axis cuts it. A row that is not cut has a single range that every tensor 
     cut over tp=2             Range(0, 4, holders=(0,))  Range(4, 8, holders=(1,))
     a shared kv head, tp=4    Range(0, 4, holders=(0, 1))  Range(4, 8, holders=(2, 3))
 
-Of all copies of an element, over stages and tensor ranks, exactly one is counted (the first stage's, the
+Of all copies of an element, over pipeline and tensor ranks, exactly one is counted (the first owner's, the
 first holder's), so that a norm sees every element once.
 """
 
@@ -44,8 +44,8 @@ class ShardRow:
     """Full shape, before any cut."""
     dtype: torch.dtype
     """Dtype in the model as the user gave it."""
-    stages: tuple[int, ...]
-    """Pipeline stages that own it; several when it is tied across stages."""
+    owners: tuple[int, ...]
+    """Indices of axis pp that hold it; several when it is tied across them."""
     dim: int | None
     """Dim that the tensor axis cuts, or None."""
     ranges: tuple[Range, ...]
@@ -70,9 +70,9 @@ class ShardRow:
         held = sum(part.stop - part.start for part in self.ranges if tp in part.holders)
         return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
 
-    def counted(self, stage: int, tp: int) -> bool:
-        """Whether the copy that this stage and tensor coordinate hold is the one that a norm counts."""
-        return stage == self.stages[0] and all(part.holders[0] == tp for part in self.ranges if tp in part.holders)
+    def counted(self, pp: int, tp: int) -> bool:
+        """Whether the copy that this pipeline and tensor coordinate hold is the one that a norm counts."""
+        return pp == self.owners[0] and all(part.holders[0] == tp for part in self.ranges if tp in part.holders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ class ShardTable:
     def __iter__(self) -> Iterator[ShardRow]:
         return iter(self.rows)
 
-    def on_stage(self, stage: int) -> tuple[ShardRow, ...]:
-        """Rows that a pipeline stage owns."""
-        return tuple(row for row in self.rows if stage in row.stages)
+    def held_by(self, pp: int) -> tuple[ShardRow, ...]:
+        """Rows that an index of axis pp holds."""
+        return tuple(row for row in self.rows if pp in row.owners)
 
     @property
     def elements(self) -> int:
@@ -116,7 +116,7 @@ class Division:
     partial: Collection[str] = ()
     """Held by all tensor ranks, each of which has a part of the gradient."""
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Stages over the pipeline axis; who is not named lies on stage 0."""
+    """Indices of axis pp; who is not named lies on the first."""
     in_glue: Collection[str] = ()
     """Read outside modules."""
 
@@ -147,7 +147,7 @@ def _row(names: Sequence[str], parameter: nn.Parameter, group: int, division: Di
         aliases=tuple(names[1:]),
         shape=shape,
         dtype=parameter.dtype,
-        stages=division.owners.get(name) or (0,),
+        owners=division.owners.get(name) or (0,),
         dim=cut.dim if cut else None,
         ranges=cut.ranges if cut else (whole,),
         partial=any(len(part.holders) > 1 for part in cut.ranges) if cut else name in division.partial,

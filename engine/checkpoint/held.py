@@ -55,7 +55,7 @@ class Holdings:
         """The parameters that lie in no bucket; every data rank has them whole."""
         inside = {slot.name for flat in self.buckets for slot in flat.bucket.slots}
         parameters = dict(self.model.named_parameters())
-        for row in self.shares.plan.table.on_stage(self.coord.pp):
+        for row in self.shares.plan.table.held_by(self.coord.pp):
             if row.name not in inside:
                 yield self._held(f"param/{row.name}", row, parameters[row.name].detach().view(-1))
 

@@ -78,7 +78,7 @@ class Shares:
     def stored(self, row: ShardRow, coord: Coord) -> Piece | None:
         """What this rank stores of a row; None where that is nothing."""
         part = stored_part(row, coord.tp)
-        if part is None or coord.pp != row.stages[0]:
+        if part is None or coord.pp != row.owners[0]:
             return None
         piece = self.own(row, coord).within(part)
         return piece if piece.elements else None
@@ -99,9 +99,9 @@ def model_tensors(
     """
     plan = shares.plan
     rows = [(row, shares.kind(row)) for row in plan.table if row.name in keys]
-    owners = _spread([(row.stages[0], kind.bytes) for row, kind in rows], plan)
+    owners = _spread([(row.owners[0], kind.bytes) for row, kind in rows], plan)
     tensors = [
-        ModelTensor(f"param/{row.name}", keys[row.name], kind, row.stages[0], owner, row)
+        ModelTensor(f"param/{row.name}", keys[row.name], kind, row.owners[0], owner, row)
         for (row, kind), owner in zip(rows, owners, strict=True)
     ]
     grid = plan.grid(0)

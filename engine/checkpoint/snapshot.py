@@ -178,7 +178,7 @@ class Snapshots:
     def _stored(self, held: Held) -> Piece | None:
         """What of a piece this rank stores; None for copies of what another one does."""
         part = stored_part(held.row, self._coord.tp)
-        if part is None or held.row.stages[0] != self._coord.pp:
+        if part is None or held.row.owners[0] != self._coord.pp:
             return None
         piece = held.own.within(part)
         return piece if piece.elements else None

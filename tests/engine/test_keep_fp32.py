@@ -83,7 +83,7 @@ def measure(name: str, grid: str, mode: str, stage: int) -> dict[str, Any]:
             if t is not None
         ]
         held += [value for state in eng.optimizer.state.values() for value in state.values()]
-        present = {row.name for row in eng.plan.table.on_stage(eng.grid.coord().pp)}
+        present = {row.name for row in eng.plan.table.held_by(eng.grid.coord().pp)}
         dtypes = {n: str(p.dtype) for n, p in eng.module.named_parameters() if n in present}
         return {
             "losses": losses,

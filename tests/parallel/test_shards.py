@@ -66,20 +66,20 @@ def test_an_uncut_row_is_one_range_that_every_tensor_rank_holds(tp: int) -> None
 
 
 def test_rows_of_a_stage_are_those_it_owns_and_a_tie_is_on_several(table: ShardTable) -> None:
-    assert table.on_stage(0) == table.rows and table.on_stage(1) == ()
+    assert table.held_by(0) == table.rows and table.held_by(1) == ()
     first, tied, last = cut("a", (0,)), cut("b", (0, 2)), cut("c", (2,))
     staged = ShardTable((first, tied, last))
-    assert staged.on_stage(0) == (first, tied)
-    assert staged.on_stage(1) == ()
-    assert staged.on_stage(2) == (tied, last)
+    assert staged.held_by(0) == (first, tied)
+    assert staged.held_by(1) == ()
+    assert staged.held_by(2) == (tied, last)
     assert staged.elements == 3 * 8 * 6
 
 
-def cut(name: str, stages: tuple[int, ...], dim: int | None = 0, *ranges: Range) -> ShardRow:
+def cut(name: str, owners: tuple[int, ...], dim: int | None = 0, *ranges: Range) -> ShardRow:
     """A row of shape (8, 6) that the tensor axis cuts along ``dim``."""
     held = ranges or (Range(0, 8, (0,)),)
     shared = any(len(part.holders) > 1 for part in held)
-    return ShardRow(name, (), (8, 6), torch.float32, stages, dim, held, shared, False, True, 0)
+    return ShardRow(name, (), (8, 6), torch.float32, owners, dim, held, shared, False, True, 0)
 
 
 def test_a_cut_row_has_its_part_on_each_rank() -> None:
@@ -120,7 +120,7 @@ def test_the_grid_divides_what_it_names_and_nothing_else() -> None:
     )  # fmt: skip
     table = build_table(Odd(), {}, division)
     embed, scale, norm = (row(table, name) for name in ("embed.weight", "scale", "norm.weight"))
-    assert embed.stages == (0, 1) and embed.dim == 0 and embed.ranges == half.ranges and not embed.partial
-    assert scale.stages == (1,) and scale.in_glue and scale.dim is None
-    assert norm.stages == (0,) and norm.partial and not norm.counted(0, 1) and norm.counted(0, 0)
-    assert table.on_stage(1) == (scale, embed)
+    assert embed.owners == (0, 1) and embed.dim == 0 and embed.ranges == half.ranges and not embed.partial
+    assert scale.owners == (1,) and scale.in_glue and scale.dim is None
+    assert norm.owners == (0,) and norm.partial and not norm.counted(0, 1) and norm.counted(0, 0)
+    assert table.held_by(1) == (scale, embed)
