@@ -135,8 +135,8 @@ def _pipeline_lines(plan: Plan) -> dict[str, str]:
         where = f" on rank {ranks[stage]}" if count > plan.config.pp else ""
         share = sum(call.flops for call in calls) / total
         lines.append(
-            f"stage {stage}{where}: {calls[0].unit} .. {calls[-1].unit}, {held:,} parameters, {share:.0%} of the FLOPs, "
-            f"receives {len(part.receives)} value{'s' * (len(part.receives) != 1)} a microbatch"
+            f"stage {stage}{where}: {calls[0].unit} .. {calls[-1].unit}, {held:,} parameters, {share:.0%} of the FLOPs,"
+            f" receives {len(part.receives)} value{'s' * (len(part.receives) != 1)} a microbatch"
         )
     timeline = simulate(plan.schedule)
     picture = draw(timeline, 107).splitlines()

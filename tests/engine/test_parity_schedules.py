@@ -55,9 +55,7 @@ class Case(NamedTuple):
             train_batch_size=2 * self.microbatches * data,
             train_micro_batch_size_per_gpu=2,
             zero_optimization={"stage": self.zero, "reduce": self.reduce, "reduce_bucket_size": 6000},
-            parallel={"data": 1}
-            | sizes
-            | {"schedule": self.kind.split()[0], "virtual_stages": KINDS[self.kind]},
+            parallel={"data": 1} | sizes | {"schedule": self.kind.split()[0], "virtual_stages": KINDS[self.kind]},
             activation_checkpointing={"mode": self.recompute},
         )
 
@@ -67,9 +65,7 @@ def train_all(name: str, sizes: dict[str, int], cases: Sequence[Case]) -> list[t
     wishes = Wishes(loss_sum if name.startswith("decoder") else None)
     rows = {case.microbatches: 2 * case.microbatches * sizes.get("data", 1) for case in cases}
     batches = {count: models.batches_for(name.split()[0], size) for count, size in rows.items()}
-    runs = [
-        train_on_grid(MODELS[name], case.settings(sizes), batches[case.microbatches], wishes) for case in cases
-    ]
+    runs = [train_on_grid(MODELS[name], case.settings(sizes), batches[case.microbatches], wishes) for case in cases]
     if not runs[0].weights:
         return []
     alone = {
