@@ -5,18 +5,24 @@
     rank 1 | . F0 B0 B0 F1 B1 B1 F2 B2 B2  .  .
 
 Too wide for that, it keeps one letter of each cell; wider still, a letter stands for several cells and shows
-what most of that time is spent on, so that the phases remain.
+what most of that time is spent on, so that the phases remain. Capitals are then the first stage of a rank,
+small letters its later ones.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import ceil
+from statistics import median
 
 from engine.parallel.pipeline.check import Span, Timeline
 from engine.parallel.pipeline.schedule import Action
+from engine.parallel.pipeline.summary import Panel, end_of
 
 IDLE = "."
 _ROUNDING = 1e-9
 """Sums of float costs may end a little past a cell."""
+
+Label = Callable[[Action], str]
 
 
 def draw(timeline: Timeline, width: int = 120) -> str:
@@ -24,35 +30,86 @@ def draw(timeline: Timeline, width: int = 120) -> str:
 
     A cell is as long as the shortest action.
     """
-    schedule = timeline.schedule
-    names = [f"rank {rank}" for rank in range(len(schedule.per_rank))]
+    return draw_panels((Panel(timeline),), width)
+
+
+def draw_panels(panels: Sequence[Panel], width: int = 120) -> str:
+    """Several timelines one above the other; those of one unit share a scale, the longest takes all columns.
+
+    So two kinds of schedule can be compared, and a measured step in seconds lies under the predicted one: where
+    both have the same shape they look the same. The first panel says how long a cell is.
+    """
+    names = [f"rank {rank}" for rank in range(max(len(panel.timeline.spans) for panel in panels))]
     margin = max(map(len, names))
     room = max(width - margin - 2, 1)
-    cell = min((span.end - span.start for row in timeline.spans for span in row if span.end > span.start), default=1)
-    cells = ceil(timeline.makespan / cell - _ROUNDING)
-    several = any(len(stages) > 1 for stages in schedule.stages_of_rank)
-    label: Callable[[Action], str] = str if several else _without_stage
-    wide = max(len(label(action)) for row in schedule.per_rank for action in row)
-
-    title = schedule.name
-    if cells * (wide + 1) - 1 <= room:
-        rows = [" ".join(text.rjust(wide) for text in _row(spans, cell, cells, label)) for spans in timeline.spans]
-    else:
-        merged = ceil(cells / room)
-        title += ", a letter is the time of " + ("one cell" if merged == 1 else f"{merged} cells")
-        rows = ["".join(_row(spans, cell * merged, ceil(cells / merged), _letter)) for spans in timeline.spans]
-    return "\n".join([title, *(f"{name:{margin}} |{row}" for name, row in zip(names, rows, strict=True))])
+    layout = _layout(panels, room)
+    pictures = []
+    for panel in panels:
+        cell = end_of(panel, panels) / layout.length if layout.length else 1
+        rows = [f"{name:{margin}} |{row}" for name, row in zip(names, _rows(panel, layout, cell), strict=False)]
+        pictures.append("\n".join([_title(panel, layout, cell), *rows]))
+    return "\n\n".join(pictures)
 
 
-def _without_stage(action: Action) -> str:
-    return f"{action.op}{action.microbatch}"
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    length: float
+    """Of the longest panels, in cells: the shortest action of the first panel."""
+    merged: int
+    """Cells in a column; 0: columns are labelled cells."""
+    wide: int
+    """Characters of the longest label."""
 
 
-def _letter(action: Action) -> str:
-    return action.op.value
+def _layout(panels: Sequence[Panel], room: int) -> _Layout:
+    length = end_of(panels[0], panels) / _shortest(panels[0])
+    cells = ceil(length - _ROUNDING)
+    labels = (label(action) for panel in panels for label in [_label(panel.timeline)]
+              for row in panel.timeline.schedule.per_rank for action in row)  # fmt: skip
+    wide = max(map(len, labels))
+    return _Layout(length, 0 if cells * (wide + 1) - 1 <= room else ceil(cells / room), wide)
 
 
-def _row(spans: Sequence[Span], cell: float, cells: int, label: Callable[[Action], str]) -> list[str]:
+def _shortest(panel: Panel) -> float:
+    """The time of the shortest action; of the shortest kind of action where each took a little more or less."""
+    times: dict[str, list[float]] = {}
+    for span in (span for row in panel.timeline.spans for span in row if span.end > span.start):
+        times.setdefault(span.action.op, []).append(span.end - span.start)
+    typical: Callable[[list[float]], float] = median if panel.seconds else min
+    return min(map(typical, times.values()), default=1)
+
+
+def _title(panel: Panel, layout: _Layout, cell: float) -> str:
+    title = panel.headline() if panel.title else panel.timeline.schedule.name
+    if panel.seconds:
+        column = panel.duration(cell * max(layout.merged, 1))
+        return f"{title}, {'a letter' if layout.merged else 'a cell'} is {column}"
+    if not layout.merged:
+        return title
+    return f"{title}, a letter is the time of " + ("one cell" if layout.merged == 1 else f"{layout.merged} cells")
+
+
+def _rows(panel: Panel, layout: _Layout, cell: float) -> list[str]:
+    timeline, column = panel.timeline, cell * max(layout.merged, 1)
+    columns = ceil(timeline.makespan / column - _ROUNDING)
+    if layout.merged:
+        return ["".join(_row(spans, column, columns, _letter(timeline))) for spans in timeline.spans]
+    rows = [_row(spans, column, columns, _label(timeline)) for spans in timeline.spans]
+    return [" ".join(text.rjust(layout.wide) for text in row) for row in rows]
+
+
+def _label(timeline: Timeline) -> Label:
+    """The token, without the stage where each rank has one."""
+    several = any(len(stages) > 1 for stages in timeline.schedule.stages_of_rank)
+    return str if several else lambda action: f"{action.op}{action.microbatch}"
+
+
+def _letter(timeline: Timeline) -> Label:
+    first = {min(stages) for stages in timeline.schedule.stages_of_rank if stages}
+    return lambda action: action.op.value if action.stage in first else action.op.value.lower()
+
+
+def _row(spans: Sequence[Span], cell: float, cells: int, label: Label) -> list[str]:
     """The label on which most of each cell is spent; the earliest of equals."""
     shares: list[dict[str, float]] = [{} for _ in range(cells)]
     for span in spans:
