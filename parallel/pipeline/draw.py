@@ -4,13 +4,14 @@
     rank 0 |F0 F1  .  . B0 B0 F2 B1 B1  . B2 B2
     rank 1 | . F0 B0 B0 F1 B1 B1 F2 B2 B2  .  .
 
-Too wide for that, it keeps one letter of each cell; wider still, a letter stands for several cells and shows
-what most of that time is spent on, so that the phases remain. Capitals are then the first stage of a rank,
-small letters its later ones.
+Where ranks have several stages, cells are tokens with the stage, ``2F5``; too wide for that, capitals are the first
+stage of a rank and small letters its later ones, ``f5``. Too wide for that, too, it keeps one letter of each cell;
+wider still, a letter stands for several cells and shows what most of that time is spent on, so that the phases remain.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil
 from statistics import median
 
@@ -56,18 +57,26 @@ class _Layout:
     length: float
     """Of the longest panels, in cells: the shortest action of the first panel."""
     merged: int
-    """Cells in a column; 0: columns are labelled cells."""
+    """Cells in a column."""
     wide: int
-    """Characters of the longest label."""
+    """Characters of a column, blanks between columns not counted; 1: there are no blanks."""
+    label: Callable[[Timeline], Label]
 
 
 def _layout(panels: Sequence[Panel], room: int) -> _Layout:
+    """The most telling labels for which there is room."""
     length = end_of(panels[0], panels) / _shortest(panels[0])
     cells = ceil(length - _ROUNDING)
-    labels = (label(action) for panel in panels for label in [_label(panel.timeline)]
-              for row in panel.timeline.schedule.per_rank for action in row)  # fmt: skip
-    wide = max(map(len, labels))
-    return _Layout(length, 0 if cells * (wide + 1) - 1 <= room else ceil(cells / room), wide)
+    for label in (_token, _small):
+        wide = max(map(len, _texts(panels, label)))
+        if cells * (wide + 1) - 1 <= room:
+            return _Layout(length, 1, wide, label)
+    return _Layout(length, ceil(cells / room), 1, _letter)
+
+
+def _texts(panels: Sequence[Panel], label: Callable[[Timeline], Label]) -> Iterator[str]:
+    for timeline in (panel.timeline for panel in panels):
+        yield from map(label(timeline), chain.from_iterable(timeline.schedule.per_rank))
 
 
 def _shortest(panel: Panel) -> float:
@@ -80,28 +89,36 @@ def _shortest(panel: Panel) -> float:
 
 
 def _title(panel: Panel, layout: _Layout, cell: float) -> str:
-    title = panel.headline() if panel.title else panel.timeline.schedule.name
+    parts = [panel.headline() if panel.title else panel.timeline.schedule.name]
+    if layout.label is not _token and _several(panel.timeline):
+        parts.append("small letters are later stages of a rank")
     if panel.seconds:
-        column = panel.duration(cell * max(layout.merged, 1))
-        return f"{title}, {'a letter' if layout.merged else 'a cell'} is {column}"
-    if not layout.merged:
-        return title
-    return f"{title}, a letter is the time of " + ("one cell" if layout.merged == 1 else f"{layout.merged} cells")
+        parts.append(f"a {'letter' if layout.wide == 1 else 'cell'} is {panel.duration(cell * layout.merged)}")
+    elif layout.wide == 1:
+        parts.append(f"a letter is the time of {'one cell' if layout.merged == 1 else f'{layout.merged} cells'}")
+    return ", ".join(parts)
 
 
 def _rows(panel: Panel, layout: _Layout, cell: float) -> list[str]:
-    timeline, column = panel.timeline, cell * max(layout.merged, 1)
-    columns = ceil(timeline.makespan / column - _ROUNDING)
-    if layout.merged:
-        return ["".join(_row(spans, column, columns, _letter(timeline))) for spans in timeline.spans]
-    rows = [_row(spans, column, columns, _label(timeline)) for spans in timeline.spans]
-    return [" ".join(text.rjust(layout.wide) for text in row) for row in rows]
+    column = cell * layout.merged
+    columns, label = ceil(panel.timeline.makespan / column - _ROUNDING), layout.label(panel.timeline)
+    rows = [_row(spans, column, columns, label) for spans in panel.timeline.spans]
+    blank = " " if layout.wide > 1 else ""
+    return [blank.join(text.rjust(layout.wide) for text in row) for row in rows]
 
 
-def _label(timeline: Timeline) -> Label:
-    """The token, without the stage where each rank has one."""
-    several = any(len(stages) > 1 for stages in timeline.schedule.stages_of_rank)
-    return str if several else lambda action: f"{action.op}{action.microbatch}"
+def _several(timeline: Timeline) -> bool:
+    return any(len(stages) > 1 for stages in timeline.schedule.stages_of_rank)
+
+
+def _token(timeline: Timeline) -> Label:
+    """Without the stage where each rank has one."""
+    return str if _several(timeline) else _small(timeline)
+
+
+def _small(timeline: Timeline) -> Label:
+    letter = _letter(timeline)
+    return lambda action: f"{letter(action)}{action.microbatch}"
 
 
 def _letter(timeline: Timeline) -> Label:

@@ -33,10 +33,16 @@ rank 1 |  . 1F0 2F0   .   . 2I0 1I0 2W0 1W0"""
 
 def test_small_letters_are_later_stages_of_a_rank() -> None:
     picture = """\
-v, a letter is the time of one cell
+v, small letters are later stages of a rank
+rank 0 |F0  .  . f0 i0 w0  . I0 W0
+rank 1 | . F0 f0  .  . i0 I0 w0 W0"""
+    assert draw(simulate(V_SHAPE), width=43) != picture
+    assert draw(simulate(V_SHAPE), width=42) == picture == draw(simulate(V_SHAPE), width=34)
+    picture = """\
+v, small letters are later stages of a rank, a letter is the time of one cell
 rank 0 |F..fiw.IW
 rank 1 |.Ff..iIwW"""
-    assert draw(simulate(V_SHAPE), width=20) == picture
+    assert draw(simulate(V_SHAPE), width=33) == picture
 
 
 def test_a_measured_step_lies_under_the_predicted_one() -> None:
