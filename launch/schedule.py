@@ -11,13 +11,12 @@ from engine.config import load_config
 from engine.errors import EngineError, ScheduleError
 from engine.parallel.pipeline.check import Cost, check, simulate
 from engine.parallel.pipeline.draw import draw
-from engine.parallel.pipeline.schedule import BUILT, Schedule, make_schedule, parse_schedule
+from engine.parallel.pipeline.schedule import KINDS, Schedule, make_schedule
+from engine.parallel.pipeline.schedule_file import ENDINGS, read_schedule
 from engine.parallel.pipeline.summary import Panel, Summary, cost_of_slices, number, summarize
 from engine.parallel.pipeline.svg import svg
 from engine.parallel.pipeline.trace import trace
 
-FILES = (".txt", ".csv")
-"""How the name of a file of action tokens ends, as in the configuration."""
 RANKS, MICROBATCHES = 4, 8
 """Where nothing says how many."""
 
@@ -25,7 +24,7 @@ RANKS, MICROBATCHES = 4, 8
 def add_options(command: ArgumentParser) -> None:
     """The words after ``trine schedule``."""
     command.add_argument("kind", nargs="?", metavar="KIND", help=(
-        f"{', '.join(BUILT)}, or a .txt or .csv file of action tokens (default 1f1b)"
+        f"{', '.join(KINDS)}, or a .txt or .csv file of action tokens (default 1f1b)"
     ))  # fmt: skip
     command.add_argument("--config", type=Path, help="take kind and sizes from a JSON configuration")
     command.add_argument("--world", type=int, help="number of processes, where the configuration needs it")
@@ -75,6 +74,8 @@ class _Asked:
 def _asked(options: Namespace) -> _Asked:
     """From the command line, then from the configuration, then by default."""
     given = _Asked(options.kind or "1f1b", options.ranks, options.microbatches, options.virtual_stages)
+    if options.config is None and options.world is not None:
+        raise ScheduleError("--world settles what a configuration leaves open; give --config, or leave it out.")
     if options.config is None:
         return given
     config = load_config(options.config, options.world)
@@ -103,31 +104,16 @@ def _cost(options: Namespace) -> Cost:
     return Cost(options.forward, backward, into, weight, options.transfer)
 
 
-def _schedule(asked: _Asked) -> Schedule:
-    """Made or read, and proven."""
-    if asked.kind.endswith(FILES):
-        return _read(asked)
-    return _made(asked)
-
-
 def _made(asked: _Asked) -> Schedule:
     ranks = RANKS if asked.ranks is None else asked.ranks
     microbatches = MICROBATCHES if asked.microbatches is None else asked.microbatches
-    virtual = 1 if asked.virtual_stages is None else asked.virtual_stages
-    schedule = make_schedule(asked.kind, ranks, microbatches, virtual)
-    check(schedule)
-    return schedule
+    usual = KINDS[asked.kind].virtual_stages if asked.kind in KINDS else 1
+    virtual = usual if asked.virtual_stages is None else asked.virtual_stages
+    return make_schedule(asked.kind, ranks, microbatches, virtual)
 
 
 def _read(asked: _Asked) -> Schedule:
-    try:
-        text = Path(asked.kind).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(f"schedule {asked.kind}: {error.strerror}; give the path of a file of actions.") from None
-    except UnicodeDecodeError:
-        raise ScheduleError(f"schedule {asked.kind} is no text; give a file of actions such as 0F0 0B0.") from None
-    schedule = parse_schedule(text, asked.kind)
-    check(schedule)
+    schedule = read_schedule(asked.kind)
     ranks = len(schedule.per_rank)
     for word, wanted, found in (
         ("ranks", asked.ranks, ranks),
@@ -143,7 +129,8 @@ def _read(asked: _Asked) -> Schedule:
 
 
 def _print_one(asked: _Asked, cost: Cost, options: Namespace) -> Panel:
-    schedule = _schedule(asked)
+    schedule = _read(asked) if asked.kind.endswith(ENDINGS) else _made(asked)
+    check(schedule)
     timeline = simulate(schedule, cost_of_slices(schedule, cost))
     if options.tokens:
         print(schedule.text(), end="")
@@ -184,20 +171,23 @@ def _print_comparison(asked: _Asked, cost: Cost) -> list[Panel]:
     """All kinds, the least idle first; returns those that these sizes allow."""
     found: list[tuple[Summary, Panel]] = []
     refused: dict[str, str] = {}
-    for kind in BUILT:
+    for kind in KINDS.values():
+        virtual = asked.virtual_stages if kind.most is None else None  # the others have a number of their own
         try:
-            schedule = _made(_Asked(kind, asked.ranks, asked.microbatches, None))
+            schedule = _made(_Asked(kind.name, asked.ranks, asked.microbatches, virtual))
         except ScheduleError as error:
-            refused[kind] = str(error)
+            refused[kind.name] = str(error)
             continue
         timeline = simulate(schedule, cost_of_slices(schedule, cost))
         found.append((summarize(timeline), Panel(timeline)))
+    if not found:
+        raise ScheduleError(next(iter(refused.values())))
     found.sort(key=lambda pair: (round(pair[0].bubble, 9), pair[0].peak, pair[0].messages))
     rows = [_COLUMNS, *(_cells(panel.timeline.schedule.name, figures) for figures, panel in found)]
     print(_table(rows))
     print(_MEANING.format(times=_times(cost)))
-    for kind, reason in refused.items():
-        print(f"{kind} is left out: {reason}")
+    for name, reason in refused.items():
+        print(f"{name} is left out: {reason}")
     return [panel for _, panel in found]
 
 

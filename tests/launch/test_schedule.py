@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from engine.launch.cli import main
-from engine.parallel.pipeline.schedule import one_f_one_b, parse_schedule
+from engine.parallel.pipeline.schedule import KINDS, one_f_one_b, parse_schedule
 
 ROOT = Path(__file__).parents[2]
 V_SHAPE = "0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 1I0 2W0 1W0\n"
@@ -117,10 +117,42 @@ def test_svg_and_trace_are_written(capsys: pytest.CaptureFixture[str], tmp_path:
     assert sum(event["dur"] for event in slices) == 12 * 500  # half a slice each, 1000 us
 
 
-def test_comparison_of_all_kinds_in_one_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    run(capsys, "--compare", "--svg", tmp_path / "all.svg")
+def comparison(text: str) -> dict[str, list[str]]:
+    """Rows of the table by kind, in their order."""
+    rows = [line.split() for line in text.splitlines()]
+    return {row[0]: row[1:] for row in rows if row[0] in KINDS and len(row) == 7}
+
+
+def test_comparison_lists_all_kinds_the_least_idle_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = run(capsys, "--compare", "--ranks", "4", "--microbatches", "8", "--svg", tmp_path / "all.svg")
+    rows = comparison(text)
+    assert set(rows) == set(KINDS) and "left out" not in text
+    assert text.startswith("kind         stages   idle  time  held  messages  backward\n")
+    assert rows["1f1b"] == ["4", "27.3%", "33", "4", "48", "whole"]
+    assert rows["gpipe"] == ["4", "27.3%", "33", "8", "48", "whole"]
+    assert rows["interleaved"][:3] == ["8", "15.8%", "28.5"] and rows["zb-v"][0] == "8"
+    assert [kind for kind, row in rows.items() if row[-1] == "split"] == ["zb-v", "dualpipe-v", "zb-h1"]
+    idle = [float(row[1].rstrip("%")) for row in rows.values()]
+    assert idle == sorted(idle) and list(rows)[-2:] == ["1f1b", "gpipe"]  # equally idle, but gpipe holds more
     titles = (ElementTree.parse(tmp_path / "all.svg").getroot().get("aria-label") or "").split("; ")
-    assert {title.split(":")[0] for title in titles} >= {"gpipe", "1f1b"}
+    assert [title.split(":")[0] for title in titles] == list(rows)
+
+
+def test_comparison_says_why_a_kind_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "--compare", "--ranks", "4", "--microbatches", "4")
+    assert set(comparison(text)) == set(KINDS) - {"dualpipe-v"}
+    assert text.splitlines()[-1].startswith("dualpipe-v is left out: schedule dualpipe-v with 4 microbatches")
+
+
+def test_comparison_with_other_numbers_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = {kind: row[0] for kind, row in comparison(run(capsys, "--compare", "--virtual-stages", "4")).items()}
+    assert stages["interleaved"] == stages["looped-bfs"] == "16"
+    assert stages["1f1b"] == "4" and stages["zb-v"] == "8"  # theirs are fixed
+
+
+def test_a_kind_has_its_usual_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "interleaved") == run(capsys, "interleaved", "--virtual-stages", "2")
+    assert "stages                 8: 0+7 1+6 2+5 3+4, by rank" in run(capsys, "zb-v")
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
@@ -132,6 +164,10 @@ def test_comparison_of_all_kinds_in_one_picture(capsys: pytest.CaptureFixture[st
     (["--forward", "0"], "--forward 0 is no time; give a number, more than 0."),
     (["--weight", "nan"], "--weight nan is no time; give a number, 0 or more."),
     (["--transfer", "-1"], "--transfer -1 is no time; give a number, 0 or more."),
+    (["--compare", "--ranks", "0"], "is empty; give at least one of each"),
+    (["--world", "4"], "--world settles what a configuration leaves open; give --config, or leave it out."),
+    (["gpipe", "--virtual-stages", "2"], "it holds one stage on each rank; set virtual_stages to 1."),
+    (["zb-h9"], "schedule 'zb-h9' is not built; choose "),
     (["--config", "no.json"], "no.json: no such file;"),
 ])  # fmt: skip
 def test_mistakes_are_sentences(
@@ -162,6 +198,8 @@ def test_files_that_are_no_schedules(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "line 1: '0X0' is no action" in refused(capsys, path)
     path.write_text("0F0 0B0\n1B0 1F0")
     assert "is stuck" in refused(capsys, path)
+    path.write_text("0F0 0F1 0B0 0B1\n1F1 1F0 1B0 1B1")  # could be done, but not with messages in order
+    assert "taken in the order in which they are sent" in refused(capsys, path)
 
 
 @pytest.mark.parametrize("words", [["1f1b"], ["--compare"], ["--config", "configs/tp2_pp2_zero1.json"]])
