@@ -19,7 +19,8 @@ TORCH_FREE = (
     "engine.launch.cli", "engine.launch.options", "engine.launch.run_folder", "engine.launch.schedule",
     "engine.parallel.grid", "engine.parallel.pipeline.check", "engine.parallel.pipeline.draw",
     "engine.parallel.pipeline.order", "engine.parallel.pipeline.schedule", "engine.parallel.pipeline.schedule_file",
-    "engine.parallel.pipeline.summary", "engine.parallel.pipeline.svg", "engine.parallel.pipeline.trace", "engine.parallel.traffic", "engine.zero.layout",
+    "engine.parallel.pipeline.summary", "engine.parallel.pipeline.svg", "engine.parallel.pipeline.trace",
+    "engine.parallel.traffic", "engine.zero.layout",
 )  # fmt: skip
 
 # (file, function) -> why it is longer, or has more parameters, than the ceiling.
