@@ -10,7 +10,7 @@ kept elsewhere, in globals or closures, is not seen.
 """
 
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ State = Mapping[Place, Any]
 
 _NOTHING = object()
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_PLAIN = bool | int | float | str | None
+_PLAIN = (bool, int, float, str, NoneType)
 _CLOSED = (
     Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, dict, list, tuple,
 )  # fmt: skip
