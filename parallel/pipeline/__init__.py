@@ -10,7 +10,8 @@ How an unchanged model becomes stages, in one process and without communication:
     probe          one forward without content gives a timeline: calls, glue, values
       record       the function mode that writes it down; ``ledger``: what each tensor is; ``twins``: meta twins
       unchanged    puts back whatever that forward changes
-    timeline       the data between probe and cut
+    timeline       the data between probe and cut; ``difference``: where two of them part
+    switches       attributes of the model that may turn its forward another way
     cut            where stages begin; ``balance``: even FLOPs; ``recut``: the same boundaries on other inputs
       stageplan    what one stage runs, receives, sends and holds; ``vertexcut``: the cheapest values that do
     stage          runs a plan in the user's forward; ``absent``: what is not here is NaN without memory
