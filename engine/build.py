@@ -23,9 +23,10 @@ from engine.metrics import check_sinks
 from engine.nonfinite import NonFinite
 from engine.parallel.comm import Comm
 from engine.parallel.pipeline.absent import make_absent
-from engine.parallel.pipeline.executor import Executor
+from engine.parallel.pipeline.executor import Executor, Row, row_of
 from engine.parallel.pipeline.stage import Stage
 from engine.parallel.pipeline.transport import CommTransport
+from engine.parallel.pipeline.weights import WaitingWeights
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.install import install, local_part
 from engine.parallel.tensor.partial import PartialSums
@@ -65,6 +66,9 @@ class Parts:
     comm: Comm
     bench: Bench
     executor: Executor
+    training: Row
+    """What this rank does in a step."""
+    evaluation: Row
     buckets: Sequence[FlatBucket]
     frozen: Sequence[FlatBucket]
     """Of parameters that are sharded and not trained."""
@@ -165,19 +169,24 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
     program = Program(model, request.loss_fn, plan.precision, device)
+    waiting = WaitingWeights(model) if plan.splits_backward else None
     islands = Islands(model, plan.precision.kept.modules, plan.precision.compute)
     streams = Streams(model, device)
     recomputation = Recomputation(model, config.activation_checkpointing.mode)
     gathering, released = _gather(model, plan, comm, (*buckets, *frozen))
     stage = Stage(model, device) if plan.cut is not None else None
-    bench = Bench(program, streams, Sights(plan, program, axis, example), stage, reducer, gathering)
+    bench = Bench(program, streams, Sights(plan, program, axis, example), stage, reducer, gathering, waiting)
     executor = Executor(CommTransport(comm, plan.schedule.rank_of_stage, device))
     removals = [stage.close] if stage else []
     removals += [*released, recomputation.remove, islands.remove, streams.remove, reducer.remove]
+    removals += [waiting.remove] if waiting else []
     full = FullState(model, plan, entries, comm)
     copies, nonfinite = CopiesCheck(plan, buckets, comm), NonFinite(plan, buckets, comm, device)
     checks = copies, nonfinite, WrittenBuffers(model)
-    return Parts(plan, comm, bench, executor, buckets, frozen, optimizer, rate, full, *checks, removals)
+    training, evaluation = (row_of(schedule, comm.grid.coord().pp) for schedule in (plan.schedule, plan.evaluation))
+    return Parts(
+        plan, comm, bench, executor, training, evaluation, buckets, frozen, optimizer, rate, full, *checks, removals
+    )
 
 
 def place_model(

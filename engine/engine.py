@@ -26,9 +26,10 @@ from engine.full_parameters import full_parameters
 from engine.loss import check_pair, check_trainable
 from engine.metrics import StepReport
 from engine.modes import evaluating
+from engine.outputs import Carrier
 from engine.parallel.comm import Comm
 from engine.parallel.grid import Grid
-from engine.parallel.pipeline.schedule import Schedule, forward_only
+from engine.parallel.pipeline.executor import Row
 from engine.parallel.traffic import Tally
 from engine.plan import Plan
 from engine.replica import check_batch, take_batch
@@ -36,6 +37,7 @@ from engine.reporting import Reports
 from engine.step import Step
 from engine.update import Outcome, Update
 from engine.work import Work
+from engine.zero.reduce import Backward
 
 Path_ = str | os.PathLike[str]
 BuildParts = Callable[[Batch, Exception | None], Parts]
@@ -155,7 +157,7 @@ class Engine:
         if not torch.is_grad_enabled():
             raise EngineError("train_batch under torch.no_grad, where nothing is learned; call it outside.")
         step, microbatches = self._open(batch)
-        self._play(step, Work(self._parts.bench, step, microbatches, self._random_key), self._parts.plan.schedule)
+        self._play(step, Work(self._parts.bench, step, microbatches, self._random_key), self._parts.training)
         return self._finish(step)
 
     @overload
@@ -176,8 +178,8 @@ class Engine:
         kind = "output" if return_output else "evaluate"
         work = Work(self._parts.bench, step, microbatches, self._random_key, kind)
         with evaluating(self._model):
-            self._play(step, work, forward_only(self._config.pp, self._config.accumulation))
-        control = self._update.agree(step, 0.0)
+            self._play(step, work, self._parts.evaluation)
+        control = self._update.agree(step, 0.0, self.plan.last_rank)
         step.seconds = time.perf_counter() - step.started
         report = self._reports.make(step, Outcome(control, math.nan, self.lr, 1.0, None), self.plan, self._update.made)
         if not return_output:
@@ -226,7 +228,7 @@ class Engine:
         try:
             check_trainable(weighted.sum)
             step.count(weighted, self._forwarded)
-            with self._parts.bench.backward(last=step.microbatches == self._config.accumulation):
+            with self._parts.bench.backward(Backward(last=step.microbatches == self._config.accumulation)):
                 torch.autograd.backward(step.root(weighted.sum))
             self._forwards = 0
         except BaseException:
@@ -364,7 +366,7 @@ class Engine:
         step.text = step.problem is None and is_text(microbatches[0])  # every rank, also those that see no loss
         return step, microbatches
 
-    def _play(self, step: Step, work: Work, schedule: Schedule) -> None:
+    def _play(self, step: Step, work: Work, row: Row) -> None:
         """Look at all microbatches, then run them; an error waits in ``step`` until all ranks meet, if they can.
 
         In a look nothing is sent, and what is wrong is wrong on the whole replica. In the middle of a pipeline or
@@ -377,11 +379,10 @@ class Engine:
             step.problem = problem
         if step.problem is not None:
             return
-        row = schedule.per_rank[self._grid.coord().pp]
         try:
-            with self._parts.bench.passes(row):
+            with self._parts.bench.passes(row.actions):
                 self._parts.executor.run(row, work)
-                work.bring_outputs(self._comm, self._device)
+                work.bring_outputs(Carrier(self._comm, self._device, self.plan.last_rank))
         except Exception as problem:
             if self._grid.size("replica") > 1 or self._parts.bench.gathering is not None:
                 raise

@@ -6,6 +6,7 @@ its cut, schedule and layout from it, and the measured bytes are compared with i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -28,10 +29,11 @@ from engine.config import Config
 from engine.errors import PlanError, ScheduleError
 from engine.example import look
 from engine.groups import assign_groups
+from engine.parallel.backend import Channel, Link, state_link
 from engine.parallel.grid import Coord, Grid
 from engine.parallel.pipeline.check import check
 from engine.parallel.pipeline.cut import Cut, make_cut
-from engine.parallel.pipeline.schedule import Op, Schedule, make_schedule, parse_schedule
+from engine.parallel.pipeline.schedule import Op, Schedule, forward_only, make_schedule, parse_schedule
 from engine.parallel.pipeline.timeline import Timeline
 from engine.parallel.shards import Division, ShardRow, ShardTable, build_table
 from engine.parallel.tensor.budget import Watch, loss_traffic, traffic_by_call
@@ -40,20 +42,21 @@ from engine.parallel.traffic import Tally, Traffic
 from engine.precision import Precision, make_precision
 from engine.program import Program
 from engine.recompute import recomputed_blocks
+from engine.users import Users
 from engine.zero.gather_groups import GatherGroups, find_gather_groups
-from engine.zero.gather_order import EVERYWHERE, gather_order, passes_of
+from engine.zero.gather_order import gather_order, passes_of
 from engine.zero.layout import FlatLayout, Item, build_layout
 from engine.zero.optimizer import GroupOptions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Grid, shard table, flat layouts, cut, schedule and budgets of one run."""
 
     config: Config
     table: ShardTable
     layouts: Mapping[tuple[int, int], FlatLayout]
-    """By (pipeline stage, tensor coordinate)."""
+    """By (pipeline coordinate, tensor coordinate)."""
     groups: tuple[GroupOptions, ...]
     precision: Precision
     schedule: Schedule
@@ -80,24 +83,47 @@ class Plan:
         """The flat layout of a position."""
         return self.layouts[coord.pp, coord.tp]
 
-    def stage_of_buffer(self, name: str) -> int:
-        """The stage that runs the module of a buffer; free code runs on every stage, the first among them."""
+    def owner_of_buffer(self, name: str) -> int:
+        """The pipeline rank that runs the module of a buffer; free code runs on every stage, the first among them."""
         if self.cut is None or self.timeline is None:
             return 0
-        return self.cut.stage_of_buffer(self.timeline, name)
+        return self.schedule.rank_of_stage[self.cut.stage_of_buffer(self.timeline, name)]
+
+    @cached_property
+    def evaluation(self) -> Schedule:
+        """The forwards alone."""
+        return forward_only(self.schedule.stages_of_rank, self.config.accumulation)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some weight gradients wait."""
+        return any(action.op is Op.BACKWARD_WEIGHT for row in self.schedule.per_rank for action in row)
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank that has the last stage, and with it the loss."""
+        return self.schedule.rank_of_stage[-1]
+
+    def stages(self, pp: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, ascending."""
+        return self.schedule.stages_of_rank[pp]
 
     @property
     def tie_owners(self) -> tuple[tuple[int, ...], ...]:
-        """Every set of stages that own parameters together, in one order for all ranks."""
+        """Every set of pipeline ranks that own parameters together, in one order for all ranks."""
         return tuple(sorted({row.owners for row in self.table if len(row.owners) > 1}))
 
     @property
-    def links(self) -> tuple[tuple[int, int], ...]:
-        """Every pair of pipeline ranks that exchange messages; all with the first, which collects the full state."""
-        far = {(0, stage) for stage in range(1, self.config.pp)}
-        if self.cut is not None:
-            far |= {tuple(sorted((plan.stage, other))) for plan in self.cut.stages for other in plan.receives.values()}  # type: ignore[misc]
-        return tuple(sorted(far))
+    def links(self) -> tuple[Link, ...]:
+        """Every way that a message takes; one from each pipeline rank to the first, which collects the full state."""
+        links = {state_link(rank, 0) for rank in range(1, self.config.pp)}
+        for plan in self.cut.stages if self.cut is not None else ():
+            for other in plan.receives.values():
+                source, target = (self.schedule.rank_of_stage[stage] for stage in (other, plan.stage))
+                if source != target:
+                    links.add(Link(Channel("forward", other, plan.stage), source, target))
+                    links.add(Link(Channel("backward", plan.stage, other), target, source))
+        return tuple(sorted(links))
 
     def rank(self, rank: int) -> RankPlan:
         """What ``rank`` holds and sends; pure arithmetic."""
@@ -114,12 +140,19 @@ class Plan:
         """When a position gathers its sharded parameters; None where they are not sharded."""
         if self.gather_groups is None:
             return None
-        zero, layout = self.config.zero_optimization, self.layout(coord)
-        order = gather_order(layout, any(row.trainable and row.owners[0] < coord.pp for row in self.table))
+        zero, layout, stages = self.config.zero_optimization, self.layout(coord), self.stages(coord.pp)
+        order = gather_order(layout, [stage for stage in stages if self._is_fed(stage)], stages)
         sizes = tuple(bucket.elements * getattr(torch, bucket.dtype).itemsize for bucket in order.buckets)
         limit = None if zero.gather == "step" else zero.keep_gathered_bytes
         passes = passes_of(self.schedule.per_rank[coord.pp])
         return GatherPlan(order, passes, order.pinned(limit, sizes), sizes)
+
+    def _is_fed(self, stage: int) -> bool:
+        """Whether something that comes before this stage is trained."""
+        if self.cut is None:
+            return False
+        trained = {row.name for row in self.table if row.trainable}
+        return any(plan.parameters & trained for plan in self.cut.stages[:stage])
 
     def _traffic(self, coord: Coord) -> tuple[Traffic, ...]:
         microbatches = self.config.accumulation
@@ -128,9 +161,11 @@ class Plan:
         if (gathers := self.gathers(coord)) is not None:
             parts.append(gather_traffic(gathers, self.config.dp))
         parts.append(control_traffic(self.config, self.grid(0).world_size))
-        parts.append(times(self.tensor_traffic.get(coord.pp, Tally()), microbatches))
-        if self.cut is not None and self.timeline is not None:
-            parts.append(stage_traffic(self.cut.stages[coord.pp], self.timeline.values, microbatches))
+        for stage in self.stages(coord.pp):
+            parts.append(times(self.tensor_traffic.get(stage, Tally()), microbatches))
+            if self.cut is not None and self.timeline is not None:
+                ranks = self.schedule.rank_of_stage
+                parts.append(stage_traffic(self.cut.stages[stage], self.timeline.values, ranks, microbatches))
         return Tally(row for part in parts for row in part.rows()).rows()
 
 
@@ -165,13 +200,14 @@ def build_plan(config: Config, wish: Wish) -> Plan:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")
     schedule = _schedule(config)
     tensor = _tensor_plan(model, config)
-    sight = _see(config, wish, tensor)
-    table = build_table(model, assigned, _division(config, tensor, sight))
+    sight = _see(config, wish, tensor, schedule.stages)
+    table = build_table(model, assigned, _division(config, tensor, sight, schedule))
     calls = [call.unit for call in sight.timeline.calls] if sight.timeline else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
     notes = [*_notes(model, config, precision), *sight.notes]
+    users = Users(schedule.stages_of_rank, sight.cut, sight.timeline, gathers)
     return Plan(
-        config, table, _layouts(table, config, precision, gathers), groups, precision, schedule,
+        config, table, _layouts(table, config, precision, users), groups, precision, schedule,
         None if wish.own_optimizer else _moments(config), tuple(notes),
         tensor, sight.timeline, sight.cut, sight.traffic, gathers,
     )  # fmt: skip
@@ -187,13 +223,13 @@ class _Sight:
     notes: tuple[str, ...] = ()
 
 
-def _see(config: Config, wish: Wish, tensor: TensorPlan | None) -> _Sight:
+def _see(config: Config, wish: Wish, tensor: TensorPlan | None, stages: int) -> _Sight:
     if not needs_example(config):
         return _order_of_calls(config, wish)
     model = wish.program.model
     watch = Watch(model, tensor, recomputed_blocks(model, config.activation_checkpointing.mode)) if tensor else None
     try:
-        timeline = look(wish.program, wish.example, config.pp, watch)
+        timeline = look(wish.program, wish.example, stages, watch)
     except PlanError as problem:
         if config.pp > 1:
             raise
@@ -201,15 +237,15 @@ def _see(config: Config, wish: Wish, tensor: TensorPlan | None) -> _Sight:
         return _Sight(notes=(f"bytes over tp are not known before they are sent: {problem}",))
     _check_reads(watch)
     split = None if config.parallel.split == "auto" else config.parallel.split
-    cut = make_cut(timeline, config.pp, split) if config.pp > 1 else None
+    cut = make_cut(timeline, stages, split) if config.pp > 1 else None
     if tensor is None or watch is None:
         return _Sight(timeline, cut)
-    stages = cut.stage_of_call if cut else (0,) * len(timeline.calls)
-    traffic = {stage: Tally() for stage in range(config.pp)}
+    stage_of_call = cut.stage_of_call if cut else (0,) * len(timeline.calls)
+    traffic = {stage: Tally() for stage in range(stages)}
     for call, tally in traffic_by_call(watch.sums, timeline, config.tp).items():
-        traffic[stages[call]] = Tally((*traffic[stages[call]].rows(), *tally.rows()))
-    last = traffic[config.pp - 1].rows()
-    traffic[config.pp - 1] = Tally((*last, *loss_traffic(tensor, timeline, config.tp).rows()))
+        traffic[stage_of_call[call]] = Tally((*traffic[stage_of_call[call]].rows(), *tally.rows()))
+    last = traffic[stages - 1].rows()
+    traffic[stages - 1] = Tally((*last, *loss_traffic(tensor, timeline, config.tp).rows()))
     return _Sight(timeline, cut, traffic)
 
 
@@ -223,12 +259,14 @@ def _order_of_calls(config: Config, wish: Wish) -> _Sight:
         return _Sight()
 
 
-def _division(config: Config, tensor: TensorPlan | None, sight: _Sight) -> Division:
+def _division(config: Config, tensor: TensorPlan | None, sight: _Sight, schedule: Schedule) -> Division:
+    stages = sight.cut.owners if sight.cut else {}
+    ranks = schedule.rank_of_stage
     return Division(
         tp=config.tp,
         cuts=tensor.parameters if tensor else {},
         partial=tensor.partial if tensor else (),
-        owners=sight.cut.owners if sight.cut else {},
+        owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
         in_glue=sight.timeline.read_by_glue if sight.timeline else (),
     )
 
@@ -260,9 +298,11 @@ def _schedule(config: Config) -> Schedule:
     Raises:
         ScheduleError: unknown, stuck, or not for these stages and microbatches.
     """
-    kind, stages, microbatches = config.parallel.schedule, config.pp, config.accumulation
+    kind, ranks, microbatches = config.parallel.schedule, config.pp, config.accumulation
     if not kind.endswith((".txt", ".csv")):
-        schedule = make_schedule(kind, stages, microbatches, config.parallel.virtual_stages)
+        schedule = make_schedule(kind, ranks, microbatches, config.parallel.virtual_stages)
+        if ranks == 1:  # nobody to wait for: any kind is a plain loop
+            schedule = make_schedule("1f1b", 1, microbatches)
         check(schedule)
         return schedule
     try:
@@ -273,51 +313,48 @@ def _schedule(config: Config) -> Schedule:
         raise ScheduleError(f"schedule {kind} is no text; give a file of actions such as 0F0 0B0.") from None
     schedule = parse_schedule(text, kind)
     check(schedule)
-    split = any(action.op not in (Op.FORWARD, Op.BACKWARD) for row in schedule.per_rank for action in row)
-    in_order = schedule.stages_of_rank == tuple((stage,) for stage in range(stages))
-    if split or not in_order or schedule.microbatches != microbatches or not schedule.training:
+    if len(schedule.per_rank) != ranks or schedule.microbatches != microbatches or not schedule.training:
         raise ScheduleError(
-            f"schedule {kind} has {schedule.stages} stages and {schedule.microbatches} microbatches; this run needs "
-            f"line r to do F and B of stage r for {stages} stages and {microbatches} microbatches."
+            f"schedule {kind} has {len(schedule.per_rank)} lines and {schedule.microbatches} microbatches"
+            f"{'' if schedule.training else ', and no backward'}; this run needs a line for each of {ranks} pipeline "
+            f"ranks, with F and B (or I and W) of {microbatches} microbatches."
         )
     return schedule
 
 
 def _layouts(
-    table: ShardTable, config: Config, precision: Precision, gathers: GatherGroups | None
+    table: ShardTable, config: Config, precision: Precision, users: Users
 ) -> dict[tuple[int, int], FlatLayout]:
     return {
-        (stage, tp): build_layout(
-            _items(table.held_by(stage), (stage, tp), precision, gathers),
+        (pp, tp): build_layout(
+            _items(table.held_by(pp), (pp, tp), precision, users),
             config.dp,
             config.zero_optimization.reduce_bucket_size,
         )
-        for stage in range(config.pp)
+        for pp in range(config.pp)
         for tp in range(config.tp)
     }
 
 
-def _items(
-    rows: Sequence[ShardRow], where: tuple[int, int], precision: Precision, gathers: GatherGroups | None
-) -> list[Item]:
-    """What is laid out at a (stage, tensor coordinate): trained rows, and where parameters are sharded frozen ones."""
-    stage, tp = where
+def _items(rows: Sequence[ShardRow], where: tuple[int, int], precision: Precision, users: Users) -> list[Item]:
+    """What is laid out at a (pipeline, tensor) coordinate: trained rows; where parameters are sharded, frozen ones."""
+    pp, tp = where
     items = []
     for row in rows:
         dtype = precision.parameter(row.name, row.dtype) if row.trainable else precision.frozen(row.name, row.dtype)
-        if row.trainable or (gathers is not None and dtype in SHARDED_DTYPES):
-            users = gathers.of_parameter[row.name] if gathers else ()
+        if row.trainable or (users.gathers is not None and dtype in SHARDED_DTYPES):
             items.append(
                 Item(
                     row.name,
                     row.local_shape(tp),
                     str(dtype).removeprefix("torch."),
                     row.group,
-                    row.counted(stage, tp),
+                    row.counted(pp, tp),
                     row.owners if row.trainable and len(row.owners) > 1 else (),
                     row.trainable and row.partial,
-                    (EVERYWHERE,) if users and row.in_glue else users,
+                    users.turns(row, pp),
                     row.trainable,
+                    users.stages(row, pp),
                 )
             )
     return items

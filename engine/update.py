@@ -69,7 +69,7 @@ class Update:
         """
         parts.bench.finish()
         step.problem = parts.copies.run(step.sent) or step.problem  # collective: also where a step has failed
-        control = self.agree(step, squared_norm(parts.buckets), stop)
+        control = self.agree(step, squared_norm(parts.buckets), parts.plan.last_rank, stop)
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._seconds
         divisor = control.weight * step.scale
@@ -93,10 +93,13 @@ class Update:
         self._seconds = time.perf_counter() - agreed
         return Outcome(control, norm, lr, step.scale, nonfinite)
 
-    def agree(self, step: Step, norm: Tensor | float, stop: bool = False) -> Control:
-        """Sum the control values over the world: the one point where all ranks meet."""
+    def agree(self, step: Step, norm: Tensor | float, last_rank: int, stop: bool = False) -> Control:
+        """Sum the control values over the world: the one point where all ranks meet.
+
+        ``last_rank``: the pipeline rank that has the loss.
+        """
         coord = self._comm.grid.coord()
-        speaks = coord.tp == 0 and coord.pp == self._comm.grid.pp - 1  # one rank of each data coordinate has the loss
+        speaks = coord.tp == 0 and coord.pp == last_rank  # one rank of each data coordinate
         values = torch.zeros(CONTROL_SCALARS, dtype=torch.float64, device=self._device)
         if speaks:
             values[0], values[1], values[3] = step.loss, step.weight, step.tokens

@@ -4,6 +4,7 @@ program     the user's model and loss, which every stage runs as far as it goes
 sight       timeline and cut of one input signature; others are looked at when they first come
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,15 +16,15 @@ from torch.utils import _pytree as pytree
 
 from engine.batch import Batch
 from engine.loss import WeightedLoss, check_trainable
-from engine.outputs import bring_outputs
-from engine.parallel.comm import Comm
+from engine.outputs import Carrier, bring_outputs
 from engine.parallel.pipeline.cut import Cut, recut
 from engine.parallel.pipeline.executor import Forward, Part
 from engine.parallel.pipeline.probe import probe
-from engine.parallel.pipeline.schedule import Action
+from engine.parallel.pipeline.schedule import Action, Op
 from engine.parallel.pipeline.stage import Stage
 from engine.parallel.pipeline.stageplan import StagePlan
 from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.pipeline.weights import Leftover, WaitingWeights
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.sharded_logits import whole
 from engine.plan import Plan
@@ -32,7 +33,7 @@ from engine.randomness import Streams
 from engine.step import Step
 from engine.zero.gather import Gathering
 from engine.zero.gather_order import passes_of
-from engine.zero.reduce import Reducer
+from engine.zero.reduce import Backward, BackwardPart, Reducer
 
 _ALONE = Part(
     StagePlan(
@@ -61,7 +62,8 @@ class Sights:
 
     def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch) -> None:
         self._plan, self._program, self._axis = plan, program, axis
-        self._held = [{row.name for row in plan.table.held_by(index)} for index in range(plan.config.pp)]
+        held = [{row.name for row in plan.table.held_by(rank)} for rank in range(plan.config.pp)]
+        self._held = [held[rank] for rank in plan.schedule.rank_of_stage]
         self._seen: dict[object, Sight] = {}
         if plan.timeline is not None and plan.cut is not None:
             with torch.enable_grad():
@@ -83,7 +85,7 @@ class Sights:
     def _look(self, run: Run) -> Sight:
         assert self._plan.cut is not None
         with self._axis.dry_run():
-            timeline = probe(self._program.model, run, stages=self._plan.config.pp)
+            timeline = probe(self._program.model, run, stages=self._plan.schedule.stages)
         return Sight(timeline, recut(timeline, self._plan.cut.boundaries, self._held))
 
     def _key(self, microbatch: Batch, kind: str) -> object:
@@ -104,6 +106,8 @@ class Bench:
     reducer: Reducer
     gathering: Gathering | None = None
     """None where parameters are whole."""
+    waiting: WaitingWeights | None = None
+    """None where no backward is split."""
 
     @contextmanager
     def forward(self, *key: int) -> Iterator[None]:
@@ -118,10 +122,17 @@ class Bench:
                 torch.set_autocast_cache_enabled(cached)
 
     @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
-        """Around a backward, ``last`` of the step."""
-        with self.reducer.backward(last), self.gathering.backward(last) if self.gathering else nullcontext():
+    def backward(self, which: Backward, leftover: Leftover | None = None) -> Iterator[None]:
+        """Around a backward; with ``leftover``, weight gradients that can wait are left there."""
+        waits = self.waiting.leaving(leftover) if self.waiting and leftover else nullcontext()
+        gathers = self.gathering.backward(which.last) if self.gathering else nullcontext()
+        with self.reducer.backward(which), gathers, waits:
             yield
+
+    def weights(self, which: Backward, leftover: Leftover) -> None:
+        """The weight gradients that a backward has left; they need no parameters."""
+        with self.reducer.backward(which):
+            leftover.compute(self.reducer.take)
 
     @contextmanager
     def passes(self, row: Sequence[Action]) -> Iterator[None]:
@@ -159,7 +170,9 @@ class Work:
     ) -> None:  # fmt: skip
         self._bench, self._step, self._random_key, self._kind = bench, step, random_key, kind
         self._microbatches = microbatches
-        self._backwards = 0
+        self._backwards: Counter[tuple[int, bool]] = Counter()
+        """By stage, and whether they were weight gradients that had waited."""
+        self._left: dict[tuple[int, int], Leftover] = {}
         self._results: list[Any] = []
         self._sights: dict[int, Sight] = {}
 
@@ -180,13 +193,13 @@ class Work:
             for index in range(len(self._microbatches)):
                 self._sight(index)
 
-    def bring_outputs(self, comm: Comm, device: torch.device) -> None:
-        """With "output": what the model returned to rank 0, which may lie on another stage than it does."""
+    def bring_outputs(self, carrier: Carrier) -> None:
+        """With "output": what the model returned to rank 0, which may have another stage than the last."""
         if self._kind != "output":
             return
         if self._bench.stage is not None:
             timelines = [self._sight(index).timeline for index in range(len(self._microbatches))]
-            self._results = bring_outputs(self._results, timelines, self._bench.program.model, comm, device)
+            self._results = bring_outputs(self._results, timelines, self._bench.program.model, carrier)
         self._step.outputs = [result[0] for result in self._results]
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> Forward:
@@ -202,10 +215,22 @@ class Work:
                 self._bench.own(outcome.sent), self._count(outcome.result, microbatch) if plan.last else None
             )
 
-    def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Collect gradients; the last backward of the step reduces them."""
-        self._backwards += 1
-        return self._bench.backward(last=self._backwards == len(self._microbatches))
+    def backward(self, action: Action) -> AbstractContextManager[None]:
+        """Collect gradients; the last backward of each stage reduces them."""
+        if action.op is not Op.BACKWARD_INPUT:
+            return self._bench.backward(self._which(action.stage, action.microbatch, "whole"))
+        leftover = self._left[action.stage, action.microbatch] = Leftover()
+        return self._bench.backward(self._which(action.stage, action.microbatch, "input"), leftover)
+
+    def weights(self, stage: int, microbatch: int) -> None:
+        """Compute what the backward of the inputs has left."""
+        leftover = self._left.pop((stage, microbatch))
+        self._bench.weights(self._which(stage, microbatch, "weight"), leftover)
+
+    def _which(self, stage: int, microbatch: int, part: BackwardPart) -> Backward:
+        key = stage, part == "weight"
+        self._backwards[key] += 1
+        return Backward(self._backwards[key] == len(self._microbatches), part, stage, microbatch)
 
     def _sight(self, microbatch: int) -> Sight:
         if microbatch not in self._sights:

@@ -55,6 +55,12 @@ def zero_table(request: pytest.FixtureRequest) -> Iterator[Table]:
     yield from _deviations("parity-zero", request)
 
 
+@pytest.fixture(scope="session")
+def schedules_table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """The same by pipeline schedule and sizes."""
+    yield from _deviations("parity-schedules", request)
+
+
 def _deviations(name: str, request: pytest.FixtureRequest) -> Iterator[Table]:
     table = Table(name, "largest relative deviation of a loss")
     yield table
