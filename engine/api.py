@@ -7,16 +7,17 @@ from typing import Any
 
 from torch import nn
 
-from engine.agreement import all_or_none
+from engine.agreement import all_or_none, from_first
 from engine.banner import describe
 from engine.batch import Batch
-from engine.build import ModelSource, Parts, Request, build, make_model, plan_run, prepare
+from engine.build import ModelSource, Parts, Request, build, make_model, measure_model, plan_run, prepare
 from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.durable import Durable
 from engine.engine import Engine
 from engine.loss import LossFunction
 from engine.lr import SchedulerArgument
+from engine.measure import Costs, measures
 from engine.parallel.comm import Comm, TorchBackend
 from engine.parallel.grid import Grid
 from engine.parallel.world import World, open_world, read_world
@@ -58,17 +59,23 @@ def initialize(
     request = Request(loss_fn, optimizer, lr_scheduler, example_batch)
     prepare(made, resolved, request)
     waits = needs_example(resolved) and example_batch is None
-    plan = None if waits else plan_run(made, resolved, request, example_batch)
+    known = None if waits or measures(resolved) else plan_run(made, resolved, request, example_batch)
     comm = _open_comm(resolved, world)
 
     def complete(example: Batch, problem: Exception | None = None) -> Parts:
+        def measure() -> bytes:
+            if problem is not None:
+                raise problem
+            return measure_model(made, resolved, request, example, world.device).to_bytes()
+
+        costs = Costs.from_bytes(from_first(measure, comm, world.device)) if measures(resolved) else None
         with all_or_none(comm, world.device):
             if problem is not None:
                 raise problem
-            known = plan or plan_run(made, resolved, request, example)
-        parts = build(made, known, comm, world.device, request, example)
+            plan = known or plan_run(made, resolved, request, example, costs)
+        parts = build(made, plan, comm, world.device, request, example)
         if world.rank == 0:
-            logger.info(describe(known, str(world.device)))
+            logger.info(describe(plan, str(world.device)))
         return parts
 
     engine = Engine(made, resolved, comm, complete, Durable(made, resolved, comm, world.device, files))

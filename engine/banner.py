@@ -126,7 +126,8 @@ def _tensor_lines(plan: Plan) -> dict[str, str]:
 def _pipeline_lines(plan: Plan) -> dict[str, str]:
     if plan.cut is None or plan.timeline is None:
         return {}
-    lines = [f"{plan.config.pp} stages, balanced by FLOPs" if plan.config.parallel.split == "auto" else "as given"]
+    measure = "measured seconds" if plan.config.parallel.balance == "time" else "FLOPs"
+    lines = [f"{plan.config.pp} stages, balanced by {measure}" if plan.config.parallel.split == "auto" else "as given"]
     total = sum(call.flops for call in plan.timeline.calls) or 1
     for stage, part in enumerate(plan.cut.stages):
         calls = [plan.timeline.calls[index] for index in sorted(part.calls)]
@@ -139,7 +140,9 @@ def _pipeline_lines(plan: Plan) -> dict[str, str]:
     timeline = simulate(plan.schedule)
     picture = draw(timeline, 107).splitlines()
     idle = f"{timeline.bubble:.0%} idle, rank r holds {' '.join(map(str, peak_live(plan.schedule)))} microbatches"
-    return {"pipeline": _INDENT.join(lines), "schedule": _INDENT.join([f"{picture[0]}, {idle}", *picture[1:]])}
+    chosen = [f"chosen from  {line}" for line in plan.decision.lines()] if plan.decision else []
+    drawn = [f"{picture[0]}, {idle}", *chosen, *picture[1:]]
+    return {"pipeline": _INDENT.join(lines), "schedule": _INDENT.join(drawn)}
 
 
 _INDENT = "\n" + 13 * " "

@@ -24,13 +24,16 @@ from engine.budget import (
     state_bytes,
     times,
 )
+from engine.choice import choose_schedule, cut_by
 from engine.config import Config
 from engine.errors import PlanError, ScheduleError
 from engine.example import look
 from engine.groups import assign_groups
+from engine.measure import Costs, counted, measures
 from engine.parallel.grid import Coord, Grid
 from engine.parallel.pipeline.check import check
-from engine.parallel.pipeline.cut import Cut, make_cut
+from engine.parallel.pipeline.choose import Decision
+from engine.parallel.pipeline.cut import Cut
 from engine.parallel.pipeline.schedule import Op, Schedule, make_schedule, parse_schedule
 from engine.parallel.pipeline.timeline import Timeline
 from engine.parallel.shards import Division, ShardRow, ShardTable, build_table
@@ -44,6 +47,9 @@ from engine.zero.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather_order import EVERYWHERE, gather_order, passes_of
 from engine.zero.layout import FlatLayout, Item, build_layout
 from engine.zero.optimizer import GroupOptions
+
+RUNNABLE = ("1f1b", "gpipe")
+"""Kinds that the executor can run; "auto" chooses among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,8 @@ class Plan:
     """By stage: what a tensor rank sends over tp for one microbatch."""
     gather_groups: GatherGroups | None = None
     """Which modules gather their parameters together; None where parameters are not sharded."""
+    decision: Decision | None = None
+    """Why this schedule; None where the configuration names it."""
 
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
@@ -142,6 +150,8 @@ class Wish:
     example: Batch = None
     own_optimizer: bool = False
     """The user brings the optimizer, and its state is not known."""
+    costs: Costs | None = None
+    """What the calls cost; None: it is counted in FLOPs."""
 
 
 def needs_example(config: Config) -> bool:
@@ -163,9 +173,9 @@ def build_plan(config: Config, wish: Wish) -> Plan:
     precision = make_precision(config, model)
     if not assigned:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")
-    schedule = _schedule(config)
     tensor = _tensor_plan(model, config)
     sight = _see(config, wish, tensor)
+    schedule = sight.decision.schedule if sight.decision else _schedule(config)
     table = build_table(model, assigned, _division(config, tensor, sight))
     calls = [call.unit for call in sight.timeline.calls] if sight.timeline else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
@@ -173,7 +183,7 @@ def build_plan(config: Config, wish: Wish) -> Plan:
     return Plan(
         config, table, _layouts(table, config, precision, gathers), groups, precision, schedule,
         None if wish.own_optimizer else _moments(config), tuple(notes),
-        tensor, sight.timeline, sight.cut, sight.traffic, gathers,
+        tensor, sight.timeline, sight.cut, sight.traffic, gathers, sight.decision,
     )  # fmt: skip
 
 
@@ -185,6 +195,7 @@ class _Sight:
     cut: Cut | None = None
     traffic: Mapping[int, Tally] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    decision: Decision | None = None
 
 
 def _see(config: Config, wish: Wish, tensor: TensorPlan | None) -> _Sight:
@@ -200,17 +211,31 @@ def _see(config: Config, wish: Wish, tensor: TensorPlan | None) -> _Sight:
         _check_reads(watch)
         return _Sight(notes=(f"bytes over tp are not known before they are sent: {problem}",))
     _check_reads(watch)
-    split = None if config.parallel.split == "auto" else config.parallel.split
-    cut = make_cut(timeline, config.pp, split) if config.pp > 1 else None
+    cut, decision, notes = _cut(config, timeline, wish.costs)
     if tensor is None or watch is None:
-        return _Sight(timeline, cut)
+        return _Sight(timeline, cut, notes=notes, decision=decision)
     stages = cut.stage_of_call if cut else (0,) * len(timeline.calls)
     traffic = {stage: Tally() for stage in range(config.pp)}
     for call, tally in traffic_by_call(watch.sums, timeline, config.tp).items():
         traffic[stages[call]] = Tally((*traffic[stages[call]].rows(), *tally.rows()))
     last = traffic[config.pp - 1].rows()
     traffic[config.pp - 1] = Tally((*last, *loss_traffic(tensor, timeline, config.tp).rows()))
-    return _Sight(timeline, cut, traffic)
+    return _Sight(timeline, cut, traffic, notes, decision)
+
+
+def _cut(
+    config: Config, timeline: Timeline, costs: Costs | None
+) -> tuple[Cut | None, Decision | None, tuple[str, ...]]:
+    """Where stages begin, with "auto" in which schedule, and what is to be said of the costs behind that."""
+    if config.pp == 1:
+        return None, None, ()
+    known = costs or counted(timeline)
+    notes = known.notes if measures(config) else ()
+    if config.parallel.schedule != "auto":
+        return cut_by(config, timeline, known, config.pp), None, notes
+    choice = choose_schedule(config, timeline, known, RUNNABLE)
+    check(choice.decision.schedule)
+    return choice.cut, choice.decision, notes
 
 
 def _order_of_calls(config: Config, wish: Wish) -> _Sight:
@@ -261,6 +286,8 @@ def _schedule(config: Config) -> Schedule:
         ScheduleError: unknown, stuck, or not for these stages and microbatches.
     """
     kind, stages, microbatches = config.parallel.schedule, config.pp, config.accumulation
+    if kind == "auto":
+        kind = "1f1b"  # of one stage; where there are several, they are seen before it is chosen
     if not kind.endswith((".txt", ".csv")):
         schedule = make_schedule(kind, stages, microbatches, config.parallel.virtual_stages)
         check(schedule)

@@ -47,6 +47,14 @@ class Span(NamedTuple):
     end: float
 
 
+class StageTimes(NamedTuple):
+    """How long the parts of one stage take; a whole backward takes both of its parts."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """How long things take, in any one unit. Whole numbers stay exact."""
@@ -59,10 +67,19 @@ class Cost:
     """From the end of an action to the earliest start of one on another rank that needs it."""
     stages: tuple[float, ...] = ()
     """A factor for each stage; empty: all are alike."""
+    times: tuple[StageTimes, ...] = ()
+    """What each stage takes, in place of all the above but ``transfer``; empty: that holds."""
 
     def of(self, op: Op) -> float:
         """The time of one operation, before the factor of its stage."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
+
+    def at(self, action: Action) -> float:
+        """The time of one action."""
+        if not self.times:
+            return self.of(action.op) * (self.stages[action.stage] if self.stages else 1)
+        forward, for_inputs, for_weights = self.times[action.stage]
+        return (forward, for_inputs + for_weights, for_inputs, for_weights)["FBIW".index(action.op)]
 
 
 @dataclass(frozen=True)
@@ -96,14 +113,14 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
         ScheduleError: the schedule is incomplete or cannot be done, or ``cost`` is for other stages.
     """
     cost = cost or Cost()
-    if cost.stages and len(cost.stages) != schedule.stages:
-        raise ScheduleError(
-            f"cost.stages has {len(cost.stages)} factors for the {schedule.stages} stages of schedule "
-            f"{schedule.name}; give one for each stage, or none."
-        )
+    for name, noun, given in (("stages", "factors", cost.stages), ("times", "entries", cost.times)):
+        if given and len(given) != schedule.stages:
+            raise ScheduleError(
+                f"cost.{name} has {len(given)} {noun} for the {schedule.stages} stages of schedule "
+                f"{schedule.name}; give one for each stage, or none."
+            )
     _check_complete(schedule)
     rules = Rules(schedule)
-    factor = cost.stages or (1,) * schedule.stages
     free: list[float] = [0] * len(schedule.per_rank)
     ends: list[float] = [0] * len(rules.actions)
     spans: list[list[Span]] = [[] for _ in schedule.per_rank]
@@ -113,7 +130,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
         for need in rules.needs[number]:
             if rules.rank[need] != rank:  # those of its own rank ended before it was free
                 start = max(start, ends[need] + cost.transfer)
-        free[rank] = ends[number] = start + cost.of(action.op) * factor[action.stage]
+        free[rank] = ends[number] = start + cost.at(action)
         spans[rank].append(Span(action, start, free[rank]))
     return Timeline(schedule, tuple(map(tuple, spans)))
 

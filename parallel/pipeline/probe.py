@@ -20,7 +20,7 @@ from engine.errors import PlanError
 from engine.parallel.pipeline.intercept import Interception
 from engine.parallel.pipeline.operation import functions_shown_to, open_checkpoints
 from engine.parallel.pipeline.record import Recorder
-from engine.parallel.pipeline.timeline import Call, Recipe, Timeline
+from engine.parallel.pipeline.timeline import Arguments, Call, Recipe, Timeline
 from engine.parallel.pipeline.unchanged import unchanged
 from engine.parallel.pipeline.units import Units, find_units, open_units, weighty_children
 
@@ -33,12 +33,14 @@ def probe(
     units: Units | None = None,
     stages: int = 1,
     device: torch.device | None = None,
+    arguments: list[Arguments] | None = None,
 ) -> Timeline:
     """The timeline of ``program``, which runs forward and loss of ``model`` and returns a pytree.
 
     Every tensor in what it returns that depends on a parameter is a target. ``stages``: descend into chains inside
     chains when the outer ones have fewer blocks. ``device``: what values say they are on; default: the device of the
-    parameters, or the CPU where those are on meta. Changes nothing in the model, its modes and the random streams.
+    parameters, or the CPU where those are on meta. ``arguments`` is filled with what each call was given. Changes
+    nothing in the model, its modes and the random streams.
 
     Raises:
         PlanError: the program does something between units that no stage can do alone; the message names it.
@@ -46,15 +48,19 @@ def probe(
     if device is None:
         devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
         device = next(devices, torch.device("cpu"))
-    timeline = _probe_opened(model, program, units or find_units(model), device)
+    timeline, given = _probe_opened(model, program, units or find_units(model), device)
     if units is None and sum(call.unit in timeline.blocks for call in timeline.calls) < stages:
         deep = find_units(model, deep=True)
         if len(deep.blocks) > len(find_units(model).blocks):
-            timeline = _probe_opened(model, program, deep, device)
+            timeline, given = _probe_opened(model, program, deep, device)
+    if arguments is not None:
+        arguments[:] = given
     return timeline
 
 
-def _probe_opened(model: nn.Module, program: Program, units: Units, device: torch.device) -> Timeline:
+def _probe_opened(
+    model: nn.Module, program: Program, units: Units, device: torch.device
+) -> tuple[Timeline, list[Arguments]]:
     original = units
     while True:
         recorder, result = _run(model, program, units, device)
@@ -65,7 +71,7 @@ def _probe_opened(model: nn.Module, program: Program, units: Units, device: torc
     problems = [*recorder.ledger.problems, *recorder.ledger.leaks.values()]
     if problems:
         raise PlanError(problems[0])
-    return Timeline(
+    timeline = Timeline(
         values=tuple(recorder.ledger.values),
         calls=tuple(_mark_starts(recorder.calls, units.blocks, original.blocks)),
         glue=tuple(recorder.glue),
@@ -77,6 +83,7 @@ def _probe_opened(model: nn.Module, program: Program, units: Units, device: torc
         buffers=tuple(name for name, _ in model.named_buffers()),
         result=result,
     )
+    return timeline, recorder.arguments
 
 
 def _run(model: nn.Module, program: Program, units: Units, device: torch.device) -> tuple[Recorder, Recipe]:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from engine.parallel.pipeline.ledger import Ledger, OpenCall, Source, position_of
 from engine.parallel.pipeline.operation import Function, Operation, user_place
-from engine.parallel.pipeline.timeline import Call, Glue, Recipe
+from engine.parallel.pipeline.timeline import Arguments, Call, Glue, Recipe, Sample
 from engine.parallel.pipeline.twins import META, FlopCount, Twins
 from engine.parallel.pipeline.units import Units
 
@@ -33,6 +33,8 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.calls: list[Call] = []
         self.glue: list[Glue] = []
+        self.arguments: list[Arguments] = []
+        """What each call was given."""
         self.flops = FlopCount()
         self._twins = Twins(device)
         self.ledger = Ledger(model, self._twins)
@@ -236,6 +238,7 @@ class Recorder(TorchFunctionMode):
         inputs, parameters = self.ledger.read(tensors, f"a call of {unit!r}", None)
         parameters |= {self.ledger.parameters[id(own)] for own in self._units.modules[unit].parameters()}
         call = OpenCall(len(self.calls), unit, inputs, parameters)
+        self.arguments.append(tree_map(self._sample, (args, kwargs)))
         event, flops = len(self.calls) + len(self.glue), self.flops.total
         try:
             self._call, self._quiet = call, False
@@ -256,6 +259,14 @@ class Recorder(TorchFunctionMode):
             )
         )
         return out
+
+    def _sample(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not self.ledger.knows(leaf):
+            return leaf
+        twin, ledger = self._twins.of(leaf), self.ledger
+        stride = torch.empty_like(twin).stride()  # dense, in the same order of dims
+        source = ledger.parameters[id(leaf)] if id(leaf) in ledger.parameters else ledger.number.get(id(leaf), -1)
+        return Sample(source, tuple(twin.shape), stride, twin.dtype, twin.requires_grad)
 
     def _written_arguments(self, leaves: list[Any], call: OpenCall, source: Source) -> tuple[tuple[int, int], ...]:
         """A new value for each argument whose memory the call wrote."""

@@ -59,6 +59,22 @@ class Constant(NamedTuple):
 Leaf = FromValue | FromArgument | FromParameter | FreeTensor | Constant
 
 
+class Sample(NamedTuple):
+    """What stands for a value or a parameter among the arguments of a call."""
+
+    source: int | str
+    """The number of the value, or the name of the parameter."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+    """Whether a gradient flows back through it."""
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""args and kwargs of a call: a Sample for each value and parameter in them, all else as it was."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """The structure of what was returned and where each leaf comes from."""
