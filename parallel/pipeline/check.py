@@ -8,11 +8,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from engine.errors import ScheduleError
+from engine.parallel.pipeline.actions import Action, Op, Schedule
 from engine.parallel.pipeline.order import Rules
-from engine.parallel.pipeline.schedule import Action, Op, Schedule
 
 
-def check(schedule: Schedule, receives_ahead: int = 1) -> None:
+def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
     """Prove that ``schedule`` can be run, before anything is sent.
 
     Complete: every stage does the forward and the backward (B, or I and W) of each microbatch exactly once,
@@ -22,21 +22,25 @@ def check(schedule: Schedule, receives_ahead: int = 1) -> None:
     waits before each action for all that it ``needs``, and never waits for a send. Values that a stage
     sends past its neighbour add nothing here: the chain of needs already orders them.
 
-    Free of deadlock with blocking sends and no buffer anywhere (rendezvous): between two actions a rank offers
-    what the finished one ``sends`` together with what the next one ``receives``, and goes on when partners
-    have met both, each in the same gap of its own row. With ``receives_ahead`` = 1, any two ranks then also
-    take their messages in the order in which they were sent, so that messages need no tags. Larger values
-    let a rank offer the receives of that many actions to come (interleaved stages need 2). A send right
-    after each action that blocks before the next receive is offered would stop every 1F1B, and is not proven.
+    One order of messages: all stages take the microbatches in the same order, forwards and backwards each. So
+    between any two stages messages are received in the order in which they are sent, and need no tags.
+
+    With ``receives_ahead`` also free of deadlock with blocking sends and no buffer anywhere (rendezvous): a rank
+    that begins an action has offered to receive for it and for so many actions after it, and goes on to its
+    next action when what it sent was met by such an offer. 0 is enough for gpipe, 1f1b, zb-h1 of one stage a rank,
+    1 for interleaved of m divisible by p; where a rank runs ahead of a stage that takes its messages later
+    (looped-bfs, zb-v, dualpipe-v, the loop of zb-h1), no small number is, and ``releases`` says when a send has ended.
 
     Raises:
         ScheduleError: names what is missing, doubled or misplaced, or all actions of one circle of waiting
-            and what each waits for.
+            and what each waits for, or the first two actions that take messages out of order.
     """
     _check_complete(schedule)
     rules = Rules(schedule)
     rules.order(rules.needs)
-    rules.order(rules.with_rendezvous(receives_ahead))
+    if receives_ahead is not None:
+        rules.order(rules.with_rendezvous(receives_ahead))
+    _check_message_order(schedule)
 
 
 class Span(NamedTuple):
@@ -74,12 +78,12 @@ class Cost:
         """The time of one operation, before the factor of its stage."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
 
-    def at(self, action: Action) -> float:
-        """The time of one action."""
+    def at(self, op: Op, stage: int) -> float:
+        """The time of one operation of a stage."""
         if not self.times:
-            return self.of(action.op) * (self.stages[action.stage] if self.stages else 1)
-        forward, for_inputs, for_weights = self.times[action.stage]
-        return (forward, for_inputs + for_weights, for_inputs, for_weights)["FBIW".index(action.op)]
+            return self.of(op) * (self.stages[stage] if self.stages else 1)
+        forward, for_inputs, for_weights = self.times[stage]
+        return (forward, for_inputs + for_weights, for_inputs, for_weights)["FBIW".index(op)]
 
 
 @dataclass(frozen=True)
@@ -121,18 +125,31 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
             )
     _check_complete(schedule)
     rules = Rules(schedule)
-    free: list[float] = [0] * len(schedule.per_rank)
+    begins, ends = times(rules, cost)
+    spans = list(map(Span, rules.actions, begins, ends))
+    return Timeline(schedule, tuple(tuple(spans[row.start : row.stop]) for row in rules.rows))
+
+
+def times(rules: Rules, cost: Cost) -> tuple[list[float], list[float]]:
+    """When each action begins and ends, by its number, if it begins as soon as it can.
+
+    Raises:
+        ScheduleError: the schedule cannot be done.
+    """
+    lasts = {(op, stage): cost.at(op, stage) for op in Op for stage in range(rules.schedule.stages)}
+    free: list[float] = [0] * len(rules.rows)
+    begins: list[float] = [0] * len(rules.actions)
     ends: list[float] = [0] * len(rules.actions)
-    spans: list[list[Span]] = [[] for _ in schedule.per_rank]
+    other, ranks = rules.needs[1], rules.rank
     for number in rules.order(rules.needs):
-        action, rank = rules.actions[number], rules.rank[number]
+        op, stage, _ = rules.actions[number]
+        rank, need = ranks[number], other[number]
         start = free[rank]
-        for need in rules.needs[number]:
-            if rules.rank[need] != rank:  # those of its own rank ended before it was free
-                start = max(start, ends[need] + cost.transfer)
-        free[rank] = ends[number] = start + cost.at(action)
-        spans[rank].append(Span(action, start, free[rank]))
-    return Timeline(schedule, tuple(map(tuple, spans)))
+        if need >= 0 and ranks[need] != rank:  # those of its own rank ended before it was free
+            start = max(start, ends[need] + cost.transfer)
+        begins[number] = start
+        free[rank] = ends[number] = start + lasts[op, stage]
+    return begins, ends
 
 
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
@@ -143,10 +160,33 @@ def peak_live(schedule: Schedule) -> tuple[int, ...]:
     change = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: 0, Op.BACKWARD_WEIGHT: -1}
     if not schedule.training:
         return (1,) * len(schedule.per_rank)
-    return tuple(max(accumulate(change[action.op] for action in row)) for row in schedule.per_rank)
+    return tuple(max(accumulate(change[action.op] for action in row), default=0) for row in schedule.per_rank)
+
+
+def _check_message_order(schedule: Schedule) -> None:
+    """Values may go past the neighbour, so that all stages count, not only pairs; within one rank nothing travels."""
+    if sum(map(bool, schedule.stages_of_rank)) < 2:
+        return
+    flows: list[list[list[Action]]] = [[[] for _ in range(schedule.stages)] for _ in range(2)]
+    forward, weight = Op.FORWARD, Op.BACKWARD_WEIGHT
+    for row in schedule.per_rank:
+        for action in row:
+            if action.op is not weight:
+                flows[action.op is forward][action.stage].append(action)
+    for first, *others in flows:
+        microbatches = [action.microbatch for action in first]
+        for stage in others:
+            if [action.microbatch for action in stage] != microbatches:
+                here, there = next(pair for pair in zip(first, stage, strict=True) if pair[0][2] != pair[1][2])
+                raise ScheduleError(
+                    f"schedule {schedule.name} has {there} where stage 0 has {here}: messages between two stages are "
+                    "taken in the order in which they are sent; let all stages take microbatches in the same order."
+                )
 
 
 def _check_complete(schedule: Schedule) -> None:
+    if _is_complete(schedule):
+        return
     count = Counter(action for row in schedule.per_rank for action in row)
     wanted = set(_wanted(schedule))
     rank_of = schedule.rank_of_stage
@@ -162,12 +202,27 @@ def _check_complete(schedule: Schedule) -> None:
         ],
     }
     found = "; ".join(f"{what}: {_some(tokens)}" for what, tokens in problems.items() if tokens)
-    if found:
-        must = "F and B (or I and W)" if schedule.training else "F and nothing else"
-        raise ScheduleError(
-            f"schedule {schedule.name} of {schedule.stages} stages and {schedule.microbatches} microbatches is not "
-            f"complete: {found}. Each stage does {must} of every microbatch once, on its own rank."
-        )
+    must = "F and B (or I and W)" if schedule.training else "F and nothing else"
+    raise ScheduleError(
+        f"schedule {schedule.name} of {schedule.stages} stages and {schedule.microbatches} microbatches is not "
+        f"complete: {found}. Each stage does {must} of every microbatch once, on its own rank."
+    )
+
+
+def _is_complete(schedule: Schedule) -> bool:
+    """Quickly, without saying what is wrong."""
+    stages, microbatches, rank_of = schedule.stages, schedule.microbatches, schedule.rank_of_stage
+    bits = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 4, Op.BACKWARD_WEIGHT: 8}
+    seen = bytearray(stages * microbatches)
+    for rank, row in enumerate(schedule.per_rank):
+        for op, stage, microbatch in row:
+            if not (0 <= stage < stages and 0 <= microbatch < microbatches and rank_of[stage] == rank):
+                return False
+            cell, bit = stage * microbatches + microbatch, bits[op]
+            if seen[cell] & bit:
+                return False
+            seen[cell] |= bit
+    return set(seen) <= ({1 | 2, 1 | 4 | 8} if schedule.training else {1})
 
 
 def _wanted(schedule: Schedule) -> Iterator[Action]:

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from engine.errors import ScheduleError
 from engine.parallel.pipeline.check import Cost, StageTimes, simulate
-from engine.parallel.pipeline.schedule import Op, Schedule, make_schedule
+from engine.parallel.pipeline.schedule import KINDS, Op, Schedule, fits, make_schedule
 
 PLAIN_FIRST = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 """Kinds that are tried, the plainest first."""
@@ -103,8 +103,9 @@ def choose(
     limit = _usual_bytes(cuts, machine) if machine.limit_bytes is None else machine.limit_bytes
     found: list[tuple[Tried, Schedule | None]] = []
     for virtual_stages, stages in sorted(cuts.items()):
-        for kind in kinds:
-            found.append(_try(Tried(kind, virtual_stages), stages, machine, limit))
+        for kind in map(KINDS.__getitem__, kinds):
+            if kind.fewest <= virtual_stages <= (kind.most or virtual_stages):
+                found.append(_try(Tried(kind.name, virtual_stages), stages, machine, limit))
     fit = [(tried, schedule) for tried, schedule in found if not tried.refused]
     if not fit:
         least = min((tried for tried, _ in found if tried.peak_bytes), key=lambda tried: tried.peak_bytes)
@@ -147,10 +148,11 @@ def _try(
 ) -> tuple[Tried, Schedule | None]:
     if isinstance(stages, str):
         return replace(tried, refused=stages), None
-    try:
-        schedule = make_schedule(tried.kind, machine.ranks, machine.microbatches, tried.virtual_stages)
-    except ScheduleError as error:
-        return replace(tried, refused=str(error)), None
+    sizes = tried.kind, machine.ranks, machine.microbatches, tried.virtual_stages
+    if fits(*sizes) is not None:
+        few = KINDS[tried.kind].microbatches_of(machine.ranks)
+        return replace(tried, refused=f"needs {few} microbatches"), None
+    schedule = make_schedule(*sizes)
     times = tuple(StageTimes(s.forward_seconds, s.input_seconds, s.weight_seconds) for s in stages)
     timeline = simulate(schedule, Cost(transfer=machine.transfer_seconds, times=times))
     peak = max(peak_bytes(schedule, stages))

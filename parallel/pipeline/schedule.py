@@ -1,255 +1,138 @@
-"""What every pipeline rank does, in order: schedules as pure data.
+"""The kinds of schedules that can be asked for by name, and the names that other parts import.
 
-A schedule is one row of actions per rank, compute only. An action prints as a token, ``2F5``: stage 2,
-forward, microbatch 5. Sends and receives follow from :meth:`Schedule.needs`, so that a generator cannot
-forget one:
-
-    rank 0   0F0 ----.   0F1 ----.                  0B0
-                     v           v                   ^
-    rank 1          1F0         1B0 needs 1F0 -------'      0B0 receives what 1B0 sends
-
-A stage lies on one rank; a rank may hold several stages (interleaved, V-shaped). A backward is either
-whole, ``B``, or split into ``I``, the gradient of the input that the previous stage waits for, and ``W``,
-the gradient of the weights that nobody waits for (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
+kind         stages       holds      backward   bubble, m >= p     for
+gpipe        a line       m          whole      (p-1)/(m+p-1)      the order of one process
+1f1b         a line       p          whole      (p-1)/(m+p-1)      least messages in little memory
+interleaved  v in a loop  p + ...    whole      (p-1)/(vm+p-1)     few microbatches
+looped-bfs   v in a loop  m          whole      (p-1)/(vm+p-1)     ZeRO 2 and 3: a stage is gathered once
+zb-h1        v in a loop  p          split      (p-1)/(3vm+p-1)    little memory, quick links
+zb-v         2 in a V     p          split      (p-1)/(6m+p-1)     the same with one order of links
+dualpipe-v   2 in a V     p + 1/2    mixed      (p-1)/(6m+p-1)     messages that hide behind compute
 """
 
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 from engine.errors import ScheduleError
+from engine.parallel.pipeline.actions import Action, Op, Schedule, parse_schedule
+from engine.parallel.pipeline.dualpipe import dualpipe_v
+from engine.parallel.pipeline.forward_only import forward_only
+from engine.parallel.pipeline.loops import gpipe, interleaved, looped_bfs, one_f_one_b
+from engine.parallel.pipeline.zero_bubble import zb_h1, zb_v
+
+__all__ = [
+    "KINDS", "Action", "Kind", "Op", "Schedule", "dualpipe_v", "fits", "forward_only", "gpipe", "interleaved",
+    "looped_bfs", "make_schedule", "one_f_one_b", "parse_schedule", "zb_h1", "zb_v",
+]  # fmt: skip
 
 
-class Op(StrEnum):
-    """What is computed; the letter of the token."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
-
-    # Enum hashes in Python; schedules of 100,000 actions are looked up several times
-    __hash__ = str.__hash__
-
-
-_TOKEN = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
-
-
-class Action(NamedTuple):
-    """One unit of compute: an operation of one stage on one microbatch. Prints as ``2F5``."""
-
-    op: Op
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.op}{self.microbatch}"
-
-    @classmethod
-    def parse(cls, token: str) -> "Action":
-        """The action that prints as ``token``.
-
-        Raises:
-            ScheduleError: it is no token.
-        """
-        found = _TOKEN.fullmatch(token)
-        if found is None:
-            raise ScheduleError(f"{token!r} is no action; write stage, F, B, I or W, and microbatch, such as 2F5.")
-        return cls(Op(found[2]), int(found[1]), int(found[3]))
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The order of work of all ranks. ``check`` proves that it is complete and can be done.
-
-    Raises:
-        ScheduleError: there are not as many rows as ranks, or a stage lies on no rank or on several.
-    """
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A schedule that can be made from sizes."""
 
     name: str
-    stages: int
-    """Stages of the model, over all ranks."""
-    microbatches: int
-    per_rank: tuple[tuple[Action, ...], ...]
-    """Row r is what rank r of the pipeline axis does, first action first."""
-    stages_of_rank: tuple[tuple[int, ...], ...]
-    """The stages that lie on each rank, ascending."""
-    training: bool = True
-    """False for a schedule that has no backward."""
-
-    def __post_init__(self) -> None:
-        if self.stages < 1 or self.microbatches < 1:
-            raise ScheduleError(
-                f"schedule {self.name} over {self.stages} stages and {self.microbatches} microbatches is empty; "
-                "give at least one of each."
-            )
-        if len(self.stages_of_rank) != len(self.per_rank):
-            raise ScheduleError(
-                f"schedule {self.name} has {len(self.per_rank)} rows but stages for {len(self.stages_of_rank)} ranks; "
-                "give one row for each rank."
-            )
-        held = Counter(stage for stages in self.stages_of_rank for stage in stages)
-        wrong = sorted(stage for stage in held.keys() | set(range(self.stages)) if held[stage] != 1)
-        outside = sorted(stage for stage in held if not 0 <= stage < self.stages)
-        for stage in (wrong + outside)[:1]:
-            ranks = [str(rank) for rank, stages in enumerate(self.stages_of_rank) if stage in stages]
-            raise ScheduleError(
-                f"schedule {self.name} of {self.stages} stages has stage {stage} on "
-                f"{'ranks ' + ' and '.join(ranks) if ranks else 'no rank'}; "
-                f"place each of the stages 0 to {self.stages - 1} on one rank."
-            )
-
-    @cached_property
-    def rank_of_stage(self) -> tuple[int, ...]:
-        """The rank on which each stage lies."""
-        pairs = sorted((stage, rank) for rank, stages in enumerate(self.stages_of_rank) for stage in stages)
-        return tuple(rank for _, rank in pairs)
-
-    @cached_property
-    def _split(self) -> frozenset[tuple[int, int]]:
-        inputs = (action for row in self.per_rank for action in row if action.op is Op.BACKWARD_INPUT)
-        return frozenset((action.stage, action.microbatch) for action in inputs)
-
-    def backward_of(self, stage: int, microbatch: int) -> Action:
-        """The action that yields the gradient of a stage's input: ``I`` where the backward is split, else ``B``."""
-        split = (stage, microbatch) in self._split
-        return Action(Op.BACKWARD_INPUT if split else Op.BACKWARD, stage, microbatch)
-
-    def needs(self, action: Action) -> tuple[Action, ...]:
-        """All actions whose results ``action`` uses, on whatever rank."""
-        stage, microbatch = action.stage, action.microbatch
-        if action.op is Op.FORWARD:
-            return (Action(Op.FORWARD, stage - 1, microbatch),) if stage else ()
-        if action.op is Op.BACKWARD_WEIGHT:
-            return (Action(Op.BACKWARD_INPUT, stage, microbatch),)
-        own = Action(Op.FORWARD, stage, microbatch)
-        return (own, self.backward_of(stage + 1, microbatch)) if stage + 1 < self.stages else (own,)
-
-    def feeds(self, action: Action) -> Action | None:
-        """The action of a neighbouring stage that uses the result of ``action``: the inverse of :meth:`needs`."""
-        stage, microbatch = action.stage, action.microbatch
-        if action.op is Op.FORWARD:
-            return Action(Op.FORWARD, stage + 1, microbatch) if stage + 1 < self.stages else None
-        if action.op is Op.BACKWARD_WEIGHT or stage == 0:
-            return None
-        return self.backward_of(stage - 1, microbatch)
-
-    def receives(self, action: Action) -> Action | None:
-        """The action on another rank whose result must arrive before ``action``."""
-        here = self.rank_of_stage[action.stage]
-        away = (need for need in self.needs(action) if self.rank_of_stage[need.stage] != here)
-        return next(away, None)
-
-    def sends(self, action: Action) -> Action | None:
-        """The action on another rank to which the result of ``action`` goes."""
-        fed = self.feeds(action)
-        if fed is None or self.rank_of_stage[fed.stage] == self.rank_of_stage[action.stage]:
-            return None
-        return fed
-
-    def text(self) -> str:
-        """One line of tokens a rank; :func:`parse_schedule` reads it."""
-        return "".join(" ".join(map(str, row)) + "\n" for row in self.per_rank)
+    description: str
+    """One line, for lists."""
+    paper: str
+    placement: str
+    """``line``, ``loop`` or ``v``: see :mod:`engine.parallel.pipeline.placement`."""
+    virtual_stages: int
+    """Stages on each rank where nobody asks for another number."""
+    fewest: int
+    """Stages on each rank, at least."""
+    most: int | None
+    """Stages on each rank, at most; None: any number."""
+    splits: bool
+    """Whether weight gradients are computed apart from input gradients."""
+    make: Callable[[int, int, int], Schedule]
+    """Of ranks, microbatches and stages on each rank, which must fit."""
+    microbatches_of: Callable[[int], int] = lambda ranks: 1
+    """The fewest microbatches for so many ranks."""
 
 
-def parse_schedule(text: str, name: str) -> Schedule:
-    """Read a schedule: a line of tokens per rank, between them blanks or commas; ``#`` begins a comment.
+_ALL = (
+    Kind(
+        "gpipe", "all forwards, then all backwards; sums gradients in the order of one process",
+        "Huang et al. 2019, GPipe", "line", 1, 1, 1, False, lambda p, m, v: gpipe(p, m),
+    ),
+    Kind(
+        "1f1b", "a backward as soon as possible; holds p microbatches however many there are",
+        "Narayanan et al. 2019, PipeDream", "line", 1, 1, 1, False, lambda p, m, v: one_f_one_b(p, m),
+    ),
+    Kind(
+        "interleaved", "1f1b over several stages a rank: idle time divided by their number, more messages",
+        "Narayanan et al. 2021, Megatron-LM", "loop", 2, 2, None, False, interleaved,
+    ),
+    Kind(
+        "looped-bfs", "several stages a rank, one after the other: ZeRO gathers and reduces each stage once",
+        "Lamy-Poirier 2022, Breadth-First Pipeline Parallelism", "loop", 2, 2, None, False, looped_bfs,
+    ),
+    Kind(
+        "zb-h1", "weight gradients fill the idle time of 1f1b or interleaved, in the memory of 1f1b",
+        "Qi et al. 2023, Zero Bubble Pipeline Parallelism", "loop", 1, 1, None, True, zb_h1,
+    ),
+    Kind(
+        "zb-v", "two stages a rank, there and back: nearly no idle time in the memory of 1f1b",
+        "Qi et al. 2024, Pipeline Parallelism with Controllable Memory", "v", 2, 2, 2, True, lambda p, m, v: zb_v(p, m),
+    ),
+    Kind(
+        "dualpipe-v", "two stages a rank, there and back: forwards of one beside backwards of the other",
+        "DeepSeek-AI 2024, DeepSeek-V3", "v", 2, 2, 2, True, lambda p, m, v: dualpipe_v(p, m), lambda p: 2 * p,
+    ),
+)  # fmt: skip
 
-    A stage lies on the rank whose line has it. ``check`` says whether the order is right.
+KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _ALL})
+"""All kinds by their name in the configuration, the simplest first."""
 
-    Raises:
-        ScheduleError: a token is wrong, a stage stands on several lines, or stages are left out.
-    """
-    rows: list[tuple[Action, ...]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        tokens = line.partition("#")[0].replace(",", " ").split()
-        try:
-            row = tuple(Action.parse(token) for token in tokens)
-        except ScheduleError as error:
-            raise ScheduleError(f"{name}, line {number}: {error}") from None
-        if row:
-            rows.append(row)
-    placed = tuple(tuple(sorted({action.stage for action in row})) for row in rows)
-    actions = [action for row in rows for action in row]
-    # counting distinct numbers, not the largest: a slip such as 0F10000000 must not make a giant
-    return Schedule(
-        name=name,
-        stages=len({action.stage for action in actions}),
-        microbatches=len({action.microbatch for action in actions}),
-        per_rank=tuple(rows),
-        stages_of_rank=placed,
-        training=any(action.op is not Op.FORWARD for action in actions),
-    )
-
-
-# gpipe(3, 4): all forwards, then all backwards. A backward takes two clocks in these pictures.
-#
-#    rank 0  F0 F1 F2 F3  .  .  .  .  .  . B0 B0 B1 B1 B2 B2 B3 B3
-#    rank 1   . F0 F1 F2 F3  .  .  . B0 B0 B1 B1 B2 B2 B3 B3  .  .
-#    rank 2   .  . F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3  .  .  .  .
-def gpipe(stages: int, microbatches: int) -> Schedule:
-    """GPipe (Huang et al. 2019): simple, but every rank holds the activations of all microbatches.
-
-    Backwards go from microbatch 0 up, so that gradients add up in the order of one process.
-    """
-    clocks = range(microbatches)
-    return _one_stage_a_rank("gpipe", microbatches, [
-        [*(Action(Op.FORWARD, stage, i) for i in clocks), *(Action(Op.BACKWARD, stage, i) for i in clocks)]
-        for stage in range(stages)
-    ])  # fmt: skip
+BUILT = MappingProxyType({name: kind for name, kind in KINDS.items() if kind.placement == "line"})
+"""Kinds that need no number of virtual stages."""
 
 
-# one_f_one_b(3, 4): the same clocks and the same idle time, but a backward goes as soon as it can, so that
-# rank r never holds more than 3 - r microbatches. It runs that many forwards ahead, then one for one.
-#
-#    rank 0  F0 F1 F2  .  .  . B0 B0 F3 B1 B1  . B2 B2  .  . B3 B3
-#    rank 1   . F0 F1  . B0 B0 F2 B1 B1 F3 B2 B2  .  . B3 B3  .  .
-#    rank 2   .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  .  .  .  .
-def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """1F1B (Narayanan et al. 2019, PipeDream; its flush variant): rank r holds min(m, p - r) microbatches."""
-    rows = []
-    for stage in range(stages):
-        ahead = min(microbatches, stages - stage)
-        row = [Action(Op.FORWARD, stage, i) for i in range(ahead)]
-        for i in range(microbatches):
-            row.append(Action(Op.BACKWARD, stage, i))
-            if i + ahead < microbatches:
-                row.append(Action(Op.FORWARD, stage, i + ahead))
-        rows.append(row)
-    return _one_stage_a_rank("1f1b", microbatches, rows)
-
-
-def forward_only(stages: int, microbatches: int) -> Schedule:
-    """The forwards alone, for evaluation."""
-    rows = [[Action(Op.FORWARD, stage, i) for i in range(microbatches)] for stage in range(stages)]
-    return replace(_one_stage_a_rank("forward", microbatches, rows), training=False)
-
-
-BUILT: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType({"gpipe": gpipe, "1f1b": one_f_one_b})
-"""Kinds that can be made, by their name in the configuration."""
+def fits(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> str | None:
+    """Why ``make_schedule`` refuses these sizes, in one sentence; None if it takes them."""
+    if kind not in KINDS:
+        *names, last = KINDS
+        return f"schedule {kind!r} is not built; choose {', '.join(names)} or {last}."
+    found = KINDS[kind]
+    held = _held(found, virtual_stages)
+    if min(ranks, microbatches) < 1:
+        return (
+            f"schedule {kind} over {ranks * found.fewest} stages and {microbatches} microbatches is empty; "
+            "give at least one of each."
+        )
+    if held < found.fewest or (found.most and held > found.most):
+        holds = {
+            "line": "one stage",
+            "v": "two stages",
+            "loop": "one stage or more" if found.fewest == 1 else "several stages",
+        }
+        return (
+            f"schedule {kind} with virtual_stages = {virtual_stages}: it holds {holds[found.placement]} on each rank; "
+            f"set virtual_stages to {found.fewest}{'' if found.most else ' or more'}."
+        )
+    if microbatches < found.microbatches_of(ranks):
+        return (
+            f"schedule {kind} with {microbatches} microbatches over {ranks} ranks: it needs "
+            f"{found.microbatches_of(ranks)} or more; raise gradient_accumulation_steps or choose zb-v."
+        )
+    return None
 
 
 def make_schedule(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
     """The training schedule that the configuration names, for ``virtual_stages`` stages on each of ``ranks`` ranks.
 
+    A kind that always holds two stages a rank takes 1, the default of the configuration, as not given.
+
     Raises:
-        ScheduleError: the kind is not built, or does not allow these sizes.
+        ScheduleError: there is no such kind, or it does not allow these sizes.
     """
-    if kind not in BUILT:
-        raise ScheduleError(f"schedule {kind!r} is not built; choose {' or '.join(BUILT)}.")
-    if virtual_stages != 1:
-        raise ScheduleError(
-            f"schedule {kind} with virtual_stages = {virtual_stages}: it holds one stage on each rank; "
-            "set virtual_stages to 1."
-        )
-    return BUILT[kind](ranks, microbatches)
+    reason = fits(kind, ranks, microbatches, virtual_stages)
+    if reason is not None:
+        raise ScheduleError(reason)
+    return KINDS[kind].make(ranks, microbatches, _held(KINDS[kind], virtual_stages))
 
 
-def _one_stage_a_rank(name: str, microbatches: int, rows: Sequence[Sequence[Action]]) -> Schedule:
-    per_rank = tuple(tuple(row) for row in rows)
-    return Schedule(name, len(rows), microbatches, per_rank, tuple((stage,) for stage in range(len(rows))))
+def _held(kind: Kind, virtual_stages: int) -> int:
+    """Stages on each rank: a number that the kind fixes need not be given."""
+    return kind.virtual_stages if virtual_stages == 1 and kind.fewest == kind.most else virtual_stages

@@ -160,7 +160,8 @@ def test_rows_must_fit_ranks() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    (("zb-h1", 4, 8), "schedule 'zb-h1' is not built; choose gpipe or 1f1b."),
+    (("zb-h2", 4, 8), "schedule 'zb-h2' is not built; choose gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-v or "
+     "dualpipe-v."),
     (("1f1b", 4, 8, 2),
      "schedule 1f1b with virtual_stages = 2: it holds one stage on each rank; set virtual_stages to 1."),
     (("gpipe", 0, 8), "schedule gpipe over 0 stages and 8 microbatches is empty; give at least one of each."),

@@ -1,0 +1,100 @@
+"""Schedules whose backward is split: weight gradients, for which nobody waits, fill the idle time.
+
+In the pictures every action takes one clock, and a whole backward two. Where nobody gains by the input
+gradient alone, both halves are one whole backward again, which costs less to run.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from engine.parallel.pipeline.actions import Action, Op, Schedule
+from engine.parallel.pipeline.placement import Placement, loop, v_shape
+from engine.parallel.pipeline.player import INPUT, WEIGHT, Policy, Tick, play
+
+_OPS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+
+
+def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+    """ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism), and its interleaved form for several stages a rank.
+
+    The bubble is (p-1)/(3vm+p-1) for m >= p, a third of 1F1B's; a rank holds pv activations of a stage at most,
+    which is 1F1B's rank 0. Rank r puts off r weight gradients: what 1F1B leaves empty on the later ranks.
+    """
+    most = ranks * virtual_stages
+    policy = Policy(most, tuple(most - rank for rank in range(ranks)), tuple(range(ranks)))
+    return _best("zb-h1", loop(ranks, virtual_stages), microbatches, (policy, _eager(ranks, most)))
+
+
+def zb_v(ranks: int, microbatches: int) -> Schedule:
+    """ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r.
+
+    The bubble is (p-1)/(6m+p-1) for m >= p; every rank holds 2p activations of a half slice at most, as much as
+    1F1B's rank 0. Only the first clocks are idle, in which rank r waits for its first input.
+    """
+    most = 2 * ranks
+    ahead, alike = (most,) * ranks, (ranks - 1,) * ranks
+    policies = (
+        Policy(most, ahead, alike, deep_inputs=False),
+        # a few clocks shorter for some m a little above p
+        Policy(most, ahead, alike),
+        Policy(most, ahead, tuple(range(ranks))),
+        _eager(ranks, most),
+    )
+    return _best("zb-v", v_shape(ranks), microbatches, policies)
+
+
+def fewest_ticks(ranks: int, microbatches: int, virtual_stages: int) -> int:
+    """Ticks from first action to last of the shortest split schedule of v stages a rank, in a loop or in a V.
+
+    Rank p-1 is idle for p-1 ticks and works for 3vm. The others are for m < p, when every turn has to be waited
+    for: microbatch 0 passes pv stages twice, with the other microbatches behind it.
+    """
+    p, m, v = ranks, microbatches, virtual_stages
+    return max(3 * v * m + p - 1, 2 * p * v + 2 * m - 1, p * v + 2 * v * m + p - 1)
+
+
+def _eager(ranks: int, most: int) -> Policy:
+    """Backwards first, and nothing put off: for fewer microbatches than ranks."""
+    return Policy(most, (most,) * ranks, (most,) * ranks, forward_first=False)
+
+
+def _best(name: str, placement: Placement, microbatches: int, policies: Sequence[Policy]) -> Schedule:
+    """The shortest that a policy gives, the first of equals; none is tried after one that cannot be beaten."""
+    ranks, stages = len(placement), sum(map(len, placement))
+    least = fewest_ticks(ranks, microbatches, stages // ranks)
+    best: list[list[Tick]] = []
+    for policy in policies:
+        rows = play(placement, microbatches, policy)
+        if not best or _ticks(rows) < _ticks(best):
+            best = rows
+        if _ticks(best) == least:
+            break
+    return Schedule(name, stages, microbatches, _joined(best, placement, microbatches), placement)
+
+
+def _ticks(rows: list[list[Tick]]) -> int:
+    return max(row[-1][0] for row in rows) + 1
+
+
+def _joined(rows: list[list[Tick]], placement: Placement, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """The rows as actions; I and W next to each other become B, where B keeps nobody waiting."""
+    begins = [0] * (sum(map(len, placement)) * microbatches)
+    for row in rows:
+        for tick, kind, stage, microbatch in row:
+            if kind == INPUT:
+                begins[stage * microbatches + microbatch] = tick
+    return tuple(tuple(_actions(row, held, begins, microbatches)) for row, held in zip(rows, placement, strict=True))
+
+
+def _actions(row: list[Tick], held: Sequence[int], begins: list[int], microbatches: int) -> Iterator[Action]:
+    """One row. The previous stage must begin later than B ends: a message needs some time too."""
+    index = 0
+    while index < len(row):
+        tick, kind, stage, microbatch = row[index]
+        index += 1
+        if kind == INPUT and index < len(row) and row[index][1:] == (WEIGHT, stage, microbatch):
+            near = stage == 0 or stage - 1 in held
+            if near or begins[(stage - 1) * microbatches + microbatch] > tick + 2:
+                yield Action(Op.BACKWARD, stage, microbatch)
+                index += 1
+                continue
+        yield Action(_OPS[kind], stage, microbatch)
