@@ -3,8 +3,10 @@
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from engine.agreement import all_or_none, from_first
@@ -21,7 +23,7 @@ from engine.measure import Costs, measures
 from engine.parallel.comm import Comm, TorchBackend
 from engine.parallel.grid import Grid
 from engine.parallel.world import World, open_world, read_world
-from engine.plan import needs_example
+from engine.plan import Plan, needs_example
 from engine.zero.optimizer import OptimizerFactory
 
 logger = logging.getLogger("trine")
@@ -63,16 +65,7 @@ def initialize(
     comm = _open_comm(resolved, world)
 
     def complete(example: Batch, problem: Exception | None = None) -> Parts:
-        def measure() -> bytes:
-            if problem is not None:
-                raise problem
-            return measure_model(made, resolved, request, example, world.device).to_bytes()
-
-        costs = Costs.from_bytes(from_first(measure, comm, world.device)) if measures(resolved) else None
-        with all_or_none(comm, world.device):
-            if problem is not None:
-                raise problem
-            plan = known or plan_run(made, resolved, request, example, costs)
+        plan = _Joined(made, resolved, request, comm, world.device).plan(known, example, problem)
         parts = build(made, plan, comm, world.device, request, example)
         if world.rank == 0:
             logger.info(describe(plan, str(world.device)))
@@ -82,6 +75,33 @@ def initialize(
     if not waits:
         engine.complete(example_batch)
     return engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """What a plan is made from once processes have met."""
+
+    model: nn.Module
+    config: Config
+    request: Request
+    comm: Comm
+    device: torch.device
+
+    def plan(self, known: Plan | None, example: Batch, problem: Exception | None) -> Plan:
+        """The plan, made now unless it is known; ``problem``, or one that comes up, is raised on all ranks."""
+        costs = Costs.from_bytes(self._measured(example, problem)) if measures(self.config) else None
+        with all_or_none(self.comm, self.device):
+            if problem is not None:
+                raise problem
+            return known or plan_run(self.model, self.config, self.request, example, costs)
+
+    def _measured(self, example: Batch, problem: Exception | None) -> bytes:
+        def measure() -> bytes:
+            if problem is not None:
+                raise problem
+            return measure_model(self.model, self.config, self.request, example, self.device).to_bytes()
+
+        return from_first(measure, self.comm, self.device)
 
 
 def _open_comm(config: Config, world: World) -> Comm:

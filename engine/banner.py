@@ -140,7 +140,7 @@ def _pipeline_lines(plan: Plan) -> dict[str, str]:
     timeline = simulate(plan.schedule)
     picture = draw(timeline, 107).splitlines()
     idle = f"{timeline.bubble:.0%} idle, rank r holds {' '.join(map(str, peak_live(plan.schedule)))} microbatches"
-    chosen = [f"chosen from  {line}" for line in plan.decision.lines()] if plan.decision else []
+    chosen = plan.decision.lines() if plan.decision else ()
     drawn = [f"{picture[0]}, {idle}", *chosen, *picture[1:]]
     return {"pipeline": _INDENT.join(lines), "schedule": _INDENT.join(drawn)}
 

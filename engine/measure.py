@@ -26,8 +26,8 @@ from engine.batch import Batch
 from engine.config import Config
 from engine.errors import PlanError, first_line
 from engine.example import look
-from engine.parallel.pipeline.cost import CallCost, flop_costs, glue_flops, values_bytes
-from engine.parallel.pipeline.timeline import Arguments, Timeline
+from engine.parallel.pipeline.cost import CallCost, by_call, flop_costs, glue_flops, values_bytes
+from engine.parallel.pipeline.timeline import Arguments, Call, Material, Timeline
 from engine.parallel.pipeline.unchanged import unchanged
 from engine.precision import Precision
 from engine.program import Program
@@ -99,9 +99,9 @@ def measure_run(program: Program, example: Batch, config: Config, device: torch.
     Raises:
         PlanError: the model cannot be followed.
     """
-    given: list[Arguments] = []
-    timeline = look(program, example, config.pp, arguments=given)
-    found = measure_calls(program.model, timeline, given, program.precision, device)
+    material = Material()
+    timeline = look(program, example, config.pp, material=material)
+    found = measure_calls(program.model, timeline, material, program.precision, device)
     recomputed = tuple(recomputed_blocks(program.model, config.activation_checkpointing.mode))
     calls = tuple(
         _recomputed(cost, values_bytes(timeline, index)) if _lies_in(call.unit, recomputed) else cost
@@ -111,34 +111,61 @@ def measure_run(program: Program, example: Batch, config: Config, device: torch.
 
 
 def measure_calls(
-    model: nn.Module, timeline: Timeline, given: Sequence[Arguments], precision: Precision, device: torch.device
+    model: nn.Module, timeline: Timeline, material: Material, precision: Precision, device: torch.device
 ) -> Costs:
-    """Measure the calls of ``timeline``, which were given the arguments ``given``; without recomputation."""
+    """Measure the calls of ``timeline``, with ``material`` from the same probe; without recomputation."""
     units = tuple(call.unit for call in timeline.calls)
-    groups: dict[object, list[int]] = {}
-    for index, signature in enumerate(signatures(model, units, given)):
-        groups.setdefault(signature, []).append(index)
-    members = sorted(groups.values(), key=lambda group: -sum(timeline.calls[index].flops for index in group))
-    measured: dict[int, CallCost] = {}
-    failed: dict[str, str] = {}
     begun = perf_counter()
     with unchanged(nn.Module(), device), keyed(device, 0):
+        measuring = _Measuring(model, timeline, precision, device)
+        measuring.run(material.arguments)
+    calls = _completed(timeline, measuring.measured)
+    notes = _notes(measuring.failed, measuring.kinds, f"{device} in {perf_counter() - begun:.1f} s")
+    if calls is None:
+        notes = (*notes, "no call with FLOPs could be measured, so that FLOPs stand for seconds")
+    kept = by_call(timeline, material.kept_by_glue)
+    costs = [
+        replace(cost, kept_bytes=cost.kept_bytes + kept.get(index, 0))
+        for index, cost in enumerate(calls or flop_costs(timeline))
+    ]
+    return Costs(units, tuple(costs), calls is not None, notes, device.type)
+
+
+class _Measuring:
+    """The groups of alike calls, one after the other."""
+
+    def __init__(self, model: nn.Module, timeline: Timeline, precision: Precision, device: torch.device) -> None:
+        self.measured: dict[int, CallCost] = {}
+        self.failed: dict[str, str] = {}
+        """By unit: why it was not measured."""
+        self.kinds = 0
+        self._model, self._timeline, self._precision, self._device = model, timeline, precision, device
+
+    def run(self, given: Sequence[Arguments]) -> None:
+        """Measure as many as the time allows."""
+        calls = self._timeline.calls
+        groups: dict[object, list[int]] = {}
+        for index, signature in enumerate(signatures(self._model, [call.unit for call in calls], given)):
+            groups.setdefault(signature, []).append(index)
+        end = perf_counter() + LIMIT_SECONDS
+        members = sorted(groups.values(), key=lambda group: -sum(calls[index].flops for index in group))
         for number, group in enumerate(members):
-            left = begun + LIMIT_SECONDS - perf_counter()
-            unit = units[group[0]]
-            if left <= 0 or reads_elsewhere(model, timeline.calls[group[0]], given[group[0]]):
-                failed[unit] = "it reads what is not its own" if left > 0 else f"{LIMIT_SECONDS:g} s were over"
-                continue
+            call, left = calls[group[0]], end - perf_counter()
             try:
-                with closing(Alone(model, unit, precision, device)) as alone:
-                    cost = _measure(alone, given[group[0]], left / (len(members) - number))
+                cost = self._measure(call, given[group[0]], left / (len(members) - number))
             except Exception as error:  # whatever a unit does that is not in its place
-                failed[unit] = first_line(error)
-                continue
-            measured |= dict.fromkeys(group, cost)
-    seconds = perf_counter() - begun
-    notes = _notes(failed, len(members), f"{device} in {seconds:.1f} s")
-    return replace(_completed(timeline, measured, notes), device=device.type)
+                self.failed[call.unit] = first_line(error)
+            else:
+                self.measured |= dict.fromkeys(group, cost)
+                self.kinds += 1
+
+    def _measure(self, call: Call, given: Arguments, seconds: float) -> CallCost:
+        if seconds <= 0:
+            raise PlanError(f"{LIMIT_SECONDS:g} s were over")
+        if reads_elsewhere(self._model, call, given):
+            raise PlanError("it reads what is not its own")
+        with closing(Alone(self._model, call.unit, self._precision, self._device)) as alone:
+            return _measure(alone, given, seconds)
 
 
 def _measure(alone: Alone, given: Arguments, seconds: float) -> CallCost:
@@ -152,37 +179,33 @@ def _measure(alone: Alone, given: Arguments, seconds: float) -> CallCost:
     return CallCost(forward, inputs, weights, kept)
 
 
-def _completed(timeline: Timeline, measured: Mapping[int, CallCost], notes: tuple[str, ...]) -> Costs:
+def _completed(timeline: Timeline, measured: Mapping[int, CallCost]) -> tuple[CallCost, ...] | None:
     """With FLOPs at the mean speed of what was measured, for the calls that were not, and for glue."""
-    units = tuple(call.unit for call in timeline.calls)
     flops = sum(timeline.calls[index].flops for index in measured)
     if not flops:
-        why = "no call with FLOPs could be measured, so that FLOPs stand for seconds"
-        return Costs(units, flop_costs(timeline), measured=False, notes=(*notes, why))
+        return None
     known = measured.values()
-    speeds = (
-        sum(cost.forward_seconds for cost in known) / flops,
-        sum(cost.input_seconds for cost in known) / flops,
-        sum(cost.weight_seconds for cost in known) / flops,
-    )
+    forward = sum(cost.forward_seconds for cost in known) / flops
+    inputs = sum(cost.input_seconds for cost in known) / flops
+    weights = sum(cost.weight_seconds for cost in known) / flops
     shapes, glue = flop_costs(timeline), glue_flops(timeline)
     calls = []
     for index, call in enumerate(timeline.calls):
         cost = measured.get(index, CallCost(0.0, 0.0, 0.0, shapes[index].kept_bytes))
-        counted = glue.get(index, 0) + (0 if index in measured else call.flops + 1)
+        extra = glue.get(index, 0) + (0 if index in measured else call.flops + 1)
         calls.append(
             CallCost(
-                cost.forward_seconds + counted * speeds[0],
-                cost.input_seconds + counted * speeds[1],
-                cost.weight_seconds + counted * speeds[2],
+                cost.forward_seconds + extra * forward,
+                cost.input_seconds + extra * inputs,
+                cost.weight_seconds + extra * weights,
                 cost.kept_bytes,
             )
         )
-    return Costs(units, tuple(calls), measured=True, notes=notes)
+    return tuple(calls)
 
 
-def _notes(failed: Mapping[str, str], groups: int, where: str) -> tuple[str, ...]:
-    notes = [f"measured {groups - len(failed)} kinds of calls on {where}"]
+def _notes(failed: Mapping[str, str], kinds: int, where: str) -> tuple[str, ...]:
+    notes = [f"measured {kinds} kinds of calls on {where}"]
     if failed:
         unit, why = next(iter(failed.items()))
         more = f" and {len(failed) - 1} more" * (len(failed) > 1)

@@ -17,6 +17,8 @@ from engine.parallel.pipeline.schedule import KINDS, Op, Schedule, fits, make_sc
 PLAIN_FIRST = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 """Kinds that are tried, the plainest first."""
 _NEAR = 1.01
+_ROOM = 1.1
+"""Kinds that hold as many microbatches as 1f1b hold them of other stages too: a little more, if stages are uneven."""
 _LINES = 6
 
 
@@ -40,7 +42,7 @@ class Machine:
     transfer_seconds: float = 0.0
     """From the end of a stage until the next one, on another rank, has its values."""
     limit_bytes: int | None = None
-    """Most activations on a rank; None: what 1f1b would hold on its worst one."""
+    """Most activations on a rank; None: a tenth more than 1f1b would hold on its worst one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +81,21 @@ class Decision:
         return self.ranking[0]
 
     def lines(self) -> tuple[str, ...]:
-        """The ranking in words: a line each for what fits, one for all that was refused."""
+        """The ranking in words: what was taken, a line for each that fits, one for each reason to refuse."""
         fit = [tried for tried in self.ranking if not tried.refused]
         lines = [
+            f"auto: {self.chosen.name}, best of {len(fit)} within {self.limit_bytes / 2**20:.1f} MiB of activations"
+        ]
+        lines += [
             f"{tried.name}: {tried.seconds / max(self.chosen.seconds, 1e-30):.2f} x the time, {tried.bubble:.0%} idle, "
-            f"{tried.peak_bytes / 2**20:.1f} MiB of activations"
+            f"{tried.peak_bytes / 2**20:.1f} MiB"
             for tried in fit[:_LINES]
         ]
-        refused = [f"{tried.name} ({tried.refused})" for tried in self.ranking if tried.refused]
-        return (*lines, f"refused: {', '.join(refused)}") if refused else tuple(lines)
+        refused: dict[str, list[str]] = {}
+        for tried in self.ranking:
+            size = f" {tried.peak_bytes / 2**20:.1f} MiB" if tried.peak_bytes else ""
+            refused.setdefault(tried.refused, []).append(tried.name + size)
+        return (*lines, *(f"{reason}: {', '.join(names)}" for reason, names in refused.items() if reason))
 
 
 def choose(
@@ -136,11 +144,11 @@ def peak_bytes(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[int, ..
 
 
 def _usual_bytes(cuts: Mapping[int, Sequence[StageCost] | str], machine: Machine) -> int:
-    """What 1f1b would hold on its worst rank, with neighbouring stages joined to one a rank."""
+    """A tenth more than what 1f1b would hold on its worst rank, with neighbouring stages joined to one a rank."""
     virtual_stages, stages = next((v, stages) for v, stages in sorted(cuts.items()) if not isinstance(stages, str))
     parts = [stages[first : first + virtual_stages] for first in range(0, len(stages), virtual_stages)]
     joined = [StageCost(0.0, 0.0, 0.0, sum(stage.kept_bytes for stage in part)) for part in parts]
-    return max(peak_bytes(make_schedule("1f1b", machine.ranks, machine.microbatches), joined))
+    return int(_ROOM * max(peak_bytes(make_schedule("1f1b", machine.ranks, machine.microbatches), joined)))
 
 
 def _try(
@@ -156,5 +164,5 @@ def _try(
     times = tuple(StageTimes(s.forward_seconds, s.input_seconds, s.weight_seconds) for s in stages)
     timeline = simulate(schedule, Cost(transfer=machine.transfer_seconds, times=times))
     peak = max(peak_bytes(schedule, stages))
-    over = f"holds {peak / 2**20:.1f} MiB of activations, more than {limit / 2**20:.1f}" if peak > limit else ""
+    over = "more than the limit" if peak > limit else ""
     return replace(tried, seconds=timeline.makespan, bubble=timeline.bubble, peak_bytes=peak, refused=over), schedule

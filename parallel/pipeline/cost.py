@@ -4,7 +4,7 @@ The seconds of a call are measured where it will run (``engine.measure``). Witho
 them, as many for each of the three parts: a matrix product is done once forward, once for the gradient of its input
 and once for that of its weight.
 
-Glue is not measured: its FLOPs count for the call before it, and what it keeps does not count.
+Glue is not measured: its FLOPs, and what it saves for its backward, count for the call before it.
 """
 
 from collections.abc import Sequence
@@ -41,10 +41,15 @@ def flops_of_calls(timeline: Timeline) -> list[int]:
 
 def glue_flops(timeline: Timeline) -> dict[int, int]:
     """FLOPs of glue by the call that it counts for."""
+    return by_call(timeline, [glue.flops for glue in timeline.glue])
+
+
+def by_call(timeline: Timeline, of_glue: Sequence[int]) -> dict[int, int]:
+    """A number for each glue operation, summed by the call that it counts for."""
     found: dict[int, int] = {}
-    for glue in timeline.glue if timeline.calls else ():
+    for glue, number in zip(timeline.glue, of_glue, strict=True) if timeline.calls else ():
         index = max(glue.calls_before - 1, 0)
-        found[index] = found.get(index, 0) + glue.flops
+        found[index] = found.get(index, 0) + number
     return found
 
 

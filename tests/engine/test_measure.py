@@ -185,6 +185,22 @@ def test_kept_bytes_are_what_the_backward_needs() -> None:
         assert [cost.kept_bytes for cost in measured(model).calls] == [0, 2 * activation, 2 * activation]
 
 
+class Scored(Chain):
+    """Its loss is glue."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.blocks[1](self.blocks[0](self.first(x)))
+        return F.cross_entropy(scores * self.blocks[1].get_parameter("linear.weight")[0], torch.zeros(ROWS).long())
+
+
+def test_what_glue_keeps_counts_for_the_call_before() -> None:
+    activation = ROWS * WIDTH * 4
+    # the product saves what relu made, known to the block by another copy; the loss saves probabilities and a weight
+    assert [cost.kept_bytes for cost in measured(Scored(Block(), Block())).calls[:2]] == [0, 2 * activation]
+    last = measured(Scored(Block(), Block())).calls[2].kept_bytes
+    assert 4 * activation <= last <= 4 * activation + 8
+
+
 def test_recomputed_blocks_keep_their_input_and_run_forward_again() -> None:
     model = Chain(Block(0.05), Block(0.05))
     kept, again = measured(model), measured(model, {"activation_checkpointing": {"mode": "full"}})
