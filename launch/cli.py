@@ -87,6 +87,7 @@ def _plan(options: Namespace) -> None:
 
     from engine.banner import describe
     from engine.decoder import Decoder, DecoderConfig, loss_sum
+    from engine.measure import measure_run, measures
     from engine.plan import Wish, build_plan
     from engine.precision import make_precision
     from engine.program import Program
@@ -99,7 +100,10 @@ def _plan(options: Namespace) -> None:
         model = Decoder(shape)
         ids = torch.empty((config.micro, shape.context), dtype=torch.int64)
     program = Program(model, loss_sum, make_precision(config, model), torch.device("cpu"))
-    wish = Wish(program, {"input_ids": ids, "labels": ids})
+    example = {"input_ids": ids, "labels": ids}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    costs = measure_run(program, example, config, device) if measures(config) else None
+    wish = Wish(program, example, costs=costs)
     print(describe(build_plan(config, wish), "no device: a plan"))
 
 

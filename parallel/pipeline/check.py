@@ -51,6 +51,14 @@ class Span(NamedTuple):
     end: float
 
 
+class StageTimes(NamedTuple):
+    """How long the parts of one stage take; a whole backward takes both of its parts."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """How long things take, in any one unit. Whole numbers stay exact."""
@@ -63,10 +71,19 @@ class Cost:
     """From the end of an action to the earliest start of one on another rank that needs it."""
     stages: tuple[float, ...] = ()
     """A factor for each stage; empty: all are alike."""
+    times: tuple[StageTimes, ...] = ()
+    """What each stage takes, in place of all the above but ``transfer``; empty: that holds."""
 
     def of(self, op: Op) -> float:
         """The time of one operation, before the factor of its stage."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
+
+    def at(self, op: Op, stage: int) -> float:
+        """The time of one operation of a stage."""
+        if not self.times:
+            return self.of(op) * (self.stages[stage] if self.stages else 1)
+        forward, for_inputs, for_weights = self.times[stage]
+        return (forward, for_inputs + for_weights, for_inputs, for_weights)["FBIW".index(op)]
 
 
 @dataclass(frozen=True)
@@ -100,11 +117,12 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
         ScheduleError: the schedule is incomplete or cannot be done, or ``cost`` is for other stages.
     """
     cost = cost or Cost()
-    if cost.stages and len(cost.stages) != schedule.stages:
-        raise ScheduleError(
-            f"cost.stages has {len(cost.stages)} factors for the {schedule.stages} stages of schedule "
-            f"{schedule.name}; give one for each stage, or none."
-        )
+    for name, noun, given in (("stages", "factors", cost.stages), ("times", "entries", cost.times)):
+        if given and len(given) != schedule.stages:
+            raise ScheduleError(
+                f"cost.{name} has {len(given)} {noun} for the {schedule.stages} stages of schedule "
+                f"{schedule.name}; give one for each stage, or none."
+            )
     _check_complete(schedule)
     rules = Rules(schedule)
     begins, ends = times(rules, cost)
@@ -118,8 +136,7 @@ def times(rules: Rules, cost: Cost) -> tuple[list[float], list[float]]:
     Raises:
         ScheduleError: the schedule cannot be done.
     """
-    factor = cost.stages or (1,) * rules.schedule.stages
-    lasts = {(op, stage): cost.of(op) * scale for op in Op for stage, scale in enumerate(factor)}
+    lasts = {(op, stage): cost.at(op, stage) for op in Op for stage in range(rules.schedule.stages)}
     free: list[float] = [0] * len(rules.rows)
     begins: list[float] = [0] * len(rules.actions)
     ends: list[float] = [0] * len(rules.actions)

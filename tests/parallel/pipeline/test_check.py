@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ScheduleError
-from engine.parallel.pipeline.check import Cost, check, peak_live, simulate
+from engine.parallel.pipeline.check import Cost, StageTimes, check, peak_live, simulate
 from engine.parallel.pipeline.schedule import (
     Action,
     Schedule,
@@ -312,6 +312,15 @@ def test_costs_by_stage_and_transfer() -> None:
     sentence = "cost.stages has 1 factors for the 2 stages of schedule gpipe; give one for each stage, or none."
     with pytest.raises(ScheduleError, match=f"^{sentence}$"):
         simulate(gpipe(2, 1), Cost(stages=(1,)))
+
+
+def test_times_of_each_part_of_each_stage() -> None:
+    whole = simulate(gpipe(2, 1), Cost(transfer=5, times=(StageTimes(1, 2, 4), StageTimes(10, 20, 40))))
+    assert [[tuple(span)[1:] for span in row] for row in whole.spans] == [[(0, 1), (81, 87)], [(6, 16), (16, 76)]]
+    split = simulate(parse_schedule("0F0 0I0 0W0", "split"), Cost(times=(StageTimes(1, 2, 4),)))
+    assert [tuple(span)[1:] for span in split.spans[0]] == [(0, 1), (1, 3), (3, 7)]
+    with pytest.raises(ScheduleError, match=r"^cost.times has 1 entries for the 2 stages of schedule gpipe"):
+        simulate(gpipe(2, 1), Cost(times=(StageTimes(1, 1, 1),)))
 
 
 def test_a_large_schedule_is_checked_and_simulated() -> None:
