@@ -7,7 +7,6 @@ its cut, schedule and layout from it, and the measured bytes are compared with i
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -37,7 +36,8 @@ from engine.parallel.grid import Coord, Grid
 from engine.parallel.pipeline.check import check
 from engine.parallel.pipeline.choose import Decision
 from engine.parallel.pipeline.cut import Cut
-from engine.parallel.pipeline.schedule import Op, Schedule, forward_only, make_schedule, parse_schedule
+from engine.parallel.pipeline.schedule import Op, Schedule, forward_only, make_schedule
+from engine.parallel.pipeline.schedule_file import ENDINGS, read_schedule
 from engine.parallel.pipeline.timeline import Timeline
 from engine.parallel.shards import Division, ShardTable, build_table
 from engine.parallel.tensor.budget import Watch, loss_traffic, traffic_by_call
@@ -324,19 +324,13 @@ def _schedule(config: Config) -> Schedule:
     kind, ranks, microbatches = config.parallel.schedule, config.pp, config.accumulation
     if kind == "auto":
         kind = "1f1b"  # of one stage; where there are several, they are seen before it is chosen
-    if not kind.endswith((".txt", ".csv")):
+    if not kind.endswith(ENDINGS):
         schedule = make_schedule(kind, ranks, microbatches, config.parallel.virtual_stages)
         if ranks == 1:  # nobody to wait for: any kind is a plain loop
             schedule = make_schedule("1f1b", 1, microbatches)
         check(schedule)
         return schedule
-    try:
-        text = Path(kind).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(f"schedule {kind}: {error.strerror}; give the path of a file of actions.") from None
-    except UnicodeDecodeError:
-        raise ScheduleError(f"schedule {kind} is no text; give a file of actions such as 0F0 0B0.") from None
-    schedule = parse_schedule(text, kind)
+    schedule = read_schedule(kind)
     check(schedule)
     if len(schedule.per_rank) != ranks or schedule.microbatches != microbatches or not schedule.training:
         raise ScheduleError(
