@@ -114,6 +114,11 @@ class Plan:
         return self.schedule.stages_of_rank[pp]
 
     @property
+    def places(self) -> str:
+        """Which pipeline rank runs what, in words that are equal where it is."""
+        return "" if self.cut is None else f"{self.cut.boundaries} on {self.schedule.stages_of_rank}"
+
+    @property
     def tie_owners(self) -> tuple[tuple[int, ...], ...]:
         """Every set of pipeline ranks that own parameters together, in one order for all ranks."""
         return tuple(sorted({row.owners for row in self.table if len(row.owners) > 1}))
