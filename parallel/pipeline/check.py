@@ -28,9 +28,9 @@ def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
     With ``receives_ahead`` also free of deadlock with blocking sends and no buffer anywhere (rendezvous): a rank
     that begins an action has offered to receive for it and for so many actions after it, and goes on to its
     next action when what it sent was met by such an offer. 0 is enough for gpipe, 1f1b and zb-h1 of one stage a rank;
-    interleaved needs 1, or 2 where p does not divide m. No small number is enough where a rank runs ahead of a stage
-    that takes its messages later: looped-bfs, zb-v, dualpipe-v, zb-h1 of several stages a rank. Their sends must be
-    asynchronous, and ``releases`` says when one has ended.
+    interleaved needs 1, or 2(n-p) where n > p microbatches are in a round. No small number is enough where a rank runs
+    ahead of a stage that takes its messages later: looped-bfs, zb-v, dualpipe-v, zb-h1 of several stages a rank. Their
+    sends must be asynchronous, and ``releases`` says when one has ended.
 
     Raises:
         ScheduleError: names what is missing, doubled or misplaced, or all actions of one circle of waiting

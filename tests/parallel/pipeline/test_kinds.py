@@ -77,6 +77,23 @@ def test_every_kind_is_what_its_formulas_say(made: tuple[Schedule, int, int, int
         assert held == most_held(schedule.name, p, m, v)
 
 
+@settings(deadline=None, max_examples=80)
+@given(schedules(("gpipe", "1f1b", "interleaved")))
+def test_blocking_sends_need_few_receives_ahead(made: tuple[Schedule, int, int, int]) -> None:
+    schedule, p, m, v = made
+    more = max(map(len, rounds(p, m))) - p
+    check(schedule, max(1, 2 * more) if v > 1 else 0)
+    check(zb_h1(p, m), 0)
+
+
+@pytest.mark.parametrize(("kind", "v"), [("looped-bfs", 2), ("zb-h1", 2), ("zb-v", 2), ("dualpipe-v", 2)])
+def test_blocking_sends_stop_a_rank_that_runs_ahead(kind: str, v: int) -> None:
+    schedule = make_schedule(kind, 8, 64, v)
+    check(schedule)
+    with pytest.raises(ScheduleError, match="is stuck when sends block"):
+        check(schedule, 4)
+
+
 @settings(deadline=None, max_examples=60)
 @given(schedules())
 def test_text_round_trips(made: tuple[Schedule, int, int, int]) -> None:

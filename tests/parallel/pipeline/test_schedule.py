@@ -181,10 +181,12 @@ def test_the_whole_path_needs_no_torch() -> None:
 import sys
 from engine.parallel.pipeline.check import check, simulate
 from engine.parallel.pipeline.draw import draw
-from engine.parallel.pipeline.schedule import make_schedule
-schedule = make_schedule("1f1b", 4, 8)
-check(schedule)
-assert draw(simulate(schedule))
+from engine.parallel.pipeline.release import releases
+from engine.parallel.pipeline.schedule import KINDS, make_schedule
+for kind in KINDS.values():
+    schedule = make_schedule(kind.name, 4, 8, kind.virtual_stages)
+    check(schedule)
+    assert draw(simulate(schedule)) and releases(schedule)
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

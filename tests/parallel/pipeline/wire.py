@@ -1,7 +1,8 @@
 """Ranks that play rows over channels without tags, at whatever speed chance gives them.
 
 Every flow between two stages is a channel: what is sent comes out in the order in which it went in. A message
-moves when it is sent and a receive is offered; only then has its send ended. Nothing is shared with the checker.
+moves when it is sent and a receive is offered; only then has its send ended. Nothing but the needs of an action
+is shared with the checker.
 """
 
 import random
@@ -53,7 +54,8 @@ class Wire:
             return False
         self._offer(rank)
         source = self.schedule.receives(action)
-        assert all(need in self.done for need in self.schedule.needs(action) if need.stage == action.stage)
+        near = [need for need in self.schedule.needs(action) if need != source]
+        assert all(need in self.done for need in near), f"{action} comes before what it needs of its own rank"
         return source is None or source in self.arrived
 
     def _offer(self, rank: int) -> None:
