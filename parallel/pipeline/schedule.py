@@ -88,9 +88,6 @@ _ALL = (
 KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _ALL})
 """All kinds by their name in the configuration, the simplest first."""
 
-BUILT = MappingProxyType({name: kind for name, kind in KINDS.items() if kind.placement == "line"})
-"""Kinds of one stage on each rank."""
-
 
 def fits(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> str | None:
     """Why ``make_schedule`` refuses these sizes, in one sentence; None if it takes them."""

@@ -16,6 +16,7 @@ from tests.readme import Table
 SIZES = ((2, 4), (4, 4), (4, 8), (4, 16), (8, 8), (8, 16), (8, 32), (8, 64))
 """Pipeline ranks and microbatches."""
 PICTURE = README.parent / "benchmarks" / "results" / "schedules.svg"
+MORE_STAGES = {"interleaved": (4,), "looped-bfs": (4,), "zb-h1": (2, 4)}
 SLICE = Cost()
 """A forward 1, a backward 2, or 1 for the input and 1 for the weight."""
 
@@ -24,10 +25,10 @@ def schedule_of(kind: str, ranks: int, microbatches: int) -> Schedule:
     return make_schedule(kind, ranks, microbatches, KINDS[kind].virtual_stages)
 
 
-def cell(kind: str, ranks: int, microbatches: int) -> str:
+def cell(kind: str, ranks: int, microbatches: int, stages: int) -> str:
     """Idle share, and the most slices that a rank holds."""
     try:
-        schedule = schedule_of(kind, ranks, microbatches)
+        schedule = make_schedule(kind, ranks, microbatches, stages)
     except ScheduleError:
         return ""
     figures = summarize(simulate(schedule, cost_of_slices(schedule, SLICE)))
@@ -37,9 +38,10 @@ def cell(kind: str, ranks: int, microbatches: int) -> str:
 def table() -> str:
     found = Table("schedules", "idle, slices held")
     for kind in KINDS.values():
-        row = f"`{kind.name}`" + (f", {kind.virtual_stages} stages a rank" if kind.virtual_stages > 1 else "")
-        for ranks, microbatches in SIZES:
-            found.cells[row, f"p {ranks}, m {microbatches}"] = cell(kind.name, ranks, microbatches)
+        for stages in (kind.virtual_stages, *MORE_STAGES.get(kind.name, ())):
+            row = f"`{kind.name}`" + (f", {stages} stages a rank" if stages > 1 else "")
+            for ranks, microbatches in SIZES:
+                found.cells[row, f"p {ranks}, m {microbatches}"] = cell(kind.name, ranks, microbatches, stages)
     return found.render()
 
 

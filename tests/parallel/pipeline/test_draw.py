@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.parallel.pipeline.check import Cost, simulate
 from engine.parallel.pipeline.draw import draw, draw_panels
-from engine.parallel.pipeline.schedule import BUILT, gpipe, make_schedule, one_f_one_b
+from engine.parallel.pipeline.schedule import gpipe, make_schedule, one_f_one_b
 from engine.parallel.pipeline.summary import Panel
 from tests.parallel.pipeline.timelines import V_SHAPE, measured
 
@@ -116,7 +116,7 @@ rank 1 | .  . F0 B0 B0 F1 B1 B1  .  .  ."""
 
 
 @settings(deadline=None)
-@given(st.sampled_from(sorted(BUILT)), st.integers(1, 12), st.integers(1, 24), st.integers(20, 200))
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 12), st.integers(1, 24), st.integers(20, 200))
 def test_no_picture_is_wider_than_asked(kind: str, stages: int, microbatches: int, width: int) -> None:
     title, *rows = draw(simulate(make_schedule(kind, stages, microbatches)), width).splitlines()
     assert len(rows) == stages and title.startswith(kind)
