@@ -26,6 +26,8 @@ _METADATA = frozenset((
     "is_signed", "is_inference", "is_same_size", "is_tensor", "element_size", "storage_offset", "get_device",
     "data_ptr", "untyped_storage", "is_pinned", "is_shared", "is_conj", "is_neg", "is_coalesced", "dense_dim",
     "sparse_dim", "__len__", "__hash__",
+    # ask for something later on, and make nothing now; ZeRO-3 does it around the modules of opened units
+    "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
 ))  # fmt: skip
 _OF_THE_OBJECT = frozenset((
     "__hash__", "data_ptr", "untyped_storage", "is_tensor", "is_pinned", "get is_nested", "get layout",
