@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 _METADATA = frozenset((
     "size", "dim", "ndimension", "stride", "numel", "nelement", "is_contiguous", "is_floating_point", "is_complex",
@@ -183,31 +182,6 @@ def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def open_checkpoints(recompute: bool) -> Iterator[None]:
-    """Within, a reentrant checkpoint runs its function in the open: as the other kind, or without recomputing.
-
-    The reentrant kind hides the calls inside from autograd: a value that leaves the stage from inside would
-    have no history, and a received one would lose its own.
-    """
-
-    def apply(function: Function, preserve: bool, *args: Any) -> Any:
-        if not recompute:
-            return function(*args)
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
-
-    original = torch.autograd.Function.__dict__["apply"]
-    before = vars(CheckpointFunction).get("apply", original)
-    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if before is original:  # inherited
-            del CheckpointFunction.apply
-        else:
-            CheckpointFunction.apply = before  # type: ignore[method-assign]
 
 
 def checks_content(name: str) -> bool:
