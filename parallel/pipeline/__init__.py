@@ -16,5 +16,6 @@ How an unchanged model becomes stages, in one process and without communication:
       stageplan    what one stage runs, receives, sends and holds; ``vertexcut``: the cheapest values that do
     stage          runs a plan in the user's forward; ``absent``: what is not here is NaN without memory
       run          tier 1: absent calls are answered; ``glue_run``: tier 2, glue operations too
+      checkpoints    recomputation of what runs here, where the user's code checkpoints more than that
       intercept    how calls of units come to us; ``operation``: what the name of a torch function tells
 """

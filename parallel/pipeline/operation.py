@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 _METADATA = frozenset((
     "size", "dim", "ndimension", "stride", "numel", "nelement", "is_contiguous", "is_floating_point", "is_complex",
     "is_signed", "is_inference", "is_same_size", "is_tensor", "element_size", "storage_offset", "get_device",
     "data_ptr", "untyped_storage", "is_pinned", "is_shared", "is_conj", "is_neg", "is_coalesced", "dense_dim",
     "sparse_dim", "__len__", "__hash__",
+    # ask for something later on, and make nothing now; ZeRO-3 does it around the modules of opened units
+    "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
 ))  # fmt: skip
 _OF_THE_OBJECT = frozenset((
     "__hash__", "data_ptr", "untyped_storage", "is_tensor", "is_pinned", "get is_nested", "get layout",
@@ -181,31 +182,6 @@ def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def open_checkpoints(recompute: bool) -> Iterator[None]:
-    """Within, a reentrant checkpoint runs its function in the open: as the other kind, or without recomputing.
-
-    The reentrant kind hides the calls inside from autograd: a value that leaves the stage from inside would
-    have no history, and a received one would lose its own.
-    """
-
-    def apply(function: Function, preserve: bool, *args: Any) -> Any:
-        if not recompute:
-            return function(*args)
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
-
-    original = torch.autograd.Function.__dict__["apply"]
-    before = vars(CheckpointFunction).get("apply", original)
-    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if before is original:  # inherited
-            del CheckpointFunction.apply
-        else:
-            CheckpointFunction.apply = before  # type: ignore[method-assign]
 
 
 def checks_content(name: str) -> bool:

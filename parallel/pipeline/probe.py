@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from engine.errors import PlanError
+from engine.parallel.pipeline.checkpoints import open_checkpoints
 from engine.parallel.pipeline.intercept import Interception
-from engine.parallel.pipeline.operation import functions_shown_to, open_checkpoints
+from engine.parallel.pipeline.operation import functions_shown_to
 from engine.parallel.pipeline.record import Recorder
 from engine.parallel.pipeline.timeline import Call, Material, Recipe, Timeline
 from engine.parallel.pipeline.unchanged import unchanged
