@@ -90,7 +90,8 @@ def measures(config: Config) -> bool:
 
 def counted(timeline: Timeline) -> Costs:
     """Costs without a measurement: FLOPs."""
-    return Costs(tuple(call.unit for call in timeline.calls), flop_costs(timeline), measured=False)
+    note = "no call was measured, so that FLOPs stand for seconds"
+    return Costs(tuple(call.unit for call in timeline.calls), flop_costs(timeline), measured=False, notes=(note,))
 
 
 def measure_run(program: Program, example: Batch, config: Config, device: torch.device) -> Costs:

@@ -116,11 +116,7 @@ def choose(
                 found.append(_try(Tried(kind.name, virtual_stages), stages, machine, limit))
     fit = [(tried, schedule) for tried, schedule in found if not tried.refused]
     if not fit:
-        least = min((tried for tried, _ in found if tried.peak_bytes), key=lambda tried: tried.peak_bytes)
-        raise ScheduleError(
-            f"no schedule holds at most {limit:,} bytes of activations on a rank (parallel.activation_limit_bytes): "
-            f"{least.name} holds least, {least.peak_bytes:,}; raise the limit, or give smaller microbatches."
-        )
+        raise ScheduleError(_refusal([tried for tried, _ in found], machine, limit))
     fastest = min(tried.seconds for tried, _ in fit)
     # as in the order of trial: fewer stages first, then the plainer kind
     chosen, schedule = next(pair for pair in fit if pair[0].seconds <= fastest * _NEAR)
@@ -140,6 +136,20 @@ def peak_bytes(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[int, ..
     return tuple(
         max(accumulate(sign[action.op] * stages[action.stage].kept_bytes for action in row), default=0)
         for row in schedule.per_rank
+    )
+
+
+def _refusal(found: Sequence[Tried], machine: Machine, limit: int) -> str:
+    weighed = [tried for tried in found if tried.peak_bytes > limit]
+    if weighed:
+        least = min(weighed, key=lambda tried: tried.peak_bytes)
+        return (
+            f"no schedule holds at most {limit:,} bytes of activations on a rank (parallel.activation_limit_bytes): "
+            f"{least.name} holds least, {least.peak_bytes:,}; raise the limit, or give smaller microbatches."
+        )
+    return (
+        f"no schedule for parallel.schedule 'auto' has these stages on {machine.ranks} ranks; begin as many stages in "
+        "parallel.split as there are pipeline ranks, or name a schedule."
     )
 
 

@@ -92,11 +92,11 @@ def measured(model: nn.Module, changes: dict[str, Any] | None = None, **parallel
 
 
 def test_what_each_part_takes_is_told_apart() -> None:
-    costs = measured(Chain(Block(0.01, 0.05, 0.2), Block()))
+    costs = measured(Chain(Block(0.01, 0.08, 0.3), Block()))
     assert costs.units == ("first", "blocks.0", "blocks.1") and costs.measured
     slow, fast = costs.calls[1:]
     assert 0.01 <= slow.forward_seconds < slow.input_seconds < slow.weight_seconds
-    assert slow.input_seconds >= 0.05 and slow.seconds >= 0.25 > 3 * fast.seconds
+    assert slow.input_seconds >= 0.08 and slow.seconds >= 0.39 > 3 * fast.seconds
 
 
 def test_the_first_unit_finds_no_gradient_of_its_input() -> None:
@@ -241,7 +241,7 @@ def test_what_does_not_run_alone_has_its_flops_at_the_mean_speed() -> None:
     reads = costs.calls[costs.units.index("reads")]
     assert len(costs.notes) == 2 and "reads (it reads what is not its own)" in costs.notes[1]
     # twice the FLOPs of each of the four others, of which two are slow
-    assert SLOW <= reads.forward_seconds < 2 * SLOW and reads.kept_bytes > 0
+    assert SLOW <= reads.forward_seconds < 4 * SLOW and reads.kept_bytes > 0
 
 
 class Peeks(Chain):

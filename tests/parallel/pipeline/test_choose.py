@@ -114,6 +114,11 @@ def test_nothing_fits() -> None:
     assert re.search(r"at most 3,999 bytes .* holds least, 4,000; raise", str(error.value))
 
 
+def test_no_kind_has_these_stages() -> None:
+    with pytest.raises(ScheduleError, match="name a schedule"):
+        choose(even(4, 3), Machine(4, 8), ("1f1b", "zb-v"))
+
+
 def test_times_are_of_the_stages() -> None:
     slow = [EVEN, replace(EVEN, forward_seconds=5.0), EVEN]
     decision = choose({1: slow}, Machine(3, 4), ("1f1b",))
