@@ -26,7 +26,7 @@ class DeepSpeedPeer:
     """``deepspeed.initialize`` and the loop of its tutorial: every microbatch through ``backward`` and ``step``."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
-        _launch(mode)
+        announce(mode)
         import deepspeed  # here, so that its import counts as its start-up, and after what it reads
 
         self._accumulation = mode.accumulation
@@ -63,7 +63,7 @@ def make_config(mode: Mode, workload: Workload, parameters: int) -> dict[str, An
     }
 
 
-def _launch(mode: Mode) -> None:
+def announce(mode: Mode) -> None:
     """Say what a launcher would have said; the group runs already, so nobody connects to this port."""
     rank = str(dist.get_rank())
     given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(mode.ranks), "DS_ACCELERATOR": "cpu"}

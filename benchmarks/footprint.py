@@ -1,8 +1,9 @@
 """What one rank keeps in memory and sends, found in steps that are not timed.
 
-Three counts of memory, all of tensors alone: between two steps, at the optimizer's update, and the most within a
-step. The step whose bytes are counted comes first: it shows Python the tensors that torch keeps in C++ and
-communicates, DDP's buckets, which are a further copy of the gradients; from then on they are found.
+Counts of memory, all of tensors alone: between two steps, at the optimizer's update, and the most within a
+step, all of it and what of it is not training state. The step whose bytes are counted comes first: it shows Python
+the tensors that torch keeps in C++ and communicates, DDP's buckets, which are a further copy of the gradients; from
+then on they are found.
 """
 
 import gc
@@ -14,7 +15,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -23,6 +24,8 @@ from benchmarks.ring import RingCounter
 SETTLE_SECONDS = 0.1
 """A thread of gloo lets go of a collective's tensors up to some milliseconds after the wait for it returns."""
 FOOTPRINT_STEPS = 4
+TRAINING_STATE = 4
+"""Times the size of the parameters: themselves, their gradients and AdamW's moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +42,25 @@ class Footprint:
     """The same when the optimizer has just updated: parameters, gradients, optimizer state, and what else is kept."""
     step_peak_bytes: int
     """``state_bytes`` and the most that a step's allocations add to them at once, activations included."""
+    activation_bytes: int
+    """``step_peak_bytes`` without parameters, gradients and two moments of what this rank's optimizer updates: what
+    forwards keep for their backwards, values on their way, temporaries. Of plain AdamW without shards alone."""
     peak_resident_bytes: int
     """Largest resident size of the process so far, libraries included."""
 
 
-def measure_footprint(step: Callable[[Tensor], object], batches: Sequence[Tensor], ranks: int) -> Footprint:
-    """Take ``FOOTPRINT_STEPS`` steps, one on each of ``batches``; ``ranks``: of the one group that communicates."""
+def measure_footprint(step: Callable[[Tensor], object], batches: Sequence[Tensor]) -> Footprint:
+    """Take ``FOOTPRINT_STEPS`` steps, one on each of ``batches``."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # first: what follows needs memory itself
     counted, looked_at, *watched = batches
-    with RingCounter(ranks) as counter:
+    with RingCounter() as counter:
         step(counted)
-    live = _live_at_update(step, looked_at)
+    live, updated = _live_at_update(step, looked_at)
     above = _peak_above_state(step, watched)
     time.sleep(SETTLE_SECONDS)
     state = live_tensor_bytes()
-    return Footprint(counter.sent, counter.calls, state, live, state + above, resident)
+    peak = state + above
+    return Footprint(counter.sent, counter.calls, state, live, peak, peak - TRAINING_STATE * updated, resident)
 
 
 def largest(footprints: Sequence[Footprint]) -> Footprint:
@@ -80,20 +87,22 @@ def _storages(thing: object) -> Iterator[torch.UntypedStorage]:
         yield thing.untyped_storage()
 
 
-def _live_at_update(step: Callable[[Tensor], object], rows: Tensor) -> int:
-    """Bytes of live tensors at the end of the inner optimizer's update in one more step."""
+def _live_at_update(step: Callable[[Tensor], object], rows: Tensor) -> tuple[int, int]:
+    """Bytes of live tensors at the end of the inner optimizer's update in one more step; those of what it updates."""
     seen: list[int] = []
+    updated: set[Tensor] = set()
 
-    def look(*_: object) -> None:
+    def look(optimizer: Optimizer, *_: object) -> None:
         time.sleep(SETTLE_SECONDS)
         seen.append(live_tensor_bytes())
+        updated.update(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     hook = register_optimizer_step_post_hook(look)
     try:
         step(rows)
     finally:
         hook.remove()
-    return max(seen)
+    return max(seen), sum(parameter.numel() * parameter.element_size() for parameter in updated)
 
 
 def _peak_above_state(step: Callable[[Tensor], object], batches: Sequence[Tensor]) -> int:

@@ -3,13 +3,14 @@
 All modes start from the same weights, see the same sequences and take the same step: mean cross-entropy,
 clipping, AdamW. The peers get torch's fused AdamW, which Trine runs inside too, so that a difference
 between modes is a difference in distribution and not in the optimizer's kernel. What torch offers beyond
-data parallelism is in ``parallel_peers``; what shares state among data ranks in ``fsdp_peer`` and ``deepspeed_peer``.
+data parallelism is in ``parallel_peers``; what shares state among data ranks in ``fsdp_peer`` and ``deepspeed_peer``;
+DeepSpeed's pipeline in ``deepspeed_pipeline``.
 """
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ WEIGHT_DECAY = 0.1
 
 Kind = Literal["plain", "ddp", "dtensor", "pipelining", "fsdp", "deepspeed", "trine"]
 """Who trains."""
+Schedule = Literal["1f1b", "interleaved", "zb-v"]
+"""In which order a pipeline computes; the last two give every rank two stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,9 @@ class Workload:
     learning_rate: float = 3e-4
     clip: float = 1.0
     """Largest L2 norm of the gradient."""
+    epsilon: float = 1e-8
+    """Of AdamW. What is compared by weights takes a larger one: a gradient that is zero but for rounding, a key's
+    bias, would otherwise move weights as far as any."""
     bucket_elements: int | None = None
     """Trine's ``zero_optimization.reduce_bucket_size``; None is the engine's default."""
     optimizer_kernel: Literal["fused", "default"] = "fused"
@@ -61,6 +67,15 @@ class Mode:
     """How often Trine gathers parameters at stage 3; None is the engine's default."""
     axis: Literal["data", "tensor", "pipeline"] = "data"
     """What the ranks share among them: the batch, or the model across or along its layers."""
+    schedule: Schedule = "1f1b"
+    """Of a pipeline."""
+    own_clipping: bool = False
+    """Clip as the peer's users would, and not by the norm of the whole model where that is another thing."""
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages of one rank of a pipeline."""
+        return 1 if self.schedule == "1f1b" else 2
 
     @property
     def data_ranks(self) -> int:
@@ -78,6 +93,14 @@ class Trainer(Protocol):
         """
 
 
+@runtime_checkable
+class Legible(Trainer, Protocol):
+    """A trainer whose weights can be held against those of another."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """What this rank has, by the model's names; among all ranks every parameter at least once. Collective."""
+
+
 def make_trainer(mode: Mode, workload: Workload) -> Trainer:
     """Build one rank of ``mode`` inside a running process group.
 
@@ -92,6 +115,10 @@ def make_trainer(mode: Mode, workload: Workload) -> Trainer:
         from benchmarks.fsdp_peer import FsdpPeer
 
         return FsdpPeer(mode, workload)
+    if mode.kind == "deepspeed" and mode.axis == "pipeline":
+        from benchmarks.deepspeed_pipeline import DeepSpeedPipeline
+
+        return DeepSpeedPipeline(mode, workload)
     if mode.kind == "deepspeed":
         from benchmarks.deepspeed_peer import DeepSpeedPeer
 
@@ -128,6 +155,7 @@ def make_adamw(parameters: list[nn.Parameter], workload: Workload) -> torch.opti
         parameters,
         lr=workload.learning_rate,
         betas=BETAS,
+        eps=workload.epsilon,
         weight_decay=WEIGHT_DECAY,
         fused=workload.optimizer_kernel == "fused" or None,
     )
@@ -139,7 +167,9 @@ class Plain:
     def __init__(self, mode: Mode, workload: Workload) -> None:
         self._mode = mode
         self._largest_norm = workload.clip
-        self._model = self._wrap(make_model(workload))
+        model = make_model(workload)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._model = self._wrap(model)
         self._parameters = list(self._model.parameters())
         self._optimizer = make_adamw(self._parameters, workload)
 
@@ -151,6 +181,10 @@ class Plain:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss
+
+    def weights(self) -> dict[str, Tensor]:
+        """Those of this rank. FSDP and DTensor, which put others in their place, are not asked."""
+        return {self._names[id(parameter)]: parameter.detach() for parameter in self._parameters}
 
     def _backward(self, rows: Tensor) -> float | None:
         count, loss = self._mode.accumulation, 0.0
@@ -209,6 +243,10 @@ class _Trine:
     def step(self, rows: Tensor) -> float:
         return self._engine.train_batch({"input_ids": rows[:, :-1], "labels": rows[:, 1:]}).loss
 
+    def weights(self) -> dict[str, Tensor]:
+        """All of them on rank 0, none on the others."""
+        return self._engine.full_state_dict()
+
 
 def make_config(mode: Mode, workload: Workload) -> dict[str, Any]:
     """What a Trine mode gives to ``engine.initialize``."""
@@ -219,7 +257,7 @@ def make_config(mode: Mode, workload: Workload) -> dict[str, Any]:
     parallel: dict[str, int | str] = {"data": mode.data_ranks}
     parallel |= {mode.axis: mode.ranks}
     if mode.axis == "pipeline":
-        parallel |= {"schedule": "1f1b"}
+        parallel |= {"schedule": mode.schedule, "virtual_stages": mode.virtual_stages}
     return {
         "train_batch_size": workload.sequences,
         "gradient_accumulation_steps": mode.accumulation,
@@ -227,7 +265,12 @@ def make_config(mode: Mode, workload: Workload) -> dict[str, Any]:
         "zero_optimization": zero,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": workload.learning_rate, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY},
+            "params": {
+                "lr": workload.learning_rate,
+                "betas": list(BETAS),
+                "eps": workload.epsilon,
+                "weight_decay": WEIGHT_DECAY,
+            },
         },
         "gradient_clipping": workload.clip,
     }

@@ -138,6 +138,7 @@ CALLS = Column("calls", lambda row: str(row.footprint.calls))
 STATE = Column("state MB", lambda row: _megabytes(row.footprint.state_bytes))
 LIVE = Column("live MB", lambda row: _megabytes(row.footprint.live_bytes))
 STEP_PEAK = Column("step MB", lambda row: _megabytes(row.footprint.step_peak_bytes))
+ACTIVATIONS = Column("held MB", lambda row: _megabytes(row.footprint.activation_bytes))
 RESIDENT = Column("peak MB", lambda row: _megabytes(row.footprint.peak_resident_bytes, 0))
 END = (
     Column("start s", lambda row: f"{row.startup_seconds:.2f}"),

@@ -10,7 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,15 +31,14 @@ _SILENT = ("recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier")
 class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
     """A context in which ``sent`` grows by the bytes this rank sends, by ring convention, and ``calls`` by one each.
 
-    A message to one rank is a call where it is sent. All groups are taken to have ``ranks`` members. An operation
-    that it does not know raises KeyError: no count is better than a wrong one.
+    A message to one rank is a call where it is sent; a collective of one rank is none. An operation that it does
+    not know raises KeyError: no count is better than a wrong one.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sent = 0
         self.calls = 0
-        self._ranks = ranks
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -45,13 +46,14 @@ class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let it come down to what it does on local tensors
         result = func(*args, **(kwargs or {}))
-        if func.namespace in _NAMESPACES:
-            name = func.overloadpacket.__name__
+        name = func.overloadpacket.__name__
+        if func.namespace in _NAMESPACES and name not in _SILENT:
+            ranks = _group(args).size()
             # The undivided tensor is the largest of what goes in and comes out: the output of an all-gather, the
             # input of a reduce-scatter; an operation in place has it as its only tensor.
             payload = max(_bytes(given) for given in (*args, *(kwargs or {}).values(), result))
-            self.sent += ring_bytes(name, payload, self._ranks)
-            self.calls += name not in _SILENT
+            self.sent += ring_bytes(name, payload, ranks)
+            self.calls += ranks > 1
         return result
 
 
@@ -66,6 +68,16 @@ def ring_bytes(operation: str, payload: int, ranks: int) -> int:
     if operation == "send":
         return payload
     return int(_TIMES_AROUND[operation] * payload * Fraction(ranks - 1, ranks))
+
+
+def _group(arguments: Sequence[Any]) -> dist.ProcessGroup:
+    """Who communicates: ``c10d`` gives the group itself, ``_c10d_functional`` its name at the end."""
+    for given in reversed(arguments):
+        if isinstance(given, str):
+            return _resolve_process_group(given)  # type: ignore[arg-type]  # its name for a str
+        if isinstance(given, torch.ScriptObject) and given._type().name() == "ProcessGroup":  # type: ignore[attr-defined]
+            return dist.ProcessGroup.unbox(given)
+    raise KeyError("an operation without a group")
 
 
 def _bytes(tree: object) -> int:

@@ -5,14 +5,29 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from benchmarks.peers import Mode
-from benchmarks.report import CALLS, END, LIVE, RESIDENT, SENT, STATE, STEP_PEAK, Baseline, Column, Comparison
+from benchmarks.peers import Kind, Mode, Schedule
+from benchmarks.report import (
+    ACTIVATIONS,
+    CALLS,
+    END,
+    LIVE,
+    RESIDENT,
+    SENT,
+    STATE,
+    STEP_PEAK,
+    Baseline,
+    Column,
+    Comparison,
+)
 
 Group = Literal["dp", "tp", "pp"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 Peer = Literal["fsdp", "deepspeed"]
 STAGES = (0, 1, 2, 3)
 PEERS: tuple[Peer, ...] = get_args(Peer)
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+PipelinePeer = Literal["torch", "deepspeed"]
+PIPELINE_PEERS: tuple[PipelinePeer, ...] = get_args(PipelinePeer)
 
 ONE = "one process, plain torch"
 DDP = "torch DDP"
@@ -27,6 +42,7 @@ ZERO_LIMITS: Mapping[int, float] = MappingProxyType({1: 1.02, 2: 1.02, 3: 1.15})
 """By stage, against DDP."""
 
 STEP_COLUMNS = (*SENT, LIVE, RESIDENT, *END)
+PIPELINE_COLUMNS = (SENT[0], CALLS, ACTIVATIONS, STEP_PEAK, *END)
 ZERO_COLUMNS = (*SENT, CALLS, STATE, LIVE, STEP_PEAK, *END)
 
 
@@ -42,6 +58,9 @@ class Lineup:
     def __add__(self, other: "Lineup") -> "Lineup":
         modes, comparisons = self.modes + other.modes, self.comparisons + other.comparisons
         return replace(self, modes=modes, comparisons=comparisons)
+
+
+Rows = tuple[tuple[Mode, ...], tuple[Comparison, ...]]
 
 
 def make_lineup(ranks: int, accumulation: int = 1, groups: Sequence[Group] = GROUPS) -> Lineup:
@@ -74,6 +93,38 @@ def make_zero_lineup(
     return Lineup((*ddp, *trine, *others), (*against_ddp, *against_others), baseline, ZERO_COLUMNS)
 
 
+def make_pipeline_lineup(
+    ranks: int,
+    microbatches: int,
+    schedules: Sequence[Schedule] = SCHEDULES,
+    peers: Sequence[PipelinePeer] = PIPELINE_PEERS,
+) -> Lineup:
+    """One process, then each of ``schedules`` by those of ``peers`` that have it and by Trine, which all of them limit.
+
+    Every mode takes the same ``microbatches``.
+    """
+    baseline = Baseline("x one", (ONE,))
+    lineup = Lineup((Mode(ONE, "plain", 1, microbatches),), (), baseline, PIPELINE_COLUMNS)
+    for schedule in schedules:
+        lineup += Lineup(*_scheduled(schedule, ranks, microbatches, peers), baseline)
+    return lineup
+
+
+def _scheduled(schedule: Schedule, ranks: int, microbatches: int, peers: Sequence[PipelinePeer]) -> Rows:
+    def mode(name: str, kind: Kind) -> Mode:
+        return Mode(name, kind, ranks, microbatches, axis="pipeline", schedule=schedule)
+
+    trine, torch, deepspeed = (f"{who} {schedule}" for who in ("Trine", "torch", "DeepSpeed"))
+    modes, comparisons = [mode(trine, "trine")], []
+    if "torch" in peers:
+        modes += [mode(torch, "pipelining"), mode(torch + AGAIN, "pipelining")]
+        comparisons.append(Comparison(trine, torch, torch + AGAIN, PIPELINING_LIMIT))
+    if "deepspeed" in peers and schedule == "1f1b":
+        modes.append(mode(deepspeed, "deepspeed"))
+        comparisons.append(Comparison(trine, deepspeed, limit=PIPELINING_LIMIT))
+    return tuple(modes), tuple(comparisons)
+
+
 def _zero_limit(mode: Mode) -> float | None:
     return None if mode.reduce or mode.gather else ZERO_LIMITS.get(mode.stage)
 
@@ -92,9 +143,6 @@ def _peer_stages(ranks: int, accumulation: int) -> tuple[Mode, ...]:
         *(Mode(f"torch FSDP2 as ZeRO-{stage}", "fsdp", ranks, accumulation, stage) for stage in (2, 3)),
         *(Mode(f"DeepSpeed ZeRO-{stage}", "deepspeed", ranks, accumulation, stage) for stage in (1, 2, 3)),
     )
-
-
-Rows = tuple[tuple[Mode, ...], tuple[Comparison, ...]]
 
 
 def _data(ranks: int, accumulation: int) -> Rows:

@@ -15,7 +15,7 @@ import os
 import platform
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -149,8 +149,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace, modes: Sequence[Mode]) -> None:
     """Refuse, by way of ``parser``, microbatches that would not be equal and a profile of none of ``modes``."""
     sequences = Workload().sequences
-    if sequences % (arguments.ranks * arguments.accumulation):
-        parser.error(f"ranks x accumulation must divide the batch of {sequences} sequences")
+    if any(sequences % (mode.data_ranks * mode.accumulation) for mode in modes):
+        shares = "ranks x accumulation" if any(mode.data_ranks > 1 for mode in modes) else "accumulation"
+        parser.error(f"{shares} must divide the batch of {sequences} sequences")
     names = [mode.name for mode in modes]
     if arguments.profile not in (None, *names):
         parser.error(f"no row is called {arguments.profile!r}; there are: {'; '.join(names)}")
@@ -162,8 +163,13 @@ def make_workload(arguments: argparse.Namespace) -> Workload:
     return replace(Workload(), bucket_elements=arguments.bucket, optimizer_kernel=arguments.adamw)
 
 
-def run(arguments: argparse.Namespace, lineup: Lineup, workload: Workload) -> tuple[str, bool]:
-    """Measure, print and write what the command line asks for; (the text printed, whether all is well)."""
+def run(
+    arguments: argparse.Namespace, lineup: Lineup, workload: Workload, found: Mapping[str, Any] | None = None
+) -> tuple[str, bool]:
+    """Measure, print and write what the command line asks for; (the text printed, whether all is well).
+
+    ``found``: what else is known by now and shall be written.
+    """
     conditions = _conditions(arguments, workload)
     rounds = measure(lineup.modes, workload, Effort(arguments.rounds, arguments.steps))
     text, figures, passed = conclude(rounds, lineup)
@@ -175,7 +181,9 @@ def run(arguments: argparse.Namespace, lineup: Lineup, workload: Workload) -> tu
         print("start-up under torchrun, s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in started.items()))
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(conditions | figures, indent=1) + "\n", encoding="ascii")
+        arguments.out.write_text(
+            json.dumps(conditions | figures | dict(found or {}), indent=1) + "\n", encoding="ascii"
+        )
     return text, passed
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.footprint import FOOTPRINT_STEPS, Footprint, largest, measure_footprint
-from benchmarks.peers import Mode, Trainer, Workload, make_rows, make_trainer
+from benchmarks.peers import Legible, Mode, Trainer, Workload, make_rows, make_trainer
 from benchmarks.profiling import profile_steps
 
 # Not the engine: what Trine imports beyond torch is part of its start-up. The first optimizer of a process
@@ -124,6 +124,13 @@ class Team:
         found = self._ask(("footprint", self._steps, FOOTPRINT_STEPS))
         self._steps += FOOTPRINT_STEPS
         return largest(found)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole model's, by name."""
+        found: dict[str, Tensor] = {}
+        for part in self._ask(("weights", self._steps, 0)):
+            found |= part
+        return found
 
     def profile(self, steps: int) -> str:
         """Where rank 0 spends its time in ``steps`` steps."""
@@ -225,7 +232,12 @@ def _global_means(losses: Sequence[float | None]) -> tuple[float, ...]:
 
 
 def _footprint(trainer: Trainer, batches: list[Tensor]) -> Footprint:
-    return measure_footprint(trainer.step, batches, dist.get_world_size())
+    return measure_footprint(trainer.step, batches)
+
+
+def _weights(trainer: Trainer, _: list[Tensor]) -> dict[str, Tensor]:
+    assert isinstance(trainer, Legible)
+    return trainer.weights()
 
 
 def _profiled(trainer: Trainer, batches: list[Tensor]) -> str | None:
@@ -237,5 +249,5 @@ def _profiled(trainer: Trainer, batches: list[Tensor]) -> str | None:
 
 
 _TASKS: Mapping[str, Callable[[Trainer, list[Tensor]], object]] = MappingProxyType(
-    {"run": _timed, "footprint": _footprint, "profile": _profiled}
+    {"run": _timed, "footprint": _footprint, "weights": _weights, "profile": _profiled}
 )

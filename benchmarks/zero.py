@@ -22,6 +22,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import TypeVar
 
 from benchmarks.peers import Workload
 from benchmarks.readme import write_section
@@ -29,13 +30,14 @@ from benchmarks.rows import PEERS, STAGES, Lineup, Peer, make_zero_lineup
 from benchmarks.step import add_options, check_options, make_workload, profile, run
 from benchmarks.timing import Team, start_server
 
+P = TypeVar("P", bound=str)
 MISSING = (
     "DeepSpeed cannot be imported, its rows are left out: "
     "DS_BUILD_OPS=0 pip install -e '.[bench-deepspeed]' brings them."
 )
 
 
-def importable(peers: Sequence[Peer]) -> tuple[Peer, ...]:
+def importable(peers: Sequence[P]) -> tuple[P, ...]:
     """Those of ``peers`` that can run here; of DeepSpeed one line is printed if it cannot."""
     if "deepspeed" not in peers or find_spec("deepspeed") is not None:
         return tuple(peers)

@@ -15,8 +15,10 @@ from engine.plan import Plan
 
 
 @contextmanager
-def all_or_none(comm: Comm, device: torch.device) -> Iterator[None]:
-    """What is inside succeeds on all ranks, or all raise: who fails its own error, the others that it did.
+def all_or_none(
+    comm: Comm, device: torch.device, failure: str = "could not make ready for this run, so no rank starts"
+) -> Iterator[None]:
+    """What is inside succeeds on all ranks, or all raise: who fails its own error, the others "rank r" and ``failure``.
 
     One all-gather of 8 bytes a rank over the world, label "start". Inside, nothing may be communicated.
     """
@@ -29,10 +31,7 @@ def all_or_none(comm: Comm, device: torch.device) -> Iterator[None]:
     if problem is not None:
         raise problem
     if failed.any():
-        raise EngineError(
-            f"rank {int(failed.nonzero()[0])} could not make ready for this run, so no rank starts; its message tells "
-            "why."
-        )
+        raise EngineError(f"rank {int(failed.nonzero()[0])} {failure}; its message tells why.")
 
 
 def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device) -> bytes:

@@ -108,7 +108,7 @@ def _gathers_line(plan: Plan, gathers: GatherPlan) -> str:
     over = f" and {megabytes(kept)} over the step" * bool(kept)
     reduced = "microbatch" if reduces_each_microbatch(plan.config) else "step"
     return (
-        f"stage 3: parameters gathered in {len(order.groups)} groups, {calls} times a step, at most {megabytes(peak)} "
+        f"stage 3: parameters gathered in {len(order.turns)} groups, {calls} times a step, at most {megabytes(peak)} "
         f"whole at a time{over}; gradients reduce-scattered every {reduced}"
     )
 
@@ -126,20 +126,23 @@ def _tensor_lines(plan: Plan) -> dict[str, str]:
 def _pipeline_lines(plan: Plan) -> dict[str, str]:
     if plan.cut is None or plan.timeline is None:
         return {}
+    count, ranks = plan.schedule.stages, plan.schedule.rank_of_stage
     measure = "measured seconds" if plan.config.parallel.balance == "time" else "FLOPs"
-    lines = [f"{plan.config.pp} stages, balanced by {measure}" if plan.config.parallel.split == "auto" else "as given"]
+    lines = [f"{count} stages, {f'balanced by {measure}' if plan.config.parallel.split == 'auto' else 'as given'}"]
     total = sum(call.flops for call in plan.timeline.calls) or 1
     for stage, part in enumerate(plan.cut.stages):
         calls = [plan.timeline.calls[index] for index in sorted(part.calls)]
-        held = sum(row.elements for row in plan.table.held_by(stage))
+        held = sum(row.elements for row in plan.table if row.name in part.parameters)
+        where = f" on rank {ranks[stage]}" if count > plan.config.pp else ""
         share = sum(call.flops for call in calls) / total
         lines.append(
-            f"stage {stage}: {calls[0].unit} .. {calls[-1].unit}, {held:,} parameters, {share:.0%} of the FLOPs, "
-            f"receives {len(part.receives)} value{'s' * (len(part.receives) != 1)} a microbatch"
+            f"stage {stage}{where}: {calls[0].unit} .. {calls[-1].unit}, {held:,} parameters, {share:.0%} of the FLOPs,"
+            f" receives {len(part.receives)} value{'s' * (len(part.receives) != 1)} a microbatch"
         )
     timeline = simulate(plan.schedule)
     picture = draw(timeline, 107).splitlines()
-    idle = f"{timeline.bubble:.0%} idle, rank r holds {' '.join(map(str, peak_live(plan.schedule)))} microbatches"
+    what = "microbatches" if count == plan.config.pp else "microbatches of one stage"
+    idle = f"{timeline.bubble:.0%} idle, rank r holds {' '.join(map(str, peak_live(plan.schedule)))} {what}"
     chosen = plan.decision.lines() if plan.decision else ()
     drawn = [f"{picture[0]}, {idle}", *chosen, *picture[1:]]
     return {"pipeline": _INDENT.join(lines), "schedule": _INDENT.join(drawn)}

@@ -1,6 +1,6 @@
 """The budgets of a plan: state and traffic of every rank, as formulas. Counters must meet them exactly."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,7 +14,7 @@ from engine.parallel.shards import ShardRow
 from engine.parallel.tensor.partial import LABEL
 from engine.parallel.traffic import Op, Tally, Traffic, sent_bytes
 from engine.precision import Precision
-from engine.zero.gather_order import Direction, GatherOrder, count_gathers
+from engine.zero.gather_order import GatherOrder, Pass, count_gathers
 from engine.zero.layout import FlatLayout
 
 CONTROL_SCALARS = 6
@@ -38,7 +38,7 @@ class GatherPlan:
     """When this rank gathers its sharded parameters in a step (ZeRO 3)."""
 
     order: GatherOrder
-    passes: tuple[Direction, ...]
+    passes: tuple[Pass, ...]
     pinned: frozenset[int]
     """Buckets that stay whole over all passes."""
     sizes: tuple[int, ...]
@@ -93,7 +93,8 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
     for bucket in layout.buckets:
         widths = precision.widths(bucket.dtype)
         wire = (precision.wire or widths.sums).itemsize
-        rounds = config.accumulation if reduces_each_microbatch(config) and not bucket.partial else 1
+        backwards = config.accumulation * max(1, len(bucket.stages))
+        rounds = backwards if reduces_each_microbatch(config) and not bucket.partial else 1
         if ranks > 1:
             tally.add(Traffic("dp", "gradients", rounds, rounds * sent_bytes(op, bucket.elements * wire, ranks)))
         if ranks > 1 and sharded and not shards_parameters(config):
@@ -113,10 +114,16 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
     return tally
 
 
-def stage_traffic(stage: StagePlan, values: tuple[Value, ...], microbatches: int) -> Tally:
-    """What a pipeline stage sends in a step: values forward, gradients of what it received backward."""
-    forward = [values[number].bytes for number, stages in stage.sends.items() for _ in stages]
-    backward = [values[number].bytes for number in stage.receives if values[number].grad]
+def stage_traffic(stage: StagePlan, values: tuple[Value, ...], ranks: Sequence[int], microbatches: int) -> Tally:
+    """What a stage sends to other ranks in a step: values forward, gradients of what it received backward.
+
+    ``ranks``: the rank of every stage; what stays on one does not travel.
+    """
+    here = ranks[stage.stage]
+    forward = [values[number].bytes for number, to in stage.sends.items() for other in to if ranks[other] != here]
+    backward = [
+        values[number].bytes for number, other in stage.receives.items() if values[number].grad and ranks[other] != here
+    ]
     tally = Tally()
     for flow, sizes in (("forward", forward), ("backward", backward)):
         if sizes:

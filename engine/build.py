@@ -24,13 +24,14 @@ from engine.metrics import check_sinks
 from engine.nonfinite import NonFinite
 from engine.parallel.comm import Comm
 from engine.parallel.pipeline.absent import make_absent
-from engine.parallel.pipeline.executor import Executor
+from engine.parallel.pipeline.executor import Executor, Row, row_of
 from engine.parallel.pipeline.stage import Stage
 from engine.parallel.pipeline.transport import CommTransport
+from engine.parallel.pipeline.weights import WaitingWeights
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.install import install, local_part
 from engine.parallel.tensor.partial import PartialSums
-from engine.plan import Plan, Wish, build_plan, check_settings, needs_example
+from engine.plan import Plan, Wish, build_plan, check_settings, needs_example, stages_wanted
 from engine.precision import make_precision, place_rest
 from engine.program import Program
 from engine.randomness import Streams, keyed
@@ -66,6 +67,9 @@ class Parts:
     comm: Comm
     bench: Bench
     executor: Executor
+    training: Row
+    """What this rank does in a step."""
+    evaluation: Row
     buckets: Sequence[FlatBucket]
     frozen: Sequence[FlatBucket]
     """Of parameters that are sharded and not trained."""
@@ -144,7 +148,7 @@ def plan_run(model: nn.Module, config: Config, request: Request, example: Batch,
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
     """What the calls of this run cost on ``device``; see :func:`engine.measure.measure_run`."""
     program = Program(model, request.loss_fn, make_precision(config, model), torch.device("cpu"))
-    return measure_run(program, example, config, device)
+    return measure_run(program, example, config, stages_wanted(config), device)
 
 
 def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch) -> Parts:
@@ -172,19 +176,24 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
     program = Program(model, request.loss_fn, plan.precision, device)
+    waiting = WaitingWeights(model) if plan.splits_backward else None
     islands = Islands(model, plan.precision.kept.modules, plan.precision.compute)
     streams = Streams(model, device)
     recomputation = Recomputation(model, config.activation_checkpointing.mode)
     gathering, released = _gather(model, plan, comm, (*buckets, *frozen))
     stage = Stage(model, device) if plan.cut is not None else None
-    bench = Bench(program, streams, Sights(plan, program, axis, example), stage, reducer, gathering)
+    bench = Bench(program, streams, Sights(plan, program, axis, example), stage, reducer, gathering, waiting)
     executor = Executor(CommTransport(comm, plan.schedule.rank_of_stage, device))
     removals = [stage.close] if stage else []
     removals += [*released, recomputation.remove, islands.remove, streams.remove, reducer.remove]
+    removals += [waiting.remove] if waiting else []
     full = FullState(model, plan, entries, comm)
     copies, nonfinite = CopiesCheck(plan, buckets, comm), NonFinite(plan, buckets, comm, device)
     checks = copies, nonfinite, WrittenBuffers(model)
-    return Parts(plan, comm, bench, executor, buckets, frozen, optimizer, rate, full, *checks, removals)
+    training, evaluation = (row_of(schedule, comm.grid.coord().pp) for schedule in (plan.schedule, plan.evaluation))
+    return Parts(
+        plan, comm, bench, executor, training, evaluation, buckets, frozen, optimizer, rate, full, *checks, removals
+    )
 
 
 def place_model(

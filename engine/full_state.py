@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.parallel.backend import state_link
 from engine.parallel.comm import Comm
 from engine.parallel.shards import ShardRow
 from engine.parallel.tensor.cuts import ParameterCut
@@ -114,10 +115,10 @@ class FullState:
         self, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, stage: int
     ) -> Tensor | None:
         if self._coord.pp == stage and tensor is not None:
-            self._comm.send(tensor.to(self._device, dtype).contiguous(), 0, "backward", LABEL).wait()
+            self._comm.send(tensor.to(self._device, dtype).contiguous(), state_link(stage, 0), LABEL).wait()
         elif self._coord.pp == 0:
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
-            self._comm.receive(tensor, stage, "backward", LABEL).wait()
+            self._comm.receive(tensor, state_link(stage, 0), LABEL).wait()
         return tensor
 
     def _dtype(self, row: ShardRow) -> torch.dtype:
@@ -130,7 +131,7 @@ class FullState:
 
     def _buffer(self, name: str, buffer: Tensor) -> Tensor:
         """A buffer from its stage."""
-        stage = self._plan.stage_of_buffer(name)
+        stage = self._plan.owner_of_buffer(name)
         if stage and self._coord.tp == 0:
             moved = self._to_first_stage(buffer, tuple(buffer.shape), buffer.dtype, stage)
             return buffer if moved is None else moved

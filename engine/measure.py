@@ -94,14 +94,16 @@ def counted(timeline: Timeline) -> Costs:
     return Costs(tuple(call.unit for call in timeline.calls), flop_costs(timeline), measured=False, notes=(note,))
 
 
-def measure_run(program: Program, example: Batch, config: Config, device: torch.device) -> Costs:
+def measure_run(program: Program, example: Batch, config: Config, stages: int, device: torch.device) -> Costs:
     """Measure the calls of one training microbatch on ``device``. Nothing is communicated, and nothing changed.
+
+    ``stages``: as in the plan, so that both see the same calls.
 
     Raises:
         PlanError: the model cannot be followed.
     """
     material = Material()
-    timeline = look(program, example, config.pp, material=material)
+    timeline = look(program, example, stages, material=material)
     found = measure_calls(program.model, timeline, material, program.precision, device)
     recomputed = tuple(recomputed_blocks(program.model, config.activation_checkpointing.mode))
     calls = tuple(

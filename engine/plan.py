@@ -4,9 +4,9 @@ Built from shapes alone, so a model on the meta device will do. The banner print
 its cut, schedule and layout from it, and the measured bytes are compared with it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -29,14 +29,17 @@ from engine.config import Config
 from engine.errors import PlanError, ScheduleError
 from engine.example import look
 from engine.groups import assign_groups
+from engine.layouts import Users, flat_layouts
 from engine.measure import Costs, counted, measures
+from engine.parallel.backend import Channel, Link, state_link
 from engine.parallel.grid import Coord, Grid
 from engine.parallel.pipeline.check import check
 from engine.parallel.pipeline.choose import Decision
 from engine.parallel.pipeline.cut import Cut
-from engine.parallel.pipeline.schedule import Op, Schedule, make_schedule, parse_schedule
+from engine.parallel.pipeline.schedule import Op, Schedule, forward_only, make_schedule
+from engine.parallel.pipeline.schedule_file import ENDINGS, read_schedule
 from engine.parallel.pipeline.timeline import Timeline
-from engine.parallel.shards import Division, ShardRow, ShardTable, build_table
+from engine.parallel.shards import Division, ShardTable, build_table
 from engine.parallel.tensor.budget import Watch, loss_traffic, traffic_by_call
 from engine.parallel.tensor.plan import TensorPlan, find_tensor_plan
 from engine.parallel.traffic import Tally, Traffic
@@ -44,22 +47,19 @@ from engine.precision import Precision, make_precision
 from engine.program import Program
 from engine.recompute import recomputed_blocks
 from engine.zero.gather_groups import GatherGroups, find_gather_groups
-from engine.zero.gather_order import EVERYWHERE, gather_order, passes_of
-from engine.zero.layout import FlatLayout, Item, build_layout
+from engine.zero.gather_order import gather_order, passes_of
+from engine.zero.layout import FlatLayout
 from engine.zero.optimizer import GroupOptions
 
-RUNNABLE = ("1f1b", "gpipe")
-"""Kinds that the executor can run; "auto" chooses among them."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Grid, shard table, flat layouts, cut, schedule and budgets of one run."""
 
     config: Config
     table: ShardTable
     layouts: Mapping[tuple[int, int], FlatLayout]
-    """By (pipeline stage, tensor coordinate)."""
+    """By (pipeline coordinate, tensor coordinate)."""
     groups: tuple[GroupOptions, ...]
     precision: Precision
     schedule: Schedule
@@ -88,24 +88,47 @@ class Plan:
         """The flat layout of a position."""
         return self.layouts[coord.pp, coord.tp]
 
-    def stage_of_buffer(self, name: str) -> int:
-        """The stage that runs the module of a buffer; free code runs on every stage, the first among them."""
+    def owner_of_buffer(self, name: str) -> int:
+        """The pipeline rank that runs the module of a buffer; free code runs on every stage, the first among them."""
         if self.cut is None or self.timeline is None:
             return 0
-        return self.cut.stage_of_buffer(self.timeline, name)
+        return self.schedule.rank_of_stage[self.cut.stage_of_buffer(self.timeline, name)]
+
+    @cached_property
+    def evaluation(self) -> Schedule:
+        """The forwards alone."""
+        return forward_only(self.schedule.stages_of_rank, self.config.accumulation)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some weight gradients wait."""
+        return any(action.op is Op.BACKWARD_WEIGHT for row in self.schedule.per_rank for action in row)
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank that has the last stage, and with it the loss."""
+        return self.schedule.rank_of_stage[-1]
+
+    def stages(self, pp: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, ascending."""
+        return self.schedule.stages_of_rank[pp]
 
     @property
     def tie_owners(self) -> tuple[tuple[int, ...], ...]:
-        """Every set of stages that own parameters together, in one order for all ranks."""
+        """Every set of pipeline ranks that own parameters together, in one order for all ranks."""
         return tuple(sorted({row.owners for row in self.table if len(row.owners) > 1}))
 
     @property
-    def links(self) -> tuple[tuple[int, int], ...]:
-        """Every pair of pipeline ranks that exchange messages; all with the first, which collects the full state."""
-        far = {(0, stage) for stage in range(1, self.config.pp)}
-        if self.cut is not None:
-            far |= {tuple(sorted((plan.stage, other))) for plan in self.cut.stages for other in plan.receives.values()}  # type: ignore[misc]
-        return tuple(sorted(far))
+    def links(self) -> tuple[Link, ...]:
+        """Every way that a message takes; one from each pipeline rank to the first, which collects the full state."""
+        links = {state_link(rank, 0) for rank in range(1, self.config.pp)}
+        for plan in self.cut.stages if self.cut is not None else ():
+            for other in plan.receives.values():
+                source, target = (self.schedule.rank_of_stage[stage] for stage in (other, plan.stage))
+                if source != target:
+                    links.add(Link(Channel("forward", other, plan.stage), source, target))
+                    links.add(Link(Channel("backward", plan.stage, other), target, source))
+        return tuple(sorted(links))
 
     def rank(self, rank: int) -> RankPlan:
         """What ``rank`` holds and sends; pure arithmetic."""
@@ -122,12 +145,19 @@ class Plan:
         """When a position gathers its sharded parameters; None where they are not sharded."""
         if self.gather_groups is None:
             return None
-        zero, layout = self.config.zero_optimization, self.layout(coord)
-        order = gather_order(layout, any(row.trainable and row.owners[0] < coord.pp for row in self.table))
+        zero, layout, stages = self.config.zero_optimization, self.layout(coord), self.stages(coord.pp)
+        order = gather_order(layout, [stage for stage in stages if self._is_fed(stage)], stages)
         sizes = tuple(bucket.elements * getattr(torch, bucket.dtype).itemsize for bucket in order.buckets)
         limit = None if zero.gather == "step" else zero.keep_gathered_bytes
         passes = passes_of(self.schedule.per_rank[coord.pp])
         return GatherPlan(order, passes, order.pinned(limit, sizes), sizes)
+
+    def _is_fed(self, stage: int) -> bool:
+        """Whether something that comes before this stage is trained."""
+        if self.cut is None:
+            return False
+        trained = {row.name for row in self.table if row.trainable}
+        return any(plan.parameters & trained for plan in self.cut.stages[:stage])
 
     def _traffic(self, coord: Coord) -> tuple[Traffic, ...]:
         microbatches = self.config.accumulation
@@ -136,9 +166,11 @@ class Plan:
         if (gathers := self.gathers(coord)) is not None:
             parts.append(gather_traffic(gathers, self.config.dp))
         parts.append(control_traffic(self.config, self.grid(0).world_size))
-        parts.append(times(self.tensor_traffic.get(coord.pp, Tally()), microbatches))
-        if self.cut is not None and self.timeline is not None:
-            parts.append(stage_traffic(self.cut.stages[coord.pp], self.timeline.values, microbatches))
+        for stage in self.stages(coord.pp):
+            parts.append(times(self.tensor_traffic.get(stage, Tally()), microbatches))
+            if self.cut is not None and self.timeline is not None:
+                ranks = self.schedule.rank_of_stage
+                parts.append(stage_traffic(self.cut.stages[stage], self.timeline.values, ranks, microbatches))
         return Tally(row for part in parts for row in part.rows()).rows()
 
 
@@ -159,6 +191,11 @@ def needs_example(config: Config) -> bool:
     return config.tp > 1 or config.pp > 1
 
 
+def stages_wanted(config: Config) -> int:
+    """Stages that the model is cut into; with "auto", which then chooses, as many as ranks."""
+    return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
+
+
 def build_plan(config: Config, wish: Wish) -> Plan:
     """Plan a run of ``wish.program.model`` under a resolved configuration. Reads shapes, dtypes and names only.
 
@@ -174,14 +211,16 @@ def build_plan(config: Config, wish: Wish) -> Plan:
     if not assigned:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")
     tensor = _tensor_plan(model, config)
-    sight = _see(config, wish, tensor)
-    schedule = sight.decision.schedule if sight.decision else _schedule(config)
-    table = build_table(model, assigned, _division(config, tensor, sight))
+    wished = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
+    sight = _see(config, wish, tensor, wished.stages if wished else config.pp)
+    schedule = sight.decision.schedule if sight.decision else wished or _schedule(config)
+    table = build_table(model, assigned, _division(config, tensor, sight, schedule))
     calls = [call.unit for call in sight.timeline.calls] if sight.timeline else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
     notes = [*_notes(model, config, precision), *sight.notes]
+    users = Users(schedule.stages_of_rank, sight.cut, sight.timeline, gathers)
     return Plan(
-        config, table, _layouts(table, config, precision, gathers), groups, precision, schedule,
+        config, table, flat_layouts(table, config, precision, users), groups, precision, schedule,
         None if wish.own_optimizer else _moments(config), tuple(notes),
         tensor, sight.timeline, sight.cut, sight.traffic, gathers, sight.decision,
     )  # fmt: skip
@@ -198,33 +237,33 @@ class _Sight:
     decision: Decision | None = None
 
 
-def _see(config: Config, wish: Wish, tensor: TensorPlan | None) -> _Sight:
+def _see(config: Config, wish: Wish, tensor: TensorPlan | None, stages: int) -> _Sight:
     if not needs_example(config):
         return _order_of_calls(config, wish)
     model = wish.program.model
     watch = Watch(model, tensor, recomputed_blocks(model, config.activation_checkpointing.mode)) if tensor else None
     try:
-        timeline = look(wish.program, wish.example, config.pp, watch)
+        timeline = look(wish.program, wish.example, stages, watch)
     except PlanError as problem:
         if config.pp > 1:
             raise
         _check_reads(watch)
         return _Sight(notes=(f"bytes over tp are not known before they are sent: {problem}",))
     _check_reads(watch)
-    cut, decision, notes = _cut(config, timeline, wish.costs)
+    cut, decision, notes = _cut(config, timeline, wish.costs, stages)
     if tensor is None or watch is None:
         return _Sight(timeline, cut, notes=notes, decision=decision)
-    stages = cut.stage_of_call if cut else (0,) * len(timeline.calls)
-    traffic = {stage: Tally() for stage in range(config.pp)}
+    stage_of_call = cut.stage_of_call if cut else (0,) * len(timeline.calls)
+    traffic = {stage: Tally() for stage in range(max(stage_of_call, default=0) + 1)}
     for call, tally in traffic_by_call(watch.sums, timeline, config.tp).items():
-        traffic[stages[call]] = Tally((*traffic[stages[call]].rows(), *tally.rows()))
-    last = traffic[config.pp - 1].rows()
-    traffic[config.pp - 1] = Tally((*last, *loss_traffic(tensor, timeline, config.tp).rows()))
+        traffic[stage_of_call[call]] = Tally((*traffic[stage_of_call[call]].rows(), *tally.rows()))
+    last = max(traffic)
+    traffic[last] = Tally((*traffic[last].rows(), *loss_traffic(tensor, timeline, config.tp).rows()))
     return _Sight(timeline, cut, traffic, notes, decision)
 
 
 def _cut(
-    config: Config, timeline: Timeline, costs: Costs | None
+    config: Config, timeline: Timeline, costs: Costs | None, stages: int
 ) -> tuple[Cut | None, Decision | None, tuple[str, ...]]:
     """Where stages begin, with "auto" in which schedule, and what is to be said of the costs behind that."""
     if config.pp == 1:
@@ -232,8 +271,8 @@ def _cut(
     known = costs or counted(timeline)
     notes = known.notes if measures(config) else ()
     if config.parallel.schedule != "auto":
-        return cut_by(config, timeline, known, config.pp), None, notes
-    choice = choose_schedule(config, timeline, known, RUNNABLE)
+        return cut_by(config, timeline, known, stages), None, notes
+    choice = choose_schedule(config, timeline, known)
     check(choice.decision.schedule)
     return choice.cut, choice.decision, notes
 
@@ -248,12 +287,14 @@ def _order_of_calls(config: Config, wish: Wish) -> _Sight:
         return _Sight()
 
 
-def _division(config: Config, tensor: TensorPlan | None, sight: _Sight) -> Division:
+def _division(config: Config, tensor: TensorPlan | None, sight: _Sight, schedule: Schedule) -> Division:
+    stages = sight.cut.owners if sight.cut else {}
+    ranks = schedule.rank_of_stage
     return Division(
         tp=config.tp,
         cuts=tensor.parameters if tensor else {},
         partial=tensor.partial if tensor else (),
-        owners=sight.cut.owners if sight.cut else {},
+        owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
         in_glue=sight.timeline.read_by_glue if sight.timeline else (),
     )
 
@@ -285,75 +326,24 @@ def _schedule(config: Config) -> Schedule:
     Raises:
         ScheduleError: unknown, stuck, or not for these stages and microbatches.
     """
-    kind, stages, microbatches = config.parallel.schedule, config.pp, config.accumulation
+    kind, ranks, microbatches = config.parallel.schedule, config.pp, config.accumulation
     if kind == "auto":
         kind = "1f1b"  # of one stage; where there are several, they are seen before it is chosen
-    if not kind.endswith((".txt", ".csv")):
-        schedule = make_schedule(kind, stages, microbatches, config.parallel.virtual_stages)
+    if not kind.endswith(ENDINGS):
+        schedule = make_schedule(kind, ranks, microbatches, config.parallel.virtual_stages)
+        if ranks == 1:  # nobody to wait for: any kind is a plain loop
+            schedule = make_schedule("1f1b", 1, microbatches)
         check(schedule)
         return schedule
-    try:
-        text = Path(kind).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(f"schedule {kind}: {error.strerror}; give the path of a file of actions.") from None
-    except UnicodeDecodeError:
-        raise ScheduleError(f"schedule {kind} is no text; give a file of actions such as 0F0 0B0.") from None
-    schedule = parse_schedule(text, kind)
+    schedule = read_schedule(kind)
     check(schedule)
-    split = any(action.op not in (Op.FORWARD, Op.BACKWARD) for row in schedule.per_rank for action in row)
-    in_order = schedule.stages_of_rank == tuple((stage,) for stage in range(stages))
-    if split or not in_order or schedule.microbatches != microbatches or not schedule.training:
+    if len(schedule.per_rank) != ranks or schedule.microbatches != microbatches or not schedule.training:
         raise ScheduleError(
-            f"schedule {kind} has {schedule.stages} stages and {schedule.microbatches} microbatches; this run needs "
-            f"line r to do F and B of stage r for {stages} stages and {microbatches} microbatches."
+            f"schedule {kind} has {len(schedule.per_rank)} lines and {schedule.microbatches} microbatches"
+            f"{'' if schedule.training else ', and no backward'}; this run needs a line for each of {ranks} pipeline "
+            f"ranks, with F and B (or I and W) of {microbatches} microbatches."
         )
     return schedule
-
-
-def _layouts(
-    table: ShardTable, config: Config, precision: Precision, gathers: GatherGroups | None
-) -> dict[tuple[int, int], FlatLayout]:
-    return {
-        (stage, tp): build_layout(
-            _items(table.held_by(stage), (stage, tp), precision, gathers),
-            config.dp,
-            config.zero_optimization.reduce_bucket_size,
-        )
-        for stage in range(config.pp)
-        for tp in range(config.tp)
-    }
-
-
-def _items(
-    rows: Sequence[ShardRow], where: tuple[int, int], precision: Precision, gathers: GatherGroups | None
-) -> list[Item]:
-    """What is laid out at a (stage, tensor coordinate): trained rows, and where parameters are sharded frozen ones."""
-    stage, tp = where
-    items = []
-    for row in rows:
-        dtype = precision.parameter(row.name, row.dtype) if row.trainable else precision.frozen(row.name, row.dtype)
-        if row.trainable or (gathers is not None and dtype in SHARDED_DTYPES):
-            users = gathers.of_parameter[row.name] if gathers else ()
-            items.append(
-                Item(
-                    row.name,
-                    row.local_shape(tp),
-                    str(dtype).removeprefix("torch."),
-                    row.group,
-                    row.counted(stage, tp),
-                    row.owners if row.trainable and len(row.owners) > 1 else (),
-                    row.trainable and row.partial,
-                    (EVERYWHERE,) if users and row.in_glue else users,
-                    row.trainable,
-                )
-            )
-    return items
-
-
-SHARDED_DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
-)  # fmt: skip
-"""What every backend gathers; a frozen parameter of another dtype stays whole on every rank."""
 
 
 def _moments(config: Config) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.agreement import all_or_none
 from engine.budget import CONTROL_SCALARS
 from engine.build import Parts
 from engine.checkpoint.json_text import Fields
@@ -69,7 +70,7 @@ class Update:
         """
         parts.bench.finish()
         step.problem = parts.copies.run(step.sent) or step.problem  # collective: also where a step has failed
-        control = self.agree(step, squared_norm(parts.buckets), stop)
+        control = self.agree(step, squared_norm(parts.buckets), parts.plan.last_rank, stop)
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._seconds
         divisor = control.weight * step.scale
@@ -93,10 +94,13 @@ class Update:
         self._seconds = time.perf_counter() - agreed
         return Outcome(control, norm, lr, step.scale, nonfinite)
 
-    def agree(self, step: Step, norm: Tensor | float, stop: bool = False) -> Control:
-        """Sum the control values over the world: the one point where all ranks meet."""
+    def agree(self, step: Step, norm: Tensor | float, last_rank: int, stop: bool = False) -> Control:
+        """Sum the control values over the world: the one point where all ranks meet.
+
+        ``last_rank``: the pipeline rank that has the loss.
+        """
         coord = self._comm.grid.coord()
-        speaks = coord.tp == 0 and coord.pp == self._comm.grid.pp - 1  # one rank of each data coordinate has the loss
+        speaks = coord.tp == 0 and coord.pp == last_rank  # one rank of each data coordinate
         values = torch.zeros(CONTROL_SCALARS, dtype=torch.float64, device=self._device)
         if speaks:
             values[0], values[1], values[3] = step.loss, step.weight, step.tokens
@@ -112,6 +116,9 @@ class Update:
                 f"{control.problems:.0f} other rank(s) failed in this step, so no rank makes it; "
                 "their message tells why."
             )
+        if math.isnan(control.loss) and step.look_again is not None:
+            with all_or_none(self._comm, self._device, "has changed its forward, so no rank makes this step"):
+                step.look_again()
         return control
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ real processes is in ``comm``, the only door to ``torch.distributed``.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,9 +13,34 @@ from engine.parallel.grid import Axis, Grid
 
 Wait = Callable[[], object]
 Reduction = Literal["sum", "max"]
-Flow = Literal["forward", "backward"]
-"""Which way a message of a pipeline goes. Each way has a channel of its own between two ranks, first in
-first out, so that an activation never waits behind a gradient."""
+Flow = Literal["forward", "backward", "state"]
+"""What a message of a pipeline carries: values, their gradients, or anything between steps."""
+
+
+class Channel(NamedTuple):
+    """Messages of one flow from one place to another, first in, first out.
+
+    Places are stages of the model, not ranks: two ranks may share several stages, and work on them in different
+    orders. An activation never waits behind a gradient, nor behind one of another pair of stages. For "state"
+    places are indices of axis pp.
+    """
+
+    flow: Flow
+    source: int
+    target: int
+
+
+class Link(NamedTuple):
+    """A channel, and the indices of axis pp between which it runs."""
+
+    channel: Channel
+    source: int
+    target: int
+
+
+def state_link(source: int, target: int) -> Link:
+    """What travels between steps from one index of axis pp to another."""
+    return Link(Channel("state", source, target), source, target)
 
 
 class Backend(Protocol):
@@ -39,17 +64,17 @@ class Backend(Protocol):
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
         """Concatenate the shards of axis dp of each (full, shard), apart from all other traffic of that axis."""
 
-    def send(self, tensor: Tensor, to: int, flow: Flow) -> Wait:
+    def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
         """Send ``tensor`` to index ``to`` of axis pp; it must not change before the wait."""
 
-    def receive(self, tensor: Tensor, source: int, flow: Flow) -> Wait:
+    def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
         """Fill ``tensor`` with what index ``source`` of axis pp sends."""
 
     def connect(self, stages: tuple[int, ...]) -> None:
         """Prepare ``sum_over_stages``; called by all ranks."""
 
-    def link(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Prepare messages between these pairs of indices of axis pp; called by all ranks."""
+    def link(self, links: Sequence[Link]) -> None:
+        """Prepare messages over these links; called by all ranks."""
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
         """Sum ``tensor`` in place over these indices of axis pp."""
@@ -90,18 +115,18 @@ class RecordingBackend:
     def connect(self, stages: tuple[int, ...]) -> None:
         """Nothing to prepare."""
 
-    def link(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def link(self, links: Sequence[Link]) -> None:
         """Nothing to prepare."""
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
         """Leave ``tensor`` as it is."""
         return lambda: None
 
-    def send(self, tensor: Tensor, to: int, flow: Flow) -> Wait:
+    def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
         """Send nothing."""
         return lambda: None
 
-    def receive(self, tensor: Tensor, source: int, flow: Flow) -> Wait:
+    def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
         """Receive zeros."""
         tensor.zero_()
         return lambda: None

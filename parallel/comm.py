@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from engine.errors import EngineError, first_line
-from engine.parallel.backend import Backend, Flow, Reduction, Wait
+from engine.parallel.backend import Backend, Channel, Link, Reduction, Wait
 from engine.parallel.grid import Axis, Grid
 from engine.parallel.traffic import Op, Record, Tally, Traffic, sent_bytes
 
 FLIGHT_RECORD_LENGTH = 256
 
-_Key = Axis | Literal["gathers"] | tuple[int, ...] | tuple[Flow, int, int]
-"""An axis, the data axis once more for parameters, stages that sum, or a flow and the pair of stages it links."""
+_Key = Axis | Literal["gathers"] | tuple[int, ...] | Channel
+"""An axis, the data axis once more for parameters, indices of axis pp that sum, or a channel of messages."""
 
 
 class Pending:
@@ -102,17 +102,19 @@ class Comm:
         """Prepare sums over these indices of axis pp. All ranks of the world call it, in the same order."""
         self._backend.connect(stages)
 
-    def link(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Prepare messages between these pairs of indices of axis pp. All ranks of the world call it alike."""
-        self._backend.link(pairs)
+    def link(self, links: Sequence[Link]) -> None:
+        """Prepare messages over these links. All ranks of the world call it alike."""
+        self._backend.link(links)
 
-    def send(self, tensor: Tensor, to: int, flow: Flow, label: str = "") -> Pending:
-        """Send ``tensor`` to index ``to`` of axis pp, label ``flow`` or another; unchanged until the wait."""
-        return self._issue("send", tensor, "pp", label or flow, lambda: self._backend.send(tensor, to, flow))
+    def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
+        """Send ``tensor`` over ``link``, label its flow or another; unchanged until the wait."""
+        call = partial(self._backend.send, tensor, link.target, link.channel)
+        return self._issue("send", tensor, "pp", label or link.channel.flow, call)
 
-    def receive(self, tensor: Tensor, source: int, flow: Flow, label: str = "") -> Pending:
-        """Fill ``tensor`` with what index ``source`` of axis pp sends; messages of one flow keep their order."""
-        return self._issue("receive", tensor, "pp", label or flow, lambda: self._backend.receive(tensor, source, flow))
+    def receive(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
+        """Fill ``tensor`` with what comes over ``link``; messages of one channel keep their order."""
+        call = partial(self._backend.receive, tensor, link.source, link.channel)
+        return self._issue("receive", tensor, "pp", label or link.channel.flow, call)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis, label: str) -> Pending:
         """Sum ``full`` [N*s] over ``axis``, leaving slice ``index`` in ``shard`` [s]; ``full`` may be spoiled."""
@@ -181,8 +183,8 @@ class TorchBackend:
     """Real processes: NCCL on GPUs, gloo on CPUs, one group per axis taken from a DeviceMesh.
 
     NCCL runs all messages of one group on one stream, in the order of their issue, and a message waits there for
-    its other end. Ranks of a pipeline issue theirs in different orders, so with NCCL (``linked``) every pair of
-    stages has, for each flow, a group of its own, in which both ends agree on the order.
+    its other end. Ranks of a pipeline issue theirs in different orders, so with NCCL (``linked``) every channel has
+    a group of its own, in which both ends agree on the order. gloo tells channels apart by tags.
     """
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
@@ -235,46 +237,44 @@ class TorchBackend:
         """Sum ``tensor`` in place."""
         return _finisher(dist.all_reduce(tensor, group=self._groups[stages], async_op=True))
 
-    def link(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Make the groups of these pairs, and use each once, in one order for all ranks: NCCL connects at first use."""
-        flows: tuple[Flow, ...] = ("forward", "backward")
-        for low, high in sorted(set(pairs)) if self._linked else ():
-            for flow in flows:
-                key = (flow, low, high)
-                if key not in self._groups:
-                    peers: list[tuple[int, ...]] = [(line[low], line[high]) for line in self._grid.groups("pp")]
-                    self._groups[key] = self._open(peers)
-                    self._touch(low, high, flow)
+    def link(self, links: Sequence[Link]) -> None:
+        """Make the groups of these links, and use each once, in one order for all ranks: NCCL connects at first use."""
+        for link in sorted(set(links)) if self._linked else ():
+            if link.channel not in self._groups:
+                peers: list[tuple[int, ...]] = [
+                    (line[link.source], line[link.target]) for line in self._grid.groups("pp")
+                ]
+                self._groups[link.channel] = self._open(peers)
+                self._touch(link)
 
-    def _touch(self, low: int, high: int, flow: Flow) -> None:
+    def _touch(self, link: Link) -> None:
         token, here = torch.zeros(1, device=self._device), self._grid.coord().pp
-        if here == low:
-            self.send(token, high, flow)()
-        elif here == high:
-            self.receive(token, low, flow)()
+        if here == link.source:
+            self.send(token, link.target, link.channel)()
+        elif here == link.target:
+            self.receive(token, link.source, link.channel)()
 
-    def send(self, tensor: Tensor, to: int, flow: Flow) -> Wait:
+    def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
         """Send to a rank of this pipeline."""
-        group, tag = self._channel(to, flow)
+        group, tag = self._group_of(channel)
         return _finisher(dist.isend(tensor, self._grid.peers("pp")[to], group, tag))
 
-    def receive(self, tensor: Tensor, source: int, flow: Flow) -> Wait:
+    def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
         """Receive from a rank of this pipeline."""
-        group, tag = self._channel(source, flow)
+        group, tag = self._group_of(channel)
         return _finisher(dist.irecv(tensor, self._grid.peers("pp")[source], group, tag))
 
-    def _channel(self, other: int, flow: Flow) -> tuple[dist.ProcessGroup | None, int]:
-        """Group and tag of a flow: gloo has tags, NCCL needs groups."""
+    def _group_of(self, channel: Channel) -> tuple[dist.ProcessGroup | None, int]:
+        """Group and tag of a channel: gloo has tags, NCCL needs groups."""
         if not self._linked:
-            return self._groups["pp"], int(flow == "backward")
-        here = self._grid.coord().pp
-        pair = (min(here, other), max(here, other))
-        if (flow, *pair) not in self._groups:
+            place = channel.source * _MOST_PLACES + channel.target
+            return self._groups["pp"], 3 * place + ("state", "forward", "backward").index(channel.flow)
+        if channel not in self._groups:
             raise EngineError(
-                f"stages {pair[0]} and {pair[1]} have not been linked, because no value passed between them in the "
-                "example batch; pass an example_batch that takes the same path through the model."
+                f"stages {channel.source} and {channel.target} have not been linked, because no value passed between "
+                "them in the example batch; pass an example_batch that takes the same path through the model."
             )
-        return self._groups[flow, *pair], 0
+        return self._groups[channel], 0
 
     def close(self) -> None:
         """Let go of the groups. One that outlives the process group aborts the interpreter at its exit."""
@@ -297,6 +297,9 @@ class TorchBackend:
         """Concatenate shards."""
         return _all_gather(full, shard, self._groups[axis])
 
+
+_MOST_PLACES = 1 << 14
+"""Stages that tags can tell apart."""
 
 # torch 2.13 renames the flat collectives and warns about the old names.
 _RENAMED = hasattr(dist, "reduce_scatter_single")

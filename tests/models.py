@@ -135,19 +135,19 @@ class Crossing(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def crossing() -> nn.Module:
+def crossing(layers: int = 4) -> nn.Module:
     """The module whose values cross stages beside the chain."""
     torch.manual_seed(7)
-    return Crossing()
+    return Crossing(layers=layers)
 
 
-def t5(dropout: float = 0.1) -> nn.Module:
+def t5(dropout: float = 0.1, layers: int = 2) -> nn.Module:
     """Hugging Face T5: an encoder whose states every block of the decoder reads, a bias that the first block makes."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(7)
     config = T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4,
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=layers, num_decoder_layers=layers, num_heads=4,
         dropout_rate=dropout, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     config.decoder_start_token_id = 0

@@ -23,17 +23,17 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.parallel.comm import Comm
-from engine.zero.gather_order import Direction, GatherOrder
+from engine.zero.gather_order import GatherOrder, Pass
 from engine.zero.storage import FlatBucket
 from engine.zero.whole import WholeBuckets
 
 
-class _Pass:
-    """One walk through the groups."""
+class _Walk:
+    """A pass under way."""
 
-    def __init__(self, direction: Direction, order: GatherOrder, kept: frozenset[int], pinned: frozenset[int]) -> None:
-        self.direction = direction
-        self.positions = order.passes(direction)
+    def __init__(self, walk: Pass, order: GatherOrder, kept: frozenset[int], pinned: frozenset[int]) -> None:
+        self.direction, self.stage = walk
+        self.positions = order.positions(walk)
         self.kept = kept
         """Buckets that stay whole after the pass."""
         self.pinned = pinned
@@ -63,9 +63,11 @@ class Gathering:
     def __init__(self, buckets: Sequence[FlatBucket], order: GatherOrder, pinned: Collection[int], comm: Comm) -> None:
         self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.dp
         self._whole = WholeBuckets(buckets, comm, self._read)
-        self._pass: _Pass | None = None
-        self._to_come: deque[Direction] = deque()
+        self._pass: _Walk | None = None
+        self._to_come: deque[Pass] = deque()
         self._calls = 0
+        self._at: dict[tuple[int, int], int] = {turn: position for position, turn in enumerate(order.turns)}
+        self._anywhere = {turn.group: position for position, turn in reversed(list(enumerate(order.turns)))}
         self._opened: set[int] = set()
         self._closed = False
         self._openings = 0
@@ -75,7 +77,7 @@ class Gathering:
 
     # ------------------------------------------------------------------ the passes of a step
 
-    def start(self, passes: Sequence[Direction]) -> None:
+    def start(self, passes: Sequence[Pass]) -> None:
         """Announce the passes of a step, so that what the next one begins with is not freed before it."""
         self._refuse_opened()
         self._to_come = deque(passes)
@@ -83,13 +85,13 @@ class Gathering:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around one forward."""
-        with self._passing("forward", "backward" if torch.is_grad_enabled() else None):
+        with self._passing(Pass("forward"), Pass("backward") if torch.is_grad_enabled() else None):
             yield
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
         """Around one backward; ``last`` of the step."""
-        with self._passing("backward", None if last else "forward"):
+        with self._passing(Pass("backward"), None if last else Pass("forward")):
             yield
 
     def end(self) -> None:
@@ -99,20 +101,19 @@ class Gathering:
         self._whole.free(self._whole.live - self._opened)
 
     @contextmanager
-    def _passing(self, direction: Direction, following: Direction | None) -> Iterator[None]:
+    def _passing(self, walk: Pass, following: Pass | None) -> Iterator[None]:
         self._refuse_opened()
         if self._to_come:
-            self._to_come.popleft()
+            walk = self._to_come.popleft()
             following = self._to_come[0] if self._to_come else None
         kept = self._order.at_start(following) | self._pinned if following else frozenset()
-        now = self._pass = _Pass(direction, self._order, kept, self._pinned)
+        now = self._pass = _Walk(walk, self._order, kept, self._pinned)
         try:
             with torch.no_grad():
                 self._ask_up_to(1)
                 if now.positions:
-                    self._whole.show(
-                        self._order.everywhere if direction == "forward" else self._order.at_start(direction)
-                    )
+                    first = self._order.everywhere if walk.direction == "forward" else self._order.at_start(walk)
+                    self._whole.show(first)
             yield
             with torch.no_grad():
                 self._ask_up_to(len(now.positions))
@@ -133,15 +134,17 @@ class Gathering:
 
     # ------------------------------------------------------------------ what modules call
 
-    def enter(self, position: int) -> None:
+    def enter(self, group: int) -> None:
         """A module of this group is about to run."""
-        if self._pass is not None:
+        position = self._position(group)
+        if self._pass is not None and position is not None:
             with torch.no_grad():
                 (self._reach if self._pass.direction == "forward" else self._enter_again)(position, self._pass)
 
-    def leave(self, position: int, outputs: Sequence[Tensor]) -> None:
+    def leave(self, group: int, outputs: Sequence[Tensor]) -> None:
         """A module of this group has run; ``outputs``, attached to the graph, tell when its backward begins."""
-        if self._pass is not None and self._pass.direction == "forward":
+        position = self._position(group)
+        if self._pass is not None and position is not None and self._pass.direction == "forward":
             self._calls += 1
             if not outputs:
                 self._silent.add(position)
@@ -149,6 +152,12 @@ class Gathering:
             with torch._C.DisableTorchFunctionSubclass():  # tensors that refuse hooks: ours only looks
                 for tensor in outputs:
                     tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
+
+    def _position(self, group: int) -> int | None:
+        """Where the group has its turn in this pass; else its first turn on this rank, if it has one."""
+        if self._pass is None:
+            return None
+        return self._at.get((self._pass.stage, group), self._anywhere.get(group))
 
     def _arrive(self, position: int, call: int, _: Tensor) -> None:
         now = self._pass
@@ -163,7 +172,7 @@ class Gathering:
             with torch.no_grad():
                 self._reach(position, now)
 
-    def _reach(self, position: int, now: _Pass) -> None:
+    def _reach(self, position: int, now: _Walk) -> None:
         """Make the group whole, ask for the next one, free what lies behind."""
         wanted, index = self._order.members[position], now.index(position)
         ahead = self._order.members[now.positions[now.asked - 1]] if now.asked - 1 > index else frozenset()
@@ -178,7 +187,7 @@ class Gathering:
         self._whole.ask_alike(wanted)
         self._whole.show(wanted | self._ask_ahead(index + 1, now))
 
-    def _ask_ahead(self, index: int, now: _Pass) -> frozenset[int]:
+    def _ask_ahead(self, index: int, now: _Walk) -> frozenset[int]:
         """Ask for the next group. In backward, modules that gave no tensor never announce theirs: they come too."""
         at_once: frozenset[int] = frozenset()
         while index:
@@ -191,7 +200,7 @@ class Gathering:
             index += 1
         return at_once
 
-    def _enter_again(self, position: int, now: _Pass) -> None:
+    def _enter_again(self, position: int, now: _Walk) -> None:
         """A recomputed module: nothing that the running backward may need is freed."""
         wanted = self._order.members[position]
         if now.again and position < min(now.again):  # another recomputation: the one before is done

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from engine.parallel.pipeline.units import find_units
-from engine.zero.gather_order import EVERYWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class GatherGroups:
     modules: tuple[tuple[str, ...], ...]
     """Of each group: the modules whose calls use its parameters."""
     of_parameter: Mapping[str, tuple[int, ...]]
-    """First name of a parameter -> groups that use it; EVERYWHERE if no module is known to."""
+    """First name of a parameter -> groups that use it; none if no module is known to."""
 
 
 def find_gather_groups(model: nn.Module, calls: Sequence[str] = ()) -> GatherGroups:
@@ -37,7 +36,7 @@ def find_gather_groups(model: nn.Module, calls: Sequence[str] = ()) -> GatherGro
         for module in group:
             for parameter in model.get_submodule(module).parameters():
                 users[names[id(parameter)]].add(index)
-    of_parameter = {name: tuple(sorted(groups)) or (EVERYWHERE,) for name, groups in users.items()}
+    of_parameter = {name: tuple(sorted(groups)) for name, groups in users.items()}
     return GatherGroups(tuple(map(tuple, modules)), of_parameter)
 
 

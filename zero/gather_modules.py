@@ -21,11 +21,10 @@ class GatheredModules:
 
     def __init__(self, model: nn.Module, groups: GatherGroups, order: GatherOrder, gathering: Gathering) -> None:
         self._gathering = gathering
-        self._position = {
-            module: position for position, group in enumerate(order.groups) for module in groups.modules[group]
-        }
+        present = sorted({turn.group for turn in order.turns})
+        self._group = {module: group for group in present for module in groups.modules[group]}
         self._interceptions = [
-            Interception(name, model.get_submodule(name), self._call, lambda _: False) for name in self._position
+            Interception(name, model.get_submodule(name), self._call, lambda _: False) for name in self._group
         ]
 
     def remove(self) -> None:
@@ -34,13 +33,13 @@ class GatheredModules:
             interception.remove()
 
     def _call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        position = self._position[unit]
-        self._gathering.enter(position)
+        group = self._group[unit]
+        self._gathering.enter(group)
         out = forward(*args, **kwargs)
         tensors = list(_tensors(out))
         self._gathering.keep_views(tensors)
         if torch.is_grad_enabled():
-            self._gathering.leave(position, [tensor for tensor in tensors if tensor.grad_fn is not None])
+            self._gathering.leave(group, [tensor for tensor in tensors if tensor.grad_fn is not None])
         return out
 
 

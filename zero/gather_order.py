@@ -1,7 +1,8 @@
 """Which sharded parameters are whole at which moment of a step (ZeRO 3). Pure arithmetic, no torch.
 
 Modules that run one after the other form gather groups: one for all that comes before the first block, one for
-each block, one for all behind the last. A pass goes through the groups of its stage, forward or backward:
+each block, one for all behind the last. A turn is a group in a pipeline stage; a pass goes through the turns of its
+stage, forward or backward:
 
     forward   gather      0 | 1       2       3
               compute         [ 0 ]   [ 1 ]   [ 2 ]   [ 3 ]     while a group computes, the next is on its way
@@ -11,53 +12,65 @@ A bucket that several groups use (tied parameters) is whole from the first of th
 all modules reads (``EVERYWHERE``) is whole through the pass.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 from engine.parallel.pipeline.schedule import Action, Op
-from engine.zero.layout import Bucket, FlatLayout
+from engine.zero.layout import Bucket, FlatLayout, Turn
 
 Direction = Literal["forward", "backward"]
 
 
-def passes_of(row: Sequence[Action]) -> tuple[Direction, ...]:
-    """The passes that a rank's row of a schedule makes."""
-    return tuple("forward" if action.op is Op.FORWARD else "backward" for action in row)
+class Pass(NamedTuple):
+    """One walk through a stage."""
+
+    direction: Direction
+    stage: int = 0
 
 
-EVERYWHERE = -1
-"""The gather group of what is read outside modules."""
+def passes_of(row: Sequence[Action]) -> tuple[Pass, ...]:
+    """The passes that a rank's row of a schedule makes; weight gradients that waited need no parameters."""
+    return tuple(
+        Pass("forward" if action.op is Op.FORWARD else "backward", action.stage)
+        for action in row
+        if action.op is not Op.BACKWARD_WEIGHT
+    )
+
+
+EVERYWHERE = Turn(-1, -1)
+"""The turn of what is read outside modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherOrder:
-    """The gather groups of one pipeline stage in the order in which they run.
-
-    Positions count the groups that have parameters on this stage; buckets are counted as in ``buckets``.
-    """
+    """The turns of one rank in order; positions count them. Buckets are counted as in ``buckets``."""
 
     buckets: tuple[Bucket, ...]
-    groups: tuple[int, ...]
-    """Position -> gather group."""
+    turns: tuple[Turn, ...]
     members: tuple[frozenset[int], ...]
-    """Position -> buckets that must be whole while the group runs."""
-    backward_from: int
-    """First position that a backward reaches: what lies before it is frozen and fed by nothing that is trained."""
+    """Position -> buckets that must be whole while its group runs."""
+    backward_from: Mapping[int, int]
+    """Stage -> first position that a backward reaches: what lies before it is frozen and fed by nothing trained."""
 
-    def passes(self, direction: Direction) -> range:
+    def positions(self, walk: Pass) -> range:
         """Positions in the order of one pass."""
-        last = len(self.groups) - 1
-        return range(last + 1) if direction == "forward" else range(last, self.backward_from - 1, -1)
+        own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
+        if not own:
+            return range(0)
+        if walk.direction == "forward":
+            return range(own[0], own[-1] + 1)
+        return range(own[-1], self.backward_from[walk.stage] - 1, -1)
 
     @property
     def everywhere(self) -> frozenset[int]:
         """Buckets that are whole through every pass."""
         return frozenset.intersection(*self.members)
 
-    def at_start(self, direction: Direction | None) -> frozenset[int]:
+    def at_start(self, walk: Pass | None) -> frozenset[int]:
         """Buckets that a pass needs first; none when there is no pass."""
-        positions = self.passes(direction) if direction else ()
+        positions = self.positions(walk) if walk else ()
         return self.members[positions[0]] if positions else frozenset()
 
     def pinned(self, limit: int | None, sizes: Sequence[int]) -> frozenset[int]:
@@ -87,32 +100,39 @@ class Gathers:
     """How often each bucket is gathered."""
 
 
-def gather_order(layout: FlatLayout, fed: bool) -> GatherOrder:
-    """The order of one stage. ``fed``: parameters of an earlier stage are trained, so that backward goes through."""
+def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
+    """The order of the rank that has ``stages``.
+
+    ``fed``: those of them before which parameters are trained, so that backward goes all the way through.
+    """
     buckets = (*layout.buckets, *layout.frozen)
-    present = sorted({group for bucket in buckets for group in bucket.gathers if group != EVERYWHERE}) or [0]
-    spans = [_span(bucket, present) for bucket in buckets]
+    called = {turn for bucket in buckets for turn in bucket.gathers if turn != EVERYWHERE}
+    without = {Turn(stage, 0) for stage in stages if all(turn.stage != stage for turn in called)}
+    turns = sorted(called | without)
     members = tuple(
-        frozenset(index for index, (first, last) in enumerate(spans) if first <= position <= last)
-        for position in range(len(present))
+        frozenset(index for index, bucket in enumerate(buckets) if _is_whole(bucket, turn)) for turn in turns
     )
-    firsts = [first for first, _ in spans[: len(layout.buckets)]]
-    return GatherOrder(buckets, tuple(present), members, 0 if fed else min(firsts, default=len(present)))
+    trained = frozenset(range(len(layout.buckets)))
+    starts = {}
+    for stage in stages:
+        own = [position for position, turn in enumerate(turns) if turn.stage == stage]
+        reached = [position for position in own if stage in fed or members[position] & trained]
+        starts[stage] = min(reached, default=own[-1] + 1)
+    return GatherOrder(buckets, tuple(turns), members, MappingProxyType(starts))
 
 
-def _span(bucket: Bucket, present: Sequence[int]) -> tuple[int, int]:
-    if EVERYWHERE in bucket.gathers:
-        return 0, len(present) - 1
-    positions = [present.index(group) for group in bucket.gathers]
-    return min(positions), max(positions)
+def _is_whole(bucket: Bucket, turn: Turn) -> bool:
+    """Between the first and the last of its turns in a stage a bucket stays whole."""
+    own = [other for other in bucket.gathers if other.stage == turn.stage]
+    return EVERYWHERE in bucket.gathers or (bool(own) and min(own) <= turn <= max(own))
 
 
-def count_gathers(order: GatherOrder, passes: Sequence[Direction], pinned: Collection[int]) -> Gathers:
+def count_gathers(order: GatherOrder, passes: Sequence[Pass], pinned: Collection[int]) -> Gathers:
     """What the passes of a step gather, when every module runs in the order of the groups."""
     calls, times = 0, [0] * len(order.buckets)
     live: frozenset[int] = frozenset()
-    for direction, following in zip(passes, (*passes[1:], None), strict=True):
-        for position in order.passes(direction):
+    for walk, following in zip(passes, (*passes[1:], None), strict=True):
+        for position in order.positions(walk):
             wanted = order.members[position] - live
             live = (live & frozenset(pinned)) | order.members[position]
             calls += bool(wanted)

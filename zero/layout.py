@@ -10,8 +10,11 @@ every bucket, so that reducing and gathering need no bookkeeping at run time:
                |  rank 0      |  rank 1     |  rank 2     |  rank 3     |
 
 Parameters whose gradient this rank alone does not know have buckets of their own at the end: what is
-tied over pipeline stages, and what is partial over tensor ranks. Such a bucket is laid out alike on all
+tied over pipeline ranks, and what is partial over tensor ranks. Such a bucket is laid out alike on all
 ranks that share it, and waits for the end of the step.
+
+Where a rank has several stages, a bucket holds what the same of them use, so that it can be reduced when
+the last backward of those is done.
 
 Where parameters themselves are sharded (ZeRO 3), a bucket holds what the same gather groups use
 (``gather_order``), whatever its size, and frozen parameters have buckets too.
@@ -24,13 +27,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 _Key = TypeVar("_Key")
 
 # 64 elements are 128 bytes in bf16: full memory transactions, and what tensor cores and vector
 # instructions ask of a matrix that starts inside a larger buffer.
 ALIGNMENT = 64
+
+
+class Turn(NamedTuple):
+    """A gather group in a stage; turns are ordered as a forward through all stages makes them."""
+
+    stage: int
+    group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +57,11 @@ class Item:
     """The pipeline stages that own it, when there are several: its gradient is their sum."""
     partial: bool = False
     """Its gradient is a sum over tensor ranks."""
-    gathers: tuple[int, ...] = ()
-    """The gather groups that use it, where parameters are sharded; nothing where they are not."""
+    gathers: tuple[Turn, ...] = ()
+    """The turns in which it is used, where parameters are sharded; nothing where they are not."""
     trainable: bool = True
+    stages: tuple[int, ...] = ()
+    """The stages of this rank that use it, where it has several; nothing where it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +102,10 @@ class Bucket:
     """Pipeline stages over which its gradients are summed."""
     partial: bool = False
     """Its gradients are summed over tensor ranks."""
-    gathers: tuple[int, ...] = ()
-    """The gather groups that use it; nothing where parameters are whole on every rank."""
+    gathers: tuple[Turn, ...] = ()
+    """The turns in which it is used; nothing where parameters are whole on every rank."""
+    stages: tuple[int, ...] = ()
+    """The stages of this rank whose backwards give it gradients; nothing where all do."""
 
     @property
     def late(self) -> bool:
@@ -173,7 +187,7 @@ def _fill(items: Sequence[Item], bucket_elements: int) -> list[list[Item]]:
     open_buckets: dict[tuple[object, ...], list[Item]] = {}
     for item in sorted(reversed(items), key=lambda item: bool(item.ties) or item.partial):
         # owners of tied parameters lie in different groups, and all of them lay the bucket out alike
-        kind = (item.dtype, item.ties, item.partial, () if item.ties else item.gathers)
+        kind = (item.dtype, item.ties, item.partial, () if item.ties else (item.gathers, item.stages))
         current = open_buckets.get(kind)
         full = not item.gathers and current and _elements(current) + _elements([item]) > bucket_elements
         if current is None or full:
@@ -192,8 +206,9 @@ def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
         slots.append(Slot(item.name, item.shape, end, item.group, item.counted))
         end += _aligned(math.prod(item.shape), ALIGNMENT)
     kind, elements = members[0], _aligned(max(end, 1), ALIGNMENT * ranks)
-    gathers = tuple(sorted({group for item in members for group in item.gathers}))
-    return Bucket(index, kind.dtype, tuple(slots), elements, kind.ties, kind.partial, gathers)
+    gathers = tuple(sorted({turn for item in members for turn in item.gathers}))
+    stages = tuple(sorted({stage for item in members for stage in item.stages}))
+    return Bucket(index, kind.dtype, tuple(slots), elements, kind.ties, kind.partial, gathers, stages)
 
 
 def _elements(items: Iterable[Item]) -> int:

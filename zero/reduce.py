@@ -9,14 +9,17 @@ Collectives are issued in the order of the buckets on every rank, whatever the o
 so that ranks whose backward differs (an unused parameter, another branch) still meet.
 
 Late buckets stand last and wait for ``finish``: gradients that are partial over tensor ranks are summed
-there before their reduction, those of parameters tied over pipeline stages after it, on the shard.
+there before their reduction, those of parameters tied over pipeline ranks after it, on the shard.
+
+A rank may have several stages, and a backward two parts (``pipeline/weights``): a bucket is complete when the last
+of all that give to it has given.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +33,27 @@ from engine.zero.storage import FlatBucket
 SumPartial = Callable[[Mapping[str, Tensor]], None]
 
 
+BackwardPart = Literal["whole", "input", "weight"]
+
+
+class Backward(NamedTuple):
+    """One backward of one stage, or one of its two parts."""
+
+    last: bool
+    """The last of its part for this stage in a step."""
+    part: BackwardPart = "whole"
+    stage: int = 0
+    microbatch: int = 0
+
+
 class Reducer(Protocol):
     """Takes the gradients of a step's backwards and leaves their sum over data ranks in the buckets."""
 
-    def backward(self, last: bool) -> AbstractContextManager[None]:
+    def backward(self, which: Backward) -> AbstractContextManager[None]:
         """Around one backward."""
+
+    def take(self, name: str, grad: Tensor) -> None:
+        """Inside a backward: the gradient of a parameter that autograd did not bring itself."""
 
     def finish(self) -> None:
         """Every sum is complete afterwards; communicates."""
@@ -56,7 +75,7 @@ class _Place:
     touched: bool = False
     """A gradient of this step lies in ``view``; otherwise its content is stale."""
     arrived: bool = False
-    """The running backward has given its gradient."""
+    """One of the last backwards of the step has given its gradient."""
 
 
 @dataclass(slots=True)
@@ -67,8 +86,8 @@ class _Progress:
     places: list[_Place] = field(default_factory=list)
     missing: int = 0
     repeats: bool = False
-    """A parameter gave twice in one backward (re-entrant checkpointing), so that nobody knows which
-    gift is the last: the bucket waits for ``finish``."""
+    """A parameter gave twice in the last backwards (re-entrant checkpointing; tied over stages of this rank), so
+    that nobody knows which gift is the last: the bucket waits for ``finish``."""
     reduction: Pending | None = None
     received: Callable[[], object] | None = None
 
@@ -132,31 +151,29 @@ class GradientReducer(SharedReduction):
         self._scatter = scatter
         self._progress = [_Progress(flat) for flat in buckets]
         self._next = 0
-        self._eager = False
+        self._last = self._eager = False
         self._backward_seen = self._whole_step_seen = False
         self._places = {slot.name: _place(progress, slot) for progress in self._progress for slot in progress.slots}
-        self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self._take)
+        self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self.take)
+        self.reset()
 
     @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
-        """Collect the gradients of one backward; with ``last``, reduce complete buckets meanwhile.
+    def backward(self, which: Backward) -> Iterator[None]:
+        """Collect the gradients of one backward; in the last ones of a step, reduce complete buckets meanwhile.
 
         Raises:
             EngineError: a parameter gave a gradient after its bucket was reduced.
         """
         self._settle()
-        for progress in self._progress:
-            progress.missing = len(progress.places)
-            for place in progress.places:
-                place.arrived = False
+        self._last = which.last
         # The first step only watches: which parameters give more than once is not known before.
-        self._eager = last and self._whole_step_seen
+        self._eager = which.last and self._whole_step_seen
         try:
             with self._hooks.backward():
                 yield
             self._backward_seen = True
         finally:
-            self._eager = False
+            self._last = self._eager = False
 
     def finish(self) -> None:
         """Reduce what is left, wait for all, get ready for the next step.
@@ -189,10 +206,12 @@ class GradientReducer(SharedReduction):
             if progress.reduction is not None:
                 self._abandoned.append(progress.reduction)
             progress.reduction = progress.received = None
+            progress.missing = len(progress.places)
             for place in progress.places:
-                place.touched = False
+                place.touched = place.arrived = False
 
-    def _take(self, name: str, grad: Tensor) -> None:
+    def take(self, name: str, grad: Tensor) -> None:
+        """Add a gradient to its place."""
         place = self._places[name]
         progress = place.progress
         if progress.reduction is not None:
@@ -204,9 +223,11 @@ class GradientReducer(SharedReduction):
             place.view.add_(grad)
         else:
             place.view.copy_(grad)
-        progress.repeats = progress.repeats or place.arrived
-        progress.missing -= not place.arrived
-        place.touched = place.arrived = True
+        place.touched = True
+        if self._last:
+            progress.repeats = progress.repeats or place.arrived
+            progress.missing -= not place.arrived
+            place.arrived = True
         while self._eager and self._next < len(self._progress) and self._ready(self._progress[self._next]):
             self._launch()
 

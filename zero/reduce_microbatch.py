@@ -5,8 +5,9 @@
     buffer B                                 [ fill 1             | reduce-scatter 1, add shard ]
 
 A bucket borrows a buffer when its first gradient comes and gives it back when its sum has been added to the
-shard. Two are enough while gradients come in the order of the buckets. Every backward reduces every bucket, in
-their order, on every rank, whatever gradients it gave: (m + 1) Psi (N-1)/N elements a step with the gather.
+shard. Two are enough while gradients come in the order of the buckets. Every backward reduces every bucket of its
+stage, in their order, on every rank, whatever gradients it gave: (m + 1) Psi (N-1)/N elements a step with the gather.
+Of a backward in two parts (``pipeline/weights``) the second reduces; what the first gave is kept until then.
 """
 
 from collections import deque
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from engine.parallel.comm import Comm, Pending
 from engine.zero.hooks import GradientHooks
 from engine.zero.layout import Slot
-from engine.zero.reduce import SharedReduction, SumPartial
+from engine.zero.reduce import Backward, SharedReduction, SumPartial
 from engine.zero.storage import FlatBucket
 
 BUFFERS = 2
@@ -77,20 +78,41 @@ class MicrobatchReducer(SharedReduction):
         self._places: dict[str, tuple[_Filling, Slot]] = {
             slot.name: (filling, slot) for filling in self._fillings for slot in filling.flat.bucket.slots
         }
-        self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self._take)
+        self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self.take)
         self._flights: deque[_Flight] = deque()
         self._free: list[Tensor] = []
-        self._next = self._rounds = 0
+        stages = {stage for filling in self._fillings for stage in filling.flat.bucket.stages}
+        self._rounds: dict[int | None, int] = dict.fromkeys(sorted(stages) or (None,), 0)
+        """Backwards of this step, by stage; of a rank with one stage, under None."""
+        self._round: Sequence[_Filling] = ()
+        """What the running backward reduces."""
+        self._next = 0
+        self._kept: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
+        """Gradients of first parts, by stage and microbatch."""
+        self._keeping: list[tuple[str, Tensor]] | None = None
 
     @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
+    def backward(self, which: Backward) -> Iterator[None]:
         """Collect and reduce the gradients of one backward; it makes no difference which is the last."""
         self._settle()
+        place = which.stage, which.microbatch
+        if which.part == "input":
+            self._keeping = self._kept[place] = []
+            try:
+                with self._hooks.backward():
+                    yield
+            finally:
+                self._keeping = None
+            return
+        stage = None if None in self._rounds else which.stage
+        self._begin_round(stage)
         try:
+            for name, grad in self._kept.pop(place, ()):
+                self.take(name, grad)
             with self._hooks.backward():
                 yield
         finally:
-            self._end_round()
+            self._end_round(stage)
 
     def finish(self) -> None:
         """Wait for everything, add what other ranks have a part in, get ready for the next step.
@@ -98,8 +120,10 @@ class MicrobatchReducer(SharedReduction):
         Afterwards each shard of ``grads`` holds the sum over microbatches and data ranks.
         """
         self._settle()
-        while self._rounds < self._microbatches:
-            self._end_round()
+        for stage, done in self._rounds.items():
+            for _ in range(done, self._microbatches):
+                self._begin_round(stage)
+                self._end_round(stage)
         self._add_parts()
         while self._flights:
             self._land()
@@ -114,13 +138,18 @@ class MicrobatchReducer(SharedReduction):
         """Forget the gradients of a step that did not end; what is under way is waited for by the next backward."""
         self._abandoned += [flight.pending for flight in self._flights]
         self._flights.clear()
-        self._rounds = 0
+        self._kept.clear()
+        self._rounds = dict.fromkeys(self._rounds, 0)
         for filling in self._fillings:
             filling.touched = False
             self._begin(filling)
         self._next = 0
 
-    def _take(self, name: str, grad: Tensor) -> None:
+    def take(self, name: str, grad: Tensor) -> None:
+        """Add a gradient to its place, or keep it for the second part of its backward."""
+        if self._keeping is not None:
+            self._keeping.append((name, grad))
+            return
         filling, slot = self._places[name]
         if filling.flat.bucket.partial:
             self._add_whole(filling, slot, grad)
@@ -136,8 +165,8 @@ class MicrobatchReducer(SharedReduction):
         else:
             view.copy_(grad)
         filling.arrived.add(name)
-        while self._next < len(self._fillings) and self._ready(self._fillings[self._next]):
-            self._launch(self._fillings[self._next])
+        while self._next < len(self._round) and self._ready(self._round[self._next]):
+            self._launch(self._round[self._next])
             self._next += 1
 
     def _ready(self, filling: _Filling) -> bool:
@@ -152,15 +181,20 @@ class MicrobatchReducer(SharedReduction):
             filling.touched = True
         filling.flat.grads[slot.start : slot.stop].view(slot.shape).add_(grad)
 
-    def _end_round(self) -> None:
+    def _begin_round(self, stage: int | None) -> None:
+        self._round = [f for f in self._fillings if not f.flat.bucket.stages or stage in f.flat.bucket.stages]
+        self._next = 0
+
+    def _end_round(self, stage: int | None) -> None:
         """Reduce what this backward has left, in order, and what came after its bucket was reduced."""
-        again = [f for f in self._fillings[: self._next] if not f.reduced and f.arrived]
-        for filling in (*self._fillings[self._next :], *again):
+        again = [f for f in self._round[: self._next] if not f.reduced and f.arrived]
+        for filling in (*self._round[self._next :], *again):
             self._launch(filling)
-        for filling in self._fillings:
+        for filling in self._round:
             self._begin(filling)
         self._next = 0
-        self._rounds += 1
+        if stage in self._rounds:  # else: a stage that trains nothing
+            self._rounds[stage] += 1
 
     def _begin(self, filling: _Filling) -> None:
         filling.arrived.clear()

@@ -106,7 +106,7 @@ def model_tensors(
     ]
     grid = plan.grid(0)
     for name, (key, kind) in buffers.items():
-        stage = plan.stage_of_buffer(name)
+        stage = plan.owner_of_buffer(name)
         tensors.append(ModelTensor(f"buffer/{name}", key, kind, stage, grid.rank_at(stage, 0, 0), None))
     return tuple(tensors)
 

@@ -27,16 +27,16 @@ def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
 
     With ``receives_ahead`` also free of deadlock with blocking sends and no buffer anywhere (rendezvous): a rank
     that begins an action has offered to receive for it and for so many actions after it, and goes on to its
-    next action when what it sent was met by such an offer. 0 is enough for gpipe, 1f1b, zb-h1 of one stage a rank,
-    1 for interleaved of m divisible by p; where a rank runs ahead of a stage that takes its messages later
-    (looped-bfs, zb-v, dualpipe-v, the loop of zb-h1), no small number is, and ``releases`` says when a send has ended.
+    next action when what it sent was met by such an offer. 0 is enough for gpipe, 1f1b and zb-h1 of one stage a rank;
+    interleaved needs 1, or 2 where p does not divide m. No small number is enough where a rank runs ahead of a stage
+    that takes its messages later: looped-bfs, zb-v, dualpipe-v, zb-h1 of several stages a rank. Their sends must be
+    asynchronous, and ``releases`` says when one has ended.
 
     Raises:
         ScheduleError: names what is missing, doubled or misplaced, or all actions of one circle of waiting
             and what each waits for, or the first two actions that take messages out of order.
     """
-    _check_complete(schedule)
-    rules = Rules(schedule)
+    rules = complete_rules(schedule)
     rules.order(rules.needs)
     if receives_ahead is not None:
         rules.order(rules.with_rendezvous(receives_ahead))
@@ -123,11 +123,20 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
                 f"cost.{name} has {len(given)} {noun} for the {schedule.stages} stages of schedule "
                 f"{schedule.name}; give one for each stage, or none."
             )
-    _check_complete(schedule)
-    rules = Rules(schedule)
+    rules = complete_rules(schedule)
     begins, ends = times(rules, cost)
     spans = list(map(Span, rules.actions, begins, ends))
     return Timeline(schedule, tuple(tuple(spans[row.start : row.stop]) for row in rules.rows))
+
+
+def complete_rules(schedule: Schedule) -> Rules:
+    """Its actions as numbers.
+
+    Raises:
+        ScheduleError: the schedule is incomplete.
+    """
+    _check_complete(schedule)
+    return Rules(schedule)
 
 
 def times(rules: Rules, cost: Cost) -> tuple[list[float], list[float]]:

@@ -2,14 +2,17 @@
 
 What is received before an action and sent after it follows from the cut alone:
 
-    forward of stage s     values from earlier stages  ->  compute  ->  values that later stages want
-    backward of stage s    their gradients, summed     ->  compute  ->  gradients of what was received
+    F of stage s    values from earlier stages  ->  compute  ->  values that later stages want
+    B of stage s    their gradients, summed     ->  compute  ->  gradients of what was received
+    I of stage s    the same, but the gradients of weights that can wait are left for W
+    W of stage s                                    compute what I has left
 
-Receives are offered one action ahead, so that a message travels while the action before it computes. Of a
-microbatch only the edges of the autograd graph are held between its two actions: what was sent is let go
-as soon as it has left, what was received as soon as its gradient is known.
+Receives are offered some actions ahead, so that a message travels while the actions before it compute. Of a
+microbatch only the edges of the autograd graph are held between its actions: what was sent is let go as soon
+as it has left, what was received as soon as its gradient is known.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,14 +22,26 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from engine.parallel.pipeline.schedule import Action, Op
+from engine.parallel.backend import Flow
+from engine.parallel.pipeline.check import Span
+from engine.parallel.pipeline.release import RECEIVES_AHEAD, releases
+from engine.parallel.pipeline.schedule import Action, Op, Schedule
 from engine.parallel.pipeline.stageplan import StagePlan
 from engine.parallel.pipeline.timeline import Value
 from engine.parallel.pipeline.transport import Arrival, Message, Transport
 
-_SETTLED_AFTER = 2
-"""What was sent after an action is waited for when the next one is done: ``check`` proves that a neighbour has
-offered to take it before that one began."""
+
+class Row(NamedTuple):
+    """What one rank does in a step."""
+
+    actions: tuple[Action, ...]
+    releases: tuple[tuple[int, ...], ...]
+    """Before each action, which earlier ones have sent what is let go now."""
+
+
+def row_of(schedule: Schedule, rank: int) -> Row:
+    """The row of one rank."""
+    return Row(schedule.per_rank[rank], releases(schedule)[rank])
 
 
 class Part(NamedTuple):
@@ -55,8 +70,11 @@ class Job(Protocol):
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> Forward:
         """Compute; ``received`` are leaves of the graph."""
 
-    def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Around the backward of a stage: collects the gradients of its parameters."""
+    def backward(self, action: Action) -> AbstractContextManager[None]:
+        """Around the backward of a stage: collects the gradients of its parameters; in an I leaves what can wait."""
+
+    def weights(self, stage: int, microbatch: int) -> None:
+        """Compute the gradients that the I of this stage and microbatch has left."""
 
 
 @dataclass(slots=True)
@@ -74,24 +92,32 @@ class Executor:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._live: dict[tuple[int, int], _Live] = {}
+        self._left: set[tuple[int, int]] = set()
+        """Stages and microbatches between I and W."""
         self._posted: dict[Action, tuple[Part, dict[Message, Arrival]]] = {}
+        self.spans: list[Span] = []
+        """When each action of the last row began and ended, in seconds of ``time.perf_counter``, waits for messages
+        left out. A GPU may still be at work when an action has ended here."""
 
     @property
     def live(self) -> int:
         """Microbatches of stages whose forward is done and whose backward is not."""
-        return len(self._live)
+        return len(self._live) + len(self._left)
 
-    def run(self, row: Sequence[Action], job: Job) -> None:
+    def run(self, row: Row, job: Job) -> None:
         """Play a whole row. Whatever is raised leaves nothing behind on this rank."""
+        self.spans = []
         try:
-            for index, action in enumerate(row):
-                for soon in row[index : index + 2]:
+            for index, action in enumerate(row.actions):
+                for soon in row.actions[index : index + 1 + RECEIVES_AHEAD]:
                     self.post(soon, job)
+                for earlier in row.releases[index]:
+                    self._release(row.actions[earlier])
                 self.do(action, job)
-                self._transport.settle(_SETTLED_AFTER)
             self._transport.finish()
         finally:
             self._live.clear()
+            self._left.clear()
             self._posted.clear()
 
     def post(self, action: Action, job: Job) -> None:
@@ -109,12 +135,26 @@ class Executor:
     def do(self, action: Action, job: Job) -> None:
         """Play one action."""
         self.post(action, job)
-        play = self._forward if action.op is Op.FORWARD else self._backward
-        play(action, *self._posted.pop(action), job)
+        part, arrivals = self._posted.pop(action)
+        arrived = {message: arrive() for message, arrive in arrivals.items()}
+        started = time.perf_counter()
+        with torch.profiler.record_function(str(action)):
+            if action.op is Op.FORWARD:
+                self._forward(action, part, arrived, job)
+            elif action.op is Op.BACKWARD_WEIGHT:
+                self._left.remove((action.stage, action.microbatch))
+                job.weights(action.stage, action.microbatch)
+            else:
+                self._backward(action, part, arrived, job)
+        self.spans.append(Span(action, started, time.perf_counter()))
 
-    def _forward(self, action: Action, part: Part, arrivals: Mapping[Message, Arrival], job: Job) -> None:
+    def _release(self, action: Action) -> None:
+        flow: Flow = "forward" if action.op is Op.FORWARD else "backward"
+        self._transport.release(flow, action.stage, action.microbatch)
+
+    def _forward(self, action: Action, part: Part, arrived: Mapping[Message, Tensor], job: Job) -> None:
         leaves = {
-            message.value: _laid_out(arrive(), part.values[message.value]) for message, arrive in arrivals.items()
+            message.value: self._laid_out(tensor, part.values[message.value]) for message, tensor in arrived.items()
         }
         training = torch.is_grad_enabled()
         for number, leaf in leaves.items():
@@ -128,32 +168,41 @@ class Executor:
             if tensor.requires_grad:
                 live.edges[number] = get_gradient_edge(tensor)
         if training:
-            live.leaves = {number: leaf for number, leaf in leaves.items() if leaf.requires_grad}
+            live.leaves = leaves
             self._live[action.stage, action.microbatch] = live
+            return
+        for leaf in leaves.values():
+            self._transport.recycle(leaf)
 
-    def _backward(self, action: Action, part: Part, arrivals: Mapping[Message, Arrival], job: Job) -> None:
+    def _backward(self, action: Action, part: Part, arrived: Mapping[Message, Tensor], job: Job) -> None:
         live = self._live.pop((action.stage, action.microbatch))
+        if action.op is Op.BACKWARD_INPUT:
+            self._left.add((action.stage, action.microbatch))
         grads: dict[int, Tensor] = {}
-        for message, arrive in arrivals.items():
-            grad = arrive()
+        for message, grad in arrived.items():
             self._transport.delivered(
                 Message("forward", message.value, message.microbatch, action.stage, message.source)
             )
             grads[message.value] = grads[message.value].add_(grad) if message.value in grads else grad
-        with job.backward(action.stage, action.microbatch):
+        with job.backward(action):
             _backward(live, grads)
         for number, stage in part.plan.receives.items():
+            leaf = live.leaves.pop(number)
             if part.values[number].grad:
-                leaf = live.leaves.pop(number)
                 grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 self._transport.send(Message("backward", number, action.microbatch, action.stage, stage), grad)
+            leaf.grad = None
+            self._transport.recycle(leaf)
+        for grad in arrived.values():
+            self._transport.recycle(grad)
 
-
-def _laid_out(tensor: Tensor, value: Value) -> Tensor:
-    """In the strides of the sender's tensor, which code (a view of a permuted tensor) and kernels may rely on."""
-    if tensor.stride() == value.stride:
-        return tensor
-    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=tensor.device).copy_(tensor)
+    def _laid_out(self, tensor: Tensor, value: Value) -> Tensor:
+        """In the strides of the sender's tensor, which code (a view of a permuted tensor) and kernels may rely on."""
+        if tensor.stride() == value.stride:
+            return tensor
+        laid = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=tensor.device).copy_(tensor)
+        self._transport.recycle(tensor)
+        return laid
 
 
 def _backward(live: _Live, grads: Mapping[int, Tensor]) -> None:
@@ -162,6 +211,8 @@ def _backward(live: _Live, grads: Mapping[int, Tensor]) -> None:
     if live.root is not None:
         roots.append(live.root)
         seeds.append(None)
+    live.edges.clear()
+    live.root = None
     if roots:
         torch.autograd.backward(roots, seeds)
 
@@ -173,6 +224,8 @@ def _arrivals(action: Action, part: Part) -> list[Message]:
             Message("forward", number, action.microbatch, source, action.stage)
             for number, source in part.plan.receives.items()
         ]
+    if action.op is Op.BACKWARD_WEIGHT:
+        return []
     return [
         Message("backward", number, action.microbatch, stage, action.stage)
         for number, stages in part.plan.sends.items()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import BuiltinFunctionType, FrameType, MappingProxyType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ _KEEPS_STATISTICS: Mapping[Any, str] = MappingProxyType(
     {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
 )
 """Functions that write what they are given for later, and the argument that says so."""
+_BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 _DIFFERENTIATES = frozenset(("backward", "grad"))
 
 Function = Callable[..., Any]
@@ -105,6 +106,13 @@ class Operation:
         dropout_p = self.args[4:5] if self.name == "scaled_dot_product_attention" else ()
         share = max(self.kwargs.get("dropout_p", 0.0), *dropout_p, 0.0)
         return self.name in _RANDOM or "dropout" in self.name or share > 0.0
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether it is torch's own, which respects strides; another's kernel may take every tensor for dense."""
+        if isinstance(self.function, _BUILT_IN):
+            return True
+        return getattr(self.function, "__module__", None) in ("torch.functional", "torch.nn.functional")
 
     @property
     def differentiates(self) -> bool:

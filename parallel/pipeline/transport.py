@@ -1,17 +1,22 @@
 """How values and their gradients get from stage to stage.
 
 A message is named by what it carries; both ends know its shape and dtype from the timeline, so that neither
-shapes nor names travel. Between two ranks the messages of one flow keep the order in which they are sent.
+shapes nor names travel. Between two stages the messages of one flow keep the order in which they are sent.
+
+    send      issued at once; the tensor is held until it has left, which ``release`` or ``delivered`` tells
+    receive   offered early, into a buffer that is used again when nobody else holds it
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from engine.parallel.backend import Flow
+from engine.parallel.backend import Channel, Flow, Link
 from engine.parallel.comm import Comm, Pending
+from engine.parallel.pipeline.buffers import Buffers
 
 
 class Message(NamedTuple):
@@ -34,16 +39,19 @@ class Transport(Protocol):
     """Carries messages. Sends never wait for the other side."""
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Send ``tensor``, which nobody may write to until it is settled."""
+        """Send ``tensor``, which nobody may write to until it has left."""
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype) -> Arrival:
-        """Offer to receive; the order of the offers is that of the sends."""
+        """Offer to receive; the order of the offers of a channel is that of its sends."""
 
-    def settle(self, actions: int) -> None:
-        """One more action is done: let go of what its neighbours took ``actions`` or more actions ago."""
+    def release(self, flow: Flow, stage: int, microbatch: int) -> None:
+        """Let go of what this stage has sent to its neighbours: they have offered to take it."""
 
     def delivered(self, message: Message) -> None:
         """The other side has shown that it has ``message``: let go of its tensor."""
+
+    def recycle(self, tensor: Tensor) -> None:
+        """What arrived in ``tensor`` is not needed any more."""
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
@@ -70,78 +78,93 @@ class MemoryTransport:
 
         return take
 
-    def settle(self, actions: int) -> None:
+    def release(self, flow: Flow, stage: int, microbatch: int) -> None:
         """Nothing is held."""
 
     def delivered(self, message: Message) -> None:
         """Nothing is held."""
+
+    def recycle(self, tensor: Tensor) -> None:
+        """The tensor is the sender's own."""
 
     def finish(self) -> None:
         """Refuse to end with messages that nobody took."""
         assert not self._waiting, f"nobody took {list(self._waiting)}"
 
 
+class _Sent(NamedTuple):
+    """A message on its way, and its memory."""
+
+    pending: Pending
+    tensor: Tensor
+
+
 class CommTransport:
     """Between processes, through ``comm``; between two stages of one rank, by hand.
 
-    A tensor that was sent is held until it has left. For neighbouring stages ``check`` has proven that the
-    taker comes for it before two more actions are done; whatever goes further is held until its gradient
-    comes back, or until the end of the step.
+    A tensor that was sent is held until it has left. For neighbouring stages the schedule tells when that is
+    certain (``releases``); whatever goes further is held until its gradient comes back, or until the end of the step.
     """
 
     def __init__(self, comm: Comm, rank_of_stage: Sequence[int], device: torch.device) -> None:
         self._comm = comm
         self._rank_of_stage = rank_of_stage
-        self._here = comm.grid.coord().pp
-        self._device = device
         self._own = MemoryTransport()
-        self._near: list[list[Pending]] = [[]]
-        """Sends to neighbouring stages, by the action after which they were made; the newest last."""
-        self._far: dict[Message, Pending] = {}
+        self._buffers = Buffers(device)
+        self._near: dict[tuple[Flow, int, int], list[_Sent]] = {}
+        """Sends to neighbouring stages, by flow, stage and microbatch."""
+        self._far: dict[Message, _Sent] = {}
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Send to the rank of the target stage."""
-        rank = self._rank_of_stage[message.target]
-        if rank == self._here:
+        link = self._link(message)
+        if link.source == link.target:
             return self._own.send(message, tensor)
-        pending = self._comm.send(tensor.detach().contiguous(), rank, message.flow)
+        tensor = tensor.detach().contiguous()
+        sent = _Sent(self._comm.send(tensor, link), tensor)
         if abs(message.target - message.source) == 1:
-            self._near[-1].append(pending)
+            self._near.setdefault((message.flow, message.source, message.microbatch), []).append(sent)
         else:
-            self._far[message] = pending
+            self._far[message] = sent
         return None
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype) -> Arrival:
-        """Receive into a new tensor."""
-        rank = self._rank_of_stage[message.source]
-        if rank == self._here:
+        """Receive into a buffer."""
+        link = self._link(message)
+        if link.source == link.target:
             return self._own.receive(message, shape, dtype)
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        pending = self._comm.receive(tensor, rank, message.flow)
+        tensor = self._buffers.take(tuple(shape), dtype)
+        pending = self._comm.receive(tensor, link)
 
         def arrive() -> Tensor:
             pending.wait()
-            return tensor
+            return tensor.detach()  # the buffer itself never becomes a leaf of a graph
 
         return arrive
 
-    def settle(self, actions: int) -> None:
-        """Wait for the sends to neighbours that are older."""
-        self._near.append([])
-        while len(self._near) > actions:
-            for pending in self._near.pop(0):
-                pending.wait()
+    def release(self, flow: Flow, stage: int, microbatch: int) -> None:
+        """Wait for the sends to neighbours; that takes no longer than the way."""
+        for sent in self._near.pop((flow, stage, microbatch), ()):
+            sent.pending.wait()
 
     def delivered(self, message: Message) -> None:
         """Let go of a tensor that went past a neighbour."""
         if message in self._far:
-            self._far.pop(message).wait()
+            self._far.pop(message).pending.wait()
+
+    def recycle(self, tensor: Tensor) -> None:
+        """Keep the memory for the next message of its kind."""
+        self._buffers.give(tensor)
 
     def finish(self) -> None:
         """Wait for all sends."""
-        self.settle(0)
-        self._near.append([])
-        for pending in self._far.values():
-            pending.wait()
+        for sent in (*chain.from_iterable(self._near.values()), *self._far.values()):
+            sent.pending.wait()
+        self._near.clear()
         self._far.clear()
+        self._buffers.forget()
         self._own.finish()
+
+    def _link(self, message: Message) -> Link:
+        channel = Channel(message.flow, message.source, message.target)
+        return Link(channel, self._rank_of_stage[message.source], self._rank_of_stage[message.target])

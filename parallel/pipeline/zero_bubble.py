@@ -13,6 +13,12 @@ from engine.parallel.pipeline.player import INPUT, WEIGHT, Policy, Tick, play
 _OPS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
+# zb_h1(3, 4): 1f1b with the weight gradients of the later ranks put off into what was their idle time. Rank 0 needs
+# no split: nobody waits for the input gradient of stage 0.
+#
+#    rank 0  F0 F1 F2  .  . B0 B0 F3 B1 B1 B2 B2 B3 B3
+#    rank 1   . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+#    rank 2   .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
     """ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism), and its interleaved form for several stages a rank.
 
@@ -24,11 +30,16 @@ def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
     return _best("zb-h1", loop(ranks, virtual_stages), microbatches, (policy, _eager(ranks, most)))
 
 
+# zb_v(2, 4): stages 0 and 3 on rank 0, 1 and 2 on rank 1. Rank 0 holds the activations of stage 0 longest and those of
+# stage 3 shortest; a rank in the middle holds both half as long. So all need the same memory.
+#
+#    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 3F2 3I2 0B1 0B1 0F3 3W2   . 3F3 0I2 3I3 0W2 3W3 0B3 0B3
+#    rank 1    . 1F0 2F0 1F1 2F1 2I0 1I0 1W0 2W0 1F2 2F2 2I1 1I1 1W1 2I2 2W1 1F3 2F3 1I2 1W2 2W2 2I3 1I3 1W3 2W3
 def zb_v(ranks: int, microbatches: int) -> Schedule:
     """ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r.
 
-    The bubble is (p-1)/(6m+p-1) for m >= p; every rank holds 2p activations of a half slice at most, as much as
-    1F1B's rank 0. Only the first clocks are idle, in which rank r waits for its first input.
+    The bubble is (p-1)/(6m+p-1) for m >= p (a clock more from 20 ranks on for some m a little above p); every rank
+    holds 2p activations of a half slice at most, as much as 1F1B's rank 0.
     """
     most = 2 * ranks
     ahead, alike = (most,) * ranks, (ranks - 1,) * ranks
@@ -43,10 +54,10 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def fewest_ticks(ranks: int, microbatches: int, virtual_stages: int) -> int:
-    """Ticks from first action to last of the shortest split schedule of v stages a rank, in a loop or in a V.
+    """Ticks from first action to last of the shortest split schedule known of v stages a rank, in a loop or a V.
 
-    Rank p-1 is idle for p-1 ticks and works for 3vm. The others are for m < p, when every turn has to be waited
-    for: microbatch 0 passes pv stages twice, with the other microbatches behind it.
+    Rank p-1 is idle for p-1 ticks and works for 3vm. The others are for m < p: pv ticks until the last stage can begin,
+    2m for its forwards and input gradients, and pv back to the weights of stage 0; the third is no bound, only reached.
     """
     p, m, v = ranks, microbatches, virtual_stages
     return max(3 * v * m + p - 1, 2 * p * v + 2 * m - 1, p * v + 2 * v * m + p - 1)

@@ -35,6 +35,11 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
+def is_cut(module: nn.Module) -> bool:
+    """Whether this layer has become one of ours."""
+    return any(_ours(base) for base in type(module).__mro__)
+
+
 def has_plain_forward(module: nn.Module) -> bool:
     """Whether forward is the library's own: a matrix product and nothing else."""
     owner = next((base for base in type(module).__mro__ if "forward" in vars(base) and not _ours(base)), nn.Module)
@@ -56,7 +61,11 @@ class ColumnLayer(nn.Module):
 
     def forward(self, x_I: Tensor) -> Tensor:
         """Run the layer's own forward on the region's copy of x."""
-        y_P: Tensor = super().forward(self.tensor_region.enter(self, x_I))
+        return self.multiply(self.tensor_region.enter(self, x_I))
+
+    def multiply(self, x_I: Tensor) -> Tensor:
+        """The layer's own product."""
+        y_P: Tensor = super().forward(x_I)
         return y_P
 
 
@@ -72,12 +81,13 @@ class RowLayer(nn.Module):
     def forward(self, x_P: Tensor) -> Tensor:
         """Multiply, sum, close the region, add the bias."""
         region = self.tensor_region
-        y_O = reduce_from(self._multiply(x_P), region.axis, ROW_OUTPUTS)
+        y_O = reduce_from(self.multiply(x_P), region.axis, ROW_OUTPUTS)
         region.leave(x_P.device)
         bias: Tensor | None = self._parameters["bias"]
         return y_O if bias is None else y_O.add_(bias)  # y is ours: no need of another
 
-    def _multiply(self, x_P: Tensor) -> Tensor:
+    def multiply(self, x_P: Tensor) -> Tensor:
+        """This rank's part of the product, without the bias."""
         weight: Any = self.weight
         if self.tensor_product == "linear":
             return functional.linear(x_P, weight)

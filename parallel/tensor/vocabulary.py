@@ -49,10 +49,15 @@ class HeadLayer(nn.Module):
         """This rank's columns, behind the face of all."""
         vocabulary = self.tensor_vocabulary
         axis = vocabulary.axis
-        logits_W: Tensor = super().forward(copy_to(x_D, axis, self.tensor_owned))
+        logits_W = self.multiply(copy_to(x_D, axis, self.tensor_owned))
         if axis.dry:
             return gather_last(logits_W, vocabulary.widths, axis)
         return ShardedLogits.wrap(logits_W, vocabulary)
+
+    def multiply(self, x_D: Tensor) -> Tensor:
+        """The layer's own product."""
+        logits_W: Tensor = super().forward(x_D)
+        return logits_W
 
 
 class VocabularyEmbedding(EmbeddingLayer, nn.Embedding):

@@ -16,7 +16,7 @@ from engine.decoder import DecoderConfig
 
 CONTROL = DDP + AGAIN
 LIMITED = Comparison("Trine ZeRO-1", DDP, CONTROL, 1.03)
-NOTHING = Footprint(0, 0, 0, 0, 0, 0)
+NOTHING = Footprint(0, 0, 0, 0, 0, 0, 0)
 TINY = Workload(DecoderConfig(layers=1, width=32, heads=2, context=16), sequences=4)
 
 

@@ -109,7 +109,7 @@ def counted_and_told(mode: Mode) -> tuple[tuple[int, int], tuple[int, int]]:
     trainer: Any = make_trainer(mode, TINY)
     trainer.step(make_rows(mode, TINY, 0, dist.get_rank()))
     before = trainer._engine.sent.copy()
-    with RingCounter(mode.ranks) as counter:
+    with RingCounter() as counter:
         trainer.step(make_rows(mode, TINY, 1, dist.get_rank()))
     sent = trainer._engine.sent.since(before)
     return (counter.sent, counter.calls), (sent.bytes(), sum(row.calls for row in sent.rows()))

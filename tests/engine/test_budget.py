@@ -10,7 +10,7 @@ import torch
 import engine
 from engine.batch import take_rows
 from engine.decoder import loss_sum
-from engine.zero.layout import FlatLayout
+from engine.zero.layout import FlatLayout, Turn
 from tests import models
 from tests.engine.test_parity import config_for
 
@@ -76,10 +76,9 @@ def train(name: str, config: dict[str, Any]) -> Found:
 
 
 def _ends(layout: FlatLayout) -> tuple[int, int]:
-    groups = sorted({group for bucket in layout.buckets for group in bucket.gathers}) or [0]
+    turns = sorted({turn for bucket in layout.buckets for turn in bucket.gathers}) or [Turn(0, 0)]
     first, last = (
-        sum(bucket.elements for bucket in layout.buckets if group in bucket.gathers)
-        for group in (groups[0], groups[-1])
+        sum(bucket.elements for bucket in layout.buckets if turn in bucket.gathers) for turn in (turns[0], turns[-1])
     )
     return first, last
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.parallel.backend import Channel, Link
 from engine.parallel.comm import Comm, TorchBackend
 from engine.parallel.grid import Axis, Grid
 from tests.ranks import RankError
@@ -228,22 +229,24 @@ def talk(linked: bool) -> tuple[list[float], list[Any]]:
     """Both flows between three stages at once, each in its own order, and a sum over two stages of three."""
     grid = Grid(3, 1, 1, dist.get_rank())
     comm = Comm(grid, TorchBackend(grid, torch.device("cpu"), linked))
-    comm.link([(0, 1), (0, 2), (0, 1)])
+    forward = [Link(Channel("forward", 0, to), 0, to) for to in (1, 2)]
+    backward = [Link(Channel("backward", source, 0), source, 0) for source in (2, 1)]
+    comm.link([*forward, *backward, forward[0]])
     here = comm.grid.coord().pp
     comm.connect((0, 2))
     got: list[float] = []
     if here == 0:
-        sends = [comm.send(torch.full((3,), float(i)), to, "forward") for i in range(3) for to in (1, 2)]
+        sends = [comm.send(torch.full((3,), float(i)), link) for i in range(3) for link in forward]
         gradients = [torch.empty(3) for _ in range(2)]
-        offers = [comm.receive(g, source, "backward") for g, source in zip(gradients, (2, 1), strict=True)]
+        offers = [comm.receive(g, link) for g, link in zip(gradients, backward, strict=True)]
         for pending in (*offers, *sends):
             pending.wait()
         got = [float(g[0]) for g in gradients]
     else:
-        comm.send(torch.full((3,), 10.0 * here), 0, "backward", "gradients of it").wait()
+        comm.send(torch.full((3,), 10.0 * here), backward[2 - here], "gradients of it").wait()
         for _ in range(3):
             value = torch.empty(3)
-            comm.receive(value, 0, "forward").wait()
+            comm.receive(value, forward[here - 1]).wait()
             got.append(float(value[0]))
     if here != 1:
         shared = torch.tensor([1.0 + here])

@@ -10,7 +10,7 @@ from engine.parallel.backend import Backend, RecordingBackend
 from engine.parallel.comm import Comm
 from engine.parallel.grid import Grid
 from engine.zero.layout import FlatLayout, Item, build_layout
-from engine.zero.reduce import GradientReducer
+from engine.zero.reduce import Backward, GradientReducer
 from engine.zero.storage import FlatBucket, Ownership, allocate
 
 
@@ -40,7 +40,7 @@ class Rig:
     def step(self, *losses: Callable[[], Tensor]) -> None:
         """Backward of every microbatch, then finish."""
         for index, loss in enumerate(losses):
-            with self.reducer.backward(last=index == len(losses) - 1):
+            with self.reducer.backward(Backward(last=index == len(losses) - 1)):
                 torch.autograd.backward(loss())
         self.reducer.finish()
 

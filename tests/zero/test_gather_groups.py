@@ -3,7 +3,6 @@
 from torch import nn
 
 from engine.zero.gather_groups import find_gather_groups
-from engine.zero.gather_order import EVERYWHERE
 from tests import models
 from tests.zero.awkward import Chain, HeadFirst
 
@@ -50,7 +49,7 @@ class Loose(nn.Module):
 def test_without_blocks_every_module_has_a_group() -> None:
     groups = find_gather_groups(Loose())
     assert groups.modules == (("one",), ("two",))
-    assert groups.of_parameter["scale"] == (EVERYWHERE,)
+    assert groups.of_parameter["scale"] == ()
 
 
 def test_a_model_that_is_one_layer() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import engine
 from engine.decoder import loss_sum
 from engine.engine import Engine
+from engine.zero.layout import Turn
 from tests import models
 
 RunRanks = Callable[..., list[Any]]
@@ -76,7 +77,7 @@ def moments(zero: dict[str, Any]) -> dict[str, Any]:
         watch.step(1)
         layout = eng.plan.layout(eng.grid.coord())
         by_group = {bucket.gathers: bucket.elements * 4 for bucket in layout.buckets}
-        return {"notes": watch.notes, "bytes": [by_group[group,] for group in range(LAYERS + 2)]}
+        return {"notes": watch.notes, "bytes": [by_group[Turn(0, group),] for group in range(LAYERS + 2)]}
 
 
 def test_the_next_block_is_asked_for_before_this_one_computes(run_ranks: RunRanks) -> None:

@@ -4,27 +4,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.zero.gather_order import EVERYWHERE, Direction, GatherOrder, count_gathers, gather_order
-from engine.zero.layout import Item, build_layout
+from engine.zero.gather_order import EVERYWHERE, GatherOrder, Pass, count_gathers, gather_order
+from engine.zero.layout import Item, Turn, build_layout
 
-F: Direction = "forward"
-B: Direction = "backward"
+F, B = Pass("forward"), Pass("backward")
 
 
-def order_of(*users: tuple[int, ...], frozen: tuple[int, ...] = (), fed: bool = False) -> GatherOrder:
+def order_of(*users: tuple[int | Turn, ...], frozen: tuple[int, ...] = (), fed: bool = False) -> GatherOrder:
     """One parameter for each set of groups that use it; ``frozen`` are indices into ``users``."""
     items = [
-        Item(f"p{number}", (100,), "float32", gathers=groups, trainable=number not in frozen)
+        Item(f"p{number}", (100,), "float32", gathers=turns(*groups), trainable=number not in frozen)
         for number, groups in enumerate(users)
     ]
-    return gather_order(build_layout(items, 2, 1), fed)
+    return gather_order(build_layout(items, 2, 1), (0,) if fed else ())
+
+
+def turns(*groups: int | Turn) -> tuple[Turn, ...]:
+    """Of the only stage."""
+    return tuple(group if isinstance(group, Turn) else Turn(0, group) for group in groups)
 
 
 def names(order: GatherOrder, indices: frozenset[int]) -> set[str]:
     return {slot.name for index in indices for slot in order.buckets[index].slots}
 
 
-def times(order: GatherOrder, *passes: Direction, pinned: frozenset[int] = frozenset()) -> tuple[int, dict[str, int]]:
+def times(order: GatherOrder, *passes: Pass, pinned: frozenset[int] = frozenset()) -> tuple[int, dict[str, int]]:
     """Calls, and by name how often a bucket is gathered."""
     found = count_gathers(order, passes, pinned)
     return found.calls, {bucket.slots[0].name: n for bucket, n in zip(order.buckets, found.times, strict=True)}
@@ -55,18 +59,18 @@ def test_what_several_groups_use_is_whole_from_the_first_to_the_last() -> None:
 
 def test_what_is_read_outside_modules_is_whole_through_every_pass() -> None:
     order = order_of((EVERYWHERE,), (4,), (7,))
-    assert order.groups == (4, 7) and names(order, order.everywhere) == {"p0"}
+    assert order.turns == turns(4, 7) and names(order, order.everywhere) == {"p0"}
     assert times(order, F, B, F, B)[1] == {"p0": 1, "p1": 3, "p2": 2}
-    assert order_of((EVERYWHERE,)).groups == (0,), "a model that is nothing else has one group"
+    assert order_of((EVERYWHERE,)).turns == turns(0), "a model that is nothing else has one group"
 
 
 def test_backward_begins_and_ends_where_something_is_trained() -> None:
     frozen = (0, 1)
-    assert list(order_of((0,), (1,), (2,), (3,), frozen=frozen).passes(B)) == [3, 2]
-    assert list(order_of((0,), (1,), (2,), (3,), frozen=frozen, fed=True).passes(B)) == [3, 2, 1, 0]
+    assert list(order_of((0,), (1,), (2,), (3,), frozen=frozen).positions(B)) == [3, 2]
+    assert list(order_of((0,), (1,), (2,), (3,), frozen=frozen, fed=True).positions(B)) == [3, 2, 1, 0]
     assert times(order_of((0,), (1,), (2,), (3,), frozen=frozen), F, B) == (5, {"p2": 2, "p3": 1, "p0": 1, "p1": 1})
     nothing = order_of((0,), (1,), frozen=(0, 1))
-    assert not nothing.passes(B) and not nothing.at_start(B)
+    assert not nothing.positions(B) and not nothing.at_start(B)
 
 
 def test_a_byte_limit_keeps_the_first_groups() -> None:
@@ -92,38 +96,38 @@ USERS = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(USERS, st.lists(st.sampled_from((F, B)), min_size=1, max_size=8))
 def test_no_more_is_whole_than_a_group_and_what_is_shared(
-    users: list[tuple[int, ...]], passes: list[Direction]
+    users: list[tuple[int | Turn, ...]], passes: list[Pass]
 ) -> None:
     order = order_of(*users, fed=True)
     for bucket, spec in enumerate(order.buckets):
         held = [position for position, members in enumerate(order.members) if bucket in members]
         assert held == list(range(held[0], held[-1] + 1)), "without a gap"
-        wanted = [order.groups.index(group) for group in spec.gathers if group != EVERYWHERE]
+        wanted = [order.turns.index(Turn(*turn)) for turn in spec.gathers if turn != EVERYWHERE]
         assert set(wanted) <= set(held)
         assert EVERYWHERE in spec.gathers or (held[0], held[-1]) == (min(wanted), max(wanted))
     found = count_gathers(order, passes, ())
     assert all(1 <= n <= len(passes) for n in found.times)
-    assert found.calls <= len(order.groups) * len(passes)
+    assert found.calls <= len(order.turns) * len(passes)
 
 
 @pytest.mark.parametrize("limit", [0, 10**9])
 def test_buckets_of_sharded_parameters_are_groups_whatever_the_bucket_size(limit: int) -> None:
-    items = [Item(f"p{number}", (1000,), "float32", gathers=(number // 3,)) for number in range(6)]
-    items.append(Item("frozen", (10,), "float32", gathers=(1,), trainable=False))
+    items = [Item(f"p{number}", (1000,), "float32", gathers=turns(number // 3)) for number in range(6)]
+    items.append(Item("frozen", (10,), "float32", gathers=turns(1), trainable=False))
     layout = build_layout(items, 2, max(limit, 1))
     assert [[slot.name for slot in bucket.slots] for bucket in layout.buckets] == [
         ["p5", "p4", "p3"],
         ["p2", "p1", "p0"],
     ]
-    assert [bucket.gathers for bucket in (*layout.buckets, *layout.frozen)] == [(1,), (0,), (1,)]
+    assert [bucket.gathers for bucket in (*layout.buckets, *layout.frozen)] == [turns(1), turns(0), turns(1)]
     assert layout.elements == 2 * 3 * 1024 and [bucket.elements for bucket in layout.frozen] == [128]
 
 
 def test_tied_owners_lay_their_bucket_out_alike_whatever_their_groups() -> None:
     def layout(groups: tuple[int, int]) -> list[list[str]]:
         items = [
-            Item("a", (10,), "float32", ties=(0, 1), gathers=(groups[0],)),
-            Item("b", (20,), "float32", ties=(0, 1), gathers=(groups[1],)),
+            Item("a", (10,), "float32", ties=(0, 1), gathers=turns(groups[0])),
+            Item("b", (20,), "float32", ties=(0, 1), gathers=turns(groups[1])),
         ]
         return [[slot.name for slot in bucket.slots] for bucket in build_layout(items, 2, 1).buckets]
 

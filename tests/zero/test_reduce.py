@@ -16,7 +16,7 @@ from engine.parallel.backend import RecordingBackend, Reduction, Wait
 from engine.parallel.comm import Comm
 from engine.parallel.grid import Axis, Grid
 from engine.zero.layout import Item, build_layout
-from engine.zero.reduce import GradientReducer
+from engine.zero.reduce import Backward, GradientReducer
 from engine.zero.storage import Ownership, allocate
 from tests.zero.rig import Rig, Setting, build, plain_grads
 
@@ -95,10 +95,10 @@ def test_from_the_second_step_on_buckets_are_reduced_during_backward() -> None:
     losses = [partial(watched, rig.model, x(seed)) for seed in range(3)]
     rig.step(*losses)
     assert seen == [0, 0, 0] and rig.issued() == rig.sizes()
-    with rig.reducer.backward(last=False):
+    with rig.reducer.backward(Backward(last=False)):
         torch.autograd.backward(losses[0]())
     assert len(rig.comm.records) == 4, "an earlier microbatch must not be reduced"
-    with rig.reducer.backward(last=True):
+    with rig.reducer.backward(Backward(last=True)):
         torch.autograd.backward(losses[1]())
     assert seen[-2:] == [4, 7], "three of four buckets must be under way before the first layer's gradient"
     assert rig.issued() == rig.sizes() * 2
@@ -191,7 +191,7 @@ def test_an_extra_use_after_the_reduction_is_refused_by_name() -> None:
     rig.step(partial(through_checkpoint, rig.model, x(0)))
     with (
         pytest.raises(EngineError, match=r"'layers\.3\.weight' got a gradient after .* call it the same number"),
-        rig.reducer.backward(last=True),
+        rig.reducer.backward(Backward(last=True)),
     ):
         torch.autograd.backward(twice_through_checkpoint(rig.model, x(0)))
 
@@ -238,9 +238,9 @@ def test_a_step_after_a_failed_one_is_clean(steps_before: int) -> None:
     plain, rig = deepcopy(model), build(model, Setting())
     for seed in range(steps_before):
         assert_same(rig, plain, (straight, x(seed)))
-    with rig.reducer.backward(last=False):
+    with rig.reducer.backward(Backward(last=False)):
         torch.autograd.backward(straight(rig.model, x(5)))
-    with pytest.raises(ZeroDivisionError), rig.reducer.backward(last=True):
+    with pytest.raises(ZeroDivisionError), rig.reducer.backward(Backward(last=True)):
         torch.autograd.backward(raising(rig.model, x(6)))
     rig.reducer.reset()
     for seed in range(2):
@@ -269,7 +269,7 @@ def test_what_a_failed_step_left_under_way_does_not_reach_the_next_one() -> None
     model = Stack()
     plain, rig = deepcopy(model), build(model, Setting(), Late)
     assert_same(rig, plain, (straight, x(0)))
-    with pytest.raises(ZeroDivisionError), rig.reducer.backward(last=True):
+    with pytest.raises(ZeroDivisionError), rig.reducer.backward(Backward(last=True)):
         torch.autograd.backward(raising(rig.model, x(1)))
     rig.reducer.reset()
     assert_same(rig, plain, (straight, x(2)))
@@ -278,7 +278,7 @@ def test_what_a_failed_step_left_under_way_does_not_reach_the_next_one() -> None
 def test_removed_hooks_take_no_gradient() -> None:
     rig = build(Stack(), Setting())
     rig.reducer.remove()
-    with rig.reducer.backward(last=True):
+    with rig.reducer.backward(Backward(last=True)):
         torch.autograd.backward(straight(rig.model, x(0)))
     assert all(p.grad is not None for p in rig.model.parameters())
 

@@ -15,6 +15,7 @@ from engine.parallel.backend import RecordingBackend, Wait
 from engine.parallel.comm import Comm
 from engine.parallel.grid import Axis, Grid
 from engine.zero.layout import Item, build_layout
+from engine.zero.reduce import Backward
 from engine.zero.reduce_microbatch import BUFFERS, MicrobatchReducer
 from engine.zero.storage import FlatBucket, Ownership, allocate
 from tests.zero.rig import plain_grads
@@ -77,7 +78,7 @@ class Rig:
 
     def step(self, *losses: Callable[[], Tensor]) -> None:
         for index, loss in enumerate(losses):
-            with self.reducer.backward(last=index == len(losses) - 1):
+            with self.reducer.backward(Backward(last=index == len(losses) - 1)):
                 torch.autograd.backward(loss())
         self.reducer.finish()
 
@@ -171,7 +172,7 @@ def test_partial_gradients_stay_whole_and_ties_are_summed_on_the_shard() -> None
 
 def test_a_step_that_did_not_end_leaves_nothing() -> None:
     rig, plain = Rig(Stack()), Stack()
-    with rig.reducer.backward(last=False):
+    with rig.reducer.backward(Backward(last=False)):
         torch.autograd.backward(straight(rig.model, x(9)))
     rig.reducer.reset()
     assert_same(rig, plain, (straight, x(1)), (straight, x(2)))

@@ -46,12 +46,13 @@ class Play:
         prepare: Callable[[nn.Module], Any] = lambda model: None,
     ) -> None:
         self.case, self.cut = case, cut
-        self.ranks = ranks or range(len(cut.stages))
+        self.ranks = list(ranks or range(len(cut.stages)))
+        self.prepared: dict[nn.Module, Any] = {}
         copies = [copy.deepcopy(model) for _ in range(max(self.ranks) + 1)]
         for rank, copied in enumerate(copies):
             plans = [plan for plan in cut.stages if self.ranks[plan.stage] == rank]
             make_absent(copied, frozenset[str]().union(*(plan.parameters for plan in plans)))
-            prepare(copied)
+            self.prepared[copied] = prepare(copied)
         stages = [Stage(copied, torch.device("cpu")) for copied in copies]
         self.models = [copies[rank] for rank in self.ranks]
         self.stages = [stages[rank] for rank in self.ranks]

@@ -3,7 +3,7 @@
 import copy
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,12 +17,13 @@ from engine.parallel.comm import Comm
 from engine.parallel.grid import Grid
 from engine.parallel.pipeline.check import peak_live
 from engine.parallel.pipeline.cut import Cut, make_cut
-from engine.parallel.pipeline.executor import Executor, Forward, Part
+from engine.parallel.pipeline.executor import Executor, Forward, Part, Row
 from engine.parallel.pipeline.order import Rules
 from engine.parallel.pipeline.probe import probe
-from engine.parallel.pipeline.schedule import Schedule, forward_only, gpipe, one_f_one_b
+from engine.parallel.pipeline.schedule import Action, Op, Schedule, forward_only, gpipe, make_schedule, one_f_one_b
 from engine.parallel.pipeline.timeline import Timeline
 from engine.parallel.pipeline.transport import CommTransport, MemoryTransport, Message
+from engine.parallel.pipeline.weights import Leftover, WaitingWeights
 from tests.parallel.pipeline.play import Play, batches_of, whole
 from tests.parallel.pipeline.test_stage import assert_same
 from tests.parallel.pipeline.zoo import CASES
@@ -30,13 +31,16 @@ from tests.parallel.pipeline.zoo import CASES
 MICROBATCHES = 5
 
 
-class StageJob:
-    """One stage of a play as the executor sees it."""
+class RankJob:
+    """The stages of one rank of a play as the executor sees them."""
 
-    def __init__(self, play: Play, stage: int, timeline: Timeline, batches: list[Any]) -> None:
-        self.play, self.stage, self.timeline, self.batches = play, stage, timeline, batches
+    def __init__(self, play: Play, rank: int, timeline: Timeline, batches: list[Any]) -> None:
+        self.play, self.timeline, self.batches = play, timeline, batches
+        self.model = play.models[play.ranks.index(rank)]
         self.results: list[Any] = []
         self.sent: list[weakref.ref[Tensor]] = []
+        self.left: dict[tuple[int, int], Leftover] = {}
+        self.waited = 0
 
     def part(self, stage: int, microbatch: int) -> Part:
         return Part(self.play.cut.stages[stage], self.timeline.values)
@@ -51,11 +55,25 @@ class StageJob:
         self.results.append((outcome.result[0].detach(), outcome.result[1]))
         return Forward(outcome.sent, outcome.result[0] if outcome.result[0].requires_grad else None)
 
-    def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        return nullcontext()
+    def backward(self, action: Action) -> AbstractContextManager[None]:
+        if action.op is not Op.BACKWARD_INPUT:
+            return nullcontext()
+        leftover = self.left[action.stage, action.microbatch] = Leftover()
+        waiting: WaitingWeights = self.play.prepared[self.model]
+        return waiting.leaving(leftover)
+
+    def weights(self, stage: int, microbatch: int) -> None:
+        parameters = dict(self.model.named_parameters())
+
+        def take(name: str, grad: Tensor) -> None:
+            self.waited += 1
+            parameter = parameters[name]
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+        self.left.pop((stage, microbatch)).compute(take)
 
 
-def play_in_process(schedule: Schedule, jobs: list[StageJob]) -> list[int]:
+def play_in_process(schedule: Schedule, jobs: list[RankJob]) -> list[int]:
     """Play all rows in an order that keeps every need; the most microbatches that each executor held."""
     transport = MemoryTransport()
     executors = [Executor(transport) for _ in jobs]
@@ -69,12 +87,15 @@ def play_in_process(schedule: Schedule, jobs: list[StageJob]) -> list[int]:
     return held
 
 
-def prepared(name: str, stages: int) -> tuple[Play, Timeline, list[Any], Any]:
+def prepared(
+    name: str, stages: int, ranks: Sequence[int] = (), prepare: Any = None
+) -> tuple[Play, Timeline, list[Any], Any]:
     case = CASES[name]
     model = case.build()
     batches = batches_of(case, MICROBATCHES)
     timeline = probe(model, lambda: case.run(model, batches[0]), stages=stages)
-    return Play(case, model, make_cut(timeline, stages)), timeline, batches, copy.deepcopy(model)
+    play = Play(case, model, make_cut(timeline, stages), ranks, prepare or (lambda model: None))
+    return play, timeline, batches, copy.deepcopy(model)
 
 
 @pytest.mark.parametrize("kind", [gpipe, one_f_one_b])
@@ -82,7 +103,7 @@ def prepared(name: str, stages: int) -> tuple[Play, Timeline, list[Any], Any]:
 @pytest.mark.parametrize("name", ["decoder", "nano", "x0", "skips", "in_place", "frozen_start", "llama", "t5", "unet"])
 def test_any_schedule_gives_every_gradient_of_the_uncut_model(name: str, stages: int, kind: Any) -> None:
     play, timeline, batches, model = prepared(name, stages)
-    jobs = [StageJob(play, stage, timeline, batches) for stage in range(stages)]
+    jobs = [RankJob(play, stage, timeline, batches) for stage in range(stages)]
     held = play_in_process(kind(stages, MICROBATCHES), jobs)
     losses, expected = whole(play.case, model, batches)
     assert jobs[-1].results == losses
@@ -90,9 +111,25 @@ def test_any_schedule_gives_every_gradient_of_the_uncut_model(name: str, stages:
     assert tuple(held) == peak_live(kind(stages, MICROBATCHES))
 
 
+@pytest.mark.parametrize("kind", ["interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("name", ["decoder", "nano", "x0", "skips", "in_place", "frozen_start", "llama", "t5", "unet"])
+def test_ranks_of_several_stages_and_split_backwards_give_every_gradient(name: str, kind: str) -> None:
+    schedule = make_schedule(kind, 2, MICROBATCHES, 1 if kind == "zb-h1" else 2)
+    ranks = schedule.rank_of_stage
+    play, timeline, batches, model = prepared(name, schedule.stages, ranks, WaitingWeights)
+    jobs = [RankJob(play, rank, timeline, batches) for rank in range(2)]
+    held = play_in_process(schedule, jobs)
+    losses, expected = whole(play.case, model, batches)
+    assert jobs[ranks[-1]].results == losses
+    assert_same(play.gradients(), expected, exact=False)
+    assert tuple(held) == peak_live(schedule)
+    splits = any(action.op is Op.BACKWARD_WEIGHT for row in schedule.per_rank for action in row)
+    assert bool(sum(job.waited for job in jobs)) is (splits and name != "unet"), "a unet has no linear layers"
+
+
 def test_what_was_sent_is_let_go() -> None:
     play, timeline, batches, _ = prepared("decoder", 2)
-    jobs = [StageJob(play, stage, timeline, batches) for stage in range(2)]
+    jobs = [RankJob(play, stage, timeline, batches) for stage in range(2)]
     play_in_process(gpipe(2, MICROBATCHES), jobs)
     gc.collect()
     assert len(jobs[0].sent) == MICROBATCHES and all(reference() is None for reference in jobs[0].sent)
@@ -100,7 +137,7 @@ def test_what_was_sent_is_let_go() -> None:
 
 def test_evaluation_keeps_nothing() -> None:
     play, timeline, batches, model = prepared("decoder", 3)
-    jobs = [StageJob(play, stage, timeline, batches) for stage in range(3)]
+    jobs = [RankJob(play, stage, timeline, batches) for stage in range(3)]
     with torch.no_grad():
         assert play_in_process(forward_only(3, MICROBATCHES), jobs) == [0, 0, 0]
     assert jobs[-1].results == whole(play.case, model, batches)[0]
@@ -131,7 +168,7 @@ def logged(rank: int, stages: int) -> tuple[CommTransport, Log]:
     return CommTransport(Comm(grid, log), range(stages), torch.device("cpu")), log
 
 
-def test_receives_are_offered_one_action_ahead_and_sends_waited_for_two_behind() -> None:
+def test_receives_are_offered_early_and_sends_waited_for_when_they_are_released() -> None:
     transport, log = logged(1, 3)
 
     class Job:
@@ -144,19 +181,23 @@ def test_receives_are_offered_one_action_ahead_and_sends_waited_for_two_behind()
             made = {number: received[next(iter(received))] * 2 for number in play.cut.stages[1].sends}
             return Forward(made, None)
 
-        def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-            log.events.append(f"B{microbatch}")
+        def backward(self, action: Action) -> AbstractContextManager[None]:
+            log.events.append(f"B{action.microbatch}")
             return nullcontext()
 
+        def weights(self, stage: int, microbatch: int) -> None:
+            raise AssertionError("1F1B leaves nothing")
+
     play, timeline, _, _ = prepared("decoder", 3)
-    Executor(transport).run(one_f_one_b(3, 3).per_rank[1], Job())
+    actions = one_f_one_b(3, 3).per_rank[1]
+    Executor(transport).run(Row(actions, ((), (), (0,), (), (1,), (2,))), Job())
     assert log.events == [
         "offer 0 from 0", "offer 1 from 0", "arrived 0", "F0", "send 0 to 2",
-        "offer 2 from 2", "arrived 1", "F1", "send 1 to 2", "sent 0",
-        "offer 3 from 0", "arrived 2", "B0", "send 2 to 0", "sent 1",
-        "offer 4 from 2", "arrived 3", "F2", "send 3 to 2", "sent 2",
-        "offer 5 from 2", "arrived 4", "B1", "send 4 to 0", "sent 3",
-        "arrived 5", "B2", "send 5 to 0", "sent 4", "sent 5",
+        "offer 2 from 2", "arrived 1", "F1", "send 1 to 2",
+        "offer 3 from 0", "sent 0", "arrived 2", "B0", "send 2 to 0",
+        "offer 4 from 2", "arrived 3", "F2", "send 3 to 2",
+        "offer 5 from 2", "sent 1", "arrived 4", "B1", "send 4 to 0",
+        "sent 2", "arrived 5", "B2", "send 5 to 0", "sent 3", "sent 4", "sent 5",
     ]  # fmt: skip
 
 
@@ -165,9 +206,10 @@ def test_what_goes_past_a_neighbour_is_held_until_its_gradient_comes() -> None:
     far = Message("forward", 7, 0, source=0, target=2)
     transport.send(far, torch.ones(2))
     transport.send(Message("forward", 7, 0, source=0, target=1), torch.ones(2))
-    for _ in range(3):
-        transport.settle(2)
-    assert log.events == ["send 0 to 2", "send 1 to 1", "sent 1"]
+    transport.release("backward", 0, 0)
+    assert log.events == ["send 0 to 2", "send 1 to 1"]
+    transport.release("forward", 0, 0)
+    assert log.events[2:] == ["sent 1"]
     transport.delivered(far)
     assert log.events[-1] == "sent 0"
     transport.finish()

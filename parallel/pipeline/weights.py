@@ -1,0 +1,160 @@
+"""Weight gradients that wait: a backward in two parts (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
+
+    y = x W'      I    dx = dy W     at once: the stage before waits for it
+                  W    dW = dy' x    later, from x and dy alone: neither W nor the graph is needed any more
+
+Nothing is computed twice. The linear layers of a model are the ones whose weight gradient costs as much as their
+input gradient; those of all other parameters come with I, and so does a layer whose input needs no gradient, one
+that is compiled, or one whose weight has hooks of the user's. A recomputed block (activation checkpointing) is
+recomputed once, in I.
+
+Shape suffixes: B rows (all leading dims together), I inputs, O outputs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.parallel.tensor.layers import RowLayer, has_plain_forward, is_conv1d, is_cut, is_linear
+
+Take = Callable[[str, Tensor], None]
+"""Gets (parameter name, gradient)."""
+_NOTHING = object()
+
+
+class Leftover:
+    """What the I of one stage and microbatch has left to its W."""
+
+    def __init__(self) -> None:
+        self._work: list[tuple[str, Callable[[], Tensor]]] = []
+
+    def leave(self, name: str, compute: Callable[[], Tensor]) -> None:
+        """Note a gradient that is to be computed."""
+        self._work.append((name, compute))
+
+    @torch.no_grad()
+    def compute(self, take: Take) -> None:
+        """Compute all of it, letting go of each input with its use."""
+        work, self._work = self._work[::-1], []
+        while work:
+            name, compute = work.pop()
+            take(name, compute())
+
+
+class WaitingWeights:
+    """Gives the linear layers of ``model`` a backward whose weight part can wait. ``remove`` takes it off.
+
+    Cut layers (``parallel.tensor``) are among them, so install it when the model has been cut.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._open: Leftover | None = None
+        self._installed: list[tuple[nn.Module, str, Any]] = []
+        for module in model.modules():
+            slot = "multiply" if is_cut(module) else "forward"
+            if is_linear(module) and has_plain_forward(module) and slot not in vars(module):
+                layer = _Layer(self, module, names, getattr(module, slot))
+                object.__setattr__(module, slot, layer)
+                self._installed.append((module, slot, layer))
+
+    @contextmanager
+    def leaving(self, leftover: Leftover) -> Iterator[None]:
+        """Around an I: what can wait goes into ``leftover``."""
+        before, self._open = self._open, leftover
+        try:
+            yield
+        finally:
+            self._open = before
+
+    @property
+    def open(self) -> Leftover | None:
+        """Where the running backward leaves what can wait; None outside an I."""
+        return self._open
+
+    def remove(self) -> None:
+        """Put the layers' own products back."""
+        for module, slot, layer in self._installed:
+            if vars(module).get(slot, _NOTHING) is layer:
+                object.__delattr__(module, slot)
+        self._installed = []
+
+
+class _Layer:
+    """The product of one linear layer."""
+
+    def __init__(
+        self, waiting: WaitingWeights, module: nn.Module, names: Mapping[int, str], plain: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.waiting, self._module, self._plain = waiting, module, plain
+        self._parameters = module._parameters
+        self.transposed = is_conv1d(module)
+        self._with_bias = not isinstance(module, RowLayer)
+        self._names = names
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self._parameters["weight"], self._parameters["bias"] if self._with_bias else None
+        if weight is None or not self._can_wait(x, weight, bias):
+            return self._plain(x)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        out: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Its first name in the model."""
+        return self._names[id(parameter)]
+
+    def _can_wait(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(x, Tensor):
+            return False
+        fits = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+        return fits and x.requires_grad and all(p is None or self._is_ours(p) for p in (weight, bias))
+
+    def _is_ours(self, parameter: Tensor) -> bool:
+        """Whether nobody but the engine waits for its gradient."""
+        hooked = parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1
+        return parameter.requires_grad and parameter.is_leaf and not hooked and id(parameter) in self._names
+
+
+class _Linear(torch.autograd.Function):
+    """x [.., I] -> x W' + b [.., O], for W [O, I], or [I, O] where the layer is transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.weight = layer, layer.name_of(weight)  # a recomputed forward saves another object
+        ctx.bias = None if bias is None else (layer.name_of(bias), bias.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            w_OI = weight.to(x.dtype)
+            b_O = None if bias is None else bias.to(x.dtype)
+            return nn.functional.linear(x, w_OI.t() if layer.transposed else w_OI, b_O)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        layer, bias = ctx.layer, ctx.bias
+        w_OI = weight.to(dy.dtype)
+        dx = dy @ (w_OI.t() if layer.transposed else w_OI)
+        leftover = layer.waiting.open
+        if leftover is None or torch.is_grad_enabled():  # another backward, perhaps one to be differentiated again
+            dw = _weight_gradient(x, dy, weight.dtype, layer.transposed)
+            return dx, dw, None if bias is None else _bias_gradient(dy, bias[1]), None
+        x, dy = x.detach(), dy.detach()  # the graph that made them goes now
+        leftover.leave(ctx.weight, partial(_weight_gradient, x, dy, weight.dtype, layer.transposed))
+        if bias is not None:
+            leftover.leave(bias[0], partial(_bias_gradient, dy, bias[1]))
+        return dx, None, None, None
+
+
+def _weight_gradient(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+    x_BI, dy_BO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    return (x_BI.t() @ dy_BO if transposed else dy_BO.t() @ x_BI).to(dtype)
+
+
+def _bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    return dy.reshape(-1, dy.shape[-1]).sum(0).to(dtype)
