@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from engine.errors import ScheduleError
 from engine.parallel.pipeline.check import Cost, StageTimes, simulate
-from engine.parallel.pipeline.schedule import KINDS, Op, Schedule, fits, make_schedule
+from engine.parallel.pipeline.schedule import KINDS, Action, Op, Schedule, fits, make_schedule
 
 PLAIN_FIRST = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 """Kinds that are tried, the plainest first."""
@@ -30,6 +30,7 @@ class StageCost:
     input_seconds: float
     weight_seconds: float
     kept_bytes: int
+    left_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +130,18 @@ def choose(
 def peak_bytes(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[int, ...]:
     """Most bytes of activations that each rank holds at once.
 
-    F adds what the stage keeps, B frees it. Between I and W all of it counts: the part for weights needs the inputs
-    of the layers and the gradients of their outputs, which are about as much.
+    F adds what the stage keeps and B frees it; I frees it but for what it leaves to W, which W frees.
     """
-    sign = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: 0, Op.BACKWARD_WEIGHT: -1}
-    return tuple(
-        max(accumulate(sign[action.op] * stages[action.stage].kept_bytes for action in row), default=0)
-        for row in schedule.per_rank
-    )
+
+    def change(action: Action) -> int:
+        stage = stages[action.stage]
+        if action.op is Op.BACKWARD_INPUT:
+            return stage.left_bytes - stage.kept_bytes
+        if action.op is Op.BACKWARD_WEIGHT:
+            return -stage.left_bytes
+        return stage.kept_bytes if action.op is Op.FORWARD else -stage.kept_bytes
+
+    return tuple(max(accumulate(map(change, row)), default=0) for row in schedule.per_rank)
 
 
 def _refusal(found: Sequence[Tried], machine: Machine, limit: int) -> str:
@@ -157,7 +162,7 @@ def _usual_bytes(cuts: Mapping[int, Sequence[StageCost] | str], machine: Machine
     """A tenth more than what 1f1b would hold on its worst rank, with neighbouring stages joined to one a rank."""
     virtual_stages, stages = next((v, stages) for v, stages in sorted(cuts.items()) if not isinstance(stages, str))
     parts = [stages[first : first + virtual_stages] for first in range(0, len(stages), virtual_stages)]
-    joined = [StageCost(0.0, 0.0, 0.0, sum(stage.kept_bytes for stage in part)) for part in parts]
+    joined = [StageCost(0.0, 0.0, 0.0, sum(stage.kept_bytes for stage in part), 0) for part in parts]
     return int(_ROOM * max(peak_bytes(make_schedule("1f1b", machine.ranks, machine.microbatches), joined)))
 
 

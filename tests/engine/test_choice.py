@@ -44,7 +44,7 @@ def timeline() -> Timeline:
 
 
 def seconds(*, of_block: float, first: float = 1.0, kept: int = 100) -> Costs:
-    calls = [CallCost(part, part, part, kept) for part in (first, *[of_block] * (BLOCKS - 1))]
+    calls = [CallCost(part, part, part, kept, kept) for part in (first, *[of_block] * (BLOCKS - 1))]
     return Costs(tuple(f"blocks.{index}" for index in range(BLOCKS)), tuple(calls), measured=True, device="cpu")
 
 
