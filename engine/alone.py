@@ -20,6 +20,7 @@ from engine.errors import PlanError
 from engine.islands import Islands
 from engine.parallel.pipeline.operation import open_checkpoints
 from engine.parallel.pipeline.timeline import Arguments, Call, Sample
+from engine.parallel.pipeline.weights import Leftover, WaitingWeights
 from engine.precision import Precision
 
 _STD = 0.02
@@ -31,9 +32,18 @@ class Seconds(NamedTuple):
 
     forward: float
     inputs: float
-    """Of a backward that finds the gradients of inputs only."""
+    """Of the backward, without the weight gradients that can wait."""
     weights: float
-    """What the whole backward takes longer than that."""
+    """Of those."""
+
+
+class Bytes(NamedTuple):
+    """What a microbatch holds."""
+
+    kept: int
+    """From forward to backward."""
+    left: int
+    """From there until the weight gradients that can wait are done."""
 
 
 class Alone:
@@ -46,6 +56,7 @@ class Alone:
     def __init__(self, model: nn.Module, name: str, precision: Precision, device: torch.device) -> None:
         self._device = device
         self._module = _copy(model, name, precision, device)
+        self._waiting = WaitingWeights(self._module)
         islands = [path for path in precision.kept.modules if path == name or path.startswith(f"{name}.")]
         self._islands = Islands(self._module, [path[len(name) + 1 :] for path in islands], precision.compute)
         self._weights = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
@@ -57,13 +68,14 @@ class Alone:
             begun = self._now()
             output = self._module.forward(*given.args, **given.kwargs)
             forward = self._now() - begun
-            roots = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            inputs = self._backward(roots, given.inputs, again=bool(self._weights))
-            whole = self._backward(roots, [*given.inputs, *self._weights]) if self._weights else inputs
-        return Seconds(forward, inputs, max(whole - inputs, 0.0))
+            waits = Leftover()
+            inputs = self._backward(output, given, waits)
+            begun = self._now()
+            waits.compute(lambda name, gradient: None)
+        return Seconds(forward, inputs, self._now() - begun)
 
-    def kept_bytes(self, arguments: Arguments) -> int:
-        """Run a forward: the bytes that it saves for its backward, each storage once.
+    def weigh(self, arguments: Arguments) -> Bytes:
+        """Run it once: the bytes that forward saves for backward, and those that this leaves, each storage once.
 
         Parameters, buffers and what depends on the batch alone do not count: all calls share them.
         """
@@ -78,21 +90,27 @@ class Alone:
                 sizes[storage.data_ptr()] = storage.nbytes()
             return saved
 
-        with torch.enable_grad(), open_checkpoints(recompute=True), saved_tensors_hooks(pack, lambda saved: saved):
-            output = self._module.forward(*given.args, **given.kwargs)
-        del output  # until here it kept what was saved, so that no address came twice
-        return sum(sizes.values())
+        with torch.enable_grad(), open_checkpoints(recompute=True):
+            with saved_tensors_hooks(pack, lambda saved: saved):
+                output = self._module.forward(*given.args, **given.kwargs)
+            waits = Leftover()
+            self._backward(output, given, waits)
+        return Bytes(sum(sizes.values()), waits.bytes)
 
     def close(self) -> None:
-        """Let the copy go: casts of islands and their modules name each other."""
+        """Let the copy go: its modules and what was put on them name each other."""
         self._islands.remove()
+        self._waiting.remove()
 
-    def _backward(self, roots: Sequence[Tensor], to: Sequence[Tensor], again: bool = False) -> float:
-        if not roots or not to:
+    def _backward(self, output: Any, given: "_Given", waits: Leftover) -> float:
+        roots = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves = [*given.inputs, *self._weights]
+        if not roots or not leaves:
             return 0.0
         ones = [torch.ones_like(root) for root in roots]
         begun = self._now()
-        torch.autograd.grad(roots, to, ones, retain_graph=again, allow_unused=True)
+        with self._waiting.leaving(waits):
+            torch.autograd.grad(roots, leaves, ones, allow_unused=True)
         return self._now() - begun
 
     def _now(self) -> float:

@@ -31,7 +31,7 @@ from engine.parallel.pipeline.weights import WaitingWeights
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.install import install, local_part
 from engine.parallel.tensor.partial import PartialSums
-from engine.plan import Plan, Wish, build_plan, check_settings, needs_example
+from engine.plan import Plan, Wish, build_plan, check_settings, needs_example, stages_wanted
 from engine.precision import make_precision, place_rest
 from engine.program import Program
 from engine.randomness import Streams, keyed
@@ -148,7 +148,7 @@ def plan_run(model: nn.Module, config: Config, request: Request, example: Batch,
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
     """What the calls of this run cost on ``device``; see :func:`engine.measure.measure_run`."""
     program = Program(model, request.loss_fn, make_precision(config, model), torch.device("cpu"))
-    return measure_run(program, example, config, device)
+    return measure_run(program, example, config, stages_wanted(config), device)
 
 
 def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch) -> Parts:

@@ -3,7 +3,7 @@
     look      what each call of a unit is given
     group     calls of alike units with alike arguments share one measurement
     alone     a copy of that one unit with random content: all the memory that measuring takes
-    time      forward | gradients of inputs | all gradients; the part for weights is the difference
+    time      forward | backward without the weight gradients that can wait (``weights``) | those
 
 At most LIMIT_SECONDS: groups with the most FLOPs are measured first, and none is begun after that time; each has a
 warm-up and up to 5 repeats within its share of what is left, of which the median counts. What was not measured, or
@@ -90,17 +90,20 @@ def measures(config: Config) -> bool:
 
 def counted(timeline: Timeline) -> Costs:
     """Costs without a measurement: FLOPs."""
-    return Costs(tuple(call.unit for call in timeline.calls), flop_costs(timeline), measured=False)
+    note = "no call was measured, so that FLOPs stand for seconds"
+    return Costs(tuple(call.unit for call in timeline.calls), flop_costs(timeline), measured=False, notes=(note,))
 
 
-def measure_run(program: Program, example: Batch, config: Config, device: torch.device) -> Costs:
+def measure_run(program: Program, example: Batch, config: Config, stages: int, device: torch.device) -> Costs:
     """Measure the calls of one training microbatch on ``device``. Nothing is communicated, and nothing changed.
+
+    ``stages``: as in the plan, so that both see the same calls.
 
     Raises:
         PlanError: the model cannot be followed.
     """
     material = Material()
-    timeline = look(program, example, config.pp, material=material)
+    timeline = look(program, example, stages, material=material)
     found = measure_calls(program.model, timeline, material, program.precision, device)
     recomputed = tuple(recomputed_blocks(program.model, config.activation_checkpointing.mode))
     calls = tuple(
@@ -171,12 +174,12 @@ class _Measuring:
 def _measure(alone: Alone, given: Arguments, seconds: float) -> CallCost:
     begun = perf_counter()
     warm = alone.time(given)  # counts only where it took all the time
-    kept = alone.kept_bytes(given)
+    size = alone.weigh(given)
     runs: list[Seconds] = []
     while len(runs) < _REPEATS and perf_counter() - begun < seconds:
         runs.append(alone.time(given))
     forward, inputs, weights = (median(parts) for parts in zip(*(runs or [warm]), strict=True))
-    return CallCost(forward, inputs, weights, kept)
+    return CallCost(forward, inputs, weights, size.kept, size.left)
 
 
 def _completed(timeline: Timeline, measured: Mapping[int, CallCost]) -> tuple[CallCost, ...] | None:
@@ -191,14 +194,14 @@ def _completed(timeline: Timeline, measured: Mapping[int, CallCost]) -> tuple[Ca
     shapes, glue = flop_costs(timeline), glue_flops(timeline)
     calls = []
     for index, call in enumerate(timeline.calls):
-        cost = measured.get(index, CallCost(0.0, 0.0, 0.0, shapes[index].kept_bytes))
+        cost = measured.get(index, replace(shapes[index], forward_seconds=0.0, input_seconds=0.0, weight_seconds=0.0))
         extra = glue.get(index, 0) + (0 if index in measured else call.flops + 1)
         calls.append(
-            CallCost(
-                cost.forward_seconds + extra * forward,
-                cost.input_seconds + extra * inputs,
-                cost.weight_seconds + extra * weights,
-                cost.kept_bytes,
+            replace(
+                cost,
+                forward_seconds=cost.forward_seconds + extra * forward,
+                input_seconds=cost.input_seconds + extra * inputs,
+                weight_seconds=cost.weight_seconds + extra * weights,
             )
         )
     return tuple(calls)

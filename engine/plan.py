@@ -196,6 +196,11 @@ def needs_example(config: Config) -> bool:
     return config.tp > 1 or config.pp > 1
 
 
+def stages_wanted(config: Config) -> int:
+    """Stages that the model is cut into; with "auto", which then chooses, as many as ranks."""
+    return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
+
+
 def build_plan(config: Config, wish: Wish) -> Plan:
     """Plan a run of ``wish.program.model`` under a resolved configuration. Reads shapes, dtypes and names only.
 

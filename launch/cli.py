@@ -88,7 +88,7 @@ def _plan(options: Namespace) -> None:
     from engine.banner import describe
     from engine.decoder import Decoder, DecoderConfig, loss_sum
     from engine.measure import measure_run, measures
-    from engine.plan import Wish, build_plan
+    from engine.plan import Wish, build_plan, stages_wanted
     from engine.precision import make_precision
     from engine.program import Program
 
@@ -102,7 +102,7 @@ def _plan(options: Namespace) -> None:
     program = Program(model, loss_sum, make_precision(config, model), torch.device("cpu"))
     example = {"input_ids": ids, "labels": ids}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    costs = measure_run(program, example, config, device) if measures(config) else None
+    costs = measure_run(program, example, config, stages_wanted(config), device) if measures(config) else None
     wish = Wish(program, example, costs=costs)
     print(describe(build_plan(config, wish), "no device: a plan"))
 

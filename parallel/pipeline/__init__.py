@@ -12,7 +12,8 @@ How an unchanged model becomes stages, in one process and without communication:
       unchanged    puts back whatever that forward changes
     timeline       the data between probe and cut; ``difference``: where two of them part
     switches       attributes of the model that may turn its forward another way
-    cut            where stages begin; ``balance``: even FLOPs; ``recut``: the same boundaries on other inputs
+    cut            where stages begin; ``balance``: even costs; ``recut``: the same boundaries on other inputs
+      cost         what calls and stages cost, in FLOPs or in measured seconds
       stageplan    what one stage runs, receives, sends and holds; ``vertexcut``: the cheapest values that do
     stage          runs a plan in the user's forward; ``absent``: what is not here is NaN without memory
       run          tier 1: absent calls are answered; ``glue_run``: tier 2, glue operations too

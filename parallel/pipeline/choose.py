@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from engine.errors import ScheduleError
 from engine.parallel.pipeline.check import Cost, StageTimes, simulate
-from engine.parallel.pipeline.schedule import KINDS, Op, Schedule, fits, make_schedule
+from engine.parallel.pipeline.schedule import KINDS, Action, Op, Schedule, fits, make_schedule
 
 PLAIN_FIRST = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 """Kinds that are tried, the plainest first."""
@@ -30,6 +30,7 @@ class StageCost:
     input_seconds: float
     weight_seconds: float
     kept_bytes: int
+    left_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +117,7 @@ def choose(
                 found.append(_try(Tried(kind.name, virtual_stages), stages, machine, limit))
     fit = [(tried, schedule) for tried, schedule in found if not tried.refused]
     if not fit:
-        least = min((tried for tried, _ in found if tried.peak_bytes), key=lambda tried: tried.peak_bytes)
-        raise ScheduleError(
-            f"no schedule holds at most {limit:,} bytes of activations on a rank (parallel.activation_limit_bytes): "
-            f"{least.name} holds least, {least.peak_bytes:,}; raise the limit, or give smaller microbatches."
-        )
+        raise ScheduleError(_refusal([tried for tried, _ in found], machine, limit))
     fastest = min(tried.seconds for tried, _ in fit)
     # as in the order of trial: fewer stages first, then the plainer kind
     chosen, schedule = next(pair for pair in fit if pair[0].seconds <= fastest * _NEAR)
@@ -133,13 +130,31 @@ def choose(
 def peak_bytes(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[int, ...]:
     """Most bytes of activations that each rank holds at once.
 
-    F adds what the stage keeps, B frees it. Between I and W all of it counts: the part for weights needs the inputs
-    of the layers and the gradients of their outputs, which are about as much.
+    F adds what the stage keeps and B frees it; I frees it but for what it leaves to W, which W frees.
     """
-    sign = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: 0, Op.BACKWARD_WEIGHT: -1}
-    return tuple(
-        max(accumulate(sign[action.op] * stages[action.stage].kept_bytes for action in row), default=0)
-        for row in schedule.per_rank
+
+    def change(action: Action) -> int:
+        stage = stages[action.stage]
+        if action.op is Op.BACKWARD_INPUT:
+            return stage.left_bytes - stage.kept_bytes
+        if action.op is Op.BACKWARD_WEIGHT:
+            return -stage.left_bytes
+        return stage.kept_bytes if action.op is Op.FORWARD else -stage.kept_bytes
+
+    return tuple(max(accumulate(map(change, row)), default=0) for row in schedule.per_rank)
+
+
+def _refusal(found: Sequence[Tried], machine: Machine, limit: int) -> str:
+    weighed = [tried for tried in found if tried.peak_bytes > limit]
+    if weighed:
+        least = min(weighed, key=lambda tried: tried.peak_bytes)
+        return (
+            f"no schedule holds at most {limit:,} bytes of activations on a rank (parallel.activation_limit_bytes): "
+            f"{least.name} holds least, {least.peak_bytes:,}; raise the limit, or give smaller microbatches."
+        )
+    return (
+        f"no schedule for parallel.schedule 'auto' has these stages on {machine.ranks} ranks; begin as many stages in "
+        "parallel.split as there are pipeline ranks, or name a schedule."
     )
 
 
@@ -147,7 +162,7 @@ def _usual_bytes(cuts: Mapping[int, Sequence[StageCost] | str], machine: Machine
     """A tenth more than what 1f1b would hold on its worst rank, with neighbouring stages joined to one a rank."""
     virtual_stages, stages = next((v, stages) for v, stages in sorted(cuts.items()) if not isinstance(stages, str))
     parts = [stages[first : first + virtual_stages] for first in range(0, len(stages), virtual_stages)]
-    joined = [StageCost(0.0, 0.0, 0.0, sum(stage.kept_bytes for stage in part)) for part in parts]
+    joined = [StageCost(0.0, 0.0, 0.0, sum(stage.kept_bytes for stage in part), 0) for part in parts]
     return int(_ROOM * max(peak_bytes(make_schedule("1f1b", machine.ranks, machine.microbatches), joined)))
 
 

@@ -20,10 +20,13 @@ class CallCost:
 
     forward_seconds: float
     input_seconds: float
-    """Of the part of the backward that finds gradients of inputs; with recomputation, of that too."""
+    """Of the backward up to the gradients of inputs, with all that cannot wait; with recomputation, of that too."""
     weight_seconds: float
+    """Of the weight gradients that can wait: those of linear layers."""
     kept_bytes: int
     """Activations that stay from forward to backward, without parameters and what depends on the batch alone."""
+    left_bytes: int
+    """What stays from there until the weight gradients that can wait are done."""
 
     @property
     def seconds(self) -> float:
@@ -60,8 +63,9 @@ def flop_costs(timeline: Timeline) -> tuple[CallCost, ...]:
         if value.maker == "call":
             made[value.index] = made.get(value.index, 0) + value.bytes
     return tuple(
-        CallCost(flops, flops, flops, made.get(index, 0) + values_bytes(timeline, index))
+        CallCost(flops, flops, flops, kept, kept)
         for index, flops in enumerate(flops_of_calls(timeline))
+        for kept in [made.get(index, 0) + values_bytes(timeline, index)]
     )
 
 
@@ -81,6 +85,7 @@ def stage_costs(stage_of_call: Sequence[int], costs: Sequence[CallCost]) -> tupl
             input_seconds=sum(cost.input_seconds for cost in calls),
             weight_seconds=sum(cost.weight_seconds for cost in calls),
             kept_bytes=sum(cost.kept_bytes for cost in calls),
+            left_bytes=sum(cost.left_bytes for cost in calls),
         )
         for calls in stages
     )

@@ -30,11 +30,17 @@ class Leftover:
     """What the I of one stage and microbatch has left to its W."""
 
     def __init__(self) -> None:
-        self._work: list[tuple[str, Callable[[], Tensor]]] = []
+        self._work: list[tuple[str, partial[Tensor]]] = []
 
-    def leave(self, name: str, compute: Callable[[], Tensor]) -> None:
+    def leave(self, name: str, compute: partial[Tensor]) -> None:
         """Note a gradient that is to be computed."""
         self._work.append((name, compute))
+
+    @property
+    def bytes(self) -> int:
+        """What is kept for it, each storage once."""
+        kept = [arg.untyped_storage() for _, compute in self._work for arg in compute.args if isinstance(arg, Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     @torch.no_grad()
     def compute(self, take: Take) -> None:

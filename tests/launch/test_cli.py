@@ -48,6 +48,17 @@ def test_plan_of_three_axes_tells_the_cut_and_draws_the_schedule(capsys: pytest.
         assert expected in text, text
 
 
+def test_plan_measures_where_the_configuration_asks_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "auto.json"
+    parallel = {"pipeline": 2, "balance": "time", "schedule": "auto"}
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "parallel": parallel}))
+    sizes = ["--layers", "3", "--width", "16", "--context", "8"]
+    assert main(["plan", str(config), "--world", "2", *sizes]) == 0
+    text = capsys.readouterr().out
+    assert "2 stages, balanced by measured seconds" in text and "note       measured 5 kinds of calls on " in text
+    assert "auto: " in text and " MiB of activations" in text and ": 1.00 x the time" in text
+
+
 @pytest.mark.parametrize("arguments", [["-m", "engine.launch.cli", "--help"], ["train.py", "--help"]])
 def test_help_does_not_import_torch(arguments: list[str]) -> None:
     # a module that stands in the way of torch would make the import fail

@@ -15,7 +15,7 @@ from engine.parallel.pipeline.choose import PLAIN_FIRST, Decision, Machine, Stag
 from engine.parallel.pipeline.schedule import KINDS, make_schedule, parse_schedule
 
 Cuts = dict[int, Sequence[StageCost] | str]
-EVEN = StageCost(1.0, 1.0, 1.0, 1000)
+EVEN = StageCost(1.0, 1.0, 1.0, 1000, 1000)
 MEMORY = 10**9
 
 
@@ -23,7 +23,10 @@ def even(ranks: int, *virtual: int, **changes: Any) -> Cuts:
     """Equal stages; the whole model costs the same into however many it is cut."""
     whole = replace(EVEN, **changes)
     f, i, w = whole.forward_seconds, whole.input_seconds, whole.weight_seconds
-    return {v: [StageCost(f / v, i / v, w / v, whole.kept_bytes // v)] * (ranks * v) for v in virtual or (1,)}
+    return {
+        v: [StageCost(f / v, i / v, w / v, whole.kept_bytes // v, whole.kept_bytes // v)] * (ranks * v)
+        for v in virtual or (1,)
+    }
 
 
 def taken(decision: Decision) -> tuple[str, int]:
@@ -78,7 +81,7 @@ def test_a_gain_of_a_hundredth_is_no_reason() -> None:
 
 def test_a_tight_limit_leaves_1f1b() -> None:
     # a large last stage is held once by 1f1b, by others as often as the others
-    stages = [EVEN, EVEN, EVEN, replace(EVEN, kept_bytes=3000)]
+    stages = [EVEN, EVEN, EVEN, replace(EVEN, kept_bytes=3000, left_bytes=3000)]
     tight = choose({1: stages}, Machine(4, 16, limit_bytes=4000))
     assert taken(tight) == ("1f1b", 1)
     assert {tried.kind for tried in tight.ranking if tried.refused} == {"gpipe", "zb-h1"}
@@ -88,7 +91,7 @@ def test_a_tight_limit_leaves_1f1b() -> None:
 
 def test_without_a_limit_a_tenth_more_than_1f1b_is_allowed() -> None:
     for last, kind in ((1100, "zb-h1"), (1200, "1f1b")):
-        decision = choose({1: [EVEN, EVEN, replace(EVEN, kept_bytes=last)]}, Machine(3, 16))
+        decision = choose({1: [EVEN, EVEN, replace(EVEN, kept_bytes=last, left_bytes=last)]}, Machine(3, 16))
         assert decision.limit_bytes == 3300 and decision.chosen.kind == kind
 
 
@@ -114,6 +117,11 @@ def test_nothing_fits() -> None:
     assert re.search(r"at most 3,999 bytes .* holds least, 4,000; raise", str(error.value))
 
 
+def test_no_kind_has_these_stages() -> None:
+    with pytest.raises(ScheduleError, match="name a schedule"):
+        choose(even(4, 3), Machine(4, 8), ("1f1b", "zb-v"))
+
+
 def test_times_are_of_the_stages() -> None:
     slow = [EVEN, replace(EVEN, forward_seconds=5.0), EVEN]
     decision = choose({1: slow}, Machine(3, 4), ("1f1b",))
@@ -123,7 +131,7 @@ def test_times_are_of_the_stages() -> None:
 
 
 def test_the_ranking_in_words() -> None:
-    cuts = even(4, 1, kept_bytes=1 << 20) | {2: "the model does not cut into 8 stages"}
+    cuts = even(4, 1, kept_bytes=1 << 20, left_bytes=1 << 20) | {2: "the model does not cut into 8 stages"}
     lines = choose(cuts, Machine(4, 16)).lines()
     assert lines[0] == "auto: zb-h1, best of 2 within 4.4 MiB of activations"
     assert lines[1] == "zb-h1: 1.00 x the time, 6% idle, 4.0 MiB" and lines[2].startswith("1f1b: 1.1")
@@ -139,12 +147,13 @@ def test_the_ranking_in_words() -> None:
 def test_equal_stages_are_held_as_often_as_activations_live(kind: str, ranks: int, virtual: int) -> None:
     virtual = max(KINDS[kind].fewest, min(virtual, KINDS[kind].most or virtual))
     schedule = make_schedule(kind, ranks, 2 * ranks + 1, virtual)
-    stages = [StageCost(1, 1, 1, 7)] * schedule.stages
+    stages = [StageCost(1, 1, 1, 7, 7)] * schedule.stages
     assert peak_bytes(schedule, stages) == tuple(7 * live for live in peak_live(schedule))
 
 
 def test_what_waits_for_its_part_for_weights_is_held() -> None:
     schedule = parse_schedule("0F0 0F1 0I0 0F2 0W0 0I1 0W1 0I2 0W2", "own")
-    assert peak_bytes(schedule, [EVEN]) == (3000,)
+    for left, peak in ((1000, 3000), (400, 2400), (0, 2000), (2500, 4500)):
+        assert peak_bytes(schedule, [replace(EVEN, left_bytes=left)]) == (peak,)
     two = parse_schedule("0F0 1F0 1B0 0B0", "own")
     assert peak_bytes(two, [EVEN, replace(EVEN, kept_bytes=500)]) == (1500,)
