@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks.parallel_peers import make_stage, stage_blocks
 from benchmarks.peers import Mode, Workload, make_rows, make_trainer
 from benchmarks.report import loss_spread, medians
-from benchmarks.ring import ring_bytes
+from benchmarks.ring import RingCounter, ring_bytes
 from benchmarks.rows import make_lineup
 from benchmarks.step import Effort, measure
 from engine.decoder import Decoder, DecoderConfig
@@ -87,3 +88,21 @@ def test_ring_bytes_of_each_kind() -> None:
     assert ring_bytes("recv_", 1000, 4) == 0
     with pytest.raises(KeyError):
         ring_bytes("unheard_of", 1000, 4)
+
+
+def test_a_group_of_one_rank_sends_nothing(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(counted_in_groups, 2) == [((0, 0), (400, 1), (0, 0), (100, 1))] * 2
+
+
+def counted_in_groups() -> tuple[tuple[int, int], ...]:
+    """(bytes, calls) of an all-reduce alone, of one by both ranks, and of functional ones of a quarter of the bytes."""
+    alone = [torch.distributed.new_group([rank]) for rank in range(2)][torch.distributed.get_rank()]
+    both = torch.distributed.new_group([0, 1])
+    counters = [RingCounter() for _ in range(4)]
+    for counter, group in zip(counters, (alone, both), strict=False):
+        with counter:
+            torch.distributed.all_reduce(torch.ones(100), group=group)
+    for counter, group in zip(counters[2:], (alone, both), strict=True):
+        with counter:
+            functional_collectives.all_reduce(torch.ones(25), "sum", group).sum()
+    return tuple((counter.sent, counter.calls) for counter in counters)
