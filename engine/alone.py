@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import PlanError
 from engine.islands import Islands
-from engine.parallel.pipeline.operation import open_checkpoints
+from engine.parallel.pipeline.checkpoints import open_checkpoints
 from engine.parallel.pipeline.timeline import Arguments, Call, Sample
 from engine.parallel.pipeline.weights import Leftover, WaitingWeights
 from engine.precision import Precision
