@@ -6,6 +6,7 @@ parameters and what it is given is not there: ``reads_elsewhere`` says of a call
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from types import FunctionType
@@ -63,19 +64,10 @@ class Alone:
 
     def time(self, arguments: Arguments) -> Seconds:
         """Run forward and backward once."""
-        given = _Given(arguments, self._device)
-        with torch.enable_grad(), open_checkpoints(recompute=True):
-            begun = self._now()
-            output = self._module.forward(*given.args, **given.kwargs)
-            forward = self._now() - begun
-            waits = Leftover()
-            inputs = self._backward(output, given, waits)
-            begun = self._now()
-            waits.compute(lambda name, gradient: None)
-        return Seconds(forward, inputs, self._now() - begun)
+        return self._run(_Given(arguments, self._device), nullcontext())[0]
 
-    def weigh(self, arguments: Arguments) -> Bytes:
-        """Run it once: the bytes that forward saves for backward, and those that this leaves, each storage once.
+    def weigh(self, arguments: Arguments) -> tuple[Seconds, Bytes]:
+        """Run once, and note what forward saves for backward and what that leaves, each storage once.
 
         Parameters, buffers and what depends on the batch alone do not count: all calls share them.
         """
@@ -90,12 +82,20 @@ class Alone:
                 sizes[storage.data_ptr()] = storage.nbytes()
             return saved
 
+        seconds, left = self._run(given, saved_tensors_hooks(pack, lambda saved: saved))
+        return seconds, Bytes(sum(sizes.values()), left)
+
+    def _run(self, given: "_Given", around_forward: AbstractContextManager[Any]) -> tuple[Seconds, int]:
+        waits = Leftover()
         with torch.enable_grad(), open_checkpoints(recompute=True):
-            with saved_tensors_hooks(pack, lambda saved: saved):
+            begun = self._now()
+            with around_forward:
                 output = self._module.forward(*given.args, **given.kwargs)
-            waits = Leftover()
-            self._backward(output, given, waits)
-        return Bytes(sum(sizes.values()), waits.bytes)
+            forward = self._now() - begun
+            inputs = self._backward(output, given, waits)
+            left, begun = waits.bytes, self._now()
+            waits.compute(lambda name, gradient: None)
+        return Seconds(forward, inputs, self._now() - begun), left
 
     def close(self) -> None:
         """Let the copy go: its modules and what was put on them name each other."""

@@ -173,8 +173,7 @@ class _Measuring:
 
 def _measure(alone: Alone, given: Arguments, seconds: float) -> CallCost:
     begun = perf_counter()
-    warm = alone.time(given)  # counts only where it took all the time
-    size = alone.weigh(given)
+    warm, size = alone.weigh(given)  # its time counts only where that was all there is
     runs: list[Seconds] = []
     while len(runs) < _REPEATS and perf_counter() - begun < seconds:
         runs.append(alone.time(given))
