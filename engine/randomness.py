@@ -10,7 +10,7 @@ draw the same numbers again. Where several blocks are recomputed together, the s
 tells which microbatch this is and where in it, so that its exit sets the same seed as before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,8 @@ from torch import nn
 
 from engine.parallel.pipeline.units import find_units
 from engine.parallel.seeds import derive_seed, generators_of
+
+Hook = Callable[..., None]
 
 
 @contextmanager
@@ -46,8 +48,11 @@ class Streams:
         self._again: dict[int, tuple[tuple[int, ...], int]] = {}
         """What running recomputations found at the entry of a module, by the module."""
         units = find_units(model, deep=True).modules.values()
-        self._hooks = [unit.register_forward_pre_hook(self._enter) for unit in units]
-        self._hooks += [unit.register_forward_hook(self._exit) for unit in units]
+        # a compiled module traces its hooks with it, and these cannot be traced
+        enter: Hook = torch.compiler.disable(lambda *seen: self._enter(*seen))  # type: ignore[no-untyped-call]
+        leave: Hook = torch.compiler.disable(lambda *seen: self._exit(*seen))  # type: ignore[no-untyped-call]
+        self._hooks = [unit.register_forward_pre_hook(enter) for unit in units]
+        self._hooks += [unit.register_forward_hook(leave) for unit in units]
 
     @contextmanager
     def forward(self, *key: int) -> Iterator[None]:

@@ -23,13 +23,19 @@ def cast_like_autocast(device: torch.device, run: Callable[[Any], Any], argument
         shown: Tensor = FakeTensor(mode, leaf.detach(), device)
         return shown.requires_grad_(leaf.requires_grad)
 
+    fakes = tree_map(fake, arguments)  # outside the mode, which takes nothing but its own
     with mode:
-        shown, spec = tree_flatten(run(tree_map(fake, arguments)))
+        shown, spec = tree_flatten(run(tree_map(_inner, fakes)))
     try:
         plain = tree_leaves(run(arguments))
     except RuntimeError:  # dtypes that only autocast brings together
         plain = shown
     return tree_unflatten([_cast(leaf, like) for leaf, like in zip(plain, shown, strict=True)], spec)
+
+
+def _inner(fake: Any) -> Any:
+    """No leaf of the graph, which could not be written in place."""
+    return fake.clone() if isinstance(fake, FakeTensor) and fake.requires_grad else fake
 
 
 def _cast(leaf: Any, like: Any) -> Any:

@@ -3,8 +3,8 @@
 Every model is tiny, draws no dropout and gets a global batch a step, in the form that it is called with.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.parallel.pipeline.units import find_units
 from tests import models
 from tests.models import LENGTH, VOCABULARY
 from tests.parallel.pipeline.zoo import SMALL, UNet, hugging_face
@@ -284,11 +285,59 @@ WIDE: Mapping[str, Architecture] = MappingProxyType({
 ALL: Mapping[str, Architecture] = MappingProxyType({**HUGGING_FACE, **OWN, **REFUSED, **WIDE})
 
 
-def example_of(batch: Any, rows: int) -> Any:
-    """The first rows of a batch."""
-    if isinstance(batch, Tensor):
-        return batch[:rows]
-    parts: Sequence[Any] | Mapping[str, Any] = batch
-    if isinstance(parts, Mapping):
-        return {key: value[:rows] for key, value in parts.items()}
-    return tuple(value[:rows] for value in parts)
+def find(name: str) -> Architecture:
+    """By name, such as "T5", or "T5, dropout and checkpoints"."""
+    name, _, way = name.partition(", ")
+    found = ALL[name]
+    for step in filter(None, way.split(" and ")):
+        found = replace(found, build=partial(WAYS[step], found.build))
+    return found
+
+
+def checkpointed(build: Callable[[], nn.Module]) -> nn.Module:
+    """By Hugging Face's own switch."""
+    model: Any = build()
+    model.train()
+    model.gradient_checkpointing_enable()
+    return model  # type: ignore[no-any-return]
+
+
+def compiled(build: Callable[[], nn.Module], backend: str) -> nn.Module:
+    """Each block by itself."""
+    model = build()
+    units = find_units(model)
+    for name in units.blocks:
+        units.modules[name].compile(backend=backend)
+    return model
+
+
+def cast(build: Callable[[], nn.Module]) -> nn.Module:
+    """The forward under the user's autocast."""
+    model = build()
+    inner = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return inner(*args, **kwargs)
+
+    model.forward = forward
+    return model
+
+
+def dropping(build: Callable[[], nn.Module]) -> nn.Module:
+    """Every dropout drops; those that are functions ask their module's attribute."""
+    model = build()
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+    return model
+
+
+WAYS: Mapping[str, Callable[[Callable[[], nn.Module]], nn.Module]] = MappingProxyType({
+    "checkpoints": checkpointed,
+    "compiled": partial(compiled, backend="eager"),
+    "compiled by AOT": partial(compiled, backend="aot_eager"),
+    "autocast": cast,
+    "dropout": dropping,
+})  # fmt: skip

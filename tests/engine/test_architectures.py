@@ -13,7 +13,7 @@ import pytest
 import engine
 from engine.batch import take_rows
 from engine.verify import Parity, Run, Wishes, train_alone
-from tests.engine.architectures import ALL, HUGGING_FACE, OWN, REFUSED, ROWS, WIDE
+from tests.engine.architectures import ALL, HUGGING_FACE, OWN, REFUSED, ROWS, WIDE, find
 from tests.readme import Table
 
 RunRanks = Callable[..., list[Any]]
@@ -47,7 +47,7 @@ class Trained:
 
 def train(name: str, config: Mapping[str, Any]) -> Trained | str:
     """Body of a rank for one model: what came out, or why the model cannot be cut."""
-    architecture = ALL[name]
+    architecture = find(name)
     batches = architecture.batches(config["train_batch_size"])
     example = take_rows(batches[0], 0, MICRO)
     try:
@@ -75,7 +75,7 @@ def train_each_alone(names: Sequence[str], config: Mapping[str, Any]) -> dict[st
 
     found = {}
     for name in names[dist.get_rank() :: dist.get_world_size()]:
-        architecture = ALL[name]
+        architecture = find(name)
         batches = architecture.batches(config["train_batch_size"])
         found[name] = train_alone(architecture.build, dict(config), batches, Wishes(architecture.loss_fn))
     return found
@@ -94,8 +94,13 @@ class Compared:
     parity: Parity
 
 
-def compare(run_ranks: RunRanks, names: Sequence[str], config: Mapping[str, Any]) -> dict[str, Compared | str]:
-    """Train on the grid and alone; by name what came out, all of it found equal, or why a model cannot."""
+def compare(
+    run_ranks: RunRanks, names: Sequence[str], config: Mapping[str, Any], near: float | None = None
+) -> dict[str, Compared | str]:
+    """Train on the grid and alone; by name what came out, all of it found equal, or why a model cannot.
+
+    ``near``: a bound for losses that takes the place of the promise, where only that can be asked.
+    """
     ranks = config["parallel"]
     world = ranks["data"] * ranks.get("tensor", 1) * ranks["pipeline"]
     found = run_ranks(train_both, world, list(names), dict(config), seconds=300.0)
@@ -108,7 +113,7 @@ def compare(run_ranks: RunRanks, names: Sequence[str], config: Mapping[str, Any]
             results[name] = result
             continue
         parity = Parity(result.run, alone[name])
-        assert parity.holds(), f"{name}: {parity}"
+        assert parity.holds() if near is None else parity.loss <= near, f"{name}: {parity}"
         assert min(alone[name].norms) > config["gradient_clipping"], f"{name}: clipping must be active"
         results[name] = Compared(result, parity)
     return results
