@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,8 +15,10 @@ from engine.plan import Plan
 
 
 @contextmanager
-def all_or_none(comm: Comm, device: torch.device) -> Iterator[None]:
-    """What is inside succeeds on all ranks, or all raise: who fails its own error, the others that it did.
+def all_or_none(
+    comm: Comm, device: torch.device, failure: str = "could not make ready for this run, so no rank starts"
+) -> Iterator[None]:
+    """What is inside succeeds on all ranks, or all raise: who fails its own error, the others "rank r" and ``failure``.
 
     One all-gather of 8 bytes a rank over the world, label "start". Inside, nothing may be communicated.
     """
@@ -29,10 +31,31 @@ def all_or_none(comm: Comm, device: torch.device) -> Iterator[None]:
     if problem is not None:
         raise problem
     if failed.any():
-        raise EngineError(
-            f"rank {int(failed.nonzero()[0])} could not make ready for this run, so no rank starts; its message tells "
-            "why."
-        )
+        raise EngineError(f"rank {int(failed.nonzero()[0])} {failure}; its message tells why.")
+
+
+def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device) -> bytes:
+    """What rank 0 makes, on every rank; if it cannot, all raise: rank 0 its own error, the others that it did.
+
+    Two all-reduces over the world, label "start": the length, then the bytes. Other ranks do not call ``make``.
+    """
+    made, problem = b"", None
+    if comm.grid.rank == 0:
+        try:
+            made = make()
+        except Exception as error:
+            problem = error
+    length = torch.tensor([-1 if problem is not None else len(made)], dtype=torch.int64, device=device)
+    comm.all_reduce(length, "world", "start").wait()
+    if problem is not None:
+        raise problem
+    if int(length) < 0:
+        raise EngineError("rank 0 could not make ready for this run, so no rank starts; its message tells why.")
+    data = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    if made:
+        data.copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
+    comm.all_reduce(data, "world", "start").wait()
+    return data.cpu().numpy().tobytes()
 
 
 @torch.no_grad()

@@ -3,24 +3,27 @@
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from engine.agreement import all_or_none
+from engine.agreement import all_or_none, from_first
 from engine.banner import describe
 from engine.batch import Batch
-from engine.build import ModelSource, Parts, Request, build, make_model, plan_run, prepare
+from engine.build import ModelSource, Parts, Request, build, make_model, measure_model, plan_run, prepare
 from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.durable import Durable
 from engine.engine import Engine
 from engine.loss import LossFunction
 from engine.lr import SchedulerArgument
+from engine.measure import Costs, measures
 from engine.parallel.comm import Comm, TorchBackend
 from engine.parallel.grid import Grid
 from engine.parallel.world import World, open_world, read_world
-from engine.plan import needs_example
+from engine.plan import Plan, needs_example
 from engine.zero.optimizer import OptimizerFactory
 
 logger = logging.getLogger("trine")
@@ -58,23 +61,47 @@ def initialize(
     request = Request(loss_fn, optimizer, lr_scheduler, example_batch)
     prepare(made, resolved, request)
     waits = needs_example(resolved) and example_batch is None
-    plan = None if waits else plan_run(made, resolved, request, example_batch)
+    known = None if waits or measures(resolved) else plan_run(made, resolved, request, example_batch)
     comm = _open_comm(resolved, world)
 
     def complete(example: Batch, problem: Exception | None = None) -> Parts:
-        with all_or_none(comm, world.device):
-            if problem is not None:
-                raise problem
-            known = plan or plan_run(made, resolved, request, example)
-        parts = build(made, known, comm, world.device, request, example)
+        plan = _Joined(made, resolved, request, comm, world.device).plan(known, example, problem)
+        parts = build(made, plan, comm, world.device, request, example)
         if world.rank == 0:
-            logger.info(describe(known, str(world.device)))
+            logger.info(describe(plan, str(world.device)))
         return parts
 
     engine = Engine(made, resolved, comm, complete, Durable(made, resolved, comm, world.device, files))
     if not waits:
         engine.complete(example_batch)
     return engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """What a plan is made from once processes have met."""
+
+    model: nn.Module
+    config: Config
+    request: Request
+    comm: Comm
+    device: torch.device
+
+    def plan(self, known: Plan | None, example: Batch, problem: Exception | None) -> Plan:
+        """The plan, made now unless it is known; ``problem``, or one that comes up, is raised on all ranks."""
+        costs = Costs.from_bytes(self._measured(example, problem)) if measures(self.config) else None
+        with all_or_none(self.comm, self.device):
+            if problem is not None:
+                raise problem
+            return known or plan_run(self.model, self.config, self.request, example, costs)
+
+    def _measured(self, example: Batch, problem: Exception | None) -> bytes:
+        def measure() -> bytes:
+            if problem is not None:
+                raise problem
+            return measure_model(self.model, self.config, self.request, example, self.device).to_bytes()
+
+        return from_first(measure, self.comm, self.device)
 
 
 def _open_comm(config: Config, world: World) -> Comm:

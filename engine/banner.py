@@ -127,7 +127,8 @@ def _pipeline_lines(plan: Plan) -> dict[str, str]:
     if plan.cut is None or plan.timeline is None:
         return {}
     count, ranks = plan.schedule.stages, plan.schedule.rank_of_stage
-    lines = [f"{count} stages, {'balanced by FLOPs' if plan.config.parallel.split == 'auto' else 'as given'}"]
+    measure = "measured seconds" if plan.config.parallel.balance == "time" else "FLOPs"
+    lines = [f"{count} stages, {f'balanced by {measure}' if plan.config.parallel.split == 'auto' else 'as given'}"]
     total = sum(call.flops for call in plan.timeline.calls) or 1
     for stage, part in enumerate(plan.cut.stages):
         calls = [plan.timeline.calls[index] for index in sorted(part.calls)]
@@ -142,7 +143,9 @@ def _pipeline_lines(plan: Plan) -> dict[str, str]:
     picture = draw(timeline, 107).splitlines()
     what = "microbatches" if count == plan.config.pp else "microbatches of one stage"
     idle = f"{timeline.bubble:.0%} idle, rank r holds {' '.join(map(str, peak_live(plan.schedule)))} {what}"
-    return {"pipeline": _INDENT.join(lines), "schedule": _INDENT.join([f"{picture[0]}, {idle}", *picture[1:]])}
+    chosen = plan.decision.lines() if plan.decision else ()
+    drawn = [f"{picture[0]}, {idle}", *chosen, *picture[1:]]
+    return {"pipeline": _INDENT.join(lines), "schedule": _INDENT.join(drawn)}
 
 
 _INDENT = "\n" + 13 * " "

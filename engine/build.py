@@ -19,6 +19,7 @@ from engine.islands import Islands
 from engine.loss import LossFunction
 from engine.lr import LearningRate, SchedulerArgument, make_learning_rate
 from engine.materialize import materialize, stand_in
+from engine.measure import Costs, measure_run
 from engine.metrics import check_sinks
 from engine.nonfinite import NonFinite
 from engine.parallel.comm import Comm
@@ -30,7 +31,7 @@ from engine.parallel.pipeline.weights import WaitingWeights
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.install import install, local_part
 from engine.parallel.tensor.partial import PartialSums
-from engine.plan import Plan, Wish, build_plan, check_settings, needs_example
+from engine.plan import Plan, Wish, build_plan, check_settings, needs_example, stages_wanted
 from engine.precision import make_precision, place_rest
 from engine.program import Program
 from engine.randomness import Streams, keyed
@@ -138,10 +139,16 @@ def _check_master(bf16: Bf16Config, request: Request) -> None:
         )
 
 
-def plan_run(model: nn.Module, config: Config, request: Request, example: Batch) -> Plan:
+def plan_run(model: nn.Module, config: Config, request: Request, example: Batch, costs: Costs | None = None) -> Plan:
     """The plan of this run; see :func:`engine.plan.build_plan` for what it refuses."""
     program = Program(model, request.loss_fn, make_precision(config, model), torch.device("cpu"))
-    return build_plan(config, Wish(program, example, request.optimizer is not None))
+    return build_plan(config, Wish(program, example, request.optimizer is not None, costs))
+
+
+def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
+    """What the calls of this run cost on ``device``; see :func:`engine.measure.measure_run`."""
+    program = Program(model, request.loss_fn, make_precision(config, model), torch.device("cpu"))
+    return measure_run(program, example, config, stages_wanted(config), device)
 
 
 def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch) -> Parts:

@@ -135,6 +135,7 @@ class Run:
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "grid": {"dp": grid.dp, "tp": grid.tp, "pp": grid.pp, "zero": self.config.zero_optimization.stage},
+            "places": self.parts.plan.places,
             "config": self.config.to_json(),
         }
 

@@ -52,6 +52,10 @@ class ParallelConfig:
         rules=(AUTO, ListOf(each=Text(), noun="a list of module names")),
         remedy='give "auto" or a list of the module names that begin a stage'))  # fmt: skip
     """Where pipeline stages begin: "auto", or module names."""
+    balance: Literal["flops", "time"] = setting("flops", _words("flops", "time", noun="a measure of work"))
+    """What stages have an equal share of: counted FLOPs, or seconds, measured before the run."""
+    activation_limit_bytes: int | None = setting(None, Int(low=1, null=True))
+    """Schedule "auto": most bytes of activations that a rank may hold; null: about what 1f1b would."""
     tensor_plan: str | Mapping[str, str] = setting("auto", AnyOf(
         rules=(AUTO, TextMap(), Text()),
         remedy='give "auto", an object {"name pattern": "style"}, or the path of a JSON file'))  # fmt: skip

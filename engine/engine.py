@@ -24,14 +24,16 @@ from engine.durable import Durable
 from engine.errors import EngineError
 from engine.full_parameters import full_parameters
 from engine.loss import check_pair, check_trainable
+from engine.measured import measured_timeline
 from engine.metrics import StepReport
 from engine.modes import evaluating
 from engine.outputs import Carrier
 from engine.parallel.comm import Comm
 from engine.parallel.grid import Grid
-from engine.parallel.pipeline.executor import Row
+from engine.parallel.pipeline.check import Timeline
 from engine.parallel.traffic import Tally
 from engine.plan import Plan
+from engine.play import play
 from engine.replica import check_batch, take_batch
 from engine.reporting import Reports
 from engine.step import Step
@@ -131,6 +133,13 @@ class Engine:
         """Everything this rank has sent so far, by axis and label."""
         return self._comm.tally.copy()
 
+    def timeline(self) -> Timeline:
+        """When each rank of this pipeline did what in the last ``train_batch``; collective over axis pp.
+
+        ``draw`` shows it beside what ``simulate(plan.schedule)`` of ``engine.parallel.pipeline`` predicts.
+        """
+        return measured_timeline(self.plan.schedule, self._parts.executor, self._comm, self._device)
+
     def traffic_report(self) -> str:
         """Planned and measured bytes of a training step on this rank, side by side."""
         return compare_traffic(self.plan, self._reports.trained, self.grid.rank, max(1, self._reports.attempts))
@@ -157,7 +166,8 @@ class Engine:
         if not torch.is_grad_enabled():
             raise EngineError("train_batch under torch.no_grad, where nothing is learned; call it outside.")
         step, microbatches = self._open(batch)
-        self._play(step, Work(self._parts.bench, step, microbatches, self._random_key), self._parts.training)
+        work = Work(self._parts.bench, step, microbatches, self._random_key)
+        play(self._parts, self._carrier, step, work, self._parts.training)
         return self._finish(step)
 
     @overload
@@ -178,7 +188,7 @@ class Engine:
         kind = "output" if return_output else "evaluate"
         work = Work(self._parts.bench, step, microbatches, self._random_key, kind)
         with evaluating(self._model):
-            self._play(step, work, self._parts.evaluation)
+            play(self._parts, self._carrier, step, work, self._parts.evaluation)
         control = self._update.agree(step, 0.0, self.plan.last_rank)
         step.seconds = time.perf_counter() - step.started
         report = self._reports.make(step, Outcome(control, math.nan, self.lr, 1.0, None), self.plan, self._update.made)
@@ -366,27 +376,9 @@ class Engine:
         step.text = step.problem is None and is_text(microbatches[0])  # every rank, also those that see no loss
         return step, microbatches
 
-    def _play(self, step: Step, work: Work, row: Row) -> None:
-        """Look at all microbatches, then run them; an error waits in ``step`` until all ranks meet, if they can.
-
-        In a look nothing is sent, and what is wrong is wrong on the whole replica. In the middle of a pipeline or
-        between tensor ranks the others wait for what this rank will never send, so an error goes out at once.
-        """
-        try:
-            if step.problem is None:
-                work.look()
-        except Exception as problem:
-            step.problem = problem
-        if step.problem is not None:
-            return
-        try:
-            with self._parts.bench.passes(row.actions):
-                self._parts.executor.run(row, work)
-                work.bring_outputs(Carrier(self._comm, self._device, self.plan.last_rank))
-        except Exception as problem:
-            if self._grid.size("replica") > 1 or self._parts.bench.gathering is not None:
-                raise
-            step.problem = problem
+    @property
+    def _carrier(self) -> Carrier:
+        return Carrier(self._comm, self._device, self.plan.last_rank)
 
     def _random_key(self, index: int) -> tuple[int, int, int]:
         """(seed, step, global microbatch): the same whatever the grid is."""

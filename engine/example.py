@@ -15,14 +15,22 @@ from torch import Tensor, nn
 from engine.batch import Batch, map_tensors
 from engine.islands import Islands
 from engine.parallel.pipeline.probe import probe
-from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.pipeline.timeline import Material, Timeline
 from engine.parallel.tensor.budget import Watch
 from engine.precision import Precision
 from engine.program import Program
 
 
-def look(program: Program, example: Batch, stages: int, watch: Watch | None = None) -> Timeline:
+def look(
+    program: Program,
+    example: Batch,
+    stages: int,
+    watch: Watch | None = None,
+    material: Material | None = None,
+) -> Timeline:
     """The timeline of one training microbatch; ``watch`` sees what sharded layers would send.
+
+    ``material`` is filled with what measuring needs.
 
     Raises:
         PlanError: the model cannot be followed; says what it does and where.
@@ -35,7 +43,7 @@ def look(program: Program, example: Batch, stages: int, watch: Watch | None = No
             return tuple(there.forward(microbatch).loss)
 
     with torch.enable_grad(), as_run(program.model, program.precision):
-        return probe(program.model, run, stages=stages)
+        return probe(program.model, run, stages=stages, material=material)
 
 
 def _real(tensor: Tensor) -> Tensor:

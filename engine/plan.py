@@ -4,10 +4,9 @@ Built from shapes alone, so a model on the meta device will do. The banner print
 its cut, schedule and layout from it, and the measured bytes are compared with it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,27 +24,31 @@ from engine.budget import (
     state_bytes,
     times,
 )
+from engine.choice import choose_schedule, cut_by
 from engine.config import Config
 from engine.errors import PlanError, ScheduleError
 from engine.example import look
 from engine.groups import assign_groups
+from engine.layouts import Users, flat_layouts
+from engine.measure import Costs, counted, measures
 from engine.parallel.backend import Channel, Link, state_link
 from engine.parallel.grid import Coord, Grid
 from engine.parallel.pipeline.check import check
-from engine.parallel.pipeline.cut import Cut, make_cut
-from engine.parallel.pipeline.schedule import Op, Schedule, forward_only, make_schedule, parse_schedule
+from engine.parallel.pipeline.choose import Decision
+from engine.parallel.pipeline.cut import Cut
+from engine.parallel.pipeline.schedule import Op, Schedule, forward_only, make_schedule
+from engine.parallel.pipeline.schedule_file import ENDINGS, read_schedule
 from engine.parallel.pipeline.timeline import Timeline
-from engine.parallel.shards import Division, ShardRow, ShardTable, build_table
+from engine.parallel.shards import Division, ShardTable, build_table
 from engine.parallel.tensor.budget import Watch, loss_traffic, traffic_by_call
 from engine.parallel.tensor.plan import TensorPlan, find_tensor_plan
 from engine.parallel.traffic import Tally, Traffic
 from engine.precision import Precision, make_precision
 from engine.program import Program
 from engine.recompute import recomputed_blocks
-from engine.users import Users
 from engine.zero.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather_order import gather_order, passes_of
-from engine.zero.layout import FlatLayout, Item, build_layout
+from engine.zero.layout import FlatLayout
 from engine.zero.optimizer import GroupOptions
 
 
@@ -74,6 +77,8 @@ class Plan:
     """By stage: what a tensor rank sends over tp for one microbatch."""
     gather_groups: GatherGroups | None = None
     """Which modules gather their parameters together; None where parameters are not sharded."""
+    decision: Decision | None = None
+    """Why this schedule; None where the configuration names it."""
 
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
@@ -107,6 +112,11 @@ class Plan:
     def stages(self, pp: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, ascending."""
         return self.schedule.stages_of_rank[pp]
+
+    @property
+    def places(self) -> str:
+        """Which pipeline rank runs what, in words that are equal where it is."""
+        return "" if self.cut is None else f"{self.cut.boundaries} on {self.schedule.stages_of_rank}"
 
     @property
     def tie_owners(self) -> tuple[tuple[int, ...], ...]:
@@ -177,11 +187,18 @@ class Wish:
     example: Batch = None
     own_optimizer: bool = False
     """The user brings the optimizer, and its state is not known."""
+    costs: Costs | None = None
+    """What the calls cost; None: it is counted in FLOPs."""
 
 
 def needs_example(config: Config) -> bool:
     """Whether planning needs to see a microbatch: everything but data parallelism does."""
     return config.tp > 1 or config.pp > 1
+
+
+def stages_wanted(config: Config) -> int:
+    """Stages that the model is cut into; with "auto", which then chooses, as many as ranks."""
+    return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
 
 
 def build_plan(config: Config, wish: Wish) -> Plan:
@@ -198,18 +215,19 @@ def build_plan(config: Config, wish: Wish) -> Plan:
     precision = make_precision(config, model)
     if not assigned:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")
-    schedule = _schedule(config)
     tensor = _tensor_plan(model, config)
-    sight = _see(config, wish, tensor, schedule.stages)
+    wished = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
+    sight = _see(config, wish, tensor, wished.stages if wished else config.pp)
+    schedule = sight.decision.schedule if sight.decision else wished or _schedule(config)
     table = build_table(model, assigned, _division(config, tensor, sight, schedule))
     calls = [call.unit for call in sight.timeline.calls] if sight.timeline else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
     notes = [*_notes(model, config, precision), *sight.notes]
     users = Users(schedule.stages_of_rank, sight.cut, sight.timeline, gathers)
     return Plan(
-        config, table, _layouts(table, config, precision, users), groups, precision, schedule,
+        config, table, flat_layouts(table, config, precision, users), groups, precision, schedule,
         None if wish.own_optimizer else _moments(config), tuple(notes),
-        tensor, sight.timeline, sight.cut, sight.traffic, gathers,
+        tensor, sight.timeline, sight.cut, sight.traffic, gathers, sight.decision,
     )  # fmt: skip
 
 
@@ -221,6 +239,7 @@ class _Sight:
     cut: Cut | None = None
     traffic: Mapping[int, Tally] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    decision: Decision | None = None
 
 
 def _see(config: Config, wish: Wish, tensor: TensorPlan | None, stages: int) -> _Sight:
@@ -236,17 +255,31 @@ def _see(config: Config, wish: Wish, tensor: TensorPlan | None, stages: int) -> 
         _check_reads(watch)
         return _Sight(notes=(f"bytes over tp are not known before they are sent: {problem}",))
     _check_reads(watch)
-    split = None if config.parallel.split == "auto" else config.parallel.split
-    cut = make_cut(timeline, stages, split) if config.pp > 1 else None
+    cut, decision, notes = _cut(config, timeline, wish.costs, stages)
     if tensor is None or watch is None:
-        return _Sight(timeline, cut)
+        return _Sight(timeline, cut, notes=notes, decision=decision)
     stage_of_call = cut.stage_of_call if cut else (0,) * len(timeline.calls)
-    traffic = {stage: Tally() for stage in range(stages)}
+    traffic = {stage: Tally() for stage in range(max(stage_of_call, default=0) + 1)}
     for call, tally in traffic_by_call(watch.sums, timeline, config.tp).items():
         traffic[stage_of_call[call]] = Tally((*traffic[stage_of_call[call]].rows(), *tally.rows()))
-    last = traffic[stages - 1].rows()
-    traffic[stages - 1] = Tally((*last, *loss_traffic(tensor, timeline, config.tp).rows()))
-    return _Sight(timeline, cut, traffic)
+    last = max(traffic)
+    traffic[last] = Tally((*traffic[last].rows(), *loss_traffic(tensor, timeline, config.tp).rows()))
+    return _Sight(timeline, cut, traffic, notes, decision)
+
+
+def _cut(
+    config: Config, timeline: Timeline, costs: Costs | None, stages: int
+) -> tuple[Cut | None, Decision | None, tuple[str, ...]]:
+    """Where stages begin, with "auto" in which schedule, and what is to be said of the costs behind that."""
+    if config.pp == 1:
+        return None, None, ()
+    known = costs or counted(timeline)
+    notes = known.notes if measures(config) else ()
+    if config.parallel.schedule != "auto":
+        return cut_by(config, timeline, known, stages), None, notes
+    choice = choose_schedule(config, timeline, known)
+    check(choice.decision.schedule)
+    return choice.cut, choice.decision, notes
 
 
 def _order_of_calls(config: Config, wish: Wish) -> _Sight:
@@ -299,19 +332,15 @@ def _schedule(config: Config) -> Schedule:
         ScheduleError: unknown, stuck, or not for these stages and microbatches.
     """
     kind, ranks, microbatches = config.parallel.schedule, config.pp, config.accumulation
-    if not kind.endswith((".txt", ".csv")):
+    if kind == "auto":
+        kind = "1f1b"  # of one stage; where there are several, they are seen before it is chosen
+    if not kind.endswith(ENDINGS):
         schedule = make_schedule(kind, ranks, microbatches, config.parallel.virtual_stages)
         if ranks == 1:  # nobody to wait for: any kind is a plain loop
             schedule = make_schedule("1f1b", 1, microbatches)
         check(schedule)
         return schedule
-    try:
-        text = Path(kind).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(f"schedule {kind}: {error.strerror}; give the path of a file of actions.") from None
-    except UnicodeDecodeError:
-        raise ScheduleError(f"schedule {kind} is no text; give a file of actions such as 0F0 0B0.") from None
-    schedule = parse_schedule(text, kind)
+    schedule = read_schedule(kind)
     check(schedule)
     if len(schedule.per_rank) != ranks or schedule.microbatches != microbatches or not schedule.training:
         raise ScheduleError(
@@ -320,50 +349,6 @@ def _schedule(config: Config) -> Schedule:
             f"ranks, with F and B (or I and W) of {microbatches} microbatches."
         )
     return schedule
-
-
-def _layouts(
-    table: ShardTable, config: Config, precision: Precision, users: Users
-) -> dict[tuple[int, int], FlatLayout]:
-    return {
-        (pp, tp): build_layout(
-            _items(table.held_by(pp), (pp, tp), precision, users),
-            config.dp,
-            config.zero_optimization.reduce_bucket_size,
-        )
-        for pp in range(config.pp)
-        for tp in range(config.tp)
-    }
-
-
-def _items(rows: Sequence[ShardRow], where: tuple[int, int], precision: Precision, users: Users) -> list[Item]:
-    """What is laid out at a (pipeline, tensor) coordinate: trained rows; where parameters are sharded, frozen ones."""
-    pp, tp = where
-    items = []
-    for row in rows:
-        dtype = precision.parameter(row.name, row.dtype) if row.trainable else precision.frozen(row.name, row.dtype)
-        if row.trainable or (users.gathers is not None and dtype in SHARDED_DTYPES):
-            items.append(
-                Item(
-                    row.name,
-                    row.local_shape(tp),
-                    str(dtype).removeprefix("torch."),
-                    row.group,
-                    row.counted(pp, tp),
-                    row.owners if row.trainable and len(row.owners) > 1 else (),
-                    row.trainable and row.partial,
-                    users.turns(row, pp),
-                    row.trainable,
-                    users.stages(row, pp),
-                )
-            )
-    return items
-
-
-SHARDED_DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
-)  # fmt: skip
-"""What every backend gathers; a frozen parameter of another dtype stays whole on every rank."""
 
 
 def _moments(config: Config) -> int | None:

@@ -157,7 +157,8 @@ class Resume:
             restore_schedule(run.parts.optimizer, manifest.optimizer)
         states = own_states(reader, run.comm.grid) if self._wish.begun else run.progress.restore(reader)
         written = {k.partition("/")[2]: value for k, value in states.items() if k.startswith("buffer/")}
-        run.parts.written.restore(written)
+        if manifest.info.get("places") == run.parts.plan.places:  # else they are of what another rank runs now
+            run.parts.written.restore(written)
 
     def _agreed(self, action: Callable[[], _Value], damage: bool = True) -> _Value:
         """``damage``: what goes wrong is the checkpoint's fault."""

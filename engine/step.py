@@ -1,5 +1,6 @@
 """What a step gathers on this rank, and what all ranks then agree on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ class Step:
     microbatches: int = 0
     problem: Exception | None = None
     outputs: list[Any] = field(default_factory=list)
+    look_again: Callable[[], None] | None = None
+    """Raises where a loss that is not a number comes from a forward that has changed; all ranks call it together."""
 
     def count(self, loss: WeightedLoss, microbatch: Batch) -> None:
         """Add one microbatch."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.agreement import all_or_none
 from engine.budget import CONTROL_SCALARS
 from engine.build import Parts
 from engine.checkpoint.json_text import Fields
@@ -115,6 +116,9 @@ class Update:
                 f"{control.problems:.0f} other rank(s) failed in this step, so no rank makes it; "
                 "their message tells why."
             )
+        if math.isnan(control.loss) and step.look_again is not None:
+            with all_or_none(self._comm, self._device, "has changed its forward, so no rank makes this step"):
+                step.look_again()
         return control
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +16,18 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from engine.batch import Batch
+from engine.errors import EngineError
 from engine.loss import WeightedLoss, check_trainable
+from engine.modes import evaluating
 from engine.outputs import Carrier, bring_outputs
 from engine.parallel.pipeline.cut import Cut, recut
+from engine.parallel.pipeline.difference import difference
 from engine.parallel.pipeline.executor import Forward, Part
 from engine.parallel.pipeline.probe import probe
 from engine.parallel.pipeline.schedule import Action, Op
 from engine.parallel.pipeline.stage import Stage
 from engine.parallel.pipeline.stageplan import StagePlan
+from engine.parallel.pipeline.switches import State, Switches
 from engine.parallel.pipeline.timeline import Timeline
 from engine.parallel.pipeline.weights import Leftover, WaitingWeights
 from engine.parallel.tensor.axis import TensorAxis
@@ -48,6 +53,8 @@ Run = Callable[[], Any]
 
 _SIGHTS = 64
 """Input signatures that are remembered; with more, the oldest is looked at anew."""
+_STATES = 8
+"""The same for the states of the model's attributes, for each signature."""
 
 
 class Sight(NamedTuple):
@@ -58,16 +65,23 @@ class Sight(NamedTuple):
 
 
 class Sights:
-    """Timelines and cuts by input signature; the first comes from the plan."""
+    """Timelines and cuts by input signature and by what the model's attributes say; the first comes from the plan."""
 
     def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch) -> None:
         self._plan, self._program, self._axis = plan, program, axis
         held = [{row.name for row in plan.table.held_by(rank)} for rank in range(plan.config.pp)]
         self._held = [held[rank] for rank in plan.schedule.rank_of_stage]
-        self._seen: dict[object, Sight] = {}
+        self._seen: dict[object, list[tuple[State, Sight]]] = {}
+        self._switches = Switches(program.model)
+        self._state: State = {}
         if plan.timeline is not None and plan.cut is not None:
+            self.refresh()
             with torch.enable_grad():
-                self._seen[self._key(example, "train")] = Sight(plan.timeline, plan.cut)
+                self._seen[self._key(example, "train")] = [(self._state, Sight(plan.timeline, plan.cut))]
+
+    def refresh(self) -> None:
+        """Before each step: read the attributes that may turn the forward another way."""
+        self._state = self._switches.read()
 
     def of(self, microbatch: Batch, kind: str, run: Run) -> Sight:
         """The sight of a microbatch; looks at it if there is none like it. Nothing is communicated.
@@ -76,22 +90,48 @@ class Sights:
             PlanError: the model does something else with this input, which the cut does not allow.
         """
         key = self._key(microbatch, kind)
-        if key not in self._seen:
-            if len(self._seen) >= _SIGHTS:
-                del self._seen[next(iter(self._seen))]
-            self._seen[key] = self._look(run)
-        return self._seen[key]
+        known = self._seen.get(key, [])
+        for state, sight in known:
+            if self._switches.same(state, self._state):
+                return sight
+        found = self._look(run)
+        for state, sight in known:
+            if difference(sight.timeline, found.timeline) is None:
+                self._switches.settle(state, self._state)
+                found = sight
+        if len(self._seen) >= _SIGHTS and key not in self._seen:
+            del self._seen[next(iter(self._seen))]
+        self._seen[key] = [*known[1 - _STATES :], (self._state, found)]
+        return found
+
+    def look_again(self, microbatch: Batch, kind: str, run: Run) -> None:
+        """Whether a microbatch whose loss is not a number still takes the path that was seen. Nothing is communicated.
+
+        Raises:
+            EngineError: it does not; names the first event that differs. The next step looks at it anew.
+        """
+        found = self.of(microbatch, kind, run)
+        what = difference(found.timeline, self._probe(run))
+        if what is not None:
+            del self._seen[self._key(microbatch, kind)]
+            raise EngineError(
+                f"the loss is not a number, because the forward is another than the one that was cut: it {what}; let "
+                "only shapes of the input and attributes of modules, set between steps, choose its path."
+            )
 
     def _look(self, run: Run) -> Sight:
         assert self._plan.cut is not None
-        with self._axis.dry_run():
-            timeline = probe(self._program.model, run, stages=self._plan.schedule.stages)
+        timeline = self._probe(run)
         return Sight(timeline, recut(timeline, self._plan.cut.boundaries, self._held))
+
+    def _probe(self, run: Run) -> Timeline:
+        with self._axis.dry_run():
+            return probe(self._program.model, run, stages=self._plan.schedule.stages)
 
     def _key(self, microbatch: Batch, kind: str) -> object:
         leaves, spec = pytree.tree_flatten(microbatch)
         shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-        return kind, torch.is_grad_enabled(), self._program.model.training, str(spec), shapes
+        return kind, torch.is_grad_enabled(), str(spec), shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +215,8 @@ class Work:
         self._left: dict[tuple[int, int], Leftover] = {}
         self._results: list[Any] = []
         self._sights: dict[int, Sight] = {}
+        if bench.stage is not None:
+            step.look_again = self.look_again
 
     def part(self, stage: int, microbatch: int) -> Part:
         """What a stage exchanges for a microbatch."""
@@ -190,8 +232,22 @@ class Work:
             PlanError, or the model's own error.
         """
         if self._bench.stage is not None:
+            self._bench.sights.refresh()
             for index in range(len(self._microbatches)):
                 self._sight(index)
+
+    def look_again(self) -> None:
+        """After a step whose loss is not a number: see once more one microbatch of each sight.
+
+        Raises:
+            EngineError: the forward has changed since it was seen.
+        """
+        one_of_each = {id(sight): index for index, sight in self._sights.items()}
+        alike = nullcontext() if self._kind == "train" else evaluating(self._bench.program.model)
+        with alike, self._bench.without_content():
+            for index in one_of_each.values():
+                again = partial(self._run, index)
+                self._bench.sights.look_again(self._microbatches[index], self._kind, again)
 
     def bring_outputs(self, carrier: Carrier) -> None:
         """With "output": what the model returned to rank 0, which may have another stage than the last."""

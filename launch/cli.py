@@ -1,7 +1,6 @@
 """The command ``trine``. Reading and checking a configuration needs no torch and answers at once."""
 
 import json
-import shutil
 import sys
 from argparse import ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import Sequence
@@ -10,9 +9,7 @@ from pathlib import Path
 from engine.config import load_config
 from engine.config_schema import schema
 from engine.errors import EngineError
-from engine.parallel.pipeline.check import check, peak_live, simulate
-from engine.parallel.pipeline.draw import draw
-from engine.parallel.pipeline.schedule import BUILT, make_schedule
+from engine.launch import schedule
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,12 +44,9 @@ def _parser() -> ArgumentParser:
     command.add_argument("--context", type=int, default=128, help="its window in tokens")
     command.set_defaults(run=_plan)
 
-    command = commands.add_parser("schedule", help="draw a pipeline schedule: its order, idle share and memory")
-    command.add_argument("--kind", default="1f1b", help=f"{' or '.join(BUILT)} (default %(default)s)")
-    command.add_argument("--stages", type=int, default=4, help="pipeline ranks (default %(default)s)")
-    command.add_argument("--microbatches", type=int, default=8, help="per step (default %(default)s)")
-    command.add_argument("--width", type=int, default=None, help="columns of the picture (default: the terminal's)")
-    command.set_defaults(run=_schedule)
+    command = commands.add_parser("schedule", help="draw a pipeline schedule: order, idle share, memory")
+    schedule.add_options(command)
+    command.set_defaults(run=schedule.run)
 
     command = commands.add_parser("checkpoint", help="look at checkpoints, check them, take the model out of them")
     _add_checkpoint_commands(command.add_subparsers(required=True, metavar="ACTION"))
@@ -93,7 +87,8 @@ def _plan(options: Namespace) -> None:
 
     from engine.banner import describe
     from engine.decoder import Decoder, DecoderConfig, loss_sum
-    from engine.plan import Wish, build_plan
+    from engine.measure import measure_run, measures
+    from engine.plan import Wish, build_plan, stages_wanted
     from engine.precision import make_precision
     from engine.program import Program
 
@@ -105,17 +100,11 @@ def _plan(options: Namespace) -> None:
         model = Decoder(shape)
         ids = torch.empty((config.micro, shape.context), dtype=torch.int64)
     program = Program(model, loss_sum, make_precision(config, model), torch.device("cpu"))
-    wish = Wish(program, {"input_ids": ids, "labels": ids})
+    example = {"input_ids": ids, "labels": ids}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    costs = measure_run(program, example, config, stages_wanted(config), device) if measures(config) else None
+    wish = Wish(program, example, costs=costs)
     print(describe(build_plan(config, wish), "no device: a plan"))
-
-
-def _schedule(options: Namespace) -> None:
-    schedule = make_schedule(options.kind, options.stages, options.microbatches)
-    check(schedule)
-    timeline = simulate(schedule)
-    print(draw(timeline, options.width or shutil.get_terminal_size((120, 24)).columns))
-    print(f"idle share (bubble)       {timeline.bubble:.1%}, a backward as long as two forwards")
-    print(f"most microbatches held    {' '.join(map(str, peak_live(schedule)))} (by rank)")
 
 
 def _checkpoint_info(options: Namespace) -> None:

@@ -61,8 +61,16 @@ def schedules_table(request: pytest.FixtureRequest) -> Iterator[Table]:
     yield from _deviations("parity-schedules", request)
 
 
-def _deviations(name: str, request: pytest.FixtureRequest) -> Iterator[Table]:
-    table = Table(name, "largest relative deviation of a loss")
+@pytest.fixture(scope="session")
+def architectures_table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """Deviations of losses by model and number of stages, and what stages receive."""
+    yield from _deviations("architectures", request, "largest relative deviation of a loss, by model")
+
+
+def _deviations(
+    name: str, request: pytest.FixtureRequest, corner: str = "largest relative deviation of a loss"
+) -> Iterator[Table]:
+    table = Table(name, corner)
     yield table
     if request.config.getoption("--write-readme"):
         table.write()

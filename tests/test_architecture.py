@@ -16,9 +16,11 @@ LAYERS = ("kernels", "parallel", "zero", "engine", "launch")
 EVERYWHERE = {"engine.errors"}
 TORCH_FREE = (
     "engine", "engine.config", "engine.config_schema", "engine.corpus", "engine.errors", "engine.launch.checkpoint",
-    "engine.launch.cli", "engine.launch.options", "engine.launch.run_folder", "engine.parallel.grid",
-    "engine.parallel.pipeline.check", "engine.parallel.pipeline.draw", "engine.parallel.pipeline.order",
-    "engine.parallel.pipeline.schedule", "engine.parallel.traffic", "engine.zero.layout",
+    "engine.launch.cli", "engine.launch.options", "engine.launch.run_folder", "engine.launch.schedule",
+    "engine.parallel.grid", "engine.parallel.pipeline.check", "engine.parallel.pipeline.choose",
+    "engine.parallel.pipeline.draw", "engine.parallel.pipeline.order", "engine.parallel.pipeline.schedule",
+    "engine.parallel.pipeline.schedule_file", "engine.parallel.pipeline.summary", "engine.parallel.pipeline.svg",
+    "engine.parallel.pipeline.trace", "engine.parallel.traffic", "engine.zero.layout",
 )  # fmt: skip
 
 # (file, function) -> why it is longer, or has more parameters, than the ceiling.

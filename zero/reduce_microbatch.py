@@ -81,9 +81,9 @@ class MicrobatchReducer(SharedReduction):
         self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self.take)
         self._flights: deque[_Flight] = deque()
         self._free: list[Tensor] = []
-        stages = {stage for filling in self._fillings for stage in filling.flat.bucket.stages} or {0}
-        self._rounds = dict.fromkeys(sorted(stages), 0)
-        """Backwards of this step, by stage."""
+        stages = {stage for filling in self._fillings for stage in filling.flat.bucket.stages}
+        self._rounds: dict[int | None, int] = dict.fromkeys(sorted(stages) or (None,), 0)
+        """Backwards of this step, by stage; of a rank with one stage, under None."""
         self._round: Sequence[_Filling] = ()
         """What the running backward reduces."""
         self._next = 0
@@ -104,14 +104,15 @@ class MicrobatchReducer(SharedReduction):
             finally:
                 self._keeping = None
             return
-        self._begin_round(which.stage)
+        stage = None if None in self._rounds else which.stage
+        self._begin_round(stage)
         try:
             for name, grad in self._kept.pop(place, ()):
                 self.take(name, grad)
             with self._hooks.backward():
                 yield
         finally:
-            self._end_round(which.stage)
+            self._end_round(stage)
 
     def finish(self) -> None:
         """Wait for everything, add what other ranks have a part in, get ready for the next step.
@@ -180,11 +181,11 @@ class MicrobatchReducer(SharedReduction):
             filling.touched = True
         filling.flat.grads[slot.start : slot.stop].view(slot.shape).add_(grad)
 
-    def _begin_round(self, stage: int) -> None:
+    def _begin_round(self, stage: int | None) -> None:
         self._round = [f for f in self._fillings if not f.flat.bucket.stages or stage in f.flat.bucket.stages]
         self._next = 0
 
-    def _end_round(self, stage: int) -> None:
+    def _end_round(self, stage: int | None) -> None:
         """Reduce what this backward has left, in order, and what came after its bucket was reduced."""
         again = [f for f in self._round[: self._next] if not f.reduced and f.arrived]
         for filling in (*self._round[self._next :], *again):

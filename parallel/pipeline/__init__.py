@@ -1,8 +1,8 @@
 """A model cut into stages, and the order in which ranks work on them.
 
 ``schedule`` says what each rank does, as pure data; ``order`` finds in which sequence that can happen;
-``check`` proves that it can and predicts how long it takes; ``draw`` shows it. These know no tensors and no
-processes and import no torch.
+``check`` proves that it can and predicts how long it takes; ``summary`` has its figures; ``draw``, ``svg`` and
+``trace`` show it, predicted or measured. These know no tensors and no processes and import no torch.
 
 How an unchanged model becomes stages, in one process and without communication:
 
@@ -10,10 +10,13 @@ How an unchanged model becomes stages, in one process and without communication:
     probe          one forward without content gives a timeline: calls, glue, values
       record       the function mode that writes it down; ``ledger``: what each tensor is; ``twins``: meta twins
       unchanged    puts back whatever that forward changes
-    timeline       the data between probe and cut
-    cut            where stages begin; ``balance``: even FLOPs; ``recut``: the same boundaries on other inputs
+    timeline       the data between probe and cut; ``difference``: where two of them part
+    switches       attributes of the model that may turn its forward another way
+    cut            where stages begin; ``balance``: even costs; ``recut``: the same boundaries on other inputs
+      cost         what calls and stages cost, in FLOPs or in measured seconds
       stageplan    what one stage runs, receives, sends and holds; ``vertexcut``: the cheapest values that do
     stage          runs a plan in the user's forward; ``absent``: what is not here is NaN without memory
       run          tier 1: absent calls are answered; ``glue_run``: tier 2, glue operations too
+      checkpoints    recomputation of what runs here, where the user's code checkpoints more than that
       intercept    how calls of units come to us; ``operation``: what the name of a torch function tells
 """

@@ -27,16 +27,16 @@ def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
 
     With ``receives_ahead`` also free of deadlock with blocking sends and no buffer anywhere (rendezvous): a rank
     that begins an action has offered to receive for it and for so many actions after it, and goes on to its
-    next action when what it sent was met by such an offer. 0 is enough for gpipe, 1f1b, zb-h1 of one stage a rank,
-    1 for interleaved of m divisible by p; where a rank runs ahead of a stage that takes its messages later
-    (looped-bfs, zb-v, dualpipe-v, the loop of zb-h1), no small number is, and ``releases`` says when a send has ended.
+    next action when what it sent was met by such an offer. 0 is enough for gpipe, 1f1b and zb-h1 of one stage a rank;
+    interleaved needs 1, or 2(n-p) where n > p microbatches are in a round. No small number is enough where a rank runs
+    ahead of a stage that takes its messages later: looped-bfs, zb-v, dualpipe-v, zb-h1 of several stages a rank. Their
+    sends must be asynchronous, and ``releases`` says when one has ended.
 
     Raises:
         ScheduleError: names what is missing, doubled or misplaced, or all actions of one circle of waiting
             and what each waits for, or the first two actions that take messages out of order.
     """
-    _check_complete(schedule)
-    rules = Rules(schedule)
+    rules = complete_rules(schedule)
     rules.order(rules.needs)
     if receives_ahead is not None:
         rules.order(rules.with_rendezvous(receives_ahead))
@@ -51,6 +51,14 @@ class Span(NamedTuple):
     end: float
 
 
+class StageTimes(NamedTuple):
+    """How long the parts of one stage take; a whole backward takes both of its parts."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """How long things take, in any one unit. Whole numbers stay exact."""
@@ -63,10 +71,19 @@ class Cost:
     """From the end of an action to the earliest start of one on another rank that needs it."""
     stages: tuple[float, ...] = ()
     """A factor for each stage; empty: all are alike."""
+    times: tuple[StageTimes, ...] = ()
+    """What each stage takes, in place of all the above but ``transfer``; empty: that holds."""
 
     def of(self, op: Op) -> float:
         """The time of one operation, before the factor of its stage."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
+
+    def at(self, op: Op, stage: int) -> float:
+        """The time of one operation of a stage."""
+        if not self.times:
+            return self.of(op) * (self.stages[stage] if self.stages else 1)
+        forward, for_inputs, for_weights = self.times[stage]
+        return (forward, for_inputs + for_weights, for_inputs, for_weights)["FBIW".index(op)]
 
 
 @dataclass(frozen=True)
@@ -100,16 +117,26 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
         ScheduleError: the schedule is incomplete or cannot be done, or ``cost`` is for other stages.
     """
     cost = cost or Cost()
-    if cost.stages and len(cost.stages) != schedule.stages:
-        raise ScheduleError(
-            f"cost.stages has {len(cost.stages)} factors for the {schedule.stages} stages of schedule "
-            f"{schedule.name}; give one for each stage, or none."
-        )
-    _check_complete(schedule)
-    rules = Rules(schedule)
+    for name, noun, given in (("stages", "factors", cost.stages), ("times", "entries", cost.times)):
+        if given and len(given) != schedule.stages:
+            raise ScheduleError(
+                f"cost.{name} has {len(given)} {noun} for the {schedule.stages} stages of schedule "
+                f"{schedule.name}; give one for each stage, or none."
+            )
+    rules = complete_rules(schedule)
     begins, ends = times(rules, cost)
     spans = list(map(Span, rules.actions, begins, ends))
     return Timeline(schedule, tuple(tuple(spans[row.start : row.stop]) for row in rules.rows))
+
+
+def complete_rules(schedule: Schedule) -> Rules:
+    """Its actions as numbers.
+
+    Raises:
+        ScheduleError: the schedule is incomplete.
+    """
+    _check_complete(schedule)
+    return Rules(schedule)
 
 
 def times(rules: Rules, cost: Cost) -> tuple[list[float], list[float]]:
@@ -118,8 +145,7 @@ def times(rules: Rules, cost: Cost) -> tuple[list[float], list[float]]:
     Raises:
         ScheduleError: the schedule cannot be done.
     """
-    factor = cost.stages or (1,) * rules.schedule.stages
-    lasts = {(op, stage): cost.of(op) * scale for op in Op for stage, scale in enumerate(factor)}
+    lasts = {(op, stage): cost.at(op, stage) for op in Op for stage in range(rules.schedule.stages)}
     free: list[float] = [0] * len(rules.rows)
     begins: list[float] = [0] * len(rules.actions)
     ends: list[float] = [0] * len(rules.actions)

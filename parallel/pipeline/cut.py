@@ -1,6 +1,7 @@
 """Where the stages of a timeline begin, and what follows for each.
 
-    stages begin before blocks, so that the largest stage is smallest in FLOPs (embedding and head count as all else)
+    stages begin before blocks, so that the largest stage is smallest, in FLOPs or in measured seconds (embedding and
+    head count as all else)
     each boundary then slides back over calls of other units to where the fewest bytes cross: T5's decoder embedding
     moves behind the cut, and one value travels instead of two
 
@@ -15,6 +16,7 @@ from functools import cached_property
 
 from engine.errors import PlanError
 from engine.parallel.pipeline.balance import balance
+from engine.parallel.pipeline.cost import flops_of_calls
 from engine.parallel.pipeline.stageplan import Planner, StagePlan
 from engine.parallel.pipeline.timeline import Timeline
 
@@ -51,15 +53,20 @@ class Cut:
         return max(stages, default=len(self.stages) - 1)
 
 
-def make_cut(timeline: Timeline, stages: int, split: Sequence[str] | None = None) -> Cut:
+def make_cut(
+    timeline: Timeline, stages: int, split: Sequence[str] | None = None, costs: Sequence[float] | None = None
+) -> Cut:
     """Cut into ``stages``, evenly or where ``split`` names the calls that start stages 1 to ``stages`` - 1.
+
+    ``costs``: what each call costs, in any one unit, to divide evenly; default: its FLOPs and those of the glue
+    behind it.
 
     Raises:
         PlanError: fewer calls of blocks than stages, a wrong ``split``, or a value that cannot travel.
     """
     if split is not None:
         return _cut_at(timeline, _read_split(timeline, stages, split))
-    cut = _cut_at(timeline, _even_starts(timeline, stages))
+    cut = _cut_at(timeline, _even_starts(timeline, stages, costs))
     for boundary in range(stages - 1):
         cut = _slide(timeline, cut, boundary)
     return cut
@@ -102,7 +109,7 @@ def _cut_at(timeline: Timeline, starts: Sequence[int], held: Sequence[Collection
     )
 
 
-def _even_starts(timeline: Timeline, stages: int) -> list[int]:
+def _even_starts(timeline: Timeline, stages: int, costs: Sequence[float] | None) -> list[int]:
     blocks = set(timeline.blocks)
     every = [index for index, call in enumerate(timeline.calls) if call.unit in blocks]
     starts = list(timeline.starts)
@@ -114,11 +121,7 @@ def _even_starts(timeline: Timeline, stages: int) -> list[int]:
             f"parallel.pipeline cuts the model into {stages} stages, but its forward calls only {len(starts)} blocks "
             f"(elements of a ModuleList or Sequential of one class); {hint}."
         )
-    cost = [call.flops + 1 for call in timeline.calls]
-    for glue in timeline.glue:
-        if cost:
-            cost[max(glue.calls_before - 1, 0)] += glue.flops
-    return balance(cost, starts[1:], stages) if stages > 1 else []
+    return balance(costs or flops_of_calls(timeline), starts[1:], stages) if stages > 1 else []
 
 
 def _slide(timeline: Timeline, cut: Cut, boundary: int) -> Cut:

@@ -7,6 +7,11 @@ from engine.parallel.pipeline.actions import Action, Op, Schedule
 from engine.parallel.pipeline.placement import v_shape
 
 
+# dualpipe_v(2, 4): stages 0 and 3 on rank 0, 1 and 2 on rank 1. In the middle a forward of one stage stands beside a
+# whole backward of the other; only the first and the last backwards are split.
+#
+#    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3B1 3F2 0B0 0B0 3B2 3B2 3F3   . 0B1 0B1 3B3 3B3 0I2 0W2 0I3 0W3
+#    rank 1    . 1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 1B0 1B0 1F3 2B1 2B1 2F3 1B1 1B1 2B2 2B2 1B2 1B2 2I3 1I3 2W3 1W3
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1), cut in half and folded to a V; m >= 2p.
 

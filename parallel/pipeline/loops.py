@@ -26,8 +26,8 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 # one_f_one_b(3, 4): the same clocks and the same idle time, but a backward goes as soon as it can, so that
 # rank r never holds more than 3 - r microbatches. It runs that many forwards ahead, then one for one.
 #
-#    rank 0  F0 F1 F2  .  .  . B0 B0 F3 B1 B1  . B2 B2  .  . B3 B3
-#    rank 1   . F0 F1  . B0 B0 F2 B1 B1 F3 B2 B2  .  . B3 B3  .  .
+#    rank 0  F0 F1 F2  .  .  .  . B0 B0 F3 B1 B1  . B2 B2  . B3 B3
+#    rank 1   . F0 F1  .  . B0 B0 F2 B1 B1 F3 B2 B2  . B3 B3  .  .
 #    rank 2   .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  .  .  .  .
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """1F1B (Narayanan et al. 2019, PipeDream; its flush variant): rank r holds min(m, p - r) microbatches."""
@@ -41,8 +41,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 # interleaved(2, 4, 2): stages 0 and 2 on rank 0, 1 and 3 on rank 1. A rank starts after fewer layers, so that the
 # idle clocks are those of smaller stages; two microbatches go around the loop before the next two enter.
 #
-#    rank 0  0F0 0F1 2F0 2F1 0F2   . 2B0 2B0 0F3 2B1 2B1 2F2 0B0 0B0 2F3 0B1 0B1   . 2B2 2B2 2B3 2B3 0B2 0B2 0B3 0B3
-#    rank 1    . 1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1F2 1B0 1B0 1F3 1B1 1B1 3F2 3B2 3B2 3F3 3B3 3B3 1B2 1B2 1B3 1B3   .
+#    rank 0  0F0 0F1 2F0 2F1 0F2   . 2B0 2B0 0F3 2B1 2B1 2F2 0B0 0B0 2F3 0B1 0B1   . 2B2 2B2   . 2B3 2B3 0B2 0B2 0B3 0B3
+#    rank 1    . 1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1F2 1B0 1B0 1F3 1B1 1B1 3F2 3B2 3B2 3F3 3B3 3B3 1B2 1B2 1B3 1B3   .   .
 def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021, Megatron-LM, section 2.2), here for any number of microbatches.
 
@@ -64,8 +64,8 @@ def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
 # looped_bfs(2, 4, 2): a stage does all its microbatches before the rank turns to its next stage, so that ZeRO
 # gathers and reduces each stage once a step, while the others compute. The bubble is that of interleaved.
 #
-#    rank 0  0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3   .   . 2B0 2B0 2B1 2B1 2B2 2B2 2B3 2B3 0B0 0B0 0B1 0B1 0B2 0B2 0B3 0B3
-#    rank 1    . 1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B0 3B0 3B1 3B1 3B2 3B2 3B3 3B3 1B0 1B0 1B1 1B1 1B2 1B2 1B3 1B3   .
+#    rank 0  0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3   .   .   . 2B0 2B0 2B1 2B1 2B2 2B2 2B3 2B3 0B0 0B0 0B1 0B1 0B2 0B2 0B3 0B3
+#    rank 1    . 1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B0 3B0 3B1 3B1 3B2 3B2 3B3 3B3 1B0 1B0 1B1 1B1 1B2 1B2 1B3 1B3   .   .
 def looped_bfs(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
     """Breadth-first pipeline parallelism (Lamy-Poirier 2022): every rank holds the activations of all microbatches.
 

@@ -12,20 +12,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import BuiltinFunctionType, FrameType, MappingProxyType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 _METADATA = frozenset((
     "size", "dim", "ndimension", "stride", "numel", "nelement", "is_contiguous", "is_floating_point", "is_complex",
     "is_signed", "is_inference", "is_same_size", "is_tensor", "element_size", "storage_offset", "get_device",
     "data_ptr", "untyped_storage", "is_pinned", "is_shared", "is_conj", "is_neg", "is_coalesced", "dense_dim",
     "sparse_dim", "__len__", "__hash__",
+    # ask for something later on, and make nothing now; ZeRO-3 does it around the modules of opened units
+    "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
 ))  # fmt: skip
 _OF_THE_OBJECT = frozenset((
     "__hash__", "data_ptr", "untyped_storage", "is_tensor", "is_pinned", "get is_nested", "get layout",
@@ -48,6 +49,7 @@ _KEEPS_STATISTICS: Mapping[Any, str] = MappingProxyType(
     {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
 )
 """Functions that write what they are given for later, and the argument that says so."""
+_BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 _DIFFERENTIATES = frozenset(("backward", "grad"))
 
 Function = Callable[..., Any]
@@ -105,6 +107,13 @@ class Operation:
         dropout_p = self.args[4:5] if self.name == "scaled_dot_product_attention" else ()
         share = max(self.kwargs.get("dropout_p", 0.0), *dropout_p, 0.0)
         return self.name in _RANDOM or "dropout" in self.name or share > 0.0
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether it is torch's own, which respects strides; another's kernel may take every tensor for dense."""
+        if isinstance(self.function, _BUILT_IN):
+            return True
+        return getattr(self.function, "__module__", None) in ("torch.functional", "torch.nn.functional")
 
     @property
     def differentiates(self) -> bool:
@@ -173,31 +182,6 @@ def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def open_checkpoints(recompute: bool) -> Iterator[None]:
-    """Within, a reentrant checkpoint runs its function in the open: as the other kind, or without recomputing.
-
-    The reentrant kind hides the calls inside from autograd: a value that leaves the stage from inside would
-    have no history, and a received one would lose its own.
-    """
-
-    def apply(function: Function, preserve: bool, *args: Any) -> Any:
-        if not recompute:
-            return function(*args)
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
-
-    original = torch.autograd.Function.__dict__["apply"]
-    before = vars(CheckpointFunction).get("apply", original)
-    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if before is original:  # inherited
-            del CheckpointFunction.apply
-        else:
-            CheckpointFunction.apply = before  # type: ignore[method-assign]
 
 
 def checks_content(name: str) -> bool:

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from engine.errors import PlanError
+from engine.parallel.pipeline.checkpoints import open_checkpoints
 from engine.parallel.pipeline.intercept import Interception
-from engine.parallel.pipeline.operation import functions_shown_to, open_checkpoints
+from engine.parallel.pipeline.operation import functions_shown_to
 from engine.parallel.pipeline.record import Recorder
-from engine.parallel.pipeline.timeline import Call, Recipe, Timeline
+from engine.parallel.pipeline.timeline import Call, Material, Recipe, Timeline
 from engine.parallel.pipeline.unchanged import unchanged
 from engine.parallel.pipeline.units import Units, find_units, open_units, weighty_children
 
@@ -33,12 +34,14 @@ def probe(
     units: Units | None = None,
     stages: int = 1,
     device: torch.device | None = None,
+    material: Material | None = None,
 ) -> Timeline:
     """The timeline of ``program``, which runs forward and loss of ``model`` and returns a pytree.
 
     Every tensor in what it returns that depends on a parameter is a target. ``stages``: descend into chains inside
     chains when the outer ones have fewer blocks. ``device``: what values say they are on; default: the device of the
-    parameters, or the CPU where those are on meta. Changes nothing in the model, its modes and the random streams.
+    parameters, or the CPU where those are on meta. ``material`` is filled. Changes nothing in the model, its modes
+    and the random streams.
 
     Raises:
         PlanError: the program does something between units that no stage can do alone; the message names it.
@@ -46,18 +49,20 @@ def probe(
     if device is None:
         devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
         device = next(devices, torch.device("cpu"))
-    timeline = _probe_opened(model, program, units or find_units(model), device)
+    timeline = _probe_opened(model, program, units or find_units(model), device, material)
     if units is None and sum(call.unit in timeline.blocks for call in timeline.calls) < stages:
         deep = find_units(model, deep=True)
         if len(deep.blocks) > len(find_units(model).blocks):
-            timeline = _probe_opened(model, program, deep, device)
+            timeline = _probe_opened(model, program, deep, device, material)
     return timeline
 
 
-def _probe_opened(model: nn.Module, program: Program, units: Units, device: torch.device) -> Timeline:
+def _probe_opened(
+    model: nn.Module, program: Program, units: Units, device: torch.device, material: Material | None
+) -> Timeline:
     original = units
     while True:
-        recorder, result = _run(model, program, units, device)
+        recorder, result = _run(model, program, units, device, material)
         hiding = [name for name in _hiding(recorder, units) if weighty_children(units.modules[name])]
         if not hiding:
             break
@@ -79,8 +84,12 @@ def _probe_opened(model: nn.Module, program: Program, units: Units, device: torc
     )
 
 
-def _run(model: nn.Module, program: Program, units: Units, device: torch.device) -> tuple[Recorder, Recipe]:
-    recorder = Recorder(model, units, device)
+def _run(
+    model: nn.Module, program: Program, units: Units, device: torch.device, material: Material | None
+) -> tuple[Recorder, Recipe]:
+    if material is not None:
+        material.clear()
+    recorder = Recorder(model, units, device, material)
     with ExitStack() as stack:
         stack.enter_context(unchanged(model, device))
         for module in model.modules():

@@ -9,17 +9,19 @@ is stands in the ``ledger``.
                --- yes, between calls --------------->  runs on twins; becomes Glue, what it makes become Values
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from engine.parallel.pipeline.ledger import Ledger, OpenCall, Source, position_of
 from engine.parallel.pipeline.operation import Function, Operation, user_place
-from engine.parallel.pipeline.timeline import Call, Glue, Recipe
+from engine.parallel.pipeline.timeline import Call, Glue, Material, Recipe, Sample
 from engine.parallel.pipeline.twins import META, FlopCount, Twins
 from engine.parallel.pipeline.units import Units
 
@@ -29,14 +31,15 @@ _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia
 class Recorder(TorchFunctionMode):
     """Fills ``calls``, ``glue`` and the ledger while the program runs under it; notes what cannot be cut."""
 
-    def __init__(self, model: nn.Module, units: Units, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, units: Units, device: torch.device, material: Material | None = None) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.glue: list[Glue] = []
         self.flops = FlopCount()
         self._twins = Twins(device)
         self.ledger = Ledger(model, self._twins)
-        self._units, self._device = units, device
+        self._units, self._device, self._material = units, device, material
+        self._weighed: set[int] = set()
         self._call: OpenCall | None = None
         self._quiet = False
         self._read_by_glue: set[str] = set()
@@ -144,7 +147,8 @@ class Recorder(TorchFunctionMode):
         self._read_by_glue |= parameters
         source = Source("glue", len(self.glue), tuple(inputs), frozenset(parameters))
         first, flops = len(self.ledger.values), self.flops.total
-        out, on_host = self._run_on_twins(operation)
+        with self._weighing(operation):
+            out, on_host = self._run_on_twins(operation)
         self._note_problems(operation, place, on_host, source)
         writes, buffers = self._rewrite(operation, source)
         result = self._give(out, operation, lambda tensor: self.ledger.new_value(tensor, source))
@@ -165,6 +169,27 @@ class Recorder(TorchFunctionMode):
             )
         )
         return result
+
+    @contextmanager
+    def _weighing(self, operation: Operation) -> Iterator[None]:
+        """Count what glue saves; memory of parameters and of what depends on the batch alone does not count."""
+        if self._material is None:
+            yield
+            return
+        others = [tensor for tensor in operation.tensors if id(tensor) not in self.ledger.number]
+        self._weighed.update(self._twins.of(tensor).untyped_storage()._cdata for tensor in others)
+        sizes: list[int] = []
+
+        def pack(saved: Tensor) -> Tensor:
+            storage = saved.untyped_storage()
+            if storage._cdata not in self._weighed:
+                self._weighed.add(storage._cdata)
+                sizes.append(storage.nbytes())
+            return saved
+
+        with saved_tensors_hooks(pack, lambda saved: saved):
+            yield
+        self._material.kept_by_glue.append(sum(sizes))
 
     def _rewrite(self, operation: Operation, source: Source) -> tuple[tuple[tuple[int, int], ...], frozenset[str]]:
         """New values for what the operation writes; and the buffers among it."""
@@ -236,6 +261,8 @@ class Recorder(TorchFunctionMode):
         inputs, parameters = self.ledger.read(tensors, f"a call of {unit!r}", None)
         parameters |= {self.ledger.parameters[id(own)] for own in self._units.modules[unit].parameters()}
         call = OpenCall(len(self.calls), unit, inputs, parameters)
+        if self._material is not None:
+            self._material.arguments.append(tree_map(self._sample, (args, kwargs)))
         event, flops = len(self.calls) + len(self.glue), self.flops.total
         try:
             self._call, self._quiet = call, False
@@ -256,6 +283,14 @@ class Recorder(TorchFunctionMode):
             )
         )
         return out
+
+    def _sample(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not self.ledger.knows(leaf):
+            return leaf
+        twin, ledger = self._twins.of(leaf), self.ledger
+        stride = torch.empty_like(twin).stride()  # dense, in the same order of dims
+        source = ledger.parameters[id(leaf)] if id(leaf) in ledger.parameters else ledger.number.get(id(leaf), -1)
+        return Sample(source, tuple(twin.shape), stride, twin.dtype, twin.requires_grad)
 
     def _written_arguments(self, leaves: list[Any], call: OpenCall, source: Source) -> tuple[tuple[int, int], ...]:
         """A new value for each argument whose memory the call wrote."""

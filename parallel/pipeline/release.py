@@ -11,8 +11,8 @@ in the simulated schedule, after it could leave:
 from bisect import bisect_right
 
 from engine.parallel.pipeline.actions import Schedule
-from engine.parallel.pipeline.check import Cost, times
-from engine.parallel.pipeline.order import Columns, Rules
+from engine.parallel.pipeline.check import Cost, complete_rules, times
+from engine.parallel.pipeline.order import Columns
 
 RECEIVES_AHEAD = 1
 """A rank that begins an action has offered to receive for it and for so many actions after it, ``row[i : i + 1 +
@@ -25,27 +25,25 @@ def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releas
     """For each rank and each action of its row: the earlier actions of the row whose sends to a neighbouring stage
     are waited for just before it begins, by their places in the row. Those never named may be waited for at the end.
 
-    Waiting there delays nobody at the costs of :class:`Cost`, and cannot stop anybody at any other: that is proven.
+    Waiting there delays nobody at the costs of :class:`Cost`. It cannot stop anybody at any other, which is proven:
+    the receiver's action that comes with the offer begins before the action that waits, in an order that all needs
+    allow. So it does not matter either whether a rank waits first or offers first.
 
     Raises:
-        ScheduleError: the schedule is stuck.
+        ScheduleError: the schedule is incomplete or stuck.
     """
-    rules = Rules(schedule)
+    rules = complete_rules(schedule)
     begins, ends = times(rules, Cost())
     waits: dict[int, list[int]] = {}
     offers: dict[int, dict[int, int]] = {}
     for source, taker in rules.sends():
-        here, there = rules.rows[rules.rank[source]], rules.rows[rules.rank[taker]]
-        offer = max(taker - receives_ahead, there.start)
-        leaves = max(begins[offer], ends[source])
-        waiter = bisect_right(begins, leaves, source + 1, here.stop)
-        if waiter < here.stop:
-            waits.setdefault(waiter, []).append(source - here.start)
-            # the receiver offers once it is done with the action before; of one rank the last offer counts
-            if offer > there.start:
-                after = offers.setdefault(waiter, {})
-                rank = rules.rank[taker]
-                after[rank] = max(after.get(rank, -1), offer - 1)
+        row, there = rules.rows[rules.rank[source]], rules.rank[taker]
+        offer = max(taker - receives_ahead, rules.rows[there].start)
+        waiter = bisect_right(begins, max(begins[offer], ends[source]), source + 1, row.stop)
+        if waiter < row.stop:
+            waits.setdefault(waiter, []).append(source - row.start)
+            latest = offers.setdefault(waiter, {})
+            latest[there] = max(latest.get(there, offer), offer)
     rules.order((*rules.needs, *_columns(offers, len(rules.actions))))
     return tuple(tuple(tuple(sorted(waits.get(number, ()))) for number in row) for row in rules.rows)
 

@@ -54,6 +54,8 @@ class Run:
         self.timeline, self.plan = timeline, plan
         self.inside = False
         """Whether a unit runs: what it calls is its own affair."""
+        self.regions: list[dict[str, Any]] = []
+        """Options of the checkpoints that the program is in; see ``checkpoints``."""
         self.sent: dict[int, Tensor] = {}
         self._received, self._parameters, self._device = received, parameters, device
         self._units = frozenset(timeline.units)

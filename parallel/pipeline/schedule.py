@@ -1,13 +1,16 @@
 """The kinds of schedules that can be asked for by name, and the names that other parts import.
 
-kind         stages       holds      backward   bubble, m >= p     for
-gpipe        a line       m          whole      (p-1)/(m+p-1)      the order of one process
-1f1b         a line       p          whole      (p-1)/(m+p-1)      least messages in little memory
-interleaved  v in a loop  p + ...    whole      (p-1)/(vm+p-1)     few microbatches
-looped-bfs   v in a loop  m          whole      (p-1)/(vm+p-1)     ZeRO 2 and 3: a stage is gathered once
-zb-h1        v in a loop  p          split      (p-1)/(3vm+p-1)    little memory, quick links
-zb-v         2 in a V     p          split      (p-1)/(6m+p-1)     the same with one order of links
-dualpipe-v   2 in a V     p + 1/2    mixed      (p-1)/(6m+p-1)     messages that hide behind compute
+    kind         stages       holds         backward   bubble for m >= p   good for
+    gpipe        a line       m             whole      (p-1)/(m+p-1)       the order of one process
+    1f1b         a line       p             whole      (p-1)/(m+p-1)       little memory, fewest messages
+    interleaved  v in a loop  p + (p-1)/v   whole      (p-1)/(vm+p-1)      few microbatches
+    looped-bfs   v in a loop  m             whole      (p-1)/(vm+p-1)      ZeRO 2 and 3: a stage is gathered once
+    zb-h1        v in a loop  p             split      (p-1)/(3vm+p-1)     little memory and few microbatches
+    zb-v         2 in a V     p             split      (p-1)/(6m+p-1)      the same, with quick links
+    dualpipe-v   2 in a V     p + 1/2       partly     (p-1)/(6m+p-1)      messages that hide behind compute
+
+Held are activations of whole slices of the model, one microbatch each, on the fullest rank. The bubble is the idle
+share of the step where a forward and each half of a backward take equally long.
 """
 
 from collections.abc import Callable, Mapping
@@ -84,9 +87,6 @@ _ALL = (
 
 KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _ALL})
 """All kinds by their name in the configuration, the simplest first."""
-
-BUILT = MappingProxyType({name: kind for name, kind in KINDS.items() if kind.placement == "line"})
-"""Kinds that need no number of virtual stages."""
 
 
 def fits(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> str | None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.parallel.pipeline.absent import make_absent
+from engine.parallel.pipeline.checkpoints import open_checkpoints, recomputed, spread_checkpoints
 from engine.parallel.pipeline.glue_run import GlueRun
 from engine.parallel.pipeline.intercept import Interception
-from engine.parallel.pipeline.operation import open_checkpoints
 from engine.parallel.pipeline.run import Run, StopForward
 from engine.parallel.pipeline.stageplan import StagePlan
 from engine.parallel.pipeline.timeline import Timeline
@@ -69,7 +69,7 @@ class Stage:
         result = None
         before, self._run = self._run, run
         try:
-            with open_checkpoints(recompute=True), run.watching():
+            with open_checkpoints(recompute=True), spread_checkpoints(run), run.watching():
                 result = program()
         except StopForward as stop:
             if stop.run is not run:
@@ -101,4 +101,6 @@ class Stage:
         run = self._run
         if run is None or not run.takes(unit):  # recomputed in backward, or inside another unit
             return forward(*args, **kwargs)
+        if run.regions and torch.is_grad_enabled() and not run.skips_next():
+            forward = recomputed(forward, run.regions[-1])
         return run.call(unit, forward, args, kwargs)

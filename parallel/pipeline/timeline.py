@@ -16,7 +16,7 @@ A stage is an interval of the calls. Values point forward only, so any interval 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -57,6 +57,37 @@ class Constant(NamedTuple):
 
 
 Leaf = FromValue | FromArgument | FromParameter | FreeTensor | Constant
+
+
+class Sample(NamedTuple):
+    """What stands for a value or a parameter among the arguments of a call."""
+
+    source: int | str
+    """The number of the value, or the name of the parameter."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+    """Whether a gradient flows back through it."""
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""args and kwargs of a call: a Sample for each value and parameter in them, all else as it was."""
+
+
+@dataclass
+class Material:
+    """What measuring needs of a probe beside its timeline. Filled while the probe runs."""
+
+    arguments: list[Arguments] = field(default_factory=list)
+    """What each call was given."""
+    kept_by_glue: list[int] = field(default_factory=list)
+    """Bytes that each glue operation saves for its backward, in tensors that no earlier one has saved."""
+
+    def clear(self) -> None:
+        """Forget an earlier forward."""
+        self.arguments.clear()
+        self.kept_by_glue.clear()
 
 
 @dataclass(frozen=True, slots=True)

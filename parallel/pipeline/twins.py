@@ -8,6 +8,8 @@ operation mixes them with a value.
 Meta tensors and not FakeTensors: what user code holds must not look like tracing to it.
 """
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -84,6 +86,9 @@ class Twins:
         def run(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
             return operation.function(*arguments[0], **arguments[1])
 
+        shape_rule = _SHAPE_RULES.get(name)
+        if shape_rule is not None and (out := shape_rule(*args, **kwargs)) is not None:
+            return out
         cast = torch.is_autocast_enabled(self.device.type)
         out = cast_like_autocast(self.device, run, (args, kwargs)) if cast else run((args, kwargs))
         if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(out)):
@@ -91,12 +96,24 @@ class Twins:
         return out
 
     def on_zeros(self, operation: Operation) -> Any:
-        """What the operation gives when run for real, with zeros for everything that has no content here."""
+        """What the operation gives when run for real, with zeros for everything that has no content here.
 
+        The zeros are one element seen many times, which takes no memory, if torch's own kernel takes them.
+        """
+        if operation.is_of_torch and not operation.written:
+            try:
+                return self._on_zeros(operation, expanded=True)
+            except Exception:  # a kernel that wants another layout; or a mistake, which comes again
+                pass
+        return self._on_zeros(operation, expanded=False)
+
+    def _on_zeros(self, operation: Operation, expanded: bool) -> Any:
         def zeros(leaf: Any) -> Any:
             # parameters too: what comes out must not differ between ranks that hold them and ranks that do not
-            empty = isinstance(leaf, nn.Parameter) or (isinstance(leaf, Tensor) and self._is_empty(leaf))
-            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device) if empty else leaf
+            if not (isinstance(leaf, nn.Parameter) or (isinstance(leaf, Tensor) and self._is_empty(leaf))):
+                return leaf
+            shape = () if expanded else leaf.shape
+            return torch.zeros(shape, dtype=leaf.dtype, device=self.device).expand(leaf.shape)
 
         with torch.no_grad():
             return operation.function(*tree_map(zeros, operation.args), **tree_map(zeros, dict(operation.kwargs)))
@@ -128,6 +145,17 @@ class Twins:
     def _keep(self, tensor: Tensor, memory: int) -> None:
         self._kept[id(tensor)] = tensor
         self._sharing.setdefault(memory, {})[id(tensor)] = tensor
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor | None:
+    """Each row meets one of the weights [groups, in, out]; on meta, torch's own wants bf16 and aligned strides."""
+    return rows @ weights[0] if rows.ndim == 2 and weights.ndim == 3 and offs is not None else None
+
+
+_SHAPE_RULES: Mapping[str, Callable[..., Tensor | None]] = MappingProxyType(
+    {"_grouped_mm": _grouped_mm, "grouped_mm": _grouped_mm}
+)
+"""Operations that meta tensors refuse, and what has the same shape, gradient and FLOPs; None: not this case."""
 
 
 class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ Shape suffixes: B rows (all leading dims together), I inputs, O outputs.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,17 @@ class Leftover:
     """What the I of one stage and microbatch has left to its W."""
 
     def __init__(self) -> None:
-        self._work: list[tuple[str, Callable[[], Tensor]]] = []
+        self._work: list[tuple[str, partial[Tensor]]] = []
 
-    def leave(self, name: str, compute: Callable[[], Tensor]) -> None:
+    def leave(self, name: str, compute: partial[Tensor]) -> None:
         """Note a gradient that is to be computed."""
         self._work.append((name, compute))
+
+    @property
+    def bytes(self) -> int:
+        """What is kept for it, each storage once."""
+        kept = [arg.untyped_storage() for _, compute in self._work for arg in compute.args if isinstance(arg, Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     @torch.no_grad()
     def compute(self, take: Take) -> None:
@@ -58,9 +64,9 @@ class WaitingWeights:
         for module in model.modules():
             slot = "multiply" if is_cut(module) else "forward"
             if is_linear(module) and has_plain_forward(module) and slot not in vars(module):
-                layer = _Layer(self, module, names, getattr(module, slot))
-                object.__setattr__(module, slot, layer)
-                self._installed.append((module, slot, layer))
+                product = _Layer(self, module, names, getattr(module, slot)).multiply
+                object.__setattr__(module, slot, product)
+                self._installed.append((module, slot, product))
 
     @contextmanager
     def leaving(self, leftover: Leftover) -> Iterator[None]:
@@ -78,8 +84,8 @@ class WaitingWeights:
 
     def remove(self) -> None:
         """Put the layers' own products back."""
-        for module, slot, layer in self._installed:
-            if vars(module).get(slot, _NOTHING) is layer:
+        for module, slot, product in self._installed:
+            if vars(module).get(slot, _NOTHING) == product:
                 object.__delattr__(module, slot)
         self._installed = []
 
@@ -90,24 +96,23 @@ class _Layer:
     def __init__(
         self, waiting: WaitingWeights, module: nn.Module, names: Mapping[int, str], plain: Callable[[Tensor], Tensor]
     ) -> None:
-        self.waiting, self._module, self._plain = waiting, module, plain
+        self.waiting, self._plain = waiting, plain
         self._parameters = module._parameters
-        self.transposed = is_conv1d(module)
+        self._transposed = is_conv1d(module)
         self._with_bias = not isinstance(module, RowLayer)
         self._names = names
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
+        """x [.., I] -> [.., O]."""
         weight, bias = self._parameters["weight"], self._parameters["bias"] if self._with_bias else None
         if weight is None or not self._can_wait(x, weight, bias):
             return self._plain(x)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        out: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        names = self._names[id(weight)], "" if bias is None else self._names[id(bias)]
+        product = _Product(self.waiting, self._transposed, names)
+        out: Tensor = _Linear.apply(x, weight, bias, product)  # type: ignore[no-untyped-call]
         return out
-
-    def name_of(self, parameter: Tensor) -> str:
-        """Its first name in the model."""
-        return self._names[id(parameter)]
 
     def _can_wait(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(x, Tensor):
@@ -121,33 +126,42 @@ class _Layer:
         return parameter.requires_grad and parameter.is_leaf and not hooked and id(parameter) in self._names
 
 
+class _Product(NamedTuple):
+    """What a product needs to know beside its tensors, which need not be the parameters themselves: a probe shows
+    twins of them, a recomputed forward saves other objects."""
+
+    waiting: WaitingWeights
+    transposed: bool
+    names: tuple[str, str]
+    """Of weight and bias: their first names in the model."""
+
+
 class _Linear(torch.autograd.Function):
     """x [.., I] -> x W' + b [.., O], for W [O, I], or [I, O] where the layer is transposed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: _Product) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.weight = layer, layer.name_of(weight)  # a recomputed forward saves another object
-        ctx.bias = None if bias is None else (layer.name_of(bias), bias.dtype)
+        ctx.product, ctx.bias = product, None if bias is None else bias.dtype
         with torch.autocast(x.device.type, enabled=False):
             w_OI = weight.to(x.dtype)
             b_O = None if bias is None else bias.to(x.dtype)
-            return nn.functional.linear(x, w_OI.t() if layer.transposed else w_OI, b_O)
+            return nn.functional.linear(x, w_OI.t() if product.transposed else w_OI, b_O)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        layer, bias = ctx.layer, ctx.bias
+        (waiting, transposed, names), bias = ctx.product, ctx.bias
         w_OI = weight.to(dy.dtype)
-        dx = dy @ (w_OI.t() if layer.transposed else w_OI)
-        leftover = layer.waiting.open
+        dx = dy @ (w_OI.t() if transposed else w_OI)
+        leftover = waiting.open
         if leftover is None or torch.is_grad_enabled():  # another backward, perhaps one to be differentiated again
-            dw = _weight_gradient(x, dy, weight.dtype, layer.transposed)
-            return dx, dw, None if bias is None else _bias_gradient(dy, bias[1]), None
+            dw = _weight_gradient(x, dy, weight.dtype, transposed)
+            return dx, dw, None if bias is None else _bias_gradient(dy, bias), None
         x, dy = x.detach(), dy.detach()  # the graph that made them goes now
-        leftover.leave(ctx.weight, partial(_weight_gradient, x, dy, weight.dtype, layer.transposed))
+        leftover.leave(names[0], partial(_weight_gradient, x, dy, weight.dtype, transposed))
         if bias is not None:
-            leftover.leave(bias[0], partial(_bias_gradient, dy, bias[1]))
+            leftover.leave(names[1], partial(_bias_gradient, dy, bias))
         return dx, None, None, None
 
 

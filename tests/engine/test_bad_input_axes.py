@@ -174,7 +174,10 @@ def test_schedules_that_do_not_exist(alone: Callable[..., str], seen: bool, tmp_
         return refuse(str(path)).replace(str(path), "FILE")
 
     assert refuse("1f2b").startswith('parallel.schedule: "1f2b" is not a schedule; give gpipe, 1f1b')
-    assert refuse("zb-h1") == "schedule 'zb-h1' is not built; choose gpipe or 1f1b."
+    assert refuse("interleaved") == (
+        "schedule interleaved with virtual_stages = 1: it holds several stages on each rank; set virtual_stages to 2 "
+        "or more."
+    )
     assert refuse("1f1b", virtual_stages=2).startswith("schedule 1f1b with virtual_stages = 2: it holds one stage on")
     assert "No such file or directory; give the path" in refuse(str(tmp_path / "none.txt"))
     assert file(b"0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3\n1F1 1B1 1F0 1B0 1F2 1B2 1F3 1B3\n") == (
@@ -182,8 +185,11 @@ def test_schedules_that_do_not_exist(alone: Callable[..., str], seen: bool, tmp_
         "Reorder one of these rows."
     )
     assert file(b"0F0 0B0\n1F0 1B0\n") == (
-        "schedule FILE has 2 stages and 1 microbatches; this run needs line r to do F and B of stage r for 2 stages "
-        "and 4 microbatches."
+        "schedule FILE has 2 lines and 1 microbatches; this run needs a line for each of 2 pipeline ranks, with F and "
+        "B (or I and W) of 4 microbatches."
+    )
+    assert file(b"0F0 0F1 0F2 0F3\n1F0 1F1 1F2 1F3\n").startswith(
+        "schedule FILE has 2 lines and 4 microbatches, and no backward; this run needs"
     )
     assert file(b"0F0 0X0\n1F0 1B0\n").startswith("FILE, line 1: '0X0' is no action; write stage, F, B, I or W,")
     assert file(b"").startswith("schedule FILE over 0 stages and 0 microbatches is empty;")

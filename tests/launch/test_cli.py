@@ -48,21 +48,15 @@ def test_plan_of_three_axes_tells_the_cut_and_draws_the_schedule(capsys: pytest.
         assert expected in text, text
 
 
-def test_schedule_is_drawn_with_its_idle_share_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "--kind", "1f1b", "--stages", "2", "--microbatches", "3", "--width", "80"]) == 0
-    picture = """\
-1f1b
-rank 0 |F0 F1  .  . B0 B0 F2 B1 B1  . B2 B2
-rank 1 | . F0 B0 B0 F1 B1 B1 F2 B2 B2  .  .
-idle share (bubble)       25.0%, a backward as long as two forwards
-most microbatches held    2 1 (by rank)
-"""
-    assert capsys.readouterr().out == picture
-
-
-def test_schedule_that_is_not_built_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "--kind", "zb-h1"]) == 1
-    assert capsys.readouterr().err == "schedule 'zb-h1' is not built; choose gpipe or 1f1b.\n"
+def test_plan_measures_where_the_configuration_asks_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "auto.json"
+    parallel = {"pipeline": 2, "balance": "time", "schedule": "auto"}
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "parallel": parallel}))
+    sizes = ["--layers", "3", "--width", "16", "--context", "8"]
+    assert main(["plan", str(config), "--world", "2", *sizes]) == 0
+    text = capsys.readouterr().out
+    assert "2 stages, balanced by measured seconds" in text and "note       measured 5 kinds of calls on " in text
+    assert "auto: " in text and " MiB of activations" in text and ": 1.00 x the time" in text
 
 
 @pytest.mark.parametrize("arguments", [["-m", "engine.launch.cli", "--help"], ["train.py", "--help"]])

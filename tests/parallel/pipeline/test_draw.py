@@ -1,12 +1,16 @@
 """The picture of a schedule, letter by letter."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.parallel.pipeline.check import Cost, simulate
-from engine.parallel.pipeline.draw import draw
-from engine.parallel.pipeline.schedule import BUILT, make_schedule, one_f_one_b, parse_schedule
+from engine.parallel.pipeline.draw import draw, draw_panels
+from engine.parallel.pipeline.schedule import gpipe, make_schedule, one_f_one_b
+from engine.parallel.pipeline.summary import Panel
+from tests.parallel.pipeline.timelines import V_SHAPE, measured
 
 
 def test_one_f_one_b() -> None:
@@ -20,12 +24,66 @@ rank 3 | .  .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5  .  .  . 
 
 
 def test_several_stages_on_a_rank_show_the_stage() -> None:
-    v_shape = parse_schedule("0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 1I0 2W0 1W0", "v")
     picture = """\
 v
 rank 0 |0F0   .   . 3F0 3I0 3W0   . 0I0 0W0
 rank 1 |  . 1F0 2F0   .   . 2I0 1I0 2W0 1W0"""
-    assert draw(simulate(v_shape)) == picture
+    assert draw(simulate(V_SHAPE)) == picture
+
+
+def test_small_letters_are_later_stages_of_a_rank() -> None:
+    picture = """\
+v, small letters are later stages of a rank
+rank 0 |F0  .  . f0 i0 w0  . I0 W0
+rank 1 | . F0 f0  .  . i0 I0 w0 W0"""
+    assert draw(simulate(V_SHAPE), width=43) != picture
+    assert draw(simulate(V_SHAPE), width=42) == picture == draw(simulate(V_SHAPE), width=34)
+    picture = """\
+v, small letters are later stages of a rank, a letter is the time of one cell
+rank 0 |F..fiw.IW
+rank 1 |.Ff..iIwW"""
+    assert draw(simulate(V_SHAPE), width=33) == picture
+
+
+def test_a_measured_step_lies_under_the_predicted_one() -> None:
+    predicted = simulate(one_f_one_b(2, 3))
+    picture = """\
+1f1b, predicted: 2 ranks, 3 microbatches, 25.0% idle, at most 2 slices held
+rank 0 |F0 F1  .  . B0 B0 F2 B1 B1  . B2 B2
+rank 1 | . F0 B0 B0 F1 B1 B1 F2 B2 B2  .  .
+
+1f1b, measured: 2 ranks, 3 microbatches, 30.0% idle, at most 2 slices held, 12 ms, a cell is 1 ms
+rank 0 |F0 F1  .  . B0 B0 F2 B1 B1  . B2 B2
+rank 1 | . F0 B0 B0 F1 B1 B1 F2 B2 B2  .  ."""
+    panels = [Panel(predicted, "predicted"), Panel(measured(predicted), "measured", seconds=True)]
+    assert draw_panels(panels) == picture
+    assert draw_panels(panels, 19).splitlines()[-3:] == [
+        "1f1b, measured: 2 ranks, 3 microbatches, 30.0% idle, at most 2 slices held, 12 ms, a letter is 2 ms",
+        "rank 0 |F.BFBB",
+        "rank 1 |.BFBB.",
+    ]  # fmt: skip
+
+
+def test_timelines_of_one_unit_have_one_scale_and_end_where_they_end() -> None:
+    picture = """\
+gpipe
+rank 0 |F0 F1  .  .  . B0 B0 B1 B1
+rank 1 | . F0 F1 B0 B0 B1 B1  .  .
+
+1f1b
+rank 0 |F0 F1  .  . B0 B0 F2 B1 B1  . B2 B2
+rank 1 | . F0 B0 B0 F1 B1 B1 F2 B2 B2  .  ."""
+    assert draw_panels([Panel(simulate(gpipe(2, 2))), Panel(simulate(one_f_one_b(2, 3)))]) == picture
+
+
+def test_a_slip_of_the_clock_makes_no_finer_cells() -> None:
+    timeline = measured(simulate(one_f_one_b(2, 3)))
+    first, *others = timeline.spans[0]
+    short = first._replace(end=first.start + 1e-7)
+    slipped = replace(timeline, spans=((short, *others), timeline.spans[1]))
+    title, *rows = draw_panels([Panel(slipped, seconds=True)]).splitlines()
+    assert title == "1f1b, a cell is 900 us"  # a forward, and not the slip
+    assert [len(row.split("|")[1].split()) for row in rows] == [14, 14]  # 12 ms
 
 
 def test_a_narrow_picture_keeps_one_letter_of_each_cell() -> None:
@@ -58,7 +116,7 @@ rank 1 | .  . F0 B0 B0 F1 B1 B1  .  .  ."""
 
 
 @settings(deadline=None)
-@given(st.sampled_from(sorted(BUILT)), st.integers(1, 12), st.integers(1, 24), st.integers(20, 200))
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 12), st.integers(1, 24), st.integers(20, 200))
 def test_no_picture_is_wider_than_asked(kind: str, stages: int, microbatches: int, width: int) -> None:
     title, *rows = draw(simulate(make_schedule(kind, stages, microbatches)), width).splitlines()
     assert len(rows) == stages and title.startswith(kind)

@@ -192,11 +192,11 @@ def test_receives_are_offered_early_and_sends_waited_for_when_they_are_released(
     actions = one_f_one_b(3, 3).per_rank[1]
     Executor(transport).run(Row(actions, ((), (), (0,), (), (1,), (2,))), Job())
     assert log.events == [
-        "offer 0 from 0", "offer 1 from 0", "offer 2 from 2", "arrived 0", "F0", "send 0 to 2",
-        "offer 3 from 0", "arrived 1", "F1", "send 1 to 2",
-        "offer 4 from 2", "sent 0", "arrived 2", "B0", "send 2 to 0",
-        "offer 5 from 2", "arrived 3", "F2", "send 3 to 2",
-        "sent 1", "arrived 4", "B1", "send 4 to 0",
+        "offer 0 from 0", "offer 1 from 0", "arrived 0", "F0", "send 0 to 2",
+        "offer 2 from 2", "arrived 1", "F1", "send 1 to 2",
+        "offer 3 from 0", "sent 0", "arrived 2", "B0", "send 2 to 0",
+        "offer 4 from 2", "arrived 3", "F2", "send 3 to 2",
+        "offer 5 from 2", "sent 1", "arrived 4", "B1", "send 4 to 0",
         "sent 2", "arrived 5", "B2", "send 5 to 0", "sent 3", "sent 4", "sent 5",
     ]  # fmt: skip
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from tests import models
 from tests.parallel.pipeline.zoo import LENGTH, ROWS, SMALL, Case, hugging_face, run_hugging_face, text
 
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-GROUPED = {**SMALL, "num_key_value_heads": 1}
+NO_DROPOUT: Mapping[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GROUPED: Mapping[str, Any] = {**SMALL, "num_key_value_heads": 1}
 
 
 def padded(generator: torch.Generator) -> dict[str, Tensor]:

@@ -1,14 +1,22 @@
-"""Which stages and gather groups of a rank use a parameter: what decides which bucket it shares with others."""
+"""The flat layouts of a plan: which parameters each rank lays out, and which of them share buckets.
 
+A bucket holds what the same stages of a rank use and, where parameters are sharded, the same gather groups.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
+from engine.config import Config
 from engine.parallel.pipeline.cut import Cut
 from engine.parallel.pipeline.timeline import Timeline
-from engine.parallel.shards import ShardRow
+from engine.parallel.shards import ShardRow, ShardTable
+from engine.precision import Precision
 from engine.zero.gather_groups import GatherGroups
 from engine.zero.gather_order import EVERYWHERE
-from engine.zero.layout import Turn
+from engine.zero.layout import FlatLayout, Item, Turn, build_layout
 
 
 @dataclass(frozen=True)
@@ -60,3 +68,48 @@ class Users:
 def _are_related(module: str, unit: str) -> bool:
     """Whether one is the other, or lies in it."""
     return module == unit or not module or unit.startswith(f"{module}.") or module.startswith(f"{unit}.")
+
+
+def flat_layouts(
+    table: ShardTable, config: Config, precision: Precision, users: Users
+) -> dict[tuple[int, int], FlatLayout]:
+    """By (pipeline coordinate, tensor coordinate)."""
+    return {
+        (pp, tp): build_layout(
+            _items(table.held_by(pp), (pp, tp), precision, users),
+            config.dp,
+            config.zero_optimization.reduce_bucket_size,
+        )
+        for pp in range(config.pp)
+        for tp in range(config.tp)
+    }
+
+
+def _items(rows: Sequence[ShardRow], where: tuple[int, int], precision: Precision, users: Users) -> list[Item]:
+    """What is laid out at a (pipeline, tensor) coordinate: trained rows; where parameters are sharded, frozen ones."""
+    pp, tp = where
+    items = []
+    for row in rows:
+        dtype = precision.parameter(row.name, row.dtype) if row.trainable else precision.frozen(row.name, row.dtype)
+        if row.trainable or (users.gathers is not None and dtype in SHARDED_DTYPES):
+            items.append(
+                Item(
+                    row.name,
+                    row.local_shape(tp),
+                    str(dtype).removeprefix("torch."),
+                    row.group,
+                    row.counted(pp, tp),
+                    row.owners if row.trainable and len(row.owners) > 1 else (),
+                    row.trainable and row.partial,
+                    users.turns(row, pp),
+                    row.trainable,
+                    users.stages(row, pp),
+                )
+            )
+    return items
+
+
+SHARDED_DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
+)  # fmt: skip
+"""What every backend gathers; a frozen parameter of another dtype stays whole on every rank."""

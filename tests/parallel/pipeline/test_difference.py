@@ -1,0 +1,118 @@
+"""Two forwards are compared event by event; the first that differs is named."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.parallel.pipeline.difference import difference
+from engine.parallel.pipeline.probe import probe
+from engine.parallel.pipeline.timeline import Timeline
+from tests.parallel.pipeline.play import batches_of
+from tests.parallel.pipeline.zoo import CASES, Own, run_own
+
+Turn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Turning(Own):
+    """What happens after each block is a function of its number, what went in and came out, and the embedding."""
+
+    turn: Turn
+
+    def trunk(self, x: Tensor) -> Tensor:
+        x0 = x
+        for i, block in enumerate(self.blocks):
+            x = self.turn(i, x, block(x), x0)
+        return x
+
+
+def plain(i: int, x: Tensor, y: Tensor, x0: Tensor) -> Tensor:
+    return x + y if i % 2 else y
+
+
+def seen(model: Any, turn: Turn) -> Timeline:
+    model.turn = turn
+    batch = batches_of(CASES["own"], 1)[0]
+    return probe(model, lambda: run_own(model, batch))
+
+
+def no_add(i: int, x: Tensor, y: Tensor, x0: Tensor) -> Tensor:
+    return y if i == 3 else plain(i, x, y, x0)
+
+
+def one_more(i: int, x: Tensor, y: Tensor, x0: Tensor) -> Tensor:
+    return y * 2 if i == 0 else plain(i, x, y, x0)
+
+
+def other_operand(i: int, x: Tensor, y: Tensor, x0: Tensor) -> Tensor:
+    return x0 + y if i == 3 else plain(i, x, y, x0)
+
+
+def other_shape(i: int, x: Tensor, y: Tensor, x0: Tensor) -> Tensor:
+    return (x[:1] + y[:1]).expand_as(x) if i == 1 else plain(i, x, y, x0)
+
+
+def detached(i: int, x: Tensor, y: Tensor, x0: Tensor) -> Tensor:
+    return (x + y).detach() if i == 1 else plain(i, x, y, x0)
+
+
+def double(i: int, x: Tensor, y: Tensor, x0: Tensor) -> Tensor:
+    return (x + y).double().float() if i == 5 else plain(i, x, y, x0)
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        (no_add, "comes to a call of unit 'blocks.4' where it came to add at "),
+        (one_more, "comes to mul at "),
+        (other_operand, "comes to add at "),
+        (other_shape, "comes to __getitem__ at "),
+        (detached, "comes to detach at "),
+        (double, "comes to double at "),
+    ],
+)
+def test_the_first_event_that_differs_is_named(turn: Turn, said: str) -> None:
+    model = Turning()
+    before = seen(model, plain)
+    assert difference(before, seen(model, plain)) is None
+    found = difference(before, seen(model, turn))
+    assert found is not None and found.startswith(said)
+    if "call" not in said:
+        assert f"{__file__}:" in found
+    back = difference(seen(model, turn), before)
+    assert back is not None and back != found
+
+
+def test_calls_that_end_early_or_late() -> None:
+    case, model = CASES["own"], CASES["own"].build()
+    batch = batches_of(case, 1)[0]
+    whole = probe(model, lambda: run_own(model, batch))
+    logits = probe(model, lambda: model(batch[:, :-1]))
+    assert difference(whole, logits) == f"ends where it came to {whole.glue[-2].name} at {whole.glue[-2].place} before"
+    assert (difference(logits, whole) or "").startswith("goes on with flatten at ")
+
+
+def test_another_dtype_or_result_is_shown() -> None:
+    case, model = CASES["own"], CASES["own"].build()
+    batch = batches_of(case, 1)[0]
+
+    def mean(reduction: str) -> Timeline:
+        def run() -> Any:
+            return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), reduction=reduction)
+
+        return probe(model, run)
+
+    found = difference(mean("sum"), mean("none"))
+    assert found is not None and "which gives torch.float32 (10,) where it gave torch.float32 () before" in found
+    model.embed.requires_grad_(False)
+    frozen = probe(model, lambda: run_own(model, batch))
+    model.embed.requires_grad_(True)
+    assert difference(probe(model, lambda: run_own(model, batch)), frozen) == (
+        "comes to a call of unit 'embed', which gives torch.float32 (2, 5, 8) without gradient where it gave "
+        "torch.float32 (2, 5, 8) before"
+    )
+    assert difference(probe(model, lambda: model(batch)), probe(model, lambda: (model(batch), 1))) == (
+        "returns something else than before"
+    )

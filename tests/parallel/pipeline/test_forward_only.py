@@ -1,0 +1,49 @@
+"""Evaluation: forwards alone, for stages that lie anywhere."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import ScheduleError
+from engine.parallel.pipeline.check import check, peak_live, simulate
+from engine.parallel.pipeline.forward_only import forward_only
+from engine.parallel.pipeline.placement import loop, v_shape
+
+
+def test_of_a_v() -> None:
+    assert forward_only(v_shape(2), 3).text() == "0F0 0F1 3F0 0F2 3F1 3F2\n1F0 2F0 1F1 2F1 1F2 2F2\n"
+
+
+@settings(deadline=None)
+@given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
+def test_a_loop_is_as_short_as_can_be(p: int, m: int, v: int) -> None:
+    schedule = forward_only(loop(p, v), m)
+    check(schedule)
+    assert simulate(schedule).makespan == v * m + p - 1 + (v - 1) * max(0, p - m)
+    assert peak_live(schedule) == (1,) * p
+    if v == 1:
+        assert schedule == forward_only(p, m)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_a_v_is_as_short_as_can_be(p: int, m: int) -> None:
+    schedule = forward_only(v_shape(p), m)
+    check(schedule)
+    # the last rank computes 2m, after p-1 clocks and before p-1
+    assert simulate(schedule).makespan == 2 * m + 2 * (p - 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.permutations(range(7)), st.integers(0, 7), st.integers(1, 9))
+def test_stages_may_lie_anywhere(order: list[int], first: int, m: int) -> None:
+    placement = (tuple(sorted(order[:first])), tuple(sorted(order[first:])))
+    schedule = forward_only(placement, m)
+    check(schedule)
+    assert schedule.stages_of_rank == placement and not schedule.training
+
+
+def test_nothing_is_no_schedule() -> None:
+    for nothing in (0, (), ((), ())):
+        with pytest.raises(ScheduleError, match=r"schedule forward over 0 stages and 3 microbatches is empty"):
+            forward_only(nothing, 3)
