@@ -150,9 +150,10 @@ class Bench:
     """None where no backward is split."""
 
     @contextmanager
-    def forward(self, *key: int) -> Iterator[None]:
-        """Around the forward of a microbatch; ``key`` of its random numbers."""
-        with self.streams.forward(*key), self.gathering.forward() if self.gathering else nullcontext():
+    def forward(self, *key: int, random: bool = True) -> Iterator[None]:
+        """Around the forward of a microbatch; ``key`` of its random numbers, if it draws any."""
+        streams = self.streams.forward(*key) if random else nullcontext()
+        with streams, self.gathering.forward() if self.gathering else nullcontext():
             cached = torch.is_autocast_cache_enabled()
             # casts that autocast keeps would be whole weights, and their gradients come when the weights have gone
             torch.set_autocast_cache_enabled(cached and self.gathering is None)
@@ -260,10 +261,11 @@ class Work:
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> Forward:
         """Run the program as far as this stage goes; the last one counts loss, weight and tokens."""
-        with self._bench.forward(*self._random_key(microbatch)):
-            if self._bench.stage is None:
+        sight = self._sight(microbatch) if self._bench.stage is not None else None
+        random = sight is None or sight.timeline.random
+        with self._bench.forward(*self._random_key(microbatch), random=random):
+            if self._bench.stage is None or sight is None:
                 return Forward({}, self._count(self._run(microbatch), microbatch))
-            sight = self._sight(microbatch)
             run = lambda: self._run(microbatch)  # noqa: E731
             plan = sight.cut.stages[stage]
             outcome = self._bench.stage.forward(sight.timeline, plan, run, received)

@@ -191,7 +191,7 @@ class TorchBackend:
         self._device = device
         self._linked = device.type == "cuda" if linked is None else linked
         mesh = init_device_mesh(device.type, (grid.pp, grid.dp, grid.tp), mesh_dim_names=("pp", "dp", "tp"))
-        self._grid = grid
+        self._grid, self._here = grid, grid.coord().pp
         self._groups: dict[_Key, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
         axes: tuple[Axis, ...] = ("pp", "dp", "tp")
         for axis in axes:
@@ -248,7 +248,7 @@ class TorchBackend:
                 self._touch(link)
 
     def _touch(self, link: Link) -> None:
-        token, here = torch.zeros(1, device=self._device), self._grid.coord().pp
+        token, here = torch.zeros(1, device=self._device), self._here
         if here == link.source:
             self.send(token, link.target, link.channel)()
         elif here == link.target:
@@ -257,24 +257,29 @@ class TorchBackend:
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
         """Send to a rank of this pipeline."""
         group, tag = self._group_of(channel)
-        return _finisher(dist.isend(tensor, self._grid.peers("pp")[to], group, tag))
+        return _finisher(group.send([tensor], self._index(to), tag))  # isend looks up the group for every message
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
         """Receive from a rank of this pipeline."""
         group, tag = self._group_of(channel)
-        return _finisher(dist.irecv(tensor, self._grid.peers("pp")[source], group, tag))
+        return _finisher(group.recv([tensor], self._index(source), tag))
 
-    def _group_of(self, channel: Channel) -> tuple[dist.ProcessGroup | None, int]:
+    def _index(self, pp: int) -> int:
+        """Of a pipeline rank in the group of a channel: that of the axis, or one of its own with two ranks."""
+        return int(pp > self._here) if self._linked else pp
+
+    def _group_of(self, channel: Channel) -> tuple[dist.ProcessGroup, int]:
         """Group and tag of a channel: gloo has tags, NCCL needs groups."""
-        if not self._linked:
+        group = self._groups.get(channel if self._linked else "pp")
+        if not self._linked and group is not None:
             place = channel.source * _MOST_PLACES + channel.target
-            return self._groups["pp"], 3 * place + ("state", "forward", "backward").index(channel.flow)
-        if channel not in self._groups:
+            return group, 3 * place + ("state", "forward", "backward").index(channel.flow)
+        if group is None:
             raise EngineError(
                 f"stages {channel.source} and {channel.target} have not been linked, because no value passed between "
                 "them in the example batch; pass an example_batch that takes the same path through the model."
             )
-        return self._groups[channel], 0
+        return group, 0
 
     def close(self) -> None:
         """Let go of the groups. One that outlives the process group aborts the interpreter at its exit."""

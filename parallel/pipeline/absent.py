@@ -18,6 +18,20 @@ def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return torch.full((), content, dtype=dtype, device=device).expand(tuple(shape)).data
 
 
+class Blanks:
+    """Absent tensors of one device, of which there are many alike."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
+
+    def give(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A new tensor over the same element."""
+        if (shape, dtype) not in self._made:
+            self._made[shape, dtype] = absent(shape, dtype, self._device)
+        return self._made[shape, dtype].data
+
+
 def is_expanded(tensor: Tensor) -> bool:
     """Whether elements share memory, so that nothing can be written in place."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

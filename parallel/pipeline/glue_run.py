@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from engine.errors import EngineError
 from engine.parallel.pipeline.operation import Function, Operation, functions_shown_to, user_place
-from engine.parallel.pipeline.run import Run
+from engine.parallel.pipeline.run import Run, leaves_of
 from engine.parallel.pipeline.timeline import FromArgument, FromValue, Recipe
 
 _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
@@ -50,7 +50,7 @@ class GlueRun(Run, TorchFunctionMode):
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
         with self._aside():
             out = super().skip(output, writes, arguments)
-        for leaf, tensor in zip(output.leaves, tree_leaves(out), strict=True):
+        for leaf, tensor in zip(output.leaves, leaves_of(out), strict=True):
             if isinstance(leaf, FromValue):
                 self._note(tensor, leaf.value in self._received)
         for position, number in writes:
@@ -60,7 +60,7 @@ class GlueRun(Run, TorchFunctionMode):
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> None:
         with self._aside():
             super().keep(output, writes, arguments, out)
-        for leaf, tensor in zip(output.leaves, tree_leaves(out), strict=True):
+        for leaf, tensor in zip(output.leaves, leaves_of(out), strict=True):
             if not isinstance(leaf, FromArgument) or tensor is not arguments[leaf.argument]:
                 self._note(tensor, True)
         for position, _ in writes:
@@ -122,7 +122,7 @@ class GlueRun(Run, TorchFunctionMode):
         out = self.skip(glue.output, glue.writes, operation.leaves)
         if operation.name == _MODULE_BACKWARD_HOOK:  # torch looks for its mark in the history of what comes out
             out = operation.function(*out) if isinstance(out, tuple) else operation.function(out)
-            for tensor in tree_leaves(out):
+            for tensor in leaves_of(out):
                 self._note(tensor, True)
         self._note_written(operation, all(number in self._received for _, number in glue.writes))
         return out

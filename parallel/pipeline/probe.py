@@ -81,6 +81,7 @@ def _probe_opened(
         ),
         buffers=tuple(name for name, _ in model.named_buffers()),
         result=result,
+        random=recorder.draws.any,
     )
 
 
@@ -100,6 +101,7 @@ def _run(
         stack.enter_context(open_checkpoints(recompute=False))
         stack.enter_context(functions_shown_to(recorder.show))
         stack.enter_context(recorder.flops)
+        stack.enter_context(recorder.draws)
         stack.enter_context(recorder)
         try:
             result = program()

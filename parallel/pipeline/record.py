@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from engine.parallel.pipeline.draws import Draws
 from engine.parallel.pipeline.ledger import Ledger, OpenCall, Source, position_of
 from engine.parallel.pipeline.operation import Function, Operation, user_place
 from engine.parallel.pipeline.timeline import Call, Glue, Material, Recipe, Sample
@@ -36,6 +37,7 @@ class Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.glue: list[Glue] = []
         self.flops = FlopCount()
+        self.draws = Draws()
         self._twins = Twins(device)
         self.ledger = Ledger(model, self._twins)
         self._units, self._device, self._material = units, device, material

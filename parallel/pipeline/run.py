@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from engine.errors import EngineError
-from engine.parallel.pipeline.absent import absent, is_expanded
+from engine.parallel.pipeline.absent import Blanks, is_expanded
 from engine.parallel.pipeline.stageplan import StagePlan
 from engine.parallel.pipeline.timeline import (
     Constant,
@@ -30,6 +30,11 @@ from engine.parallel.pipeline.timeline import (
 )
 
 _REMEDY = "its path depends on something else than the shapes of the input; make it the same for every microbatch."
+
+
+def leaves_of(out: Any) -> list[Any]:
+    """The leaves of an output, which most often is one tensor."""
+    return [out] if isinstance(out, Tensor) else tree_leaves(out)
 
 
 class StopForward(BaseException):
@@ -49,7 +54,7 @@ class Run:
         plan: StagePlan,
         received: Mapping[int, Tensor],
         parameters: Mapping[str, nn.Parameter],
-        device: torch.device,
+        blanks: Blanks,
     ) -> None:
         self.timeline, self.plan = timeline, plan
         self.inside = False
@@ -57,8 +62,7 @@ class Run:
         self.regions: list[dict[str, Any]] = []
         """Options of the checkpoints that the program is in; see ``checkpoints``."""
         self.sent: dict[int, Tensor] = {}
-        self._received, self._parameters, self._device = received, parameters, device
-        self._units = frozenset(timeline.units)
+        self._received, self._parameters, self._blanks = received, parameters, blanks
         self._calls = 0
         for number, tensor in received.items():
             self._check(number, tensor, "received")
@@ -74,7 +78,7 @@ class Run:
 
     def takes(self, unit: str) -> bool:
         """Whether a call of ``unit`` is an event of this forward."""
-        return not self.inside and unit in self._units
+        return not self.inside and unit in self.timeline.unit_names
 
     def skips_next(self) -> bool:
         """Whether the next call is of another stage."""
@@ -90,7 +94,7 @@ class Run:
             raise EngineError(f"the forward calls unit {unit!r} where the probe saw {expected}: {_REMEDY}")
         self._check_event(call.event, f"unit {unit!r}")
         self._calls += 1
-        leaves = tree_leaves((args, kwargs))
+        leaves = tree_leaves((args, kwargs)) if self.timeline.asks_arguments[index] else []
         if index not in self.plan.calls:
             return self.skip(call.output, call.writes, leaves)
         with self._in_unit():
@@ -123,11 +127,12 @@ class Run:
         for position, number in writes:
             if number in self._received:
                 self._put(arguments[position], number)
-        return tree_unflatten([self._rebuild(leaf, arguments) for leaf in output.leaves], output.spec)
+        leaves = [self._rebuild(leaf, arguments) for leaf in output.leaves]
+        return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> None:
         """Keep what other stages want of what an event made."""
-        leaves = tree_leaves(out)
+        leaves = leaves_of(out)
         if len(leaves) != len(output.leaves):
             raise EngineError(
                 f"a unit returned {len(leaves)} leaves where the probe saw {len(output.leaves)}: {_REMEDY}"
@@ -183,7 +188,7 @@ class Run:
             tensor = self._received[number]
             return tensor.clone() if value.rewritten else tensor
         grad = value.grad and torch.is_grad_enabled()
-        return absent(value.shape, value.dtype, self._device).requires_grad_(grad)
+        return self._blanks.give(value.shape, value.dtype).requires_grad_(grad)
 
     def _put(self, target: Tensor, number: int) -> None:
         """The caller holds the written object: the received value goes into it."""

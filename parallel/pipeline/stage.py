@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
-from engine.parallel.pipeline.absent import make_absent
+from engine.parallel.pipeline.absent import Blanks, make_absent
 from engine.parallel.pipeline.checkpoints import open_checkpoints, recomputed, spread_checkpoints
 from engine.parallel.pipeline.glue_run import GlueRun
 from engine.parallel.pipeline.intercept import Interception
@@ -42,10 +42,11 @@ class Stage:
     """A model whose forwards can be run one stage at a time. ``close`` makes it what it was."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+        self._model, self._blanks = model, Blanks(device)
         self._parameters = dict(model.named_parameters())
         self._intercepted: dict[str, Interception] = {}
         self._run: Run | None = None
+        self._seen: Timeline | None = None
 
     def forward(
         self, timeline: Timeline, plan: StagePlan, program: Callable[[], Any], received: Mapping[int, Tensor]
@@ -59,13 +60,13 @@ class Stage:
         Raises:
             EngineError: the program takes another path than in the probe, or a value has another shape.
         """
-        if set(received) != set(plan.receives):
+        if received.keys() != plan.receives.keys():
             raise EngineError(
                 f"stage {plan.stage} was given the values {sorted(received)}; it receives {sorted(plan.receives)}."
             )
         self._intercept(timeline)
         kind = GlueRun if plan.tier == 2 else Run
-        run = kind(timeline, plan, received, self._parameters, self._device)
+        run = kind(timeline, plan, received, self._parameters, self._blanks)
         result = None
         before, self._run = self._run, run
         try:
@@ -87,8 +88,12 @@ class Stage:
         for interception in reversed(self._intercepted.values()):
             interception.remove()
         self._intercepted.clear()
+        self._seen = None
 
     def _intercept(self, timeline: Timeline) -> None:
+        if timeline is self._seen:
+            return
+        self._seen = timeline
         for unit in timeline.units:
             if unit not in self._intercepted:
                 module = self._model.get_submodule(unit)

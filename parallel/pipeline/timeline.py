@@ -189,6 +189,21 @@ class Timeline:
     """Every buffer of the model, in its order."""
     result: Recipe
     """What the program returned."""
+    random: bool = True
+    """Whether any of its operations draws random numbers."""
+
+    @cached_property
+    def unit_names(self) -> frozenset[str]:
+        """The units, to look one up."""
+        return frozenset(self.units)
+
+    @cached_property
+    def asks_arguments(self) -> tuple[bool, ...]:
+        """Of each call: whether what it does to its arguments, or passes on of them, has to be told."""
+        return tuple(
+            bool(call.writes) or any(isinstance(leaf, FromArgument) for leaf in call.output.leaves)
+            for call in self.calls
+        )
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
