@@ -18,6 +18,7 @@ from torch import nn
 
 from engine.errors import PlanError
 from engine.parallel.pipeline.checkpoints import open_checkpoints
+from engine.parallel.pipeline.difference import difference
 from engine.parallel.pipeline.intercept import Interception
 from engine.parallel.pipeline.operation import functions_shown_to
 from engine.parallel.pipeline.record import Recorder
@@ -26,6 +27,9 @@ from engine.parallel.pipeline.unchanged import unchanged
 from engine.parallel.pipeline.units import Units, find_units, open_units, weighty_children
 
 Program = Callable[[], Any]
+
+_EXTREMES = (0.0, 1.0 - 2.0**-24)
+"""Of what a uniform draw can give: every probability decides otherwise for one than for the other."""
 
 
 def probe(
@@ -55,10 +59,12 @@ def probe(
     return timeline
 
 
-def _probe_opened(model: nn.Module, program: Program, units: Units, device: torch.device) -> Timeline:
+def _probe_opened(
+    model: nn.Module, program: Program, units: Units, device: torch.device, drawn: float | None = None
+) -> Timeline:
     original = units
     while True:
-        recorder, result = _run(model, program, units, device)
+        recorder, result = _run(model, program, units, device, drawn)
         hiding = [name for name in _hiding(recorder, units) if weighty_children(units.modules[name])]
         if not hiding:
             break
@@ -66,7 +72,7 @@ def _probe_opened(model: nn.Module, program: Program, units: Units, device: torc
     problems = [*recorder.ledger.problems, *recorder.ledger.leaks.values()]
     if problems:
         raise PlanError(problems[0])
-    return Timeline(
+    timeline = Timeline(
         values=tuple(recorder.ledger.values),
         calls=tuple(_mark_starts(recorder.calls, units.blocks, original.blocks)),
         glue=tuple(recorder.glue),
@@ -78,10 +84,21 @@ def _probe_opened(model: nn.Module, program: Program, units: Units, device: torc
         buffers=tuple(name for name, _ in model.named_buffers()),
         result=result,
     )
+    if drawn is None and recorder.random_read is not None:
+        for extreme in _EXTREMES:
+            what = difference(timeline, _probe_opened(model, program, original, device, extreme))
+            if what is not None:
+                raise PlanError(
+                    f"{recorder.random_read} chooses the path of the forward by a random number: with another one it "
+                    f"{what}; a pipeline is cut for one path: switch that off (layerdrop 0), or move it into a block."
+                )
+    return timeline
 
 
-def _run(model: nn.Module, program: Program, units: Units, device: torch.device) -> tuple[Recorder, Recipe]:
-    recorder = Recorder(model, units, device)
+def _run(
+    model: nn.Module, program: Program, units: Units, device: torch.device, drawn: float | None
+) -> tuple[Recorder, Recipe]:
+    recorder = Recorder(model, units, device, drawn)
     with ExitStack() as stack:
         stack.enter_context(unchanged(model, device))
         for module in model.modules():
