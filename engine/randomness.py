@@ -8,15 +8,21 @@ Setting them at exits and not at entries has two reasons: what is drawn between 
 whatever pipeline stage it runs, and recomputed activations, which go back to the state at a block's entry,
 draw the same numbers again. Where several blocks are recomputed together, the seed found at the entry of each
 tells which microbatch this is and where in it, so that its exit sets the same seed as before.
+
+Where blocks have dropout, what they consist of sets the generators too: a stage may begin inside a block, and what
+it does not have draws nothing there.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.hooks import RemovableHandle
 
-from engine.parallel.pipeline.units import find_units
+from engine.parallel.pipeline.units import Units, find_units, weighty_children
 from engine.parallel.seeds import derive_seed, generators_of
 
 Hook = Callable[..., None]
@@ -36,57 +42,96 @@ def keyed(device: torch.device, *key: int) -> Iterator[None]:
             generator.set_state(state)
 
 
+class Place(NamedTuple):
+    """Where in a microbatch the generators were last set."""
+
+    key: tuple[int, ...]
+    ended: int = 0
+    """Modules that had ended."""
+    inner: int = 0
+    """Parts of blocks that have ended since."""
+
+    def seed(self) -> int:
+        """What the generators are set to here."""
+        counts = (self.ended, self.inner) if self.inner else (self.ended,) if self.ended else ()
+        return derive_seed(*self.key, *counts)
+
+    def after(self, part: bool) -> "Place":
+        """When one more has ended: a part of a block, or a module."""
+        return Place(self.key, self.ended, self.inner + 1) if part else Place(self.key, self.ended + 1)
+
+
 class Streams:
     """The random streams of one model: hooks that reseed while a microbatch runs, forward or once more in backward."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._key: tuple[int, ...] | None = None
-        self._ended = 0
-        self._made: dict[int, tuple[tuple[int, ...], int]] = {}
-        """Of this step: seed -> (key of the microbatch, modules that had ended)."""
-        self._again: dict[int, tuple[tuple[int, ...], int]] = {}
+        self._now: Place | None = None
+        self._made: dict[int, Place] = {}
+        """Of this step, by seed."""
+        self._again: dict[int, Place] = {}
         """What running recomputations found at the entry of a module, by the module."""
-        units = find_units(model, deep=True).modules.values()
-        # a compiled module traces its hooks with it, and these cannot be traced
-        enter: Hook = torch.compiler.disable(lambda *seen: self._enter(*seen))  # type: ignore[no-untyped-call]
-        leave: Hook = torch.compiler.disable(lambda *seen: self._exit(*seen))  # type: ignore[no-untyped-call]
-        self._hooks = [unit.register_forward_pre_hook(enter) for unit in units]
-        self._hooks += [unit.register_forward_hook(leave) for unit in units]
+        units = find_units(model, deep=True)
+        whole = list(units.modules.values())
+        self._hooks = [hook for unit in whole for hook in self._watch(unit, part=False)]
+        parts = _parts(units, {id(unit) for unit in whole})
+        self._hooks += [hook for unit in parts for hook in self._watch(unit, part=True)]
 
     @contextmanager
     def forward(self, *key: int) -> Iterator[None]:
         """Around the forward of one microbatch: key = (seed, step, ...). Backward must lie outside."""
-        if any(other[:2] != key[:2] for other, _ in list(self._made.values())[:1]):
+        if any(other.key[:2] != key[:2] for other in list(self._made.values())[:1]):
             self._made.clear()
         with keyed(self._device, *key):
-            self._key, self._ended = key, 0
-            self._made[derive_seed(*key)] = key, 0
+            self._now = Place(key)
+            self._made[self._now.seed()] = self._now
             try:
                 yield
             finally:
-                self._key = None
+                self._now = None
 
     def remove(self) -> None:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
 
+    def _watch(self, unit: nn.Module, part: bool) -> list[RemovableHandle]:
+        # a compiled module traces its hooks with it, and these cannot be traced
+        enter: Hook = torch.compiler.disable(lambda *seen: self._enter(*seen))  # type: ignore[no-untyped-call]
+        leave: Hook = torch.compiler.disable(lambda *seen: self._exit(part, *seen))  # type: ignore[no-untyped-call]
+        return [unit.register_forward_pre_hook(enter), unit.register_forward_hook(leave)]
+
     def _enter(self, unit: nn.Module, *_: object) -> None:
-        if self._key is None:
+        if self._now is None:
             found = self._made.get(torch.default_generator.initial_seed())
             if found is not None:
                 self._again[id(unit)] = found
 
-    def _exit(self, unit: nn.Module, *_: object) -> None:
-        if self._key is not None:
-            self._ended += 1
-            self._reseed(self._key, self._ended)
+    def _exit(self, part: bool, unit: nn.Module, *_: object) -> None:
+        if self._now is not None:
+            self._now = self._reseed(self._now.after(part))
         elif (found := self._again.pop(id(unit), None)) is not None:
-            self._reseed(found[0], found[1] + 1)
+            # parts of the module may have ended meanwhile
+            self._reseed(self._made.get(torch.default_generator.initial_seed(), found).after(part))
 
-    def _reseed(self, key: tuple[int, ...], ended: int) -> None:
-        seed = derive_seed(*key, ended)
-        self._made[seed] = key, ended
+    def _reseed(self, place: Place) -> Place:
+        seed = place.seed()
+        self._made[seed] = place
         for generator in generators_of(self._device):
             generator.manual_seed(seed)
+        return place
+
+
+def _parts(units: Units, known: set[int]) -> Iterator[nn.Module]:
+    """What blocks with dropout consist of: code that goes round the block's forward calls them one by one.
+
+    Not those of compiled blocks, whose graph a hook would break.
+    """
+    for name in units.blocks:
+        block = units.modules[name]
+        drops = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
+        if drops and block._compiled_call_impl is None:
+            for _, child in weighty_children(block):
+                if id(child) not in known:
+                    known.add(id(child))
+                    yield child

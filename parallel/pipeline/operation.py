@@ -45,6 +45,7 @@ _RANDOM = frozenset((
     "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_",
     "geometric_", "cauchy_", "log_normal_", "poisson", "binomial", "rrelu", "rrelu_", "gumbel_softmax",
 ))  # fmt: skip
+_DRAWS = frozenset(("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"))
 _KEEPS_STATISTICS: Mapping[Any, str] = MappingProxyType(
     {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
 )
@@ -107,6 +108,11 @@ class Operation:
         dropout_p = self.args[4:5] if self.name == "scaled_dot_product_attention" else ()
         share = max(self.kwargs.get("dropout_p", 0.0), *dropout_p, 0.0)
         return self.name in _RANDOM or "dropout" in self.name or share > 0.0
+
+    @property
+    def draws(self) -> bool:
+        """Whether it makes random numbers out of nothing but a shape."""
+        return self.name in _DRAWS or self.name in _RANDOM
 
     @property
     def is_of_torch(self) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 
 from engine.errors import PlanError
 from engine.parallel.pipeline.checkpoints import open_checkpoints
+from engine.parallel.pipeline.difference import difference
 from engine.parallel.pipeline.intercept import Interception
 from engine.parallel.pipeline.operation import functions_shown_to
 from engine.parallel.pipeline.record import Recorder
@@ -26,6 +27,9 @@ from engine.parallel.pipeline.unchanged import unchanged
 from engine.parallel.pipeline.units import Units, find_units, open_units, weighty_children
 
 Program = Callable[[], Any]
+
+_EXTREMES = (0.0, 1.0 - 2.0**-24)
+"""Of what a uniform draw can give: every probability decides otherwise for one than for the other."""
 
 
 def probe(
@@ -58,11 +62,16 @@ def probe(
 
 
 def _probe_opened(
-    model: nn.Module, program: Program, units: Units, device: torch.device, material: Material | None
+    model: nn.Module,
+    program: Program,
+    units: Units,
+    device: torch.device,
+    material: Material | None = None,
+    drawn: float | None = None,
 ) -> Timeline:
     original = units
     while True:
-        recorder, result = _run(model, program, units, device, material)
+        recorder, result = _run(model, program, units, device, material, drawn)
         hiding = [name for name in _hiding(recorder, units) if weighty_children(units.modules[name])]
         if not hiding:
             break
@@ -70,7 +79,7 @@ def _probe_opened(
     problems = [*recorder.ledger.problems, *recorder.ledger.leaks.values()]
     if problems:
         raise PlanError(problems[0])
-    return Timeline(
+    timeline = Timeline(
         values=tuple(recorder.ledger.values),
         calls=tuple(_mark_starts(recorder.calls, units.blocks, original.blocks)),
         glue=tuple(recorder.glue),
@@ -83,14 +92,28 @@ def _probe_opened(
         result=result,
         random=recorder.draws.any,
     )
+    if drawn is None and recorder.random_read is not None:
+        for extreme in _EXTREMES:
+            what = difference(timeline, _probe_opened(model, program, original, device, drawn=extreme))
+            if what is not None:
+                raise PlanError(
+                    f"{recorder.random_read} chooses the path of the forward by a random number: with another one it "
+                    f"{what}; a pipeline is cut for one path: switch that off (layerdrop 0), or move it into a block."
+                )
+    return timeline
 
 
 def _run(
-    model: nn.Module, program: Program, units: Units, device: torch.device, material: Material | None
+    model: nn.Module,
+    program: Program,
+    units: Units,
+    device: torch.device,
+    material: Material | None,
+    drawn: float | None,
 ) -> tuple[Recorder, Recipe]:
     if material is not None:
         material.clear()
-    recorder = Recorder(model, units, device, material)
+    recorder = Recorder(model, units, device, material, drawn)
     with ExitStack() as stack:
         stack.enter_context(unchanged(model, device))
         for module in model.modules():

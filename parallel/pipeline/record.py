@@ -32,8 +32,17 @@ _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia
 class Recorder(TorchFunctionMode):
     """Fills ``calls``, ``glue`` and the ledger while the program runs under it; notes what cannot be cut."""
 
-    def __init__(self, model: nn.Module, units: Units, device: torch.device, material: Material | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Units,
+        device: torch.device,
+        material: Material | None = None,
+        drawn: float | None = None,
+    ) -> None:
         super().__init__()
+        self.random_read: str | None = None
+        """Where code between units first reads on the host what was drawn at random."""
         self.calls: list[Call] = []
         self.glue: list[Glue] = []
         self.flops = FlopCount()
@@ -45,6 +54,7 @@ class Recorder(TorchFunctionMode):
         self._call: OpenCall | None = None
         self._quiet = False
         self._read_by_glue: set[str] = set()
+        self._drawn, self._random = drawn, set[int]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.show(func, args, kwargs or {})
@@ -126,7 +136,21 @@ class Recorder(TorchFunctionMode):
         for leaf in (*operation.tensors, *tree_leaves(out)):
             if isinstance(leaf, Tensor):
                 self._twins.notice(leaf)
+        if self._call is None:
+            self._follow_random(operation, out)
         return out
+
+    def _follow_random(self, operation: Operation, out: Any) -> None:
+        """Note where a random number that depends on nothing becomes a Python number, which may choose the path."""
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if operation.draws and self._drawn is not None:
+            for tensor in tensors:
+                tensor.fill_(self._drawn)
+        if not operation.draws and not any(id(tensor) in self._random for tensor in operation.tensors):
+            return
+        self._random.update(map(id, tensors))
+        if not tensors and self.random_read is None:
+            self.random_read = user_place()
 
     def _zeros(self, leaf: Any) -> Any:
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device) if isinstance(leaf, Tensor) else leaf

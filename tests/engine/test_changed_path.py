@@ -16,6 +16,50 @@ from tests.engine.test_architectures import settings
 RunRanks = Callable[..., list[Any]]
 
 
+class Trainer(nn.Module):
+    """Another way in training than in evaluation: blocks that only one of them calls, glue that only one has."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed, self.head = nn.Embedding(models.VOCABULARY, width), nn.Linear(width, models.VOCABULARY)
+        self.blocks = nn.ModuleList(models.NanoBlock(width, 2) for _ in range(4))
+        self.gate = nn.Parameter(torch.ones(width))
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:
+        x = x0 = self.embed(ids)
+        for i, block in enumerate(self.blocks):
+            if self.training or i != 1:
+                x = block(x)
+        x = x * self.gate if self.training else x + x0
+        logits = self.head(x)
+        if not self.training:
+            logits = logits.log_softmax(-1)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) if targets is not None else None
+        return {"loss": loss, "logits": logits}
+
+
+def evaluated(pp: int) -> tuple[list[float], Tensor | None]:
+    """Losses of training and of evaluation in turns, of two lengths, and an output."""
+    batches = [(t[:, :-1], t[:, 1:]) for t in models.token_batches(8, 3)]
+    losses = []
+    with engine.initialize(Trainer, settings(pp), example_batch=tuple(t[:2] for t in batches[0])) as eng:
+        for batch in batches:
+            losses.append(eng.train_batch(batch).loss)
+            losses.append(eng.eval_batch(batches[0]).loss)
+            losses.append(eng.eval_batch(tuple(t[:, :5] for t in batches[0])).loss)
+        _, output = eng.eval_batch(batches[0], return_output=True)
+    return losses, None if output is None else output["logits"]
+
+
+def test_evaluation_may_take_another_path_than_training(run_ranks: RunRanks) -> None:
+    losses, logits = run_ranks(evaluated, 1, 1)[0]
+    ours = run_ranks(evaluated, 2, 2)
+    for found, _ in ours:
+        assert found == pytest.approx(losses, rel=1e-6)
+    assert logits is not None and torch.allclose(ours[0][1], logits, atol=1e-6) and ours[1][1] is None
+
+
 class Elsewhere:
     """What a forward may look at and nobody can watch."""
 
