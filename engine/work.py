@@ -211,8 +211,8 @@ class Work:
     ) -> None:  # fmt: skip
         self._bench, self._step, self._random_key, self._kind = bench, step, random_key, kind
         self._microbatches = microbatches
-        self._backwards: Counter[tuple[int, bool]] = Counter()
-        """By stage, and whether they were weight gradients that had waited."""
+        self._backwards: Counter[int] = Counter()
+        """By stage; of those in two parts the first counts."""
         self._left: dict[tuple[int, int], Leftover] = {}
         self._results: list[Any] = []
         self._sights: dict[int, Sight] = {}
@@ -286,9 +286,11 @@ class Work:
         self._bench.weights(self._which(stage, microbatch, "weight"), leftover)
 
     def _which(self, stage: int, microbatch: int, part: BackwardPart) -> Backward:
-        key = stage, part == "weight"
-        self._backwards[key] += 1
-        return Backward(self._backwards[key] == len(self._microbatches), part, stage, microbatch)
+        self._backwards[stage] += part != "weight"
+        last = self._backwards[stage] == len(self._microbatches)
+        if part != "input":  # else: it gives what does not wait, of which no more is to come
+            last = last and all(waiting != stage for waiting, _ in self._left)
+        return Backward(last, part, stage, microbatch)
 
     def _sight(self, microbatch: int) -> Sight:
         if microbatch not in self._sights:

@@ -183,7 +183,8 @@ class Executor:
             self._transport.delivered(
                 Message("forward", message.value, message.microbatch, action.stage, message.source)
             )
-            grads[message.value] = grads[message.value].add_(grad) if message.value in grads else grad
+            # a gradient from a stage of this rank may share its memory with what that stage has sent, or left to its W
+            grads[message.value] = grads[message.value] + grad if message.value in grads else grad
         with job.backward(action):
             _backward(live, grads)
         for number, stage in part.plan.receives.items():

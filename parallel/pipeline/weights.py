@@ -104,6 +104,8 @@ class _Layer:
 
     def multiply(self, x: Tensor) -> Tensor:
         """x [.., I] -> [.., O]."""
+        if not {"weight", "bias"} <= self._parameters.keys():  # computed from others (torch.nn.utils.parametrize)
+            return self._plain(x)
         weight, bias = self._parameters["weight"], self._parameters["bias"] if self._with_bias else None
         if weight is None or not self._can_wait(x, weight, bias):
             return self._plain(x)
@@ -146,7 +148,9 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             w_OI = weight.to(x.dtype)
             b_O = None if bias is None else bias.to(x.dtype)
-            return nn.functional.linear(x, w_OI.t() if product.transposed else w_OI, b_O)
+            y = nn.functional.linear(x, w_OI.t() if product.transposed else w_OI, b_O)
+        # what it was made as lives no longer: with the mark of a view nobody could write into it (ReLU(inplace=True))
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -155,7 +159,7 @@ class _Linear(torch.autograd.Function):
         w_OI = weight.to(dy.dtype)
         dx = dy @ (w_OI.t() if transposed else w_OI)
         leftover = waiting.open
-        if leftover is None or torch.is_grad_enabled():  # another backward, perhaps one to be differentiated again
+        if leftover is None or torch.is_grad_enabled() or not _reaches(ctx.next_functions[1][0]):
             dw = _weight_gradient(x, dy, weight.dtype, transposed)
             return dx, dw, None if bias is None else _bias_gradient(dy, bias), None
         x, dy = x.detach(), dy.detach()  # the graph that made them goes now
@@ -163,6 +167,15 @@ class _Linear(torch.autograd.Function):
         if bias is not None:
             leftover.leave(names[1], partial(_bias_gradient, dy, bias))
         return dx, None, None, None
+
+
+def _reaches(accumulation: Any) -> bool:
+    """Whether the running backward brings the gradient of a parameter to it: one of the user's own inside a recomputed
+    block, which asks for other gradients (``torch.autograd.grad``), does not."""
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulation))
+    except RuntimeError:  # it asks for this one
+        return False
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:

@@ -6,13 +6,14 @@ By default a core; ``-m long`` runs every kind on p = 2, 4 and m = 4, 6, 8 and e
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from torch import nn
 
 from engine.decoder import loss_sum
-from engine.verify import Parity, Run, Wishes, train_alone, train_on_grid
+from engine.verify import Parity, Run, Wishes, train_alone, train_on_grid, verify
 from tests import models
 from tests.engine.test_parity import config_for
 from tests.readme import Table
@@ -113,6 +114,28 @@ def test_every_kind_with_a_zero_stage(run_ranks: RunRanks, schedules_table: Tabl
 def test_every_kind_with_two_tensor_ranks(run_ranks: RunRanks, schedules_table: Table) -> None:
     results = check(run_ranks, "gpt2", {"tensor": 2, "pipeline": 2}, [Case(kind, 4) for kind in KINDS])
     note(schedules_table, "p2 tp2", results)
+
+
+MIXED = """\
+0F0 0F1 2F0 2I0 2F1 2B1 2W0 0I0 0B1 0W0
+1F0 1F1 1I0 1B1 1W0
+"""
+"""Whole and split backwards in every stage, and weight gradients that wait longer than the last whole backward."""
+
+
+def train_by_file(path: str, zero: int, reduce: str) -> Parity | None:
+    """Body of a rank."""
+    case = Case("gpipe", 2, zero, reduce)
+    config = case.settings({"pipeline": 2}) | {"parallel": {"pipeline": 2, "schedule": path}}
+    return verify(MODELS["decoder tied"], config, models.batches_for("decoder", 4), loss_sum)
+
+
+@pytest.mark.parametrize(("zero", "reduce"), [(1, "step"), (2, "microbatch")])
+def test_a_schedule_from_a_file(run_ranks: RunRanks, tmp_path: Path, zero: int, reduce: str) -> None:
+    path = tmp_path / "mixed.txt"
+    path.write_text(MIXED)
+    result = run_ranks(train_by_file, 2, str(path), zero, reduce)[0]
+    assert result.holds(), str(result)
 
 
 @pytest.mark.long

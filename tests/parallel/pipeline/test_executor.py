@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.parallel.backend import RecordingBackend, Wait
 from engine.parallel.comm import Comm
@@ -26,7 +26,7 @@ from engine.parallel.pipeline.transport import CommTransport, MemoryTransport, M
 from engine.parallel.pipeline.weights import Leftover, WaitingWeights
 from tests.parallel.pipeline.play import Play, batches_of, whole
 from tests.parallel.pipeline.test_stage import assert_same
-from tests.parallel.pipeline.zoo import CASES
+from tests.parallel.pipeline.zoo import CASES, WIDTH, Case, Own, run_own, tokens
 
 MICROBATCHES = 5
 
@@ -88,9 +88,9 @@ def play_in_process(schedule: Schedule, jobs: list[RankJob]) -> list[int]:
 
 
 def prepared(
-    name: str, stages: int, ranks: Sequence[int] = (), prepare: Any = None
+    name: str | Case, stages: int, ranks: Sequence[int] = (), prepare: Any = None
 ) -> tuple[Play, Timeline, list[Any], Any]:
-    case = CASES[name]
+    case = CASES[name] if isinstance(name, str) else name
     model = case.build()
     batches = batches_of(case, MICROBATCHES)
     timeline = probe(model, lambda: case.run(model, batches[0]), stages=stages)
@@ -125,6 +125,38 @@ def test_ranks_of_several_stages_and_split_backwards_give_every_gradient(name: s
     assert tuple(held) == peak_live(schedule)
     splits = any(action.op is Op.BACKWARD_WEIGHT for row in schedule.per_rank for action in row)
     assert bool(sum(job.waited for job in jobs)) is (splits and name != "unet"), "a unet has no linear layers"
+
+
+class LegBlock(nn.Module):
+    """The gradient of ``a`` is a view of the gradient of the sum, which is what the layer's weight gradient needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, a: Tensor, b: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(a.view_as(a) + self.layer(b) + 0.3 * old), torch.tanh(self.other(b))
+
+
+class Legs(Own):
+    """Two values go from block to block, one of them to the block after the next too."""
+
+    block = LegBlock
+
+    def trunk(self, x: Tensor) -> Tensor:
+        old, a, b = x, x, 0.5 * x
+        for block in self.blocks:
+            old, (a, b) = a, block(a, b, old)
+        return a + b
+
+
+@pytest.mark.parametrize("kind", ["zb-v", "dualpipe-v"])
+def test_a_gradient_that_stages_of_one_rank_share_is_added_to_none(kind: str) -> None:
+    schedule = make_schedule(kind, 2, MICROBATCHES, 2)
+    case = Case(partial(Legs, layers=4), run_own, tokens)
+    play, timeline, batches, model = prepared(case, schedule.stages, schedule.rank_of_stage, WaitingWeights)
+    play_in_process(schedule, [RankJob(play, rank, timeline, batches) for rank in range(2)])
+    assert_same(play.gradients(), whole(case, model, batches)[1], exact=False)
 
 
 def test_what_was_sent_is_let_go() -> None:

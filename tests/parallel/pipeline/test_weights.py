@@ -1,0 +1,122 @@
+"""A backward in two parts gives the gradients of a whole one, whatever the model does with its linear layers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+from engine.parallel.pipeline.weights import Leftover, WaitingWeights
+
+WIDTH = 6
+Run = Callable[["Model", Tensor], Tensor]
+
+
+class LowRank(nn.Module):
+    """W + a b, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(WIDTH, 2)), nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.a @ self.b
+
+
+class Model(nn.Module):
+    """Two layers, and what happens between them."""
+
+    def __init__(self, run: Run, prepare: Callable[["Model"], object]) -> None:
+        super().__init__()
+        self.first, self.second, self.run = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), run
+        prepare(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def plain(model: Model, x: Tensor) -> Tensor:
+    return model.second(torch.tanh(model.first(x)))  # type: ignore[no-any-return]
+
+
+def in_place(model: Model, x: Tensor) -> Tensor:
+    return model.second(model.first(x).relu_()).add_(x)  # type: ignore[no-any-return]
+
+
+def recomputed(model: Model, x: Tensor) -> Tensor:
+    return checkpoint(plain, model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def with_own_gradient(model: Model, x: Tensor) -> Tensor:
+    """The gradient of an energy as a feature."""
+
+    def block(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            other = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(plain(model, other).square().sum(), other)
+            (slope,) = torch.autograd.grad(plain(model, x.detach()).sum(), model.first.weight)
+        return plain(model, x) + force + slope.sum(0)
+
+    return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def nothing(model: Model) -> None:
+    pass
+
+
+def tie(model: Model) -> None:
+    model.second = model.first
+
+
+def low_rank(model: Model) -> None:
+    parametrize.register_parametrization(model.first, "weight", LowRank())
+
+
+def low_rank_bias(model: Model) -> None:
+    parametrize.register_parametrization(model.first, "bias", nn.Tanh())
+
+
+def weight_norm(model: Model) -> None:
+    model.first = parametrizations.weight_norm(model.first)
+
+
+CASES: dict[str, tuple[Run, Callable[[Model], object]]] = {
+    "plain": (plain, nothing),
+    "tied": (plain, tie),
+    "written in place": (in_place, nothing),
+    "recomputed": (recomputed, nothing),
+    "gradients asked for in a recomputed block": (with_own_gradient, nothing),
+    "weight of low rank": (plain, low_rank),
+    "computed bias": (plain, low_rank_bias),
+    "weight norm": (plain, weight_norm),
+}
+
+
+@pytest.mark.parametrize("shape", [(WIDTH,), (3, WIDTH), (2, 3, WIDTH)])
+@pytest.mark.parametrize("name", CASES)
+def test_two_parts_give_the_gradients_of_a_whole_backward(name: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = Model(*CASES[name])
+    x = torch.randn(shape)
+    whole, split = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(whole * 1).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    found: dict[str, Tensor] = {}
+
+    def take(name: str, gradient: Tensor) -> None:
+        found[name] = found[name] + gradient if name in found else gradient
+
+    waiting, leftover = WaitingWeights(model), Leftover()
+    out = model(split * 1).square().sum()
+    with waiting.leaving(leftover):
+        out.backward()
+    assert leftover.bytes > 0, "something must wait"
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            take(name, parameter.grad)
+    leftover.compute(take)
+    torch.testing.assert_close(split.grad, whole.grad)
+    torch.testing.assert_close(found, expected)
