@@ -15,6 +15,7 @@ it does not have draws nothing there.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -71,6 +72,8 @@ class Streams:
         """Of this step, by seed."""
         self._again: dict[int, Place] = {}
         """What running recomputations found at the entry of a module, by the module."""
+        # what is compiled traces its hooks too, and these cannot be traced; elsewhere that would only cost time
+        self._traced = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
         units = find_units(model, deep=True)
         whole = list(units.modules.values())
         self._hooks = [hook for unit in whole for hook in self._watch(unit, part=False)]
@@ -96,9 +99,10 @@ class Streams:
             hook.remove()
 
     def _watch(self, unit: nn.Module, part: bool) -> list[RemovableHandle]:
-        # a compiled module traces its hooks with it, and these cannot be traced
-        enter: Hook = torch.compiler.disable(lambda *seen: self._enter(*seen))  # type: ignore[no-untyped-call]
-        leave: Hook = torch.compiler.disable(lambda *seen: self._exit(part, *seen))  # type: ignore[no-untyped-call]
+        enter: Hook = self._enter
+        leave: Hook = partial(self._exit, part)
+        if self._traced:
+            enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)  # type: ignore[no-untyped-call]
         return [unit.register_forward_pre_hook(enter), unit.register_forward_hook(leave)]
 
     def _enter(self, unit: nn.Module, *_: object) -> None:
