@@ -69,8 +69,14 @@ class Sights:
 
     def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch) -> None:
         self._plan, self._program, self._axis = plan, program, axis
-        held = [{row.name for row in plan.table.held_by(rank)} for rank in range(plan.config.pp)]
-        self._held = [held[rank] for rank in plan.schedule.rank_of_stage]
+        ranks = plan.schedule.rank_of_stage
+        self._held = [{row.name for row in plan.table.held_by(rank)} for rank in ranks]
+        """By stage."""
+        self._learnt = [
+            {row.name for row in plan.table.held_by(rank) if not row.trainable or row.name in stage.parameters}
+            for rank, stage in zip(ranks, plan.cut.stages if plan.cut else (), strict=False)
+        ]
+        """The same without what only other stages of the rank train: a gradient would come when its bucket has left."""
         self._seen: dict[object, list[tuple[State, Sight]]] = {}
         self._switches = Switches(program.model)
         self._state: State = {}
@@ -122,7 +128,8 @@ class Sights:
     def _look(self, run: Run) -> Sight:
         assert self._plan.cut is not None
         timeline = self._probe(run)
-        return Sight(timeline, recut(timeline, self._plan.cut.boundaries, self._held))
+        held = self._learnt if torch.is_grad_enabled() else self._held
+        return Sight(timeline, recut(timeline, self._plan.cut.boundaries, held))
 
     def _probe(self, run: Run) -> Timeline:
         with self._axis.dry_run():

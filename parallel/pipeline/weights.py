@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from engine.errors import EngineError
 from engine.parallel.tensor.layers import RowLayer, has_plain_forward, is_conv1d, is_cut, is_linear
 
 Take = Callable[[str, Tensor], None]
@@ -31,10 +32,13 @@ class Leftover:
 
     def __init__(self) -> None:
         self._work: list[tuple[str, partial[Tensor]]] = []
+        self._versions: list[int] = []
+        """How often the tensors of each had been written then."""
 
     def leave(self, name: str, compute: partial[Tensor]) -> None:
         """Note a gradient that is to be computed."""
         self._work.append((name, compute))
+        self._versions.append(_version(compute))
 
     @property
     def bytes(self) -> int:
@@ -44,10 +48,21 @@ class Leftover:
 
     @torch.no_grad()
     def compute(self, take: Take) -> None:
-        """Compute all of it, letting go of each input with its use."""
+        """Compute all of it, letting go of each input with its use.
+
+        Raises:
+            EngineError: the model has written into what waits.
+        """
         work, self._work = self._work[::-1], []
+        versions, self._versions = self._versions[::-1], []
         while work:
             name, compute = work.pop()
+            if _version(compute) != versions.pop():
+                raise EngineError(
+                    f"what the gradient of {name!r} waits for was written in place after the backward that left it: "
+                    "let the model write into no tensor of another microbatch, or choose a schedule that splits no "
+                    "backward, such as 1f1b."
+                )
             take(name, compute())
 
 
@@ -176,6 +191,11 @@ def _reaches(accumulation: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(accumulation))
     except RuntimeError:  # it asks for this one
         return False
+
+
+def _version(compute: partial[Tensor]) -> int:
+    """Grows with every write into one of the tensors."""
+    return sum(arg._version for arg in compute.args if isinstance(arg, Tensor))
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:

@@ -183,3 +183,40 @@ def test_a_loss_that_is_not_a_number_for_its_own_reasons_skips_the_step(
 ) -> None:
     for skipped, count, loss in run_ranks(not_a_number, 4 if parallel else 2, parallel):
         assert skipped and count == 1 and loss > 0
+
+
+class Twice(Gated):
+    """A layer that the end calls always, and the start for long inputs too."""
+
+    def __init__(self) -> None:
+        super().__init__(residual=False)
+        self.extra = nn.Linear(16, 16)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = torch.tanh(self.extra(x)) if ids.shape[1] > 8 else x
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(torch.tanh(self.extra(x)))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def trained_elsewhere() -> list[str]:
+    """Under a V the first and the last stage share a rank."""
+    tokens = models.token_batches(8, 1)[0]
+    long = tokens[:, :-1], tokens[:, 1:]
+    short = tuple(t[:, :6] for t in long)
+    config = settings(2, parallel={"schedule": "zb-v"}) | {"zero_optimization": {"stage": 2, "reduce": "microbatch"}}
+    with engine.initialize(Twice, config, example_batch=tuple(t[:2] for t in short)) as eng:
+        eng.train_batch(short)
+        with pytest.raises(engine.PlanError) as caught:
+            eng.train_batch(long)
+        return [str(caught.value), f"{eng.eval_batch(long).loss > 0}", f"{eng.train_batch(short).skipped}"]
+
+
+def test_a_stage_does_not_train_what_only_another_stage_of_its_rank_was_seen_to_use(run_ranks: RunRanks) -> None:
+    said = run_ranks(trained_elsewhere, 2)
+    assert said[0] == said[1]
+    message, evaluated, skipped = said[0]
+    assert message.startswith("this input makes stage 0 need parameter 'extra.bias', which it does not hold; give")
+    assert (evaluated, skipped) == ("True", "False")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+from engine.errors import EngineError
 from engine.parallel.pipeline.weights import Leftover, WaitingWeights
 
 WIDTH = 6
@@ -120,3 +121,26 @@ def test_two_parts_give_the_gradients_of_a_whole_backward(name: str, shape: tupl
     leftover.compute(take)
     torch.testing.assert_close(split.grad, whole.grad)
     torch.testing.assert_close(found, expected)
+
+
+class Workspace(nn.Module):
+    """Every forward writes into the same tensor, as it may where each backward comes before the next forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.space = nn.Linear(WIDTH, WIDTH), torch.zeros(3, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.space = self.space.detach()
+        self.space.copy_(x)
+        return self.layer(self.space)  # type: ignore[no-any-return]
+
+
+def test_what_is_written_while_it_waits_is_not_used() -> None:
+    model, leftover = Workspace(), Leftover()
+    waiting = WaitingWeights(model)
+    with waiting.leaving(leftover):
+        model(torch.randn(3, WIDTH).requires_grad_()).sum().backward()
+    model(torch.randn(3, WIDTH))
+    with pytest.raises(EngineError, match=r"what the gradient of 'layer\.weight' waits for was written in place"):
+        leftover.compute(lambda name, gradient: None)
