@@ -43,9 +43,9 @@ def probe(
     """The timeline of ``program``, which runs forward and loss of ``model`` and returns a pytree.
 
     Every tensor in what it returns that depends on a parameter is a target. ``stages``: descend into chains inside
-    chains when the outer ones have fewer blocks. ``device``: what values say they are on; default: the device of the
-    parameters, or the CPU where those are on meta. ``material`` is filled. Changes nothing in the model, its modes
-    and the random streams.
+    chains, then into every Sequential, when the outer ones have fewer blocks. ``device``: what values say they are on;
+    default: the device of the parameters, or the CPU where those are on meta. ``material`` is filled. Changes nothing
+    in the model, its modes and the random streams.
 
     Raises:
         PlanError: the program does something between units that no stage can do alone; the message names it.
@@ -53,11 +53,13 @@ def probe(
     if device is None:
         devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
         device = next(devices, torch.device("cpu"))
-    timeline = _probe_opened(model, program, units or find_units(model), device, material)
-    if units is None and sum(call.unit in timeline.blocks for call in timeline.calls) < stages:
-        deep = find_units(model, deep=True)
-        if len(deep.blocks) > len(find_units(model).blocks):
-            timeline = _probe_opened(model, program, deep, device, material)
+    found = units or find_units(model)
+    timeline = _probe_opened(model, program, found, device, material)
+    for mixed in (False, True) if units is None else ():
+        more = find_units(model, deep=True, mixed=mixed)
+        too_few = sum(call.unit in timeline.blocks for call in timeline.calls) < stages
+        if too_few and len(more.blocks) > len(found.blocks):
+            found, timeline = more, _probe_opened(model, program, more, device, material)
     return timeline
 
 

@@ -46,15 +46,15 @@ class Twins:
     def of(self, tensor: Tensor) -> Tensor:
         """The twin of ``tensor``."""
         if id(tensor) not in self._twin:
-            self.notice(tensor)
             twin = tensor.detach().to(META)
             grad = trainable(tensor)
-            if isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter):  # one memory each, though an engine keeps many in one flat tensor
                 twin = nn.Parameter(twin, requires_grad=grad)
-            elif grad:
-                twin.requires_grad_()
-            # twins of tensors over one memory are made apart: the memory they stand for is what they share
-            self._memory[twin.untyped_storage()._cdata] = tensor.untyped_storage()._cdata
+            else:
+                self.notice(tensor)
+                twin.requires_grad_(grad)
+                # twins of tensors over one memory are made apart: the memory they stand for is what they share
+                self._memory[twin.untyped_storage()._cdata] = tensor.untyped_storage()._cdata
             self._bind(tensor, twin)
         return self._twin[id(tensor)]
 

@@ -25,9 +25,12 @@ class Units:
     blocks: tuple[str, ...]
 
 
-def find_units(model: nn.Module, deep: bool = False) -> Units:
-    """The units of ``model``; with ``deep``, chains inside the elements of a chain give the blocks (Swin)."""
-    walk = _Walk(deep)
+def find_units(model: nn.Module, deep: bool = False, mixed: bool = False) -> Units:
+    """The units of ``model``; with ``deep``, chains inside the elements of a chain give the blocks (Swin).
+
+    ``mixed``: a Sequential whose children are of several classes is a chain too (VGG: convolutions and norms).
+    """
+    walk = _Walk(deep, mixed)
     walk.visit(model, "")
     return Units(MappingProxyType(walk.modules), tuple(walk.blocks))
 
@@ -51,10 +54,10 @@ def weighty_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _Walk:
-    def __init__(self, deep: bool) -> None:
+    def __init__(self, deep: bool, mixed: bool) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.blocks: list[str] = []
-        self._deep = deep
+        self._deep, self._mixed = deep, mixed
         self._seen: set[int] = set()
 
     def visit(self, module: nn.Module, name: str) -> None:
@@ -63,32 +66,33 @@ class _Walk:
             return
         self._seen.add(id(module))
         prefix = f"{name}." if name else ""
-        if _is_chain(module):
+        if self._is_chain(module):
             for key, child in weighty_children(module):
                 self._visit_block(child, prefix + key)
-        elif name and not any(_is_chain(inner) for inner in module.modules()):
+        elif name and not any(self._is_chain(inner) for inner in module.modules()):
             self.modules[name] = module
         else:
             for key, child in weighty_children(module):
                 self.visit(child, prefix + key)
 
     def _visit_block(self, block: nn.Module, name: str) -> None:
-        if self._deep and any(_is_chain(inner) and len(weighty_children(inner)) > 1 for inner in block.modules()):
+        if self._deep and any(self._is_chain(inner) and len(weighty_children(inner)) > 1 for inner in block.modules()):
             self.visit(block, name)
         elif id(block) not in self._seen:
             self._seen.add(id(block))
             self.modules[name] = block
             self.blocks.append(name)
 
+    def _is_chain(self, module: nn.Module) -> bool:
+        """A ModuleList of one counts: its element may be called many times (ALBERT)."""
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            return False
+        children = weighty_children(module)
+        if self._mixed and isinstance(module, nn.Sequential):
+            return len(children) > 1
+        same = len({type(child) for _, child in children}) == 1
+        return same and (len(children) > 1 or isinstance(module, nn.ModuleList))
+
 
 def _weighty(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _is_chain(module: nn.Module) -> bool:
-    """A ModuleList of one counts: its element may be called many times (ALBERT)."""
-    if not isinstance(module, nn.ModuleList | nn.Sequential):
-        return False
-    children = weighty_children(module)
-    same = len({type(child) for _, child in children}) == 1
-    return same and (len(children) > 1 or isinstance(module, nn.ModuleList))

@@ -125,6 +125,23 @@ class DictPassing(nn.Module):
         return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten())}
 
 
+class Convolutions(nn.Module):
+    """As VGG is written: convolutions, norms and activations in one Sequential, a classifier in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for before, after in ((2, 4), (4, 8), (8, 8)):
+            layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(2, after), nn.ReLU(inplace=True)]
+            layers += [nn.MaxPool2d(2)]
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Sequential(nn.Linear(32, 16), nn.ReLU(True), nn.LayerNorm(16), nn.Linear(16, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.classifier(self.features(x).flatten(1))
+        return out
+
+
 class OneBlock(nn.Module):
     """All in one module, nothing to cut between."""
 
@@ -167,6 +184,12 @@ def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
 def squared_error(output: Tensor, batch: Tensor) -> Tensor:
     """Of a picture that should come out as it went in."""
     return (output - batch).square().mean()
+
+
+def energy(output: Tensor, batch: Tensor) -> Tensor:
+    """How far the outputs are from the means of the halves of each picture."""
+    means: Tensor = batch.flatten(2).mean(2)
+    return (output - means).square().mean()
 
 
 # ------------------------------------------------------------------------------------------------ Hugging Face
@@ -234,6 +257,9 @@ HUGGING_FACE: Mapping[str, Architecture] = MappingProxyType({
 OWN: Mapping[str, Architecture] = MappingProxyType({
     "nanoGPT-like": Architecture(partial(models.nano, 4), pairs, "tied head; frozen and unused parameters in glue"),
     "U-Net": Architecture(seeded(UNet), planes, "every skip crosses from the way down to the way up", squared_error),
+    "VGG-like": Architecture(
+        seeded(Convolutions), planes, "layers of several classes in one Sequential, written in place", energy
+    ),
     "embedding residual": Architecture(seeded(EmbeddingResidual), pairs, "`x + a * x0` before every block, in glue"),
     "skips and gates": Architecture(models.crossing, pairs, "blocks of the second half add what the first left"),
     "blocks passing a dict": Architecture(seeded(DictPassing), pairs, "two tensors and a number in a dict"),

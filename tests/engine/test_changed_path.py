@@ -1,6 +1,6 @@
 """A forward that takes another way than the one that was cut: seen in time, or called by name; no rank hangs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import engine
 from tests import models
+from tests.engine.architectures import find
 from tests.engine.test_architectures import settings
 
 RunRanks = Callable[..., list[Any]]
@@ -220,3 +221,27 @@ def test_a_stage_does_not_train_what_only_another_stage_of_its_rank_was_seen_to_
     message, evaluated, skipped = said[0]
     assert message.startswith("this input makes stage 0 need parameter 'extra.bias', which it does not hold; give")
     assert (evaluated, skipped) == ("True", "False")
+
+
+def diverged(names: Sequence[str]) -> list[tuple[float, bool]]:
+    """Of models whose weights have become nan: loss, and whether the step was skipped."""
+    found = []
+    for name in names:
+        architecture = find(name)
+        batches = architecture.batches(8)
+        example = {key: value[:2] for key, value in batches[0].items()}
+        with engine.initialize(architecture.build, settings(2), example_batch=example) as eng:
+            eng.train_batch(batches[0])
+            with torch.no_grad():
+                for parameter in eng.module.parameters():
+                    if parameter.requires_grad:
+                        parameter.mul_(float("nan"))
+            report = eng.train_batch(batches[1])
+            found.append((report.loss, report.skipped))
+    return found
+
+
+def test_a_model_that_has_diverged_is_not_taken_for_a_changed_one(run_ranks: RunRanks) -> None:
+    names = ("T5", "Mixtral", "Gemma 3n", "GPT-2, dropout")
+    for found in run_ranks(diverged, 2, names):
+        assert len(found) == len(names) and all(loss != loss and skipped for loss, skipped in found), found

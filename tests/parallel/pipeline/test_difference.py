@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -116,3 +117,26 @@ def test_another_dtype_or_result_is_shown() -> None:
     assert difference(probe(model, lambda: model(batch)), probe(model, lambda: (model(batch), 1))) == (
         "returns something else than before"
     )
+
+
+class Clamping(Own):
+    """Writes one of its parameters in place, as Gemma 3n does."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.norm.weight.data.clamp_(-1.0, 1.0)
+        return super().trunk(x)
+
+
+def test_parameters_that_lie_in_one_flat_tensor_are_still_apart() -> None:
+    model = Clamping()
+    batch = batches_of(CASES["own"], 1)[0]
+    before = probe(model, lambda: run_own(model, batch))
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    start = 0
+    for parameter in model.parameters():
+        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    now = probe(model, lambda: run_own(model, batch))
+    assert difference(before, now) is None
+    assert [glue.updates for glue in now.glue if glue.updates] == [frozenset({"norm.weight"})]

@@ -63,6 +63,15 @@ def test_deep_looks_for_chains_inside_chains() -> None:
     ]
 
 
+def test_mixed_takes_every_sequential_for_a_chain() -> None:
+    model = nn.ModuleDict(
+        {"mixed": nn.Sequential(linear(), nn.ReLU(), nn.LayerNorm(2)), "one": nn.Sequential(linear())}
+    )
+    assert list(find_units(model, deep=True).modules) == ["mixed", "one"]
+    units = find_units(model, deep=True, mixed=True)
+    assert list(units.modules) == ["mixed.0", "mixed.2", "one"] and units.blocks == ("mixed.0", "mixed.2")
+
+
 def test_opening_puts_the_children_in_place() -> None:
     units = open_units(find_units(Own(layers=2)), ["blocks.0"])
     assert list(units.modules) == ["embed", "blocks.0.norm", "blocks.0.up", "blocks.0.down", "blocks.1", "norm", "head"]
