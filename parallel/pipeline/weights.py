@@ -132,9 +132,11 @@ class _Layer:
         return out
 
     def _can_wait(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(x, Tensor):
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) not in (Tensor, nn.Parameter):
             return False
-        fits = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+        # autocast casts no double
+        casts = torch.is_autocast_enabled(x.device.type)
+        fits = x.dtype != torch.float64 if casts else x.dtype == weight.dtype
         return fits and x.requires_grad and all(p is None or self._is_ours(p) for p in (weight, bias))
 
     def _is_ours(self, parameter: Tensor) -> bool:

@@ -63,12 +63,29 @@ def with_own_gradient(model: Model, x: Tensor) -> Tensor:
     return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+def nested(model: Model, x: Tensor) -> Tensor:
+    """Rows of different lengths in one layer, dense ones in the other."""
+    rows = x.reshape(-1, WIDTH)
+    ragged = torch.nested.as_nested_tensor([rows[:1], rows], layout=torch.jagged)
+    return model.second(model.first(ragged).values())  # type: ignore[no-any-return]
+
+
+def doubles_under_autocast(model: Model, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        half = model.second(x).float()
+        return half + model.first(x.double()).float()  # type: ignore[no-any-return]
+
+
 def nothing(model: Model) -> None:
     pass
 
 
 def tie(model: Model) -> None:
     model.second = model.first
+
+
+def with_double(model: Model) -> None:
+    model.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
 
 def low_rank(model: Model) -> None:
@@ -87,6 +104,8 @@ CASES: dict[str, tuple[Run, Callable[[Model], object]]] = {
     "plain": (plain, nothing),
     "tied": (plain, tie),
     "written in place": (in_place, nothing),
+    "nested": (nested, nothing),
+    "doubles under autocast": (doubles_under_autocast, with_double),
     "recomputed": (recomputed, nothing),
     "gradients asked for in a recomputed block": (with_own_gradient, nothing),
     "weight of low rank": (plain, low_rank),
