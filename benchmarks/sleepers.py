@@ -96,10 +96,12 @@ def run_asleep(kind: str, virtual_stages: int, seconds: float) -> Timeline:
     torch.manual_seed(1)
     block = seconds * RANKS / BLOCKS
     splits = KINDS[kind].splits
+    each = BLOCKS // (RANKS * virtual_stages)  # by FLOPs, of which sleep has none, stages would not be even
+    starts = [f"blocks.{number}" for number in range(each, BLOCKS, each)]
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": MICROBATCHES,
-        "parallel": {"pipeline": RANKS, "schedule": kind, "virtual_stages": virtual_stages},
+        "parallel": {"pipeline": RANKS, "schedule": kind, "virtual_stages": virtual_stages, "split": starts},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
     model = Sleepers(block, block if splits else 2 * block)
