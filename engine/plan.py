@@ -350,8 +350,8 @@ def _schedule(config: Config) -> Schedule:
         )
     if ranks == 1 and schedule.stages > 1:
         raise ScheduleError(
-            f"schedule {kind} has {schedule.stages} stages, but parallel.pipeline 1 does not cut the model; give a file "
-            "of one stage, or leave the schedule out."
+            f"schedule {kind} has {schedule.stages} stages, but parallel.pipeline 1 does not cut the model; give a "
+            "file of one stage, or leave the schedule out."
         )
     return schedule
 
