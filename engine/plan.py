@@ -348,6 +348,11 @@ def _schedule(config: Config) -> Schedule:
             f"{'' if schedule.training else ', and no backward'}; this run needs a line for each of {ranks} pipeline "
             f"ranks, with F and B (or I and W) of {microbatches} microbatches."
         )
+    if ranks == 1 and schedule.stages > 1:
+        raise ScheduleError(
+            f"schedule {kind} has {schedule.stages} stages, but parallel.pipeline 1 does not cut the model; give a "
+            "file of one stage, or leave the schedule out."
+        )
     return schedule
 
 

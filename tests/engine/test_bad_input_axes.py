@@ -196,6 +196,16 @@ def test_schedules_that_do_not_exist(alone: Callable[..., str], seen: bool, tmp_
     assert file(b"\xff\xfe\x00").startswith("schedule FILE is no text; give a file of actions")
 
 
+def test_a_schedule_of_two_stages_without_a_pipeline(alone: Callable[..., str], tmp_path: Path) -> None:
+    """Each stage would run the whole model."""
+    path = tmp_path / "schedule.txt"
+    path.write_text(" ".join(f"0F{i} 1F{i} 1B{i} 0B{i}" for i in range(4)))
+    assert alone(2, decoder(), {"data": 2, "schedule": str(path)}, None, loss_sum) == (
+        f"schedule {path} has 2 stages, but parallel.pipeline 1 does not cut the model; give a file of one stage, or "
+        "leave the schedule out."
+    )
+
+
 def test_tensor_plans_are_refused_before_the_first_batch_too(alone: Callable[..., str]) -> None:
     assert alone(3, decoder(), {"tensor": 3}, None, loss_sum).startswith("tensor = 3 neither divides")
     assert alone(2, Plain(), {"tensor": 2}).startswith("no built-in tensor plan fits Plain")
