@@ -148,6 +148,10 @@ def test_models_as_they_are_train_over_stages_as_in_one_process(run_ranks: RunRa
 def test_the_table_of_models(run_ranks: RunRanks, architectures_table: Table) -> None:
     names = [*HUGGING_FACE, *WIDE, *OWN, *REFUSED]
     by_pp = {pp: compare(run_ranks, names, settings(pp)) for pp in (2, 4)}
+    virtual = {
+        f"pp2, {kind}": compare(run_ranks, names, settings(2, parallel={"schedule": kind, "virtual_stages": 2}))
+        for kind in ("interleaved", "zb-v")
+    }
     cells = architectures_table.cells
     for name in names:
         special = ALL[name].special
@@ -156,6 +160,10 @@ def test_the_table_of_models(run_ranks: RunRanks, architectures_table: Table) ->
             result = results[name]
             cells[name, f"pp{pp}"] = "refused" if isinstance(result, str) else f"{result.parity.loss:.0e}"
             special = special or str(result).replace(f"{Path.cwd()}/", "")
+        for column, results in virtual.items():
+            check({name: results[name]}, 4)
+            result = results[name]
+            cells[name, column] = "refused" if isinstance(result, str) else f"{result.parity.loss:.0e}"
         for pp, results in by_pp.items():
             result = results[name]
             numbers = "" if isinstance(result, str) else ", ".join(map(str, result.trained.values))

@@ -15,11 +15,18 @@ RunRanks = Callable[..., list[Any]]
 FULL = {"activation_checkpointing": {"mode": "full"}}
 DATA = {"parallel": {"data": 2}}
 BOTH = {"parallel": {"tensor": 2}}
+V: dict[str, Any] = {"parallel": {"schedule": "zb-v"}}
+"""Two stages a rank, backwards in two parts."""
 
 
 def sharded(stage: int, **more: Any) -> dict[str, Any]:
     """Two data ranks with a ZeRO stage."""
     return {"zero_optimization": {"stage": stage} | more, **DATA}
+
+
+def split(changes: dict[str, Any]) -> dict[str, Any]:
+    """The same under ZB-V."""
+    return changes | {"parallel": changes.get("parallel", {}) | V["parallel"]}
 
 
 AWKWARD = ("T5", "Mixtral", "Gemma 3n", "ALBERT", "Whisper", "U-Net", "skips and gates", "blocks passing a dict", "ViT")
@@ -32,6 +39,7 @@ WAYS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     ),
     "ZeRO 3": (sharded(3), ("Mixtral", "Gemma 3n", "GPT-2, compiled")),
     "tensor ranks": (BOTH, ("GPT-2", "Gemma")),
+    "zb-v": (split(sharded(3)), ("T5", "Mixtral", "GPT-2, compiled")),
 }  # fmt: skip
 WIDE: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "recomputed": (FULL, AWKWARD),
@@ -48,6 +56,17 @@ WIDE: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "ZeRO 3, recomputed": (sharded(3) | FULL, AWKWARD),
     "tensor ranks": (BOTH, PLANNED),
     "tensor ranks, recomputed": (BOTH | FULL, PLANNED),
+    "zb-v, recomputed": (V | FULL, AWKWARD),
+    "zb-v, by the model itself": (
+        V, [f"{name}, {how}" for name in ("GPT-2", "T5", "ViT") for how in ("checkpoints", "dropout", "autocast")]
+    ),
+    "zb-v, compiled": (V, [f"{name}, compiled" for name in ("GPT-2", "T5", "U-Net", "skips and gates")]),
+    "zb-v, ZeRO 2": (split(sharded(2, reduce="microbatch")), AWKWARD),
+    "zb-v, ZeRO 3": (split(sharded(3)), AWKWARD),
+    "zb-v, tensor ranks": (split(BOTH), PLANNED),
+    "dualpipe-v": ({"parallel": {"schedule": "dualpipe-v"}}, AWKWARD),
+    "looped-bfs": ({"parallel": {"schedule": "looped-bfs", "virtual_stages": 2}}, AWKWARD),
+    "zb-h1 of two stages": ({"parallel": {"schedule": "zb-h1", "virtual_stages": 2}}, AWKWARD),
 }  # fmt: skip
 
 
