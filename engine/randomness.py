@@ -63,10 +63,14 @@ class Place(NamedTuple):
 
 
 class Streams:
-    """The random streams of one model: hooks that reseed while a microbatch runs, forward or once more in backward."""
+    """The random streams of one model: hooks that reseed while a microbatch runs, forward or once more in backward.
+
+    They are put on with the first microbatch that draws something: a call of a module with hooks takes longer.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
+        self._model, self._device = model, device
+        self._hooks: list[RemovableHandle] = []
         self._now: Place | None = None
         self._made: dict[int, Place] = {}
         """Of this step, by seed."""
@@ -74,15 +78,12 @@ class Streams:
         """What running recomputations found at the entry of a module, by the module."""
         # what is compiled traces its hooks too, and these cannot be traced; elsewhere that would only cost time
         self._traced = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
-        units = find_units(model, deep=True)
-        whole = list(units.modules.values())
-        self._hooks = [hook for unit in whole for hook in self._watch(unit, part=False)]
-        parts = _parts(units, {id(unit) for unit in whole})
-        self._hooks += [hook for unit in parts for hook in self._watch(unit, part=True)]
 
     @contextmanager
     def forward(self, *key: int) -> Iterator[None]:
         """Around the forward of one microbatch: key = (seed, step, ...). Backward must lie outside."""
+        if not self._hooks:
+            self._install()
         if any(other.key[:2] != key[:2] for other in list(self._made.values())[:1]):
             self._made.clear()
         with keyed(self._device, *key):
@@ -97,6 +98,13 @@ class Streams:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
+
+    def _install(self) -> None:
+        units = find_units(self._model, deep=True)
+        whole = list(units.modules.values())
+        self._hooks = [hook for unit in whole for hook in self._watch(unit, part=False)]
+        parts = _parts(units, {id(unit) for unit in whole})
+        self._hooks += [hook for unit in parts for hook in self._watch(unit, part=True)]
 
     def _watch(self, unit: nn.Module, part: bool) -> list[RemovableHandle]:
         enter: Hook = self._enter
