@@ -51,7 +51,7 @@ class _Walk:
 
 
 class Gathering:
-    """Gathers and frees the sharded parameters of this rank's stage.
+    """Gathers and frees the sharded parameters of this rank's stages.
 
     Args:
         buckets: trained ones, then frozen ones, as ``order`` counts them.
@@ -71,7 +71,7 @@ class Gathering:
         self._opened: set[int] = set()
         self._closed = False
         self._openings = 0
-        """`with` blocks of full_parameters; also those that open nothing on this stage."""
+        """`with` blocks of full_parameters; also those that open nothing on this rank."""
         self._silent: set[int] = set()
         """Positions of which a call has returned nothing that a gradient could come to."""
 

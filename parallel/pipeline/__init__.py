@@ -1,8 +1,16 @@
 """A model cut into stages, and the order in which ranks work on them.
 
-``schedule`` says what each rank does, as pure data; ``order`` finds in which sequence that can happen;
-``check`` proves that it can and predicts how long it takes; ``summary`` has its figures; ``draw``, ``svg`` and
-``trace`` show it, predicted or measured. These know no tensors and no processes and import no torch.
+What each rank does, as pure data: these know no tensors and no processes and import no torch.
+
+    actions        what a schedule is; ``schedule``: the kinds by name; ``schedule_file``: tokens in files
+      placement    which stages a rank has; ``loops``, ``zero_bubble`` with its ``player``, ``dualpipe``: the orders
+    order          in which sequence a schedule can happen; ``check`` proves that it can, and how long it takes
+    release        when what was sent has surely left
+    choose         the fastest kind for measured costs
+    summary        its figures; ``draw``, ``svg`` and ``trace`` show it, predicted or measured
+
+Who plays it: the ``executor``, over a ``transport`` that uses its ``buffers`` again; ``weights`` leaves gradients of
+weights for later.
 
 How an unchanged model becomes stages, in one process and without communication:
 
