@@ -65,8 +65,8 @@ def judge_clipping(apart: Mapping[str, float]) -> tuple[str, bool]:
     wrong = [name for name in apart if name not in right]  # also what is not a number
     passed = not any(name.startswith("Trine") for name in wrong)
     title = f"clipping moves no weight further than {WEIGHT_TOLERANCE:.0e} from one process: "
-    lines = [f"{title}{', '.join(right)} -> {'pass' if passed else 'FAIL'}"]
-    lines += [f"clipping by another norm than the model's: {', '.join(wrong)}"] if wrong else []
+    lines = [f"{title}{'; '.join(right)} -> {'pass' if passed else 'FAIL'}"]
+    lines += [f"clipping by another norm than the model's: {'; '.join(wrong)}"] if wrong else []
     return "\n".join(lines), passed
 
 
