@@ -94,7 +94,7 @@ def note(table: Table, column: str, results: dict[Case, Parity]) -> None:
         table.cells[case.kind, column] = f"{max(before, result.loss):.0e}"
 
 
-@pytest.mark.parametrize("name", ["decoder tied", "t5"])
+@pytest.mark.parametrize("name", ["t5"])
 def test_every_kind_on_two_ranks(run_ranks: RunRanks, schedules_table: Table, name: str) -> None:
     results = check(run_ranks, name, {"pipeline": 2}, [Case(kind, 4) for kind in KINDS])
     note(schedules_table, "p2 m4", results)

@@ -61,9 +61,9 @@ def change(before: dict[str, Any], after: dict[str, Any], folder: Path) -> dict[
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (settings("1f1b", 1), settings("zb-v", 2)),
+        pytest.param(settings("1f1b", 1), settings("zb-v", 2), marks=pytest.mark.long),
         (settings("zb-v", 2), settings("interleaved", 2)),
-        (settings("looped-bfs", 4), settings("1f1b", 1, split=["blocks.3"])),
+        pytest.param(settings("looped-bfs", 4), settings("1f1b", 1, split=["blocks.3"]), marks=pytest.mark.long),
     ],
     ids=["1f1b to zb-v", "zb-v to interleaved", "looped-bfs to 1f1b"],
 )

@@ -15,7 +15,9 @@ RunRanks = Callable[..., list[Any]]
 SECONDS = 0.02
 
 
-@pytest.mark.parametrize(("kind", "virtual_stages"), [("interleaved", 2), ("zb-v", 2)])
+@pytest.mark.parametrize(
+    ("kind", "virtual_stages"), [pytest.param("interleaved", 2, marks=pytest.mark.long), ("zb-v", 2)]
+)
 def test_all_ranks_get_the_spans_of_all_on_one_axis(run_ranks: RunRanks, kind: str, virtual_stages: int) -> None:
     first, *others = run_ranks(run_asleep, 4, kind, virtual_stages, SECONDS)
     assert all(other.spans == first.spans for other in others)
