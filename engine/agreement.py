@@ -13,11 +13,11 @@ from engine.errors import ConfigError, EngineError, PlanError
 from engine.parallel.comm import Comm
 from engine.plan import Plan
 
+_UNREADY = "could not make ready for this run, so no rank starts"
+
 
 @contextmanager
-def all_or_none(
-    comm: Comm, device: torch.device, failure: str = "could not make ready for this run, so no rank starts"
-) -> Iterator[None]:
+def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> Iterator[None]:
     """What is inside succeeds on all ranks, or all raise: who fails its own error, the others "rank r" and ``failure``.
 
     One all-gather of 8 bytes a rank over the world, label "start". Inside, nothing may be communicated.
@@ -50,7 +50,7 @@ def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device) -> b
     if problem is not None:
         raise problem
     if int(length) < 0:
-        raise EngineError("rank 0 could not make ready for this run, so no rank starts; its message tells why.")
+        raise EngineError(f"rank 0 {_UNREADY}; its message tells why.")
     data = torch.zeros(int(length), dtype=torch.uint8, device=device)
     if made:
         data.copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))

@@ -176,7 +176,7 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
     program = Program(model, request.loss_fn, plan.precision, device)
-    waiting = WaitingWeights(model) if plan.splits_backward else None
+    waiting = WaitingWeights(model) if plan.schedule.splits else None
     islands = Islands(model, plan.precision.kept.modules, plan.precision.compute)
     streams = Streams(model, device)
     recomputation = Recomputation(model, config.activation_checkpointing.mode)

@@ -36,7 +36,7 @@ from engine.parallel.grid import Coord, Grid
 from engine.parallel.pipeline.check import check
 from engine.parallel.pipeline.choose import Decision
 from engine.parallel.pipeline.cut import Cut
-from engine.parallel.pipeline.schedule import Op, Schedule, forward_only, make_schedule
+from engine.parallel.pipeline.schedule import Schedule, forward_only, make_schedule
 from engine.parallel.pipeline.schedule_file import ENDINGS, read_schedule
 from engine.parallel.pipeline.timeline import Timeline
 from engine.parallel.shards import Division, ShardTable, build_table
@@ -98,11 +98,6 @@ class Plan:
     def evaluation(self) -> Schedule:
         """The forwards alone."""
         return forward_only(self.schedule.stages_of_rank, self.config.accumulation)
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether some weight gradients wait."""
-        return any(action.op is Op.BACKWARD_WEIGHT for row in self.schedule.per_rank for action in row)
 
     @property
     def last_rank(self) -> int:

@@ -113,6 +113,11 @@ class Schedule:
         inputs = (action for row in self.per_rank for action in row if action.op is Op.BACKWARD_INPUT)
         return frozenset((action.stage, action.microbatch) for action in inputs)
 
+    @property
+    def splits(self) -> bool:
+        """Whether some backwards have two parts."""
+        return bool(self._split)
+
     def backward_of(self, stage: int, microbatch: int) -> Action:
         """The action that yields the gradient of a stage's input: ``I`` where the backward is split, else ``B``."""
         split = (stage, microbatch) in self._split

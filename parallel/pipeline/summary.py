@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from engine.parallel.pipeline.check import Cost, Timeline, peak_live
-from engine.parallel.pipeline.schedule import Op, Schedule
+from engine.parallel.pipeline.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def summarize(timeline: Timeline) -> Summary:
         makespan=timeline.makespan,
         peak_slices=tuple(Fraction(live * ranks, schedule.stages) for live in peak_live(schedule)),
         messages=tuple(sends[rank] for rank in range(ranks)),
-        splits=any(action.op is Op.BACKWARD_INPUT for row in schedule.per_rank for action in row),
+        splits=schedule.splits,
     )
 
 

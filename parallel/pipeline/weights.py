@@ -25,7 +25,6 @@ from engine.parallel.tensor.layers import RowLayer, has_plain_forward, is_conv1d
 
 Take = Callable[[str, Tensor], None]
 """Gets (parameter name, gradient)."""
-_NOTHING = object()
 
 
 class Leftover:
@@ -101,7 +100,7 @@ class WaitingWeights:
     def remove(self) -> None:
         """Put the layers' own products back."""
         for module, slot, product in self._installed:
-            if vars(module).get(slot, _NOTHING) == product:
+            if vars(module).get(slot) == product:
                 object.__delattr__(module, slot)
         self._installed = []
 
