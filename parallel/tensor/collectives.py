@@ -5,6 +5,14 @@
     g       all-reduce      identity        reduce_from: after a row layer
     gather  all-gather      own slice       gather_last: a cut last dim made whole
 
+The same for tensors that are cut along a dim, each rank holding an equal part of it in rank order, as the sequence
+is outside regions under sequence parallelism (Korthikanti et al. 2022, section 4.2.2):
+
+    f       all-gather      reduce-scatter  gather_to: before column layers
+    g       reduce-scatter  all-gather      scatter_from: after a row layer
+    enter   own slice       all-gather      slice_of: a whole tensor, equal on all ranks, becomes cut
+    leave   all-gather      own slice       gather_whole: a cut tensor becomes whole, and so is its gradient
+
 All communicate over the axis "tp", in the dtype of what they are given.
 
 Shape suffixes: V a last dim that is cut, W the part of it that this rank holds, T tensor ranks.
@@ -36,6 +44,7 @@ def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[
     """
     if axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
+    axis.expect("all_reduce", COLUMN_INPUTS, x)
     copied: Tensor = _CopyTo.apply(x, axis, owned, passed)  # type: ignore[no-untyped-call]
     return copied
 
@@ -59,6 +68,96 @@ def gather_last(x_W: Tensor, widths: tuple[int, ...], axis: TensorAxis, label: s
     """
     whole_V: Tensor = _GatherLast.apply(x_W, widths, axis, label)  # type: ignore[no-untyped-call]
     return whole_V
+
+
+def gather_to(
+    x: Tensor,
+    axis: TensorAxis,
+    dim: int = -2,
+    label: str = COLUMN_INPUTS,
+    owned: bool = False,
+    passed: Callable[[], None] | None = None,
+) -> Tensor:
+    """f of a cut tensor: every rank's ``x`` joined along ``dim``; the gradient is summed and cut.
+
+    ``x`` has the same shape on all ranks. ``owned`` and ``passed``: as in :func:`copy_to`.
+    """
+    if axis.size == 1:
+        return x
+    dim %= x.ndim
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return _gather(x, axis, dim, label)
+    whole: Tensor = _GatherTo.apply(x, axis, (dim, label), owned, passed)  # type: ignore[no-untyped-call]
+    axis.expect("reduce_scatter", label, whole)
+    return whole
+
+
+def scatter_from(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OUTPUTS, owned: bool = False) -> Tensor:
+    """g of a cut tensor: this rank's part, along ``dim``, of the sum of every rank's ``x``; gradients are gathered.
+
+    ``owned``: nobody else reads ``x``, which may be spoiled.
+
+    Raises:
+        EngineError: the ranks cannot share the dim equally.
+    """
+    if axis.size == 1:
+        return x
+    dim = check_parts(x, axis, dim)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return _reduce_scatter(x, axis, dim, label, owned)
+    axis.expect("all_gather", label, x)
+    part: Tensor = _ScatterFrom.apply(x, axis, dim, label, owned)  # type: ignore[no-untyped-call]
+    return part
+
+
+def slice_of(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = COLUMN_INPUTS) -> Tensor:
+    """This rank's part of ``x``, which is equal on all ranks, along ``dim``; gradients are gathered.
+
+    Raises:
+        EngineError: the ranks cannot share the dim equally.
+    """
+    if axis.size == 1:
+        return x
+    dim = check_parts(x, axis, dim)
+    if torch.is_grad_enabled() and x.requires_grad:
+        axis.expect("all_gather", label, x)
+    part: Tensor = _SliceOf.apply(x, axis, dim, label)  # type: ignore[no-untyped-call]
+    return part
+
+
+def gather_whole(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OUTPUTS) -> Tensor:
+    """Every rank's ``x`` joined along ``dim``. The gradient of the whole is taken to be the same on all ranks."""
+    if axis.size == 1:
+        return x
+    whole: Tensor = _GatherWhole.apply(x, axis, dim % x.ndim, label)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def check_parts(x: Tensor, axis: TensorAxis, dim: int) -> int:
+    """``dim`` counted from the first one.
+
+    Raises:
+        EngineError: the ranks cannot share the dim equally.
+    """
+    length, ranks = x.shape[dim], axis.size
+    if length % ranks:
+        raise EngineError(
+            f"dim {dim} of a tensor {list(x.shape)} is to be cut into {ranks} equal parts, one for each tensor rank, "
+            f"and {ranks} does not divide {length}: make it a multiple of {ranks}, for example by padding."
+        )
+    return dim % x.ndim
+
+
+def join_parts(parts: Tensor, dim: int) -> Tensor:
+    """[T, .., n, ..] -> [.., T n, ..]: parts by rank, one behind the other along ``dim`` (counted without T)."""
+    joined = parts.movedim(0, dim).flatten(dim, dim + 1)
+    # the tensor it is made of lives no longer: with the mark of a view nobody could write into it
+    return torch.ops.aten._unsafe_view(joined, joined.shape) if joined._is_view() else joined
+
+
+def split_parts(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+    """[.., T n, ..] -> [T, .., n, ..]: the inverse of :func:`join_parts`, a view."""
+    return x.view(*x.shape[:dim], axis.size, x.shape[dim] // axis.size, *x.shape[dim + 1 :]).movedim(dim, 0)
 
 
 def refuse_second_derivatives() -> None:
@@ -118,3 +217,71 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_V: Tensor) -> tuple[Tensor, None, None, None]:
         return grad_V[..., ctx.start : ctx.stop], None, None, None
+
+
+def _gather(x: Tensor, axis: TensorAxis, dim: int, label: str) -> Tensor:
+    return join_parts(axis.all_gather(x.contiguous(), label), dim)
+
+
+def _reduce_scatter(x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool) -> Tensor:
+    parts = split_parts(x, axis, dim)
+    parts = parts.contiguous() if owned else parts.clone(memory_format=torch.contiguous_format)
+    part = axis.reduce_scatter(parts, label)
+    return part.clone() if part._is_view() else part  # in a dry run it lies in x
+
+
+def _own_slice(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+    return split_parts(x, axis, dim)[axis.index]
+
+
+class _GatherTo(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: TensorAxis, place: tuple[int, str], owned: bool, passed: Callable[[], None] | None
+    ) -> Tensor:
+        ctx.axis, ctx.place, ctx.owned, ctx.passed = axis, place, owned, passed
+        return _gather(x, axis, *place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        refuse_second_derivatives()
+        dim, label = ctx.place
+        part = _reduce_scatter(grad, ctx.axis, dim, label, ctx.owned)
+        if ctx.passed is not None:
+            ctx.passed()
+        return part, None, None, None, None
+
+
+class _ScatterFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool) -> Tensor:
+        ctx.axis, ctx.dim, ctx.label = axis, dim, label
+        return _reduce_scatter(x, axis, dim, label, owned)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        refuse_second_derivatives()
+        return _gather(grad, ctx.axis, ctx.dim, ctx.label), None, None, None, None
+
+
+class _SliceOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, dim: int, label: str) -> Tensor:
+        ctx.axis, ctx.dim, ctx.label = axis, dim, label
+        return _own_slice(x, axis, dim).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_second_derivatives()
+        return _gather(grad, ctx.axis, ctx.dim, ctx.label), None, None, None
+
+
+class _GatherWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, dim: int, label: str) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _gather(x, axis, dim, label)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _own_slice(grad, ctx.axis, ctx.dim), None, None, None
