@@ -7,7 +7,7 @@ from typing import Literal
 from engine.parallel.shards import Range
 from engine.parallel.tensor.ranges import held
 
-Kind = Literal["column", "row", "embedding", "head"]
+Kind = Literal["column", "column+gather", "row", "embedding", "head", "experts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,21 @@ class AttributeChange:
 
     module: str
     attribute: str
+    """With the prefix "config." one of the module's config, which gets a copy of its own."""
     value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One line of the table of a plan."""
+
+    pattern: str
+    style: str
+    how: str
+    """How the code runs on its part: local, local+ (with changed attributes), view, replicate."""
+    why: str
+    bytes: int = 0
+    """Of parameters that every rank holds and could have been cut, all layers of the pattern together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,4 +69,10 @@ class TensorPlan:
     partial: frozenset[str]
     """Whole parameters whose gradient is a part on each tensor rank: their sum over "tp" is the gradient."""
     source: str
-    """Where the plan comes from: a family of models, a file, the configuration."""
+    """Where the plan comes from: found, a file, the configuration."""
+    shown: frozenset[str] = frozenset()
+    """Parameters that code sees as views, with the whole shape."""
+    reasons: tuple[Reason, ...] = ()
+    """Of a plan that was found: what was decided, and why."""
+    sequence: bool = False
+    """Whether activations between regions are cut along the sequence."""

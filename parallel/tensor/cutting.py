@@ -4,41 +4,31 @@ All rules are tried before the first complaint about a size, so that the error c
 the whole model fits.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from engine.errors import PlanError
 from engine.parallel.tensor.cuts import AttributeChange, Kind, LayerCut, ParameterCut, TensorPlan
+from engine.parallel.tensor.fits import Fit, check_fits
 from engine.parallel.tensor.layers import is_conv1d, is_linear
-from engine.parallel.tensor.ranges import cut_parts, cut_unevenly, held
+from engine.parallel.tensor.ranges import cut_parts, cut_unevenly, held, ranges_of_rows
 from engine.parallel.tensor.regions import find_regions
 from engine.parallel.tensor.styles import Style
 from engine.parallel.tensor.vocabulary import check_embedding
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A number that the tensor ranks have to share."""
+class _Target(NamedTuple):
+    """A parameter that a style cuts."""
 
     owner: str
-    noun: str
-    count: int
-    rule: str = "divide"
-    """divide: in equal shares; share: or each held by several ranks; rows: at least one each."""
-
-    def allows(self, tp: int) -> bool:
-        """Whether this number goes with ``tp`` ranks."""
-        if self.rule == "rows":
-            return self.count >= tp
-        return self.count % tp == 0 or (self.rule == "share" and tp % self.count == 0)
-
-    def complaint(self, tp: int) -> str:
-        """What is wrong with ``tp`` ranks."""
-        verb = {"divide": "does not divide", "share": "neither divides nor is a multiple of", "rows": "is more than"}
-        return f"tensor = {tp} {verb[self.rule]} the {self.count} {self.noun} of {self.owner}"
+    """The module that it hangs on."""
+    local: str
+    dim: int
+    named: str
+    """What the style was given to: the module, or the parameter."""
 
 
 def cut_model(model: nn.Module, styles: Mapping[str, Style], tp: int, source: str) -> TensorPlan:
@@ -53,9 +43,13 @@ def cut_model(model: nn.Module, styles: Mapping[str, Style], tp: int, source: st
 class _Cutting:
     def __init__(self, model: nn.Module, styles: Mapping[str, Style], tp: int) -> None:
         self.modules = dict(model.named_modules())
+        self.parameters = dict(model.named_parameters())
         self.styles, self.tp = styles, tp
-        self.kinds = {name: _kind(name, self.modules[name], style) for name, style in styles.items()}
-        self.regions = find_regions(self.kinds)
+        self.kinds = {
+            name: _kind(name, self.modules[name], style) for name, style in styles.items() if name in self.modules
+        }
+        self.layers = {name: kind for name, kind in self.kinds.items() if kind is not None and not styles[name].view}
+        self.regions = find_regions(self.layers)
         self.heads = {name: self._head_width(name) for name in styles}
         self.names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -64,59 +58,69 @@ class _Cutting:
     def plan(self, source: str) -> TensorPlan:
         for name in self.kinds:
             self._check_module(name)
-        self._check_sizes()
-        layers = {name: LayerCut(name, kind, self.regions.get(name, "")) for name, kind in self._layers()}
+        check_fits([fit for name in self.styles for fit in self._fits(name)], self.tp)
         if self.tp == 1:
             return TensorPlan(MappingProxyType({}), MappingProxyType({}), (), frozenset(), source)
-        parameters = self._parameters()
-        attributes = tuple(change for name, style in self.styles.items() for change in self._changes(name, style))
-        return TensorPlan(MappingProxyType(layers), MappingProxyType(parameters), attributes, self._partial(), source)
-
-    def _layers(self) -> Iterable[tuple[str, Kind]]:
-        return ((name, kind) for name, kind in self.kinds.items() if kind is not None)
+        parameters, shown = self._parameters()
+        layers = {name: LayerCut(name, kind, self.regions.get(name, "")) for name, kind in self.layers.items()}
+        changes = tuple(change for name, style in self.styles.items() for change in self._changes(name, style))
+        layers_, parameters_ = MappingProxyType(layers), MappingProxyType(parameters)
+        return TensorPlan(layers_, parameters_, changes, self._partial(), source, shown)
 
     # sizes
 
     def _head_width(self, name: str) -> int | None:
-        if self.styles[name].head:
-            return self.styles[name].head
-        parent = self.modules[name.rpartition(".")[0]]
+        style = self.styles[name]
+        if style.head:
+            return style.head
+        if style.kind == "cut" or style.rows:
+            return None
+        parent = self.modules.get(name.rpartition(".")[0])
         widths = (getattr(parent, attribute, None) for attribute in ("head_dim", "head_width"))
         return next((width for width in widths if isinstance(width, int) and width > 0), None)
 
     def _unit(self, name: str) -> int:
         """Rows that stay together. A row layer takes what the column layers of its region give."""
-        if self.kinds[name] == "row" and not self.heads[name]:
+        if self.kinds.get(name) == "row" and not self.heads[name] and name in self.regions:
             region = self.regions[name]
             return max(self.heads[other] or 1 for other, place in self.regions.items() if place == region)
         return self.heads[name] or 1
 
-    def _check_sizes(self) -> None:
-        fits = [fit for name in self.kinds for fit in self._fits(name)]
-        wrong = next((fit for fit in fits if not fit.allows(self.tp)), None)
-        if wrong is None:
-            return
-        largest = max(fit.count for fit in fits)
-        sizes = [size for size in range(1, largest + 1) if all(fit.allows(size) for fit in fits)]
-        listed = ", ".join(str(size) for size in sizes)
-        raise PlanError(f"{wrong.complaint(self.tp)}; choose a size that fits the whole model: {listed}.")
-
     def _fits(self, name: str) -> Iterable[Fit]:
-        style, kind, module = self.styles[name], self.kinds[name], self.modules[name]
+        style, kind = self.styles[name], self.kinds.get(name)
         if kind in ("embedding", "head"):
             yield Fit(name, "vocabulary rows", self._size(name), "rows")
-        elif kind is not None:
+        elif style.rows is not None:
+            self._check_rows(name, style.rows)
+        elif target := next(self._targets(name), None):
             unit, parts = self._unit(name), style.parts
-            if self._size(name) % (unit * parts):
+            size = self._whole(target).shape[target.dim]
+            noun = "inputs" if kind == "row" else "outputs" if kind else f"rows of dim {target.dim}"
+            if size % (unit * parts):
                 raise PlanError(
-                    f"{name} has {self._size(name)} {'inputs' if kind == 'row' else 'outputs'}, which are not {parts} "
-                    f"equal parts of whole heads of width {unit}; correct its style {style.text!r}."
+                    f"{name} has {size} {noun}, which are not {parts} equal parts of whole heads of width {unit}; "
+                    f"correct its style {style.text!r}."
                 )
-            noun = f"heads of width {unit}" if unit > 1 else ("inputs" if kind == "row" else "outputs")
+            noun = f"heads of width {unit}" if unit > 1 else noun
             shared = kind == "column" and bool(self.heads[name])
-            yield Fit(name, noun, self._size(name) // unit // parts, "share" if shared else "divide")
+            yield Fit(name, noun, size // unit // parts, "share" if shared else "divide")
         for attribute in style.divided:
-            yield Fit(name, attribute, _number(name, module, attribute))
+            yield Fit(name, attribute, _number(name, self.modules[name], attribute), "share")
+
+    def _check_rows(self, name: str, rows: object) -> None:
+        style, target = self.styles[name], next(self._targets(name), None)
+        size = self._whole(target).shape[target.dim] if target else 0
+        assert style.rows is not None
+        if len(style.rows) != self.tp:
+            raise PlanError(
+                f"the style {style.text!r} of {name} lists rows of {len(style.rows)} tensor ranks, but tensor is "
+                f"{self.tp}; write the rows of {self.tp} ranks, or let the plan be found again."
+            )
+        held_rows = {row for runs in style.rows for start, stop in runs for row in range(start, stop)}
+        if held_rows != set(range(size)):
+            raise PlanError(
+                f"the rows of the style {style.text!r} of {name} are not the {size} that it has; every row needs a rank."
+            )
 
     def _size(self, name: str) -> int:
         weight = self.modules[name].weight
@@ -129,47 +133,73 @@ class _Cutting:
 
     # parameters
 
-    def _parameters(self) -> dict[str, ParameterCut]:
+    def _targets(self, name: str) -> Iterator[_Target]:
+        """What the style of a module or parameter cuts, its weight first."""
+        style, kind = self.styles[name], self.kinds.get(name)
+        if style.kind == "cut":
+            owner, local = (name, "weight") if name in self.modules else _split(name)
+            yield _Target(owner, local, style.dim or 0, name)
+        elif kind is not None and kind != "experts":
+            yield _Target(name, "weight", self._dim(name), name)
+            if getattr(self.modules[name], "bias", None) is not None and kind != "row" and kind != "embedding":
+                yield _Target(name, "bias", 0, name)
+
+    def _whole(self, target: _Target) -> Tensor:
+        tensor = getattr(self.modules[target.owner], target.local, None)
+        if not isinstance(tensor, nn.Parameter) or target.dim >= tensor.dim():
+            raise PlanError(
+                f"{target.named} is to be cut along dim {target.dim}, but there is no parameter with that dim; correct "
+                f"its style {self.styles[target.named].text!r}."
+            )
+        return tensor
+
+    def _parameters(self) -> tuple[dict[str, ParameterCut], frozenset[str]]:
         cuts: dict[str, ParameterCut] = {}
         owners: dict[str, str] = {}
-        for name, kind in self._layers():
-            for local, cut in self._cuts(name, kind):
-                first, *_ = self.names[id(getattr(self.modules[name], local))]
+        shown = set()
+        for name in self.styles:
+            for target in self._targets(name):
+                first, *_ = self.names[id(self._whole(target))]
                 owners.setdefault(first, name)
+                cut = self._cut(name, target)
                 if cuts.setdefault(first, cut) != cut:
                     raise PlanError(
                         f"{first} is shared by {owners[first]} and {name}, whose styles cut it in different ways; give "
                         'them styles that agree, or "replicate" to both.'
                     )
+                if self.styles[name].view:
+                    shown.add(first)
         self._check_ties(cuts)
-        return cuts
+        return cuts, frozenset(shown)
 
-    def _cuts(self, name: str, kind: Kind) -> Iterable[tuple[str, ParameterCut]]:
-        size, dim = self._size(name), self._dim(name)
-        if kind in ("embedding", "head"):
-            ranges = cut_unevenly(size, self.tp)
-        else:
-            ranges = cut_parts(size, self.tp, self.styles[name].parts, self._unit(name))
-        yield "weight", ParameterCut(dim, ranges)
-        if getattr(self.modules[name], "bias", None) is not None and kind in ("column", "head"):
-            yield "bias", ParameterCut(0, ranges)
+    def _cut(self, name: str, target: _Target) -> ParameterCut:
+        style, size = self.styles[name], self._whole(target).shape[target.dim]
+        if self.kinds.get(name) in ("embedding", "head"):
+            return ParameterCut(target.dim, cut_unevenly(size, self.tp))
+        if style.rows is not None:
+            return ParameterCut(target.dim, ranges_of_rows(style.rows, size))
+        return ParameterCut(target.dim, cut_parts(size, self.tp, style.parts, self._unit(name)))
 
     def _check_ties(self, cuts: Mapping[str, ParameterCut]) -> None:
+        targets = [target for name in self.styles for target in self._targets(name)]
+        cutting = {(id(self.modules[target.owner]), target.local) for target in targets}
         for first, *others in self.names.values():
             for alias in (first, *others) if first in cuts else ():
-                owner = alias.rpartition(".")[0]
-                if not any(self.modules[name] is self.modules.get(owner) for name, _ in self._layers()):
-                    if owner not in self.modules:
-                        continue  # another name of a module that is shared whole
-                    raise PlanError(
-                        f"{first} is cut, but {owner or 'the model itself'} uses the same parameter and is not; give "
-                        f'{owner or "it"} the same style, or both "replicate".'
-                    )
+                owner, local = _split(alias)
+                if owner not in self.modules or (id(self.modules[owner]), local) in cutting:
+                    continue  # the former: another name of a module that is shared whole
+                raise PlanError(
+                    f"{first} is cut, but {owner or 'the model itself'} uses the same parameter and is not; give "
+                    f'{owner or "it"} the same style, or both "replicate".'
+                )
 
     def _partial(self) -> frozenset[str]:
         found = set()
         for name, style in self.styles.items():
             if style.kind != "partial":
+                continue
+            if name in self.parameters:
+                found.add(self.names[id(self.parameters[name])][0])
                 continue
             for local, parameter in self.modules[name].named_parameters(recurse=False):
                 width = self.heads[name]
@@ -185,7 +215,11 @@ class _Cutting:
 
     def _changes(self, name: str, style: Style) -> Iterable[AttributeChange]:
         for attribute in style.divided:
-            yield AttributeChange(name, attribute, _number(name, self.modules[name], attribute) // self.tp)
+            share = max(1, _number(name, self.modules[name], attribute) // self.tp)
+            yield AttributeChange(name, attribute, share)
+        for attribute, value in style.values:
+            _number(name, self.modules[name], attribute)
+            yield AttributeChange(name, attribute, value)
         for attribute, above, below in style.ratios:
             _number(name, self.modules[name], attribute)
             high, low = self._local_outputs(f"{name}.{above}", name), self._local_outputs(f"{name}.{below}", name)
@@ -199,13 +233,13 @@ class _Cutting:
     def _local_outputs(self, child: str, owner: str) -> int:
         if self.kinds.get(child) != "column":
             raise PlanError(f"the style of {owner} names {child}, which is no column layer of the plan; correct it.")
-        return held(cut_parts(self._size(child), self.tp, self.styles[child].parts, self._unit(child)), 0)
+        return held(self._cut(child, next(self._targets(child))).ranges, 0)
 
     # modules
 
     def _check_module(self, name: str) -> None:
-        module = self.modules[name]
-        if self.kinds[name] is None:
+        module, view = self.modules[name], self.styles[name].view
+        if self.kinds[name] in (None, "experts") or self.styles[name].kind == "cut":
             return
         more = [local for local, _ in module.named_parameters() if local not in ("weight", "bias")]
         if more:
@@ -217,36 +251,46 @@ class _Cutting:
             raise PlanError(
                 f"{name} has had its forward replaced on the object, which would pass the cut by; restore it."
             )
-        if isinstance(self.modules[name.rpartition(".")[0]], nn.MultiheadAttention):
+        if isinstance(self.modules[name.rpartition(".")[0]], nn.MultiheadAttention) and not view:
             raise PlanError(
                 f"{name} lies in an nn.MultiheadAttention, which reads its weight without calling it; "
-                'give it the style "replicate".'
+                'add "view" to its style, or give it the style "replicate".'
             )
         if isinstance(module, nn.Embedding):
             check_embedding(module, name)
 
 
 def _kind(name: str, module: nn.Module, style: Style) -> Kind | None:
-    """What a style makes of a module; None if it cuts nothing."""
+    """What a style makes of a module; None if it wraps nothing."""
     wanted = style.kind
+    if wanted == "experts":
+        return "experts"
     if wanted == "vocabulary" and isinstance(module, nn.Embedding):
         return "embedding"
-    if wanted in ("vocabulary", "column", "row"):
+    if wanted in ("vocabulary", "column", "column+gather", "row"):
         if not is_linear(module):
             cut = "nn.Linear, Conv1D and nn.Embedding" if wanted == "vocabulary" else "nn.Linear and Conv1D"
             raise PlanError(
                 f"{name} is a {type(module).__name__}, but the style {style.text!r} is for {cut}; "
                 'narrow its pattern or give it "replicate".'
             )
-        return "head" if wanted == "vocabulary" else ("column" if wanted == "column" else "row")
+        kinds: dict[str, Kind] = {"vocabulary": "head", "column": "column", "column+gather": "column+gather"}
+        return kinds.get(wanted, "row")
     return None
 
 
+def _split(name: str) -> tuple[str, str]:
+    owner, _, local = name.rpartition(".")
+    return owner, local
+
+
 def _number(name: str, module: nn.Module, attribute: str) -> int:
-    value = getattr(module, attribute, None)
+    value: object = module
+    for part in attribute.split("."):
+        value = getattr(value, part, None)
     if type(value) is not int:
         raise PlanError(
-            f"{name}.{attribute} is {value!r}, but divide, ratio and heads change whole numbers; correct the "
+            f"{name}.{attribute} is {value!r}, but divide, set, ratio and heads change whole numbers; correct the "
             "name of the attribute."
         )
     return value

@@ -54,7 +54,9 @@ def _read_file(path: str) -> Patterns:
 
 
 def match_styles(model: nn.Module, required: Patterns, optional: Patterns) -> dict[str, Style]:
-    """The style of each module that a pattern names, by the module's first name.
+    """The style of each module or parameter that a pattern names, by its first name.
+
+    A pattern that names modules means those; only one that names none is looked for among the parameters.
 
     Raises:
         PlanError: a required pattern that names nothing, two styles for one module, a style that is none.
@@ -63,17 +65,24 @@ def match_styles(model: nn.Module, required: Patterns, optional: Patterns) -> di
     names = {
         name: first.setdefault(id(module), name) for name, module in model.named_modules(remove_duplicate=False) if name
     }
+    owned: dict[int, str] = {}
+    parameters = {
+        name: owned.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     chosen: dict[str, tuple[str, Style]] = {}
     for pattern, text in (*required.items(), *optional.items()):
         style = parse_style(text)
         hits = [name for name in names if fnmatchcase(name, pattern)]
+        hits = hits or [name for name in parameters if fnmatchcase(name, pattern)]
         if not hits and pattern in required:
             raise _matches_nothing(pattern, names)
         for name in hits:
-            other, before = chosen.setdefault(names[name], (pattern, style))
+            first_name = names.get(name) or parameters[name]
+            other, before = chosen.setdefault(first_name, (pattern, style))
             if before != style:
                 raise PlanError(
-                    f"{names[name]} is given two styles, {before.text!r} by {other!r} and {text!r} by {pattern!r}; a "
+                    f"{first_name} is given two styles, {before.text!r} by {other!r} and {text!r} by {pattern!r}; a "
                     "module has one: narrow one of the patterns."
                 )
     return {name: style for name, (_, style) in chosen.items()}
@@ -83,4 +92,4 @@ def _matches_nothing(pattern: str, names: Iterable[str]) -> PlanError:
     kinds = list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names))
     near = get_close_matches(pattern, kinds, 3, 0.4)
     hint = f"near names are {', '.join(near)}" if near else f"the model has {', '.join(kinds[:8])}"
-    return PlanError(f"the pattern {pattern!r} of parallel.tensor_plan names no module; {hint}.")
+    return PlanError(f"the pattern {pattern!r} of parallel.tensor_plan names no module and no parameter; {hint}.")

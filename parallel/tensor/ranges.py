@@ -6,6 +6,9 @@ fused thirds over 2       0 1 | 0 1 | 0 1          each rank holds a piece of ev
 5 rows over 2 ranks       0 0 0 1 1                vocabularies only: the first ranks hold one more
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from engine.parallel.shards import Range
 
 
@@ -35,3 +38,37 @@ def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
 def held(ranges: tuple[Range, ...], index: int) -> int:
     """Rows that rank ``index`` holds."""
     return sum(part.stop - part.start for part in ranges if index in part.holders)
+
+
+def ranges_of(rows: Sequence[Sequence[bool]]) -> tuple[Range, ...]:
+    """The ranges of a dim of which rank r holds the rows where ``rows[r]`` is true; every row has a holder."""
+    holders = [tuple(rank for rank, held in enumerate(by_rank) if held) for by_rank in zip(*rows, strict=True)]
+    starts = [0, *(row for row in range(1, len(holders)) if holders[row] != holders[row - 1]), len(holders)]
+    return tuple(Range(start, stop, holders[start]) for start, stop in pairwise(starts))
+
+
+def ranges_of_rows(rows: Sequence[Sequence[tuple[int, int]]], size: int) -> tuple[Range, ...]:
+    """The same from the runs [start, stop) of every rank."""
+    held_by = [[False] * size for _ in rows]
+    for held_rows, runs in zip(held_by, rows, strict=True):
+        for start, stop in runs:
+            held_rows[start:stop] = [True] * (stop - start)
+    return ranges_of(held_by)
+
+
+def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
+    """By rank the runs [start, stop) that it holds; inverse of ``ranges_of_rows``."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(tp)]
+    for part in sorted(ranges, key=lambda part: part.start):
+        for holder in part.holders:
+            runs = found[holder]
+            if runs and runs[-1][1] == part.start:
+                runs[-1] = runs[-1][0], part.stop
+            else:
+                runs.append((part.start, part.stop))
+    return found
+
+
+def rows_of(ranges: Sequence[Range], index: int) -> list[int]:
+    """The rows that rank ``index`` holds, ascending."""
+    return [row for part in ranges if index in part.holders for row in range(part.start, part.stop)]
