@@ -56,7 +56,7 @@ class Alone:
 
     def __init__(self, model: nn.Module, name: str, precision: Precision, device: torch.device) -> None:
         self._device = device
-        self._module = _copy(model, name, precision, device)
+        self._module = copy_unit(model, name, precision, device)
         self._waiting = WaitingWeights(self._module)
         islands = [path for path in precision.kept.modules if path == name or path.startswith(f"{name}.")]
         self._islands = Islands(self._module, [path[len(name) + 1 :] for path in islands], precision.compute)
@@ -134,7 +134,7 @@ class _Given:
     """What depends on the batch alone."""
 
     def __post_init__(self) -> None:
-        self.args, self.kwargs = pytree.tree_map(self._fill, self.arguments, is_leaf=_is_sample)
+        self.args, self.kwargs = pytree.tree_map(self._fill, self.arguments, is_leaf=is_sample)
 
     def _fill(self, leaf: Any) -> Any:
         if isinstance(leaf, Sample):
@@ -153,7 +153,7 @@ def reads_elsewhere(model: nn.Module, call: Call, arguments: Arguments) -> bool:
     """Whether a call reads parameters of other units, or values that are not among its arguments."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     known: set[int | str] = {names[id(parameter)] for parameter in model.get_submodule(call.unit).parameters()}
-    leaves = pytree.tree_leaves(arguments, is_leaf=_is_sample)
+    leaves = pytree.tree_leaves(arguments, is_leaf=is_sample)
     known |= {leaf.source for leaf in leaves if isinstance(leaf, Sample)}
     return not known.issuperset((*call.parameters, *call.inputs))
 
@@ -207,15 +207,20 @@ def _shapes(arguments: Arguments) -> object:
             return tuple(leaf.shape), leaf.dtype
         return leaf if isinstance(leaf, _PLAIN) else type(leaf)
 
-    leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_sample)
+    leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_sample)
     return str(spec), tuple(map(describe, leaves))
 
 
-def _is_sample(node: object) -> bool:
+def is_sample(node: object) -> bool:
     return isinstance(node, Sample)
 
 
-def _copy(model: nn.Module, name: str, precision: Precision, device: torch.device) -> nn.Module:
+def copy_unit(model: nn.Module, name: str, precision: Precision, device: torch.device) -> nn.Module:
+    """A copy of unit ``name`` on ``device`` that shares nothing with the model; parameters have random content.
+
+    Raises:
+        PlanError: a closure over the model runs in place of the forward of one of its modules.
+    """
     unit = model.get_submodule(name)
     for path, module in unit.named_modules():
         if isinstance(vars(module).get("forward"), FunctionType):

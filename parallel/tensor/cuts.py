@@ -1,7 +1,7 @@
 """A tensor plan as data: what is cut, and which part of it each tensor rank holds."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.parallel.shards import Range
@@ -72,6 +72,8 @@ class TensorPlan:
     """Where the plan comes from: found, a file, the configuration."""
     shown: frozenset[str] = frozenset()
     """Parameters that code sees as views, with the whole shape."""
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    """The styles that it is made from: what ``parallel.tensor_plan`` would say."""
     reasons: tuple[Reason, ...] = ()
     """Of a plan that was found: what was decided, and why."""
     sequence: bool = False

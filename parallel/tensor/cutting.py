@@ -5,6 +5,7 @@ the whole model fits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -31,13 +32,15 @@ class _Target(NamedTuple):
     """What the style was given to: the module, or the parameter."""
 
 
-def cut_model(model: nn.Module, styles: Mapping[str, Style], tp: int, source: str) -> TensorPlan:
+def cut_model(
+    model: nn.Module, styles: Mapping[str, Style], tp: int, source: str, sequence: bool = False
+) -> TensorPlan:
     """The plan that ``styles``, by first module name, make.
 
     Raises:
         PlanError: a style that does not suit its module, or a model that does not fit ``tp``.
     """
-    return _Cutting(model, styles, tp).plan(source)
+    return replace(_Cutting(model, styles, tp).plan(source), sequence=sequence)
 
 
 class _Cutting:
@@ -75,9 +78,7 @@ class _Cutting:
             return style.head
         if style.kind == "cut" or style.rows:
             return None
-        parent = self.modules.get(name.rpartition(".")[0])
-        widths = (getattr(parent, attribute, None) for attribute in ("head_dim", "head_width"))
-        return next((width for width in widths if isinstance(width, int) and width > 0), None)
+        return head_width(self.modules.get(name.rpartition(".")[0]))
 
     def _unit(self, name: str) -> int:
         """Rows that stay together. A row layer takes what the column layers of its region give."""
@@ -119,7 +120,7 @@ class _Cutting:
         held_rows = {row for runs in style.rows for start, stop in runs for row in range(start, stop)}
         if held_rows != set(range(size)):
             raise PlanError(
-                f"the rows of the style {style.text!r} of {name} are not the {size} that it has; every row needs a rank."
+                f"the rows of the style {style.text!r} of {name} are not the {size} that it has; give every row to a rank."
             )
 
     def _size(self, name: str) -> int:
@@ -188,6 +189,8 @@ class _Cutting:
                 owner, local = _split(alias)
                 if owner not in self.modules or (id(self.modules[owner]), local) in cutting:
                     continue  # the former: another name of a module that is shared whole
+                if not isinstance(self.modules[owner], nn.Embedding) and not is_linear(self.modules[owner]):
+                    continue  # a name only; code that reads it is found when the model is looked at
                 raise PlanError(
                     f"{first} is cut, but {owner or 'the model itself'} uses the same parameter and is not; give "
                     f'{owner or "it"} the same style, or both "replicate".'
@@ -258,6 +261,12 @@ class _Cutting:
             )
         if isinstance(module, nn.Embedding):
             check_embedding(module, name)
+
+
+def head_width(module: nn.Module | None) -> int | None:
+    """Rows of a head of the layers in ``module``, if it says so."""
+    widths = (getattr(module, attribute, None) for attribute in ("head_dim", "head_width"))
+    return next((width for width in widths if isinstance(width, int) and width > 0), None)
 
 
 def _kind(name: str, module: nn.Module, style: Style) -> Kind | None:

@@ -1,6 +1,7 @@
 """Carry a tensor plan out on a model, and put the parts of a parameter together again."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from types import MappingProxyType
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.cuts import Kind, LayerCut, ParameterCut, TensorPlan
+from engine.parallel.tensor.cuts import AttributeChange, Kind, LayerCut, ParameterCut, TensorPlan
+from engine.parallel.tensor.experts import ExpertsLayer, prepare_experts
+from engine.parallel.tensor.gathered import GatheredColumnLayer, GatheredColumnLinear, prepare_gathered
 from engine.parallel.tensor.layers import (
     ColumnLayer,
     ColumnLinear,
@@ -20,6 +23,8 @@ from engine.parallel.tensor.layers import (
 )
 from engine.parallel.tensor.region import Region
 from engine.parallel.tensor.sharded_logits import Vocabulary
+from engine.parallel.tensor.shown import shown_class
+from engine.parallel.tensor.views import Views
 from engine.parallel.tensor.vocabulary import (
     EmbeddingLayer,
     HeadLayer,
@@ -28,6 +33,8 @@ from engine.parallel.tensor.vocabulary import (
     prepare_embedding,
     prepare_head,
 )
+
+_CONFIG = "config."
 
 
 def local_part(full: Tensor, cut: ParameterCut, index: int) -> Tensor:
@@ -48,42 +55,117 @@ def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
     return torch.cat([pieces[start] for start in sorted(pieces)], cut.dim)
 
 
-def install(model: nn.Module, plan: TensorPlan, axis: TensorAxis, already_cut: Collection[str] = ()) -> None:
+def install(model: nn.Module, plan: TensorPlan, axis: TensorAxis, already_cut: Collection[str] = ()) -> "Installed":
     """Cut ``model`` in place to what this rank holds of it. Nothing is communicated.
 
     Parameter objects stay and get new, smaller data, so that ties, optimizers and hooks hold; state-dict names
     stay too. Works on the meta device. ``already_cut``: parameters that hold their part.
     """
+    return _cut(model, plan, axis, lambda name, p, cut: p if name in already_cut else local_part(p, cut, axis.index))
+
+
+def install_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> "Installed":
+    """The same without content, for a run on shapes: no memory is taken, and ``undo`` brings the weights back."""
+
+    def blank(name: str, full: Tensor, cut: ParameterCut) -> Tensor:
+        shape = list(full.shape)
+        shape[cut.dim] = cut.widths(axis.size)[axis.index]
+        return torch.zeros((), dtype=full.dtype, device=full.device).expand(shape)
+
+    return _cut(model, plan, axis, blank)
+
+
+def _cut(
+    model: nn.Module, plan: TensorPlan, axis: TensorAxis, part: Callable[[str, Tensor, ParameterCut], Tensor]
+) -> "Installed":
     parameters = dict(model.named_parameters())
+    installer = _Installer(model, plan, axis)
+    installer.show(parameters)
     for name, cut in plan.parameters.items():
-        if name not in already_cut:
-            parameters[name].data = local_part(parameters[name].data, cut, axis.index)
-    modules = dict(model.named_modules())
+        installer.set_data(parameters[name], part(name, parameters[name].data, cut))
     for change in plan.attributes:
-        setattr(modules[change.module], change.attribute, change.value)
-    _Installer(model, plan, axis).layers(modules)
+        installer.change(change)
+    installer.wrap_layers()
+    return Installed(installer.views, installer.undo)
+
+
+class Installed:
+    """A plan that has been carried out."""
+
+    def __init__(self, views: Views, undo: list[Callable[[], None]]) -> None:
+        self.views = views
+        self._undo = undo
+
+    def undo(self) -> None:
+        """Make the model what it was."""
+        while self._undo:
+            self._undo.pop()()
 
 
 class _Installer:
     def __init__(self, model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
         self.plan, self.axis = plan, axis
+        self.views = Views(axis, plan.sequence)
+        self.undo: list[Callable[[], None]] = []
+        self.modules = dict(model.named_modules())
         self.first = {id(p): name for name, p in model.named_parameters()}
         self.regions: dict[str, Region] = {}
         self.classes: dict[tuple[Kind, type], type] = {}
+        self.touched: set[int] = set()
+        self.own_configs: set[str] = set()
 
-    def layers(self, modules: dict[str, nn.Module]) -> None:
+    def set_data(self, parameter: nn.Parameter, data: Tensor) -> None:
+        before = parameter.data
+        self.undo.append(lambda: setattr(parameter, "data", before))
+        parameter.data = data
+
+    def change(self, change: AttributeChange) -> None:
+        module, attribute = self._touch(change.module), change.attribute
+        owner: Any = module
+        if attribute.startswith(_CONFIG):
+            if change.module not in self.own_configs:
+                self.own_configs.add(change.module)
+                module.config = copy(module.config)
+            owner, attribute = module.config, attribute.removeprefix(_CONFIG)
+        setattr(owner, attribute, change.value)
+
+    def show(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Let code see the parameters that a plan shows as views."""
+        wholes = {id(parameters[name]): name for name in self.plan.shown}
+        parents: dict[int, nn.Module] = {}
+        for path, module in self.modules.items():
+            cuts = {
+                local: (self.plan.parameters[wholes[id(p)]], tuple(p.shape))
+                for local, p in module.named_parameters(recurse=False)
+                if id(p) in wholes
+            }
+            if cuts:
+                self._touch(path).__class__ = shown_class(type(module), cuts, self.views)
+                parent = self.modules[path.rpartition(".")[0]]
+                parents[id(parent)] = parent
+        for parent in parents.values():
+            self.undo.append(parent.register_forward_hook(lambda *_: self.views.clear()).remove)
+
+    def wrap_layers(self) -> None:
         for name, cut in self.plan.layers.items():
-            self._swap(modules[name], cut.kind)
-            self._prepare(modules[name], cut)
+            module = self._touch(name)
+            self._swap(module, cut.kind)
+            self._prepare(module, cut)
 
     def _prepare(self, module: nn.Module, cut: LayerCut) -> None:
         if cut.kind == "column":
             prepare_column(module, self._region(cut))
         elif cut.kind == "row":
             prepare_row(module, self._region(cut))
+        elif cut.kind == "experts":
+            prepare_experts(module, Region(self.axis))
         else:
             weight: Any = module.weight
             widths = self.plan.parameters[self.first[id(weight)]].widths(self.axis.size)
+            if cut.kind == "column+gather":
+                prepare_column(module, Region(self.axis))
+                prepare_gathered(module, widths)
+                return
             vocabulary = Vocabulary(self.axis, widths)
             prepare: Callable[..., None] = prepare_embedding if cut.kind == "embedding" else prepare_head
             prepare(module, vocabulary)
@@ -100,13 +182,32 @@ class _Installer:
             self.classes[kind, own] = made
         module.__class__ = self.classes[kind, own]
 
+    def _touch(self, name: str) -> nn.Module:
+        """A module that is going to change, and will be put back as it is now."""
+        module: nn.Module = self.modules[name]
+        if id(module) not in self.touched:
+            self.touched.add(id(module))
+            own, attributes = type(module), dict(vars(module))
+
+            def back() -> None:
+                module.__class__ = own
+                for name in vars(module).keys() - attributes.keys():
+                    object.__delattr__(module, name)
+                for name, value in attributes.items():
+                    object.__setattr__(module, name, value)
+
+            self.undo.append(back)
+        return module
+
 
 _CLASSES: Mapping[Kind, tuple[type[nn.Module], type[nn.Module], type[nn.Module]]] = MappingProxyType(
     {
         "column": (ColumnLayer, ColumnLinear, nn.Linear),
+        "column+gather": (GatheredColumnLayer, GatheredColumnLinear, nn.Linear),
         "row": (RowLayer, RowLinear, nn.Linear),
         "embedding": (EmbeddingLayer, VocabularyEmbedding, nn.Embedding),
         "head": (HeadLayer, VocabularyHead, nn.Linear),
+        "experts": (ExpertsLayer, ExpertsLayer, ExpertsLayer),
     }
 )
 """(what is mixed in, the public class, the library class that it replaces)."""

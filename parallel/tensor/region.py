@@ -32,12 +32,13 @@ class Region:
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._drawn: int | None = None
 
-    def enter(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
+    def enter(self, layer: torch.nn.Module, x: Tensor, again: bool = False) -> Tensor:
         """``x`` for a column layer: the same copy for the same tensor object until the region closes.
 
-        A layer that enters twice begins anew: recomputed activations may stop before the row layer.
+        A layer that enters twice begins anew (recomputed activations may stop before the row layer), unless it says
+        that it comes ``again`` with another of its inputs.
         """
-        if not self._entered or id(layer) in self._entered:
+        if not self._entered or (id(layer) in self._entered and not again):
             self._open(layer.training, x.device)
         self._entered.add(id(layer))
         for given, copied in self._copies:

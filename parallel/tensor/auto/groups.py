@@ -12,17 +12,19 @@ If the ranks need different rows that together are all, R is a row layer and the
 Nothing is known of heads or classes; rows stay in their order, which is what the code expects.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from engine.parallel.shards import Range
 from engine.parallel.tensor.auto.products import Product, Products
 from engine.parallel.tensor.cuts import ParameterCut
 from engine.parallel.tensor.ranges import cut_parts, ranges_of
+from engine.parallel.tensor.views import View
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 """args and kwargs of the block, with content."""
@@ -45,13 +47,16 @@ class Group:
 class Patterns:
     """One run of ``block`` under observation; ``groups`` may be asked for several numbers of ranks.
 
-    ``block``: a copy with random weights in eval mode; ``given``: what it is called with, the hidden states random.
+    ``block``: a copy with random weights in eval mode; ``given``: what it is called with, the hidden states
+    random; ``others``: parameters that are cut otherwise; ``used``: which leaves of its output somebody reads.
     """
 
-    def __init__(self, block: nn.Module, given: Given, seed: int = 0) -> None:
-        self._block, self._given = block, given
+    def __init__(
+        self, block: nn.Module, given: Given, others: Collection[str] = (), used: Collection[int] | None = None
+    ) -> None:
+        self._block, self._given, self._others, self._used = block, given, frozenset(others), used
         self._parameters = dict(block.named_parameters())
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(0)
         self.products = self._run(())
         self._multiplied = {product.weight for product in self.products}
         # a key's bias has no gradient: it follows its weight
@@ -59,7 +64,7 @@ class Patterns:
 
     def groups(self, tp: int) -> tuple[Group, ...]:
         """The groups for ``tp`` ranks, in the order of their rows in the run."""
-        taken: set[str] = set()
+        taken = set(self._others)
         found = []
         for row in dict.fromkeys(product.weight for product in self.products):
             if row not in taken and (group := self._group(row, tp, taken)) is not None:
@@ -67,7 +72,7 @@ class Patterns:
                 found.append(replace(group, partial=self._between(group)))
         return tuple(found)
 
-    def widths(self, row: str) -> int:
+    def width(self, row: str) -> int:
         """Inputs of a product."""
         return next(p.x.shape[p.x_dim] for p in self.products if p.weight == row)
 
@@ -85,7 +90,7 @@ class Patterns:
         needed = self._needed(products, tp)
         cuts = dict(self._cuts(row, needed, taken))
         columns = [name for name in cuts if name in self._multiplied]
-        if not columns:
+        if not columns or self._goes_elsewhere(row, columns):
             return None
         inputs = {id(p.x) for p in self.products if p.weight in columns}
         for product in self.products:  # multi-query keys and values: every rank needs them whole
@@ -133,6 +138,22 @@ class Patterns:
                     yield name, ParameterCut(dim, ranges_of(rows))
                     break
 
+    def _goes_elsewhere(self, row: str, columns: Sequence[str]) -> bool:
+        """Whether what the columns give reaches an output of the block beside the row, as a residual does."""
+        outputs = [leaf for leaf in self._outputs((row,)) if leaf.requires_grad]
+        total = sum((leaf.double().sum() for leaf in outputs), torch.zeros((), dtype=torch.float64))
+        if not total.requires_grad:
+            return False
+        wanted = [self._parameters[name] for name in columns]
+        grads = torch.autograd.grad(total, wanted, allow_unused=True)
+        return any(grad is not None and bool(grad.any()) for grad in grads)
+
+    def _outputs(self, cut_off: Sequence[str]) -> list[Tensor]:
+        args, kwargs = self._given
+        with torch.enable_grad(), Products(self._block, cut_off):
+            out = self._block(*args, **kwargs)
+        return float_leaves(out, self._used)
+
     def _between(self, group: Group) -> tuple[str, ...]:
         """Whole parameters that still reach the row when its columns give no gradient."""
         products = self._run([name for name in group.cuts if name != group.row])
@@ -143,6 +164,13 @@ class Patterns:
         total: Tensor = torch.stack([x.sum() for x in inputs]).sum()
         grads = torch.autograd.grad(total, [self._parameters[name] for name in names], allow_unused=True)
         return tuple(name for name, grad in zip(names, grads, strict=True) if grad is not None)
+
+
+def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
+    """The float tensors among the leaves of an output that are ``used``; a view is one leaf."""
+    leaves = pytree.tree_leaves(out, is_leaf=lambda node: isinstance(node, View))
+    read = [leaf for number, leaf in enumerate(leaves) if used is None or number in used]
+    return [leaf for leaf in read if isinstance(leaf, Tensor | View) and leaf.is_floating_point()]
 
 
 def _nonzero(grad: Tensor, dim: int) -> list[bool]:

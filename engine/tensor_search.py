@@ -1,0 +1,255 @@
+"""The automatic tensor plan of a model: its distinct blocks, each alone with random content, cut and proven.
+
+    look       what each call of a unit is given, for a short example and for a shorter one
+    group      calls of alike units with alike arguments need one search
+    search     ``engine.parallel.tensor.auto`` on a float64 copy of one unit
+    spread     the styles of that unit for all units like it, as patterns
+
+Nothing is communicated. Every rank finds the same plan, since all random content comes from fixed seeds.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from engine.alone import copy_unit, is_sample, signatures
+from engine.batch import Batch, map_tensors, named_tensors, take_rows
+from engine.errors import PlanError, first_line
+from engine.example import look
+from engine.parallel.pipeline.timeline import Arguments, FromValue, Material, Sample, Timeline
+from engine.parallel.pipeline.unchanged import unchanged
+from engine.parallel.tensor.auto.groups import Given, Group, Patterns
+from engine.parallel.tensor.auto.proof import Truth, exactly
+from engine.parallel.tensor.auto.search import Decided, decide
+from engine.parallel.tensor.cuts import Reason, TensorPlan
+from engine.parallel.tensor.cutting import cut_model
+from engine.parallel.tensor.match import match_styles
+from engine.parallel.tensor.vocabularies import vocabulary_styles
+from engine.program import Program
+
+ROWS = 2
+LENGTH = 16
+"""At most this much of the example is looked at: zero patterns and proofs do not depend on size."""
+_SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16)
+"""Sizes of the tensor axis that are tried to say which would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One of a kind of units, what its kind is called with, and the others of it."""
+
+    name: str
+    arguments: tuple[Arguments, ...]
+    """Of the example, and of a shorter one if the model takes it."""
+    alike: tuple[str, ...]
+    used: frozenset[int]
+    """The leaves of its output that somebody reads, of any call."""
+
+
+def find_plan(program: Program, example: Batch, tp: int) -> TensorPlan:
+    """The plan for ``tp`` tensor ranks.
+
+    Raises:
+        PlanError: the model cannot be followed, or the ranks cannot share its widths; says which sizes they can.
+    """
+    with unchanged(nn.Module(), torch.device("cpu")):
+        units, timeline = distinct_units(program, example, tp)
+        words = _vocabularies(program.model, timeline, tp)
+        search = _Search(program, tp, dict(words))
+        for unit in units:
+            search.take(unit)
+    styles = search.styles
+    patterns = as_patterns(program.model, styles)
+    read = match_styles(program.model, patterns, {})
+    plan = cut_model(program.model, read, tp, "found by zero patterns, proven")
+    return replace(plan, patterns=patterns, reasons=tuple(search.reasons))
+
+
+def distinct_units(program: Program, example: Batch, tp: int) -> tuple[list[Unit], Timeline]:
+    """The distinct units of a model that have more than one layer; and the timeline of the example."""
+    first = _short(example, ROWS, LENGTH - LENGTH % tp)
+    material = Material()
+    timeline = look(program, first, 1, material=material)
+    shorter = _material_of_shorter(program, first, timeline, tp)
+    names = [call.unit for call in timeline.calls]
+    kinds: dict[object, list[int]] = {}
+    for index, signature in enumerate(signatures(program.model, names, material.arguments)):
+        kinds.setdefault(signature, []).append(index)
+    units, seen = [], set[str]()
+    for indices in kinds.values():
+        index = indices[0]
+        alike = tuple(dict.fromkeys(names[i] for i in indices if names[i] not in seen))
+        module = program.model.get_submodule(names[index])
+        seen.update(alike)
+        if alike and next(module.children(), None) is not None:
+            arguments = (material.arguments[index], *(shorter.arguments[index : index + 1] if shorter else ()))
+            units.append(Unit(names[index], arguments, alike, _used(timeline, indices)))
+    return units, timeline
+
+
+def _used(timeline: Timeline, calls: Sequence[int]) -> frozenset[int]:
+    read = {number for value in timeline.values for number in value.inputs} | set(timeline.result.values())
+    read |= {number for call in timeline.calls for number in call.inputs}
+    outputs = [leaf for index in calls for leaf in enumerate(timeline.calls[index].output.leaves)]
+    return frozenset(place for place, leaf in outputs if isinstance(leaf, FromValue) and leaf.value in read)
+
+
+def _vocabularies(model: nn.Module, timeline: Timeline, tp: int) -> dict[str, str]:
+    called = {call.unit: model.get_submodule(call.unit) for call in timeline.calls}
+    inside = {f"{u}.{n}".rstrip("."): m for u, unit in called.items() for n, m in unit.named_modules()}
+    return vocabulary_styles(model, inside, tp)
+
+
+def _short(example: Batch, rows: int, length: int) -> Batch:
+    """A part of an example: fewer rows, and where it is text, fewer tokens."""
+    text = {t.shape[1] for _, t in named_tensors(example) if t.ndim >= 2 and not t.is_floating_point()}
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.ndim):
+            if tensor.shape[dim] in text and tensor.shape[dim] > length and not tensor.is_floating_point():
+                tensor = tensor.narrow(dim, 0, length)
+        return tensor
+
+    return map_tensors(take_rows(example, 0, rows), cut)
+
+
+def _material_of_shorter(program: Program, example: Batch, timeline: Timeline, tp: int) -> Material | None:
+    lengths = [t.shape[1] for _, t in named_tensors(example) if t.ndim >= 2 and not t.is_floating_point()]
+    if not lengths:
+        return None
+    length = max(min(lengths) // 2 // tp * tp, tp)
+    material = Material()
+    try:
+        seen = look(program, _short(example, ROWS, length), 1, material=material)
+    except Exception:  # not every model takes every length
+        return None
+    same = [call.unit for call in seen.calls] == [call.unit for call in timeline.calls]
+    return material if same and length < max(lengths) else None
+
+
+@dataclass
+class _Search:
+    """Styles found so far, by name in the model."""
+
+    program: Program
+    tp: int
+    styles: dict[str, str] = field(default_factory=dict)
+    reasons: list[Reason] = field(default_factory=list)
+
+    def take(self, unit: Unit) -> None:
+        """Find the styles of one kind of units."""
+        try:
+            with exactly():
+                block, givens = alone(self.program, unit)
+                patterns = Patterns(block.eval(), givens[0], self._whole(unit), unit.used)
+                groups = self._groups(unit, patterns)
+                truth = Truth(block.train(), givens, unit.used) if groups else None
+        except PlanError:
+            raise
+        except Exception as error:  # whatever a unit does that is not in its place
+            self.reasons.append(
+                Reason(_starred(unit.alike), "", "replicate", f"does not run alone: {first_line(error)}")
+            )
+            return
+        for found in decide(block, groups, truth, self.tp) if truth else ():
+            for name in unit.alike:
+                self.styles |= {f"{name}.{local}" if local else name: s for local, s in found.way.styles.items()}
+            self.reasons.append(_reason(unit, found))
+
+    def _whole(self, unit: Unit) -> list[str]:
+        """Parameters of the unit that the vocabulary cuts, by name in it."""
+        start = f"{unit.name}."
+        return [f"{name.removeprefix(start)}.weight" for name in self.styles if name.startswith(start)]
+
+    def _groups(self, unit: Unit, patterns: Patterns) -> tuple[Group, ...]:
+        groups = patterns.groups(self.tp)
+        loose = len({product.weight for product in patterns.products}) - sum(len(g.columns) + 1 for g in groups)
+        if loose > 1:
+            rows = {group.row for group in groups}
+            for size in _SIZES:
+                missed = [g for g in patterns.groups(size) if g.row not in rows]
+                if missed:
+                    raise self._does_not_fit(unit, patterns, missed[0])
+        return groups
+
+    def _does_not_fit(self, unit: Unit, patterns: Patterns, group: Group) -> PlanError:
+        wanted = {group.row} | {g.row for g in patterns.groups(self.tp)}
+        fits = [s for s in _SIZES if wanted <= {g.row for g in patterns.groups(s)}]
+        columns = ", ".join(name.removesuffix(".weight") for name in group.columns)
+        listed = ", ".join(map(str, fits)) or "1"
+        return PlanError(
+            f"tensor = {self.tp} does not divide the heads or the width between {columns} and "
+            f"{_layer(group.row)} in {unit.name} ({patterns.width(group.row)} wide); choose a size that fits: {listed}, "
+            "or give these layers styles in parallel.tensor_plan."
+        )
+
+
+def alone(program: Program, unit: Unit) -> tuple[nn.Module, list[Given]]:
+    """A float64 copy of a unit with random weights, and its arguments with content.
+
+    Raises:
+        PlanError: it reads what is not its own, or a closure runs in place of its forward.
+    """
+    device, model = torch.device("cpu"), program.model
+    block = copy_unit(model, unit.name, program.precision, device).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            scale = 0.1 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise * scale + (1.0 if parameter.dim() < 2 else 0.0))
+            parameter.requires_grad_(True)
+    return block, [_content(arguments, generator) for arguments in unit.arguments]
+
+
+def _content(arguments: Arguments, generator: torch.Generator) -> Given:
+    def fill(leaf: Any) -> Any:
+        if isinstance(leaf, Sample):
+            if not leaf.dtype.is_floating_point:
+                return torch.zeros(leaf.shape, dtype=leaf.dtype)
+            content = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+            return content.requires_grad_(leaf.grad)
+        if isinstance(leaf, Tensor):
+            tensor = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.detach().cpu()
+            return tensor.double() if tensor.is_floating_point() else tensor.clone()
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    args, kwargs = pytree.tree_map(fill, arguments, is_leaf=is_sample)
+    return args, kwargs
+
+
+def _reason(unit: Unit, found: Decided) -> Reason:
+    columns = ", ".join(_layer(name) for name in found.group.columns)
+    return Reason(
+        _starred(unit.alike), f"{columns} -> {_layer(found.group.row)}", found.way.how, found.why,
+        found.bytes * len(unit.alike),
+    )  # fmt: skip
+
+
+def _layer(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _starred(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", names[0])
+
+
+def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """The same with one pattern for names that differ in numbers only, where no other name fits it."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found: dict[str, str] = {}
+    for name, style in styles.items():
+        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+        hits = [other for other in modules if fnmatchcase(other, pattern)]
+        hits = hits or [other for other in parameters if fnmatchcase(other, pattern)]
+        found[pattern if all(styles.get(other) == style for other in hits) else name] = style
+    return found

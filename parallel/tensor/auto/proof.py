@@ -1,0 +1,207 @@
+"""Is a plan right? All tensor ranks of a block in one process, forward and backward, against the whole block.
+
+Compared are the outputs and the input gradients of every rank, and every parameter's gradient, put together from
+the rows that the ranks hold: rows of several holders and partial gradients are summed, as in a run.
+
+The arithmetic is float64, so that the rule can be exact: a value is right if it is within TOLERANCE of the largest
+of its tensor; a tensor that is nowhere above ZERO of the largest gradient of the block is zero in truth (the bias
+of a key), and both must be.
+"""
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from engine.errors import first_line
+from engine.parallel.tensor.auto.exact import Exact
+from engine.parallel.tensor.auto.groups import Given, float_leaves
+from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.tensor.cuts import TensorPlan
+from engine.parallel.tensor.install import install
+from engine.parallel.tensor.ranges import rows_of
+from engine.parallel.tensor.simulate import Called, SimulatedAxis, simulate
+from engine.parallel.tensor.views import View
+
+TOLERANCE = 1e-9
+ZERO = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One forward and backward."""
+
+    outputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor | None, ...]
+    """Gradients of the inputs that have one."""
+    parameters: Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came out of a proof."""
+
+    problem: str = ""
+    """What differs, or what the code raised; empty: the plan is right."""
+    called: tuple[Called, ...] = ()
+    """The collectives of a rank."""
+    gathers: tuple[str, ...] = ()
+    """Functions that had to gather a view."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the plan is right."""
+        return not self.problem
+
+
+class Truth:
+    """A block, uncut, and what it gives for each of ``givens``; ``prove`` compares a plan with that.
+
+    ``block`` has float64 parameters with random content; it is copied for every rank and not changed.
+    """
+
+    def __init__(self, block: nn.Module, givens: Sequence[Given], used: Collection[int] | None = None) -> None:
+        self._block, self._givens, self._used = block, givens, used
+        with exactly():
+            self._outcomes = [self._rehearse(copy.deepcopy(block), given) for given in givens]
+
+    def prove(self, plan: TensorPlan, tp: int) -> Verdict:
+        """Whether the block under ``plan`` gives the same on ``tp`` tensor ranks."""
+        verdict = Verdict()
+        for given, truth in zip(self._givens, self._outcomes, strict=True):
+            verdict = self._prove(plan, tp, given, truth)
+            if not verdict.holds:
+                return verdict
+        return verdict
+
+    def _rehearse(self, block: nn.Module, given: Given) -> Outcome:
+        return _rehearse(block, given, self._used)
+
+    def _prove(self, plan: TensorPlan, tp: int, given: Given, truth: Outcome) -> Verdict:
+        def body(axis: TensorAxis) -> tuple[Outcome, list[Called], list[str]]:
+            mine = copy.deepcopy(self._block)
+            views = install(mine, plan, axis).views
+            assert isinstance(axis, SimulatedAxis)
+            with Exact():
+                return self._rehearse(mine, given), axis.called, list(views.gathers)
+
+        try:
+            with exactly():
+                ranks = simulate(tp, body)
+        except Exception as error:  # whatever the block's code does with a part
+            return Verdict(f"{type(error).__name__}: {first_line(error)}")
+        problem = next(_differences(plan, truth, [outcome for outcome, _, _ in ranks]), "")
+        return Verdict(problem, tuple(ranks[0][1]), tuple(ranks[0][2]))
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """Inside, this thread computes in float64 and without dropout."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.enable_grad(), Exact():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _rehearse(block: nn.Module, given: Given, used: Collection[int] | None) -> Outcome:
+    """Run it on copies of ``given`` and back from a fixed random gradient of everything float that somebody reads."""
+    fresh = _Fresh()
+    args, kwargs = pytree.tree_map(fresh, given)
+    outputs = [_plain(leaf) for leaf in float_leaves(block(*args, **kwargs), used)]
+    generator = torch.Generator().manual_seed(7)
+    roots = [leaf for leaf in outputs if leaf.requires_grad]
+    noise = [torch.randn(root.shape, generator=generator, dtype=root.dtype) for root in roots]
+    if roots:
+        torch.autograd.backward(roots, noise)
+    gradients = {name: p.grad for name, p in block.named_parameters()}
+    return Outcome(tuple(leaf.detach() for leaf in outputs), tuple(t.grad for t in fresh.inputs), gradients)
+
+
+class _Fresh:
+    """Copies arguments; a copy of what needs a gradient is written to as freely as the original could be."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Tensor] = []
+
+    def __call__(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        twin = leaf.detach().clone()
+        if not leaf.requires_grad:
+            return twin
+        self.inputs.append(twin.requires_grad_())
+        return twin.clone()
+
+
+def _plain(leaf: Any) -> Tensor:
+    whole: Tensor = leaf.full("proof") if isinstance(leaf, View) else leaf
+    return whole
+
+
+def _differences(plan: TensorPlan, truth: Outcome, ranks: Sequence[Outcome]) -> Iterator[str]:
+    """What differs from the truth, outputs first."""
+    gradients = [grad for grad in (*truth.inputs, *truth.parameters.values()) if grad is not None]
+    largest = max((_top(grad) for grad in gradients), default=0.0)
+    for rank, outcome in enumerate(ranks):
+        for kind, mine, whole in (("output", outcome.outputs, truth.outputs), ("input", outcome.inputs, truth.inputs)):
+            what = f"gradient of input {{}} on rank {rank}" if kind == "input" else f"output {{}} on rank {rank}"
+            floor = largest if kind == "input" else 0.0
+            if len(mine) != len(whole):
+                yield f"there are {len(mine)} {kind}s on rank {rank}, not {len(whole)}"
+                continue
+            yield from (
+                f"{what.format(number)} {wrong}"
+                for number, (a, b) in enumerate(zip(mine, whole, strict=True))
+                if (wrong := _wrong(a, b, floor))
+            )
+    for name, whole_grad in truth.parameters.items():
+        for grad in _assembled(plan, name, whole_grad, [outcome.parameters[name] for outcome in ranks]):
+            if wrong := _wrong(grad, whole_grad, largest):
+                yield f"the gradient of {name} {wrong}"
+
+
+def _assembled(
+    plan: TensorPlan, name: str, whole: Tensor | None, parts: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """The gradient of the whole parameter, or each rank's where all must have it."""
+    cut = plan.parameters.get(name)
+    if cut is None and name not in plan.partial:
+        return parts
+    if whole is None or any(part is None for part in parts):
+        return [None] if all(part is None for part in parts) else [next(p for p in parts if p is not None)]
+    total = torch.zeros_like(whole)
+    for rank, part in enumerate(parts):
+        assert part is not None
+        if cut is None:
+            total += part
+        else:
+            total.index_add_(cut.dim, torch.tensor(rows_of(cut.ranges, rank)), part)
+    return [total]
+
+
+def _wrong(mine: Tensor | None, whole: Tensor | None, largest: float) -> str:
+    """What is wrong with a value; empty: nothing. ``largest``: of all gradients of the block."""
+    if mine is None or whole is None:
+        return "" if mine is None and whole is None else "is missing" if mine is None else "should not be there"
+    if mine.shape != whole.shape:
+        return f"has the shape {list(mine.shape)}, not {list(whole.shape)}"
+    if not whole.numel():
+        return ""
+    top = _top(whole)
+    error, allowed = _top(mine - whole), max(TOLERANCE * top, TOLERANCE * ZERO * largest)
+    finite = bool(torch.isfinite(mine).all()) or not bool(torch.isfinite(whole).all())
+    if finite and (error <= allowed or (top <= ZERO * largest and _top(mine) <= ZERO * largest)):
+        return ""
+    return f"is off by {error:.1e} where its largest is {top:.1e}"
+
+
+def _top(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0

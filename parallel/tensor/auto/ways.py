@@ -1,0 +1,164 @@
+"""The ways in which the code of a group can run on a part, cheapest first.
+
+    local     plain tensors; linear layers with f and g. Most Hugging Face code says view(..., -1, head_dim)
+    local+    the same, with some of the whole numbers that the code reads divided by the ranks
+    view      the parameters show their whole shape; slower in Python, and right for any arithmetic with widths
+
+Of the whole numbers at most MOST are changed at once, and at most TRIES sets of them are tried.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain, combinations, islice
+from types import FunctionType
+from typing import NamedTuple
+
+from torch import nn
+
+from engine.parallel.tensor.auto.groups import Group
+from engine.parallel.tensor.cuts import ParameterCut
+from engine.parallel.tensor.cutting import head_width
+from engine.parallel.tensor.layers import is_conv1d, is_linear
+from engine.parallel.tensor.ranges import cut_parts, runs_of
+from engine.parallel.tensor.styles import write_rows
+
+MOST = 3
+TRIES = 60
+
+
+class Way(NamedTuple):
+    """One way: a style for each module or parameter of the group, by name in the block."""
+
+    how: str
+    styles: Mapping[str, str]
+    changes: tuple[str, ...] = ()
+    """Attributes that get another value, for the table."""
+
+
+def ways(block: nn.Module, group: Group, tp: int) -> Iterator[Way]:
+    """Ways to run ``group`` on ``tp`` ranks, in the order in which they are to be tried."""
+    local = _local(block, group, tp)
+    if local is not None:
+        yield Way("local", local)
+        numbers = _numbers(block, group, tp)
+        sets = chain.from_iterable(combinations(numbers, count) for count in range(1, MOST + 1))
+        for chosen in islice(sets, TRIES):
+            yield Way("local+", _with_numbers(local, chosen), tuple(f"{n.module}.{n.attribute}" for n in chosen))
+    yield Way("view", _views(block, group, tp))
+
+
+# ------------------------------------------------------------------------------------------------ styles
+
+
+def _local(block: nn.Module, group: Group, tp: int) -> dict[str, str] | None:
+    """Styles for plain tensors; None where code multiplies with a parameter that is not a layer's own."""
+    weights = [name for name in (*group.columns, group.row)]
+    owners = {_owner(name) for name in weights}
+    styles = {name: "partial" for name in group.partial}
+    if len(owners) == 1:
+        owner = owners.pop()
+        if is_linear(block.get_submodule(owner)):
+            return None
+        if any(_owner(name) != owner for name in group.cuts):
+            return None
+        return styles | {owner: "experts"} | {name: _cut_style(block, name, c, tp) for name, c in group.cuts.items()}
+    for name, piece in group.cuts.items():
+        module = block.get_submodule(_owner(name))
+        if name in weights:
+            if not (is_linear(module) and name.endswith("weight") and _called(block, _owner(name))):
+                return None
+            kind = "row" if name == group.row else "column"
+            styles[_owner(name)] = _words(block, _owner(name), kind, piece, tp)
+        elif not (_owner(name) in owners and name.endswith("bias")):
+            styles[name] = _cut_style(block, name, piece, tp)
+    return styles
+
+
+def _views(block: nn.Module, group: Group, tp: int) -> dict[str, str]:
+    styles = {name: "partial" for name in group.partial}
+    for name, cut in group.cuts.items():
+        styles[name] = f"{_cut_style(block, name, cut, tp)} view"
+    return styles
+
+
+def _cut_style(block: nn.Module, name: str, cut: ParameterCut, tp: int) -> str:
+    size = block.get_parameter(name).shape[cut.dim]
+    return f"cut:{cut.dim}{_extent(cut, size, tp)}"
+
+
+def _words(block: nn.Module, layer: str, kind: str, cut: ParameterCut, tp: int) -> str:
+    """The style of a linear layer; the width of a head that its parent names counts if nothing else is said."""
+    module = block.get_submodule(layer)
+    dim = 0 if (kind == "column") != is_conv1d(module) else 1
+    size = block.get_parameter(f"{layer}.weight").shape[dim]
+    return kind + _extent(cut, size, tp, head_width(block.get_submodule(_owner(layer))) or 1)
+
+
+def _extent(cut: ParameterCut, size: int, tp: int, default: int = 1) -> str:
+    """Which rows: in equal pieces, in fused equal parts, or exactly these. ``default``: rows of a head by default."""
+    for unit in dict.fromkeys((default, 1)):
+        for parts in (1, 2, 3):
+            if _shares_heads(size, tp, parts, unit) and cut.ranges == cut_parts(size, tp, parts, unit):
+                return f" fused:{parts}" * (parts > 1) + f" head:{unit}" * (unit != default)
+    return f" {write_rows(runs_of(cut.ranges, tp))}"
+
+
+def _shares_heads(size: int, tp: int, parts: int, unit: int) -> bool:
+    heads, rest = divmod(size, parts * unit)
+    return not rest and (heads % tp == 0 or (unit > 1 and tp % heads == 0))
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _called(block: nn.Module, layer: str) -> bool:
+    """Whether the layer is called: nn.MultiheadAttention reads the weight of its own."""
+    return not isinstance(block.get_submodule(_owner(layer)), nn.MultiheadAttention)
+
+
+# ------------------------------------------------------------------------------------------------ whole numbers
+
+
+class _Number(NamedTuple):
+    module: str
+    attribute: str
+
+
+def _numbers(block: nn.Module, group: Group, tp: int) -> list[_Number]:
+    """Whole numbers of the group's modules that the ranks can share."""
+    paths: dict[str, None] = {}
+    for name in group.cuts:
+        parts = name.split(".")[:-1]
+        paths.update(dict.fromkeys(".".join(parts[:end]) for end in range(len(parts), -1, -1)))
+    found = []
+    for path in paths:
+        module = block.get_submodule(path)
+        if is_linear(module):
+            continue
+        read = _names_read(module)
+        own = [name for name in vars(module) if _shares(module, name, tp)]
+        # functions that are given the module read its numbers too, so those that no method names come last
+        found += [_Number(path, name) for name in sorted(own, key=lambda name: name not in read)]
+        if "config" in read and hasattr(module, "config"):
+            found += [_Number(path, f"config.{name}") for name in sorted(read) if _shares(module.config, name, tp)]
+    return found
+
+
+def _shares(owner: object, name: str, tp: int) -> bool:
+    value = getattr(owner, name, None)
+    return type(value) is int and value > 1 and (value % tp == 0 or tp % value == 0)
+
+
+def _names_read(module: nn.Module) -> set[str]:
+    """The names in the code of the module's own methods."""
+    classes = [base for base in type(module).__mro__ if base.__module__ != "torch.nn.modules.module"]
+    functions = [f for base in classes for f in vars(base).values() if isinstance(f, FunctionType)]
+    return {name for f in functions if f.__name__ != "__init__" for name in f.__code__.co_names}
+
+
+def _with_numbers(styles: Mapping[str, str], chosen: tuple[_Number, ...]) -> dict[str, str]:
+    changed = dict(styles)
+    for module, attribute in chosen:
+        before = changed.get(module)
+        changed[module] = f"{before} divide:{attribute}" if before else f"divide:{attribute}"
+    return changed
