@@ -42,7 +42,8 @@ def look(
         with watch.run() if watch else nullcontext():
             return tuple(there.forward(microbatch).loss)
 
-    with torch.enable_grad(), as_run(program.model, program.precision):
+    # cut first: what keeps fp32 hangs on the layers that a run has
+    with torch.enable_grad(), watch.cut() if watch else nullcontext(), as_run(program.model, program.precision):
         return probe(program.model, run, stages=stages, material=material)
 
 

@@ -46,6 +46,7 @@ from engine.parallel.traffic import Tally, Traffic
 from engine.precision import Precision, make_precision
 from engine.program import Program
 from engine.recompute import recomputed_blocks
+from engine.tensor_search import find_plan
 from engine.zero.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather_order import gather_order, passes_of
 from engine.zero.layout import FlatLayout
@@ -210,7 +211,7 @@ def build_plan(config: Config, wish: Wish) -> Plan:
     precision = make_precision(config, model)
     if not assigned:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")
-    tensor = _tensor_plan(model, config)
+    tensor = _tensor_plan(config, wish)
     wished = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
     sight = _see(config, wish, tensor, wished.stages if wished else config.pp)
     schedule = sight.decision.schedule if sight.decision else wished or _schedule(config)
@@ -241,7 +242,8 @@ def _see(config: Config, wish: Wish, tensor: TensorPlan | None, stages: int) -> 
     if not needs_example(config):
         return _order_of_calls(config, wish)
     model = wish.program.model
-    watch = Watch(model, tensor, recomputed_blocks(model, config.activation_checkpointing.mode)) if tensor else None
+    recomputed = recomputed_blocks(model, config.activation_checkpointing.mode)
+    watch = Watch(model, tensor, recomputed, config.tp) if tensor else None
     try:
         timeline = look(wish.program, wish.example, stages, watch)
     except PlanError as problem:
@@ -255,7 +257,7 @@ def _see(config: Config, wish: Wish, tensor: TensorPlan | None, stages: int) -> 
         return _Sight(timeline, cut, notes=notes, decision=decision)
     stage_of_call = cut.stage_of_call if cut else (0,) * len(timeline.calls)
     traffic = {stage: Tally() for stage in range(max(stage_of_call, default=0) + 1)}
-    for call, tally in traffic_by_call(watch.sums, timeline, config.tp).items():
+    for call, tally in traffic_by_call(watch.sent, timeline, config.tp).items():
         traffic[stage_of_call[call]] = Tally((*traffic[stage_of_call[call]].rows(), *tally.rows()))
     last = max(traffic)
     traffic[last] = Tally((*traffic[last].rows(), *loss_traffic(tensor, timeline, config.tp).rows()))
@@ -313,11 +315,17 @@ def check_settings(model: nn.Module, config: Config) -> None:
     assign_groups(model, config.optimizer)
     make_precision(config, model)
     _schedule(config)
-    _tensor_plan(model, config)
+    if config.tp > 1 and config.parallel.tensor_plan != "auto":
+        find_tensor_plan(model, config.parallel.tensor_plan, config.tp)
 
 
-def _tensor_plan(model: nn.Module, config: Config) -> TensorPlan | None:
-    return find_tensor_plan(model, config.parallel.tensor_plan, config.tp) if config.tp > 1 else None
+def _tensor_plan(config: Config, wish: Wish) -> TensorPlan | None:
+    if config.tp == 1:
+        return None
+    setting = config.parallel.tensor_plan
+    if setting == "auto":
+        return find_plan(wish.program, wish.example, config.tp)
+    return find_tensor_plan(wish.program.model, setting, config.tp)
 
 
 def _schedule(config: Config) -> Schedule:

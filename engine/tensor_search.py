@@ -9,7 +9,7 @@ Nothing is communicated. Every rank finds the same plan, since all random conten
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -66,7 +66,7 @@ def find_plan(program: Program, example: Batch, tp: int) -> TensorPlan:
             search.take(unit)
     styles = search.styles
     patterns = as_patterns(program.model, styles)
-    read = match_styles(program.model, patterns, {})
+    read = match_styles(program.model, patterns)
     plan = cut_model(program.model, read, tp, "found by zero patterns, proven")
     return replace(plan, patterns=patterns, reasons=tuple(search.reasons))
 
@@ -158,8 +158,12 @@ class _Search:
             )
             return
         for found in decide(block, groups, truth, self.tp) if truth else ():
+            if truth and found.way.how == "replicate":
+                self._refuse_if_others_fit(
+                    unit, patterns, found.group, lambda groups, tp: decide(block, groups, truth, tp)
+                )
             for name in unit.alike:
-                self.styles |= {f"{name}.{local}" if local else name: s for local, s in found.way.styles.items()}
+                self.styles |= {f"{name}.{local}".strip("."): s for local, s in found.way.styles.items()}
             self.reasons.append(_reason(unit, found))
 
     def _whole(self, unit: Unit) -> list[str]:
@@ -170,23 +174,33 @@ class _Search:
     def _groups(self, unit: Unit, patterns: Patterns) -> tuple[Group, ...]:
         groups = patterns.groups(self.tp)
         loose = len({product.weight for product in patterns.products}) - sum(len(g.columns) + 1 for g in groups)
-        if loose > 1:
-            rows = {group.row for group in groups}
-            for size in _SIZES:
-                missed = [g for g in patterns.groups(size) if g.row not in rows]
-                if missed:
-                    raise self._does_not_fit(unit, patterns, missed[0])
+        rows = {group.row for group in groups}
+        for size in _SIZES if loose > 1 else ():
+            missed = next((g for g in patterns.groups(size) if g.row not in rows), None)
+            if missed is not None:
+                fits = [s for s in _SIZES if rows | {missed.row} <= {g.row for g in patterns.groups(s)}]
+                raise self._does_not_fit(unit, patterns, missed, fits)
         return groups
 
-    def _does_not_fit(self, unit: Unit, patterns: Patterns, group: Group) -> PlanError:
-        wanted = {group.row} | {g.row for g in patterns.groups(self.tp)}
-        fits = [s for s in _SIZES if wanted <= {g.row for g in patterns.groups(s)}]
-        columns = ", ".join(name.removesuffix(".weight") for name in group.columns)
+    def _refuse_if_others_fit(
+        self, unit: Unit, patterns: Patterns, group: Group, decide: Callable[[list[Group], int], list[Decided]]
+    ) -> None:
+        """What no number of ranks can cut is replicated; what only this one cannot is refused."""
+        fits = []
+        for size in _SIZES:
+            same = [other for other in patterns.groups(size) if other.row == group.row] if size != self.tp else []
+            if same and decide(same, size)[0].way.how != "replicate":
+                fits.append(size)
+        if fits:
+            raise self._does_not_fit(unit, patterns, group, fits)
+
+    def _does_not_fit(self, unit: Unit, patterns: Patterns, group: Group, fits: Sequence[int]) -> PlanError:
+        columns = ", ".join(map(_layer, group.columns))
         listed = ", ".join(map(str, fits)) or "1"
         return PlanError(
-            f"tensor = {self.tp} does not divide the heads or the width between {columns} and "
-            f"{_layer(group.row)} in {unit.name} ({patterns.width(group.row)} wide); choose a size that fits: {listed}, "
-            "or give these layers styles in parallel.tensor_plan."
+            f"tensor = {self.tp} does not divide the heads or the width between {columns} and {_layer(group.row)} in "
+            f"{unit.name} ({patterns.width(group.row)} wide); choose a size that fits: {listed}, or give these layers "
+            "styles in parallel.tensor_plan."
         )
 
 

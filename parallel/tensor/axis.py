@@ -103,3 +103,10 @@ class TensorAxis:
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorAxis":
         """A copied model talks through the same processes."""
         return self
+
+
+class DryAxis(TensorAxis):
+    """The first of ``size`` ranks without any process: always dry."""
+
+    def __init__(self, size: int, listener: Callable[[Expected], None] | None = None) -> None:
+        self.index, self.size, self.dry, self.listener = 0, size, True, listener

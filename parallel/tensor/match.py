@@ -5,38 +5,23 @@ import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 
 from torch import nn
 
 from engine.errors import ConfigError, PlanError
-from engine.parallel.tensor.families import FAMILIES
 from engine.parallel.tensor.styles import Style, parse_style
 
 Patterns = Mapping[str, str]
 EXAMPLE = '{"*.query": "column", "*.output": "row"}'
 
 
-def read_setting(model: nn.Module, setting: str | Patterns) -> tuple[str, Patterns, Patterns]:
-    """(where it comes from, patterns that must match, patterns that may match).
+def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
+    """(where it comes from, style by pattern).
 
     Raises:
         ConfigError: a file that holds no such mapping.
-        PlanError: "auto" and a model of no known family.
     """
-    if not isinstance(setting, str):
-        return "parallel.tensor_plan", setting, MappingProxyType({})
-    if setting != "auto":
-        return setting, _read_file(setting), MappingProxyType({})
-    names = [name for name, _ in model.named_modules()]
-    for family in FAMILIES:
-        if family.fits(names):
-            return family.name, family.required, family.optional
-    known = ", ".join(family.name for family in FAMILIES)
-    raise PlanError(
-        f"no built-in tensor plan fits {type(model).__name__} (there are: {known}); set parallel.tensor_plan to a "
-        f"mapping of module name patterns to styles, such as {EXAMPLE}, or to the path of a JSON file with one."
-    )
+    return ("parallel.tensor_plan", setting) if not isinstance(setting, str) else (setting, _read_file(setting))
 
 
 def _read_file(path: str) -> Patterns:
@@ -53,13 +38,13 @@ def _read_file(path: str) -> Patterns:
     return found
 
 
-def match_styles(model: nn.Module, required: Patterns, optional: Patterns) -> dict[str, Style]:
+def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
     """The style of each module or parameter that a pattern names, by its first name.
 
     A pattern that names modules means those; only one that names none is looked for among the parameters.
 
     Raises:
-        PlanError: a required pattern that names nothing, two styles for one module, a style that is none.
+        PlanError: a pattern that names nothing, two styles for one module, a style that is none.
     """
     first: dict[int, str] = {}
     names = {
@@ -71,11 +56,11 @@ def match_styles(model: nn.Module, required: Patterns, optional: Patterns) -> di
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     chosen: dict[str, tuple[str, Style]] = {}
-    for pattern, text in (*required.items(), *optional.items()):
+    for pattern, text in patterns.items():
         style = parse_style(text)
         hits = [name for name in names if fnmatchcase(name, pattern)]
         hits = hits or [name for name in parameters if fnmatchcase(name, pattern)]
-        if not hits and pattern in required:
+        if not hits:
             raise _matches_nothing(pattern, names)
         for name in hits:
             first_name = names.get(name) or parameters[name]

@@ -1,11 +1,12 @@
-"""What tensor parallelism does to a model: which layers are cut, which part of every parameter a rank holds.
+"""A tensor plan from styles that the user gives: which layers are cut, which part of every parameter a rank holds.
 
-A plan is data, found from names and shapes alone (a model on the meta device will do) and the same on every
-rank. ``install`` carries it out; the shard table takes its ranges from it.
+A plan is data, made from names and shapes alone (a model on the meta device will do) and the same on every rank.
+``install`` carries it out; the shard table takes its ranges from it. Where the user says "auto", it is found instead:
+``auto``.
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from dataclasses import replace
 
 from torch import nn
 
@@ -19,15 +20,13 @@ __all__ = ["AttributeChange", "LayerCut", "ParameterCut", "TensorPlan", "find_te
 def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int) -> TensorPlan:
     """The plan for ``tp`` tensor ranks; reads names, shapes and attributes, communicates nothing.
 
-    ``setting`` is ``parallel.tensor_plan``: "auto" takes the built-in plan of the model's family, anything else
-    is a mapping {module name pattern: style} or the path of a JSON file with one; ``styles`` has the language.
+    ``setting`` is ``parallel.tensor_plan``: a mapping {name pattern: style}, or the path of a JSON file with one;
+    ``styles`` has the language.
 
     Raises:
         ConfigError: the file cannot be read as such a mapping.
         PlanError: the plan does not fit the model, or the model does not fit ``tp``; the sizes that fit are named.
     """
-    if tp == 1 and setting == "auto":
-        return TensorPlan(MappingProxyType({}), MappingProxyType({}), (), frozenset(), "one rank")
-    source, required, optional = read_setting(model, setting)
-    styles = match_styles(model, required, optional)
-    return cut_model(model, styles, tp, source)
+    source, patterns = read_setting(setting)
+    plan = cut_model(model, match_styles(model, patterns), tp, source)
+    return replace(plan, patterns=patterns)

@@ -25,8 +25,12 @@ class OutsideReads(TorchFunctionMode):
     def __init__(self, model: nn.Module, plan: TensorPlan) -> None:
         super().__init__()
         self.names: dict[str, None] = {}
-        self._layers = [model.get_submodule(name) for name in plan.layers]
-        self._cut = {id(p): name for name, p in model.named_parameters() if name in plan.parameters}
+        self._layers = [model.get_submodule(name) for name, cut in plan.layers.items() if cut.kind != "experts"]
+        of_layers = {id(p) for layer in self._layers for p in layer.parameters(recurse=False)}
+        # others are shown as views, or read by code that was proven to compute with a part
+        self._cut = {
+            id(p): name for name, p in model.named_parameters() if name in plan.parameters and id(p) in of_layers
+        }
         self._running: list[frozenset[int]] = []
         """The parameters of the planned layers that run, the innermost last."""
 

@@ -34,9 +34,8 @@ def vocabulary_styles(model: nn.Module, called: Mapping[str, nn.Module], tp: int
     shared = {id(module.weight) for module in words.values()}
     words |= {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) and id(m.weight) in shared}
     wanted = {m.num_embeddings for m in words.values()}
-    return dict.fromkeys(
-        (*words, *(n for n, m in heads.items() if _outputs(m) in wanted and _is_head(model, n))), STYLE
-    )
+    found = [name for name, module in heads.items() if _outputs(module) in wanted and _is_head(name)]
+    return dict.fromkeys((*words, *found), STYLE)
 
 
 def _can_be_cut(module: nn.Embedding, name: str, tp: int) -> bool:

@@ -22,7 +22,7 @@ from engine.parallel.tensor.ranges import cut_parts, runs_of
 from engine.parallel.tensor.styles import write_rows
 
 MOST = 3
-TRIES = 60
+TRIES = 24
 
 
 class Way(NamedTuple):

@@ -11,7 +11,9 @@ from engine.parallel.comm import Comm, TorchBackend
 from engine.parallel.grid import Grid
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.install import install
-from engine.parallel.tensor.plan import ParameterCut, TensorPlan, find_tensor_plan
+from engine.parallel.tensor.cuts import ParameterCut, TensorPlan
+from engine.parallel.tensor.plan import find_tensor_plan
+from tests.parallel.tensor.plans import written_plan
 
 
 def open_comm() -> Comm:
@@ -30,11 +32,11 @@ class Sharded:
     comm: Comm
 
 
-def shard(model: nn.Module, setting: Any = "auto") -> Sharded:
-    """Cut ``model`` in place."""
+def shard(model: nn.Module, setting: Any = None) -> Sharded:
+    """Cut ``model`` in place, by default as its family is."""
     comm = open_comm()
     axis = TensorAxis(comm)
-    plan = find_tensor_plan(model, setting, axis.size)
+    plan = find_tensor_plan(model, setting or written_plan(model), axis.size)
     install(model, plan, axis)
     return Sharded(model, plan, axis, comm)
 
