@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from engine.parallel.tensor.cuts import ParameterCut
-from engine.parallel.tensor.ranges import rows_of
 from engine.parallel.tensor.views import Index, View, Views, show
 
 
@@ -21,7 +20,7 @@ def shown_class(own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tup
 
 def _shown(name: str, cut: ParameterCut, shape: tuple[int, ...], views: Views) -> property:
     sets: list[Index | None] = [None] * len(shape)
-    sets[cut.dim] = Index.of([rows_of(cut.ranges, rank) for rank in range(views.axis.size)], shape[cut.dim])
+    sets[cut.dim] = Index.of_ranges(cut.ranges, views.axis.size)
 
     def read(module: nn.Module) -> Tensor | View:
         parameter = module._parameters[name]
