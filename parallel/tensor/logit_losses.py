@@ -99,7 +99,7 @@ def cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         total: Any = vocabulary.size if weight_V is None else weight_V.sum()
         even_N = (terms.log_sum * total - terms.weighted) / vocabulary.size
         losses_N = losses_N * (1 - smoothing) + even_N * smoothing
-    return given.reduced(losses_N, target_N).to(_given_dtype(logits))
+    return given.reduced(losses_N, target_N).to(_given_dtype(logits, ("cpu", "cuda")))
 
 
 def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     losses_N = -_pick(given.input.rows(), -1, target_N.unsqueeze(-1), given.input.vocabulary).squeeze(-1)
     if given.weight is not None:
         losses_N = losses_N * given.weight[target_N]
-    return given.reduced(losses_N, target_N)
+    return given.reduced(losses_N, target_N).to(_given_dtype(given.input, ("cpu", "cuda")))
 
 
 def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> Any:
@@ -121,7 +121,7 @@ def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = Fa
         return NotImplemented
     terms = softmax_terms(input.rows(), Question(), input.vocabulary, input.softmax)
     assert input.softmax.parts is not None
-    found = (terms.log_sum + input.softmax.parts.largest).to(_given_dtype(input)).reshape(input.leading)
+    found = (terms.log_sum + input.softmax.parts.largest).to(_given_dtype(input, ("cuda",))).reshape(input.leading)
     return found.unsqueeze(input.dim) if keepdim else found
 
 
@@ -141,7 +141,7 @@ def log_softmax(
         value_N.reshape(input.leading).unsqueeze(input.dim) for value_N in (input.softmax.parts.largest, terms[0])
     )
     found = input.local - largest - share(log_sum, input.vocabulary.axis, LOSS)
-    return input.now(found.to(_given_dtype(input)))
+    return input.now(found.to(_given_dtype(input, ("cuda",))))
 
 
 def gather(func: Callable[..., Any], input: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
@@ -174,8 +174,8 @@ def _is_vocabulary(logits: Slice, dims: Any) -> bool:
     return len(dims) == 1 and isinstance(dims[0], int) and dims[0] % logits.local.dim() == logits.dim
 
 
-def _given_dtype(logits: Slice) -> torch.dtype:
-    """Autocast computes losses in fp32 and gives that."""
-    dtype = logits.local.dtype
+def _given_dtype(logits: Slice, widens: tuple[str, ...]) -> torch.dtype:
+    """That of the logits; on devices that ``widens`` names, autocast computes in fp32 and gives that."""
+    dtype, device = logits.local.dtype, logits.local.device.type
     narrow = dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if narrow and torch.is_autocast_enabled(logits.local.device.type) else dtype
+    return torch.float32 if narrow and device in widens and torch.is_autocast_enabled(device) else dtype
