@@ -159,12 +159,18 @@ class _Cutting:
             for alias in (first, *others) if first in cuts else ():
                 owner = alias.rpartition(".")[0]
                 if not any(self.modules[name] is self.modules.get(owner) for name, _ in self._layers()):
-                    if owner not in self.modules:
-                        continue  # another name of a module that is shared whole
+                    if owner not in self.modules or self._passes_on(owner, first):
+                        continue  # another name of a module that is shared whole, or of what a layer inside reads
                     raise PlanError(
                         f"{first} is cut, but {owner or 'the model itself'} uses the same parameter and is not; give "
                         f'{owner or "it"} the same style, or both "replicate".'
                     )
+
+    def _passes_on(self, owner: str, first: str) -> bool:
+        """Whether ``owner`` names a parameter of a cut layer inside it (BERT's head); its own reads are found later."""
+        inside = (self.modules[name] for name, _ in self._layers() if name.startswith(f"{owner}.")) if owner else ()
+        parameters = (parameter for layer in inside for parameter in layer.parameters(recurse=False))
+        return any(first in self.names[id(parameter)] for parameter in parameters)
 
     def _partial(self) -> frozenset[str]:
         found = set()
