@@ -41,6 +41,7 @@ from engine.parallel.pipeline.schedule_file import ENDINGS, read_schedule
 from engine.parallel.pipeline.timeline import Timeline
 from engine.parallel.shards import Division, ShardTable, build_table
 from engine.parallel.tensor.budget import Watch, loss_traffic, traffic_by_call
+from engine.parallel.tensor.loss_budget import find_logit_use
 from engine.parallel.tensor.plan import TensorPlan, find_tensor_plan
 from engine.parallel.traffic import Tally, Traffic
 from engine.precision import Precision, make_precision
@@ -259,6 +260,8 @@ def _see(config: Config, wish: Wish, tensor: TensorPlan | None, stages: int) -> 
     traffic = {stage: Tally() for stage in range(max(stage_of_call, default=0) + 1)}
     for call, tally in traffic_by_call(watch.sent, timeline, config.tp).items():
         traffic[stage_of_call[call]] = Tally((*traffic[stage_of_call[call]].rows(), *tally.rows()))
+    gathers = find_logit_use(tensor, timeline, config.tp).gathers
+    notes = (*notes, *(f"{where} needs all logits: they are gathered over tp" for where in gathers))
     last = max(traffic)
     traffic[last] = Tally((*traffic[last].rows(), *loss_traffic(tensor, timeline, config.tp).rows()))
     return _Sight(timeline, cut, traffic, notes, decision)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from engine.parallel.pipeline.draws import Draws
 from engine.parallel.pipeline.ledger import Ledger, OpenCall, Source, position_of
 from engine.parallel.pipeline.operation import Function, Operation, user_place
-from engine.parallel.pipeline.timeline import Call, Glue, Material, Recipe, Sample
+from engine.parallel.pipeline.timeline import Call, FreeTensor, Glue, Material, Recipe, Sample
 from engine.parallel.pipeline.twins import META, FlopCount, Twins
 from engine.parallel.pipeline.units import Units
 
@@ -172,6 +172,7 @@ class Recorder(TorchFunctionMode):
         inputs, parameters = self.ledger.read(operation.tensors, f"{operation.name} at {place}", None)
         self._read_by_glue |= parameters
         source = Source("glue", len(self.glue), tuple(inputs), frozenset(parameters))
+        arguments = tree_map(self._described, (operation.args, dict(operation.kwargs)))
         first, flops = len(self.ledger.values), self.flops.total
         with self._weighing(operation):
             out, on_host = self._run_on_twins(operation)
@@ -192,6 +193,8 @@ class Recorder(TorchFunctionMode):
                 buffers=buffers,
                 updates=self._updated(operation),
                 random=operation.is_random,
+                function=operation.function,
+                arguments=arguments,
             )
         )
         return result
@@ -317,6 +320,11 @@ class Recorder(TorchFunctionMode):
         stride = torch.empty_like(twin).stride()  # dense, in the same order of dims
         source = ledger.parameters[id(leaf)] if id(leaf) in ledger.parameters else ledger.number.get(id(leaf), -1)
         return Sample(source, tuple(twin.shape), stride, twin.dtype, twin.requires_grad)
+
+    def _described(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and not self.ledger.knows(leaf):
+            return FreeTensor(tuple(leaf.shape), leaf.dtype)
+        return self._sample(leaf)
 
     def _written_arguments(self, leaves: list[Any], call: OpenCall, source: Source) -> tuple[tuple[int, int], ...]:
         """A new value for each argument whose memory the call wrote."""

@@ -15,7 +15,7 @@
 A stage is an interval of the calls. Values point forward only, so any interval can be a stage.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -72,7 +72,8 @@ class Sample(NamedTuple):
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""args and kwargs of a call: a Sample for each value and parameter in them, all else as it was."""
+"""args and kwargs: a Sample for each value and parameter in them, all else as it was; of glue, whose arguments are kept
+as long as the timeline, a FreeTensor for each other tensor."""
 
 
 @dataclass
@@ -171,6 +172,10 @@ class Glue:
     """Parameters that it writes in place, from parameters alone: every stage that holds them must run it."""
     random: bool = False
     """May draw random numbers: a stage that skips it must draw as many."""
+    function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+    """What ran; another process has an equal one."""
+    arguments: Arguments = field(default=((), {}), compare=False, repr=False)
+    """What it was given."""
 
 
 @dataclass(frozen=True)

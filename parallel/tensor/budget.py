@@ -15,11 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from engine.parallel.pipeline.timeline import Timeline
 from engine.parallel.tensor.axis import DryAxis, Expected
-from engine.parallel.tensor.collectives import LOGITS, LOSS
+from engine.parallel.tensor.collectives import LOGITS
 from engine.parallel.tensor.cuts import TensorPlan
 from engine.parallel.tensor.install import install_shapes
+from engine.parallel.tensor.loss_budget import find_logit_use
 from engine.parallel.tensor.reads import OutsideReads
-from engine.parallel.tensor.sharded_logits import KEEPS_THE_SLICE
 from engine.parallel.traffic import Op, Tally, Traffic, sent_bytes
 
 
@@ -145,26 +145,8 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: Timeline, tp: int) -> dict
 
 def loss_traffic(plan: TensorPlan, timeline: Timeline, tp: int) -> Tally:
     """What becomes of the logits after the head: a vocabulary-parallel loss, or a gather by whoever needs all."""
-    heads = {name for name, cut in plan.layers.items() if cut.kind == "head"}
-    sharded = {number for call in timeline.calls if call.unit in heads for number in call.output.values()}
-    tally, gathered = Tally(), set[int]()
-    for value in timeline.values:
-        touched = sharded.intersection(value.inputs)
-        if value.maker != "glue" or not touched:
-            continue
-        glue = timeline.glue[value.index]
-        logits = timeline.values[min(touched)]
-        if glue.name == "cross_entropy":
-            tokens = logits.bytes // logits.dtype.itemsize // logits.shape[-1]
-            tally.add(_traffic(LOSS, "all_reduce", 4 * tokens, tp))
-            tally.add(_traffic(LOSS, "all_reduce", 8 * tokens, tp))
-        elif glue.name in KEEPS_THE_SLICE:
-            sharded.add(value.number)
-        elif not gathered & touched:
-            gathered |= touched
-            widest = -(-logits.shape[-1] // tp) * tp
-            tally.add(_traffic(LOGITS, "all_gather", logits.bytes // logits.shape[-1] * widest, tp))
-    return tally
+    use = find_logit_use(plan, timeline, tp)
+    return Tally([_traffic(sent.label, sent.op, sent.bytes, tp) for sent in use.sent])
 
 
 def _traffic(label: str, op: Op, payload: int, tp: int) -> Traffic:

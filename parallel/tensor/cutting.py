@@ -189,12 +189,15 @@ class _Cutting:
                 owner, local = _split(alias)
                 if owner not in self.modules or (id(self.modules[owner]), local) in cutting:
                     continue  # the former: another name of a module that is shared whole
-                if not isinstance(self.modules[owner], nn.Embedding) and not is_linear(self.modules[owner]):
-                    continue  # a name only; code that reads it is found when the model is looked at
+                if _passes_on(owner, [target.owner for target in targets if first in self._names_of(target)]):
+                    continue  # another name of what a layer inside reads (BERT's head); its own reads are found later
                 raise PlanError(
                     f"{first} is cut, but {owner or 'the model itself'} uses the same parameter and is not; give "
                     f'{owner or "it"} the same style, or both "replicate".'
                 )
+
+    def _names_of(self, target: _Target) -> list[str]:
+        return self.names[id(self._whole(target))]
 
     def _partial(self) -> frozenset[str]:
         found = set()
@@ -261,6 +264,11 @@ class _Cutting:
             )
         if isinstance(module, nn.Embedding):
             check_embedding(module, name)
+
+
+def _passes_on(owner: str, layers: Iterable[str]) -> bool:
+    """Whether one of the layers lies inside ``owner``."""
+    return bool(owner) and any(layer.startswith(f"{owner}.") for layer in layers)
 
 
 def head_width(module: nn.Module | None) -> int | None:

@@ -21,8 +21,8 @@ from engine.parallel.tensor.layers import (
     prepare_column,
     prepare_row,
 )
+from engine.parallel.tensor.logit_slice import Vocabulary
 from engine.parallel.tensor.region import Region
-from engine.parallel.tensor.sharded_logits import Vocabulary
 from engine.parallel.tensor.shown import shown_class
 from engine.parallel.tensor.views import Views
 from engine.parallel.tensor.vocabulary import (

@@ -1,64 +1,126 @@
-"""Cross-entropy of logits whose vocabulary is cut over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
+"""Softmax terms of logits whose vocabulary is cut over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-    loss = log sum exp(x - max x) - (x[target] - max x)
+    cross-entropy   log_sum - picked              log_sum   log sum_v exp(x_v - max x)
+    z-loss          (log_sum + max x)^2           picked    x_target - max x
+    smoothing       log_sum sum_v w_v - weighted  weighted  sum_v w_v (x_v - max x)
 
-The maximum, the sum and the logit of the target are found on the parts: three fp32 scalars a token travel, in
-two all-reduces with the label "loss". Backward needs none: every rank has the softmax of its own columns.
+Maximum and terms are found on the parts and summed over the ranks with the label "loss", in fp32: the maximum in one
+all-reduce, all terms in a second one. Backward needs none: every rank has the softmax of its own columns.
+Cross-entropy takes 3 scalars a token, with label smoothing 4, a z-loss beside it none, and alone 2.
 
-Shape suffixes: N tokens, W this rank's columns of the vocabulary.
+The maximum is a constant for gradients: in every formula above what it adds cancels.
+
+Shape suffixes: N tokens, W this rank's columns of the vocabulary, K terms.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.collectives import LOSS, refuse_second_derivatives
+from engine.parallel.tensor.logit_slice import SharedSoftmax, SoftmaxParts, Vocabulary
 
 
-def cross_entropy(
-    logits_NW: Tensor, target_N: Tensor, start: int, axis: TensorAxis, ignore_index: int, reduction: str
-) -> Tensor:
-    """As ``functional.cross_entropy``, of the columns from ``start`` on; computed in fp32, given in the logits' dtype.
+class Terms(NamedTuple):
+    """[N] each, in fp32 or wider, the same on all ranks, with gradients."""
 
-    ``target_N``: int64, the same on all ranks. ``reduction``: "mean", "sum" or "none". The result is the same on
-    all ranks.
-    """
-    counted_N = target_N != ignore_index
-    target_N = target_N.where(counted_N, start)
-    loss_N: Tensor = _TokenLoss.apply(logits_NW, target_N, start, axis)  # type: ignore[no-untyped-call]
-    loss_N = loss_N.masked_fill(~counted_N, 0)
-    if reduction == "none":
-        return loss_N.to(logits_NW.dtype)
-    total = loss_N.sum()
-    return (total if reduction == "sum" else total / counted_N.sum()).to(logits_NW.dtype)
+    log_sum: Tensor
+    picked: Tensor | None
+    weighted: Tensor | None
 
 
-class _TokenLoss(torch.autograd.Function):
+class Question(NamedTuple):
+    """Which terms are asked for beside ``log_sum``."""
+
+    target: Tensor | None = None
+    """[N] int64, row numbers of the whole vocabulary, the same on all ranks."""
+    weight: Tensor | None = None
+    """[W], of this rank's columns."""
+
+
+def softmax_terms(logits_NW: Tensor, question: Question, vocabulary: Vocabulary, shared: SharedSoftmax) -> Terms:
+    """The terms of this rank's columns; ``shared`` is filled, and what it knows already is not sent again."""
+    found: tuple[Any, ...] = _Terms.apply(logits_NW, *question, vocabulary, shared)  # type: ignore[no-untyped-call]
+    return Terms(*found)
+
+
+def place_in(target: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """(columns on this rank, where the column lies elsewhere) of row numbers of the whole vocabulary."""
+    place = target - vocabulary.start
+    elsewhere = (place < 0) | (place >= vocabulary.width)
+    return place.masked_fill_(elsewhere, 0), elsewhere
+
+
+class _Terms(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_NW: Tensor, target_N: Tensor, start: int, axis: TensorAxis) -> Tensor:
-        wide = torch.promote_types(logits_NW.dtype, torch.float32)
-        largest_N = logits_NW.amax(dim=-1).to(wide)
-        axis.all_reduce(largest_N, LOSS, "max")
-        shares_NW = logits_NW - largest_N.unsqueeze(-1)  # fp32 by promotion; from here on in place
-        place_N1 = (target_N - start).unsqueeze(-1)
-        elsewhere_N1 = (place_N1 < 0) | (place_N1 >= logits_NW.shape[-1])
-        place_N1.masked_fill_(elsewhere_N1, 0)
-        sums_2N = torch.empty((2, len(largest_N)), dtype=wide, device=logits_NW.device)
-        sums_2N[1] = shares_NW.gather(-1, place_N1).masked_fill_(elsewhere_N1, 0).squeeze(-1)
-        torch.sum(shares_NW.exp_(), dim=-1, out=sums_2N[0])
-        axis.all_reduce(sums_2N, LOSS)
-        shares_NW.div_(sums_2N[0].unsqueeze(-1))
-        ctx.save_for_backward(shares_NW, place_N1, elsewhere_N1)
+    def forward(
+        ctx: Any,
+        logits_NW: Tensor,
+        target_N: Tensor | None,
+        weight_W: Tensor | None,
+        vocabulary: Vocabulary,
+        shared: SharedSoftmax,
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        largest_N = _largest(logits_NW, vocabulary, shared)
+        shifted_NW = logits_NW - largest_N.unsqueeze(-1)  # fp32 by promotion
+        place = None if target_N is None else place_in(target_N.unsqueeze(-1), vocabulary)
+        terms = []
+        if place is not None:
+            terms.append(shifted_NW.gather(-1, place[0]).masked_fill_(place[1], 0).squeeze(-1))
+        if weight_W is not None:
+            terms.append((shifted_NW * weight_W).sum(-1))
+        parts, sums = _finish(shifted_NW, largest_N, terms, vocabulary, shared, ctx.needs_input_grad[0])
+        ctx.save_for_backward(parts.shares, *(place or (None, None)), weight_W)
         ctx.dtype = logits_NW.dtype
-        return sums_2N[0].log() - sums_2N[1]
+        picked_N = sums[0] if place is not None else None
+        return parts.log_sum.clone(), picked_N, sums[-1] if weight_W is not None else None
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(
+        ctx: Any, log_sum_N: Tensor | None, picked_N: Tensor | None, weighted_N: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        shares_NW, place_N1, elsewhere_N1 = ctx.saved_tensors
-        grad_N1 = grad_N.unsqueeze(-1)
-        grad_NW = shares_NW * grad_N1
-        grad_NW.scatter_add_(-1, place_N1, -grad_N1.masked_fill(elsewhere_N1, 0))
-        return grad_NW.to(ctx.dtype), None, None, None
+        shares_NW, place_N1, elsewhere_N1, weight_W = ctx.saved_tensors
+        grad_NW = torch.zeros_like(shares_NW) if log_sum_N is None else shares_NW * log_sum_N.unsqueeze(-1)
+        if picked_N is not None:
+            grad_NW.scatter_add_(-1, place_N1, picked_N.unsqueeze(-1).masked_fill(elsewhere_N1, 0))
+        if weighted_N is not None:
+            grad_NW.addcmul_(weighted_N.unsqueeze(-1), weight_W)
+        return grad_NW.to(ctx.dtype), None, None, None, None
+
+
+def _largest(logits_NW: Tensor, vocabulary: Vocabulary, shared: SharedSoftmax) -> Tensor:
+    if shared.parts is not None:
+        return shared.parts.largest
+    largest_N = logits_NW.amax(dim=-1).to(torch.promote_types(logits_NW.dtype, torch.float32))
+    vocabulary.axis.all_reduce(largest_N, LOSS, "max")
+    return largest_N.masked_fill_(largest_N.isinf(), 0)
+
+
+def _finish(
+    shifted_NW: Tensor,
+    largest_N: Tensor,
+    terms: list[Tensor],
+    vocabulary: Vocabulary,
+    shared: SharedSoftmax,
+    graded: bool,
+) -> tuple[SoftmaxParts, list[Tensor]]:
+    """Sum ``terms`` over the ranks, and with them what ``shared`` does not know; ``shifted_NW`` is spoiled."""
+    known = shared.parts
+    if known is None:
+        shifted_NW.exp_()
+        terms = [shifted_NW.sum(-1), *terms]
+    sums_KN = torch.stack(terms) if terms else largest_N.new_empty((0, len(largest_N)))
+    if terms:
+        vocabulary.axis.all_reduce(sums_KN, LOSS)
+    sums = list(sums_KN.unbind())
+    if known is None:
+        total_N = sums.pop(0)
+        shares_NW = shifted_NW.div_(total_N.unsqueeze(-1)) if graded else None
+        shared.parts = SoftmaxParts(largest_N, total_N.log(), shares_NW)
+    elif graded and known.shares is None:
+        shared.parts = known._replace(shares=shifted_NW.sub_(known.log_sum.unsqueeze(-1)).exp_())
+    assert shared.parts is not None
+    return shared.parts, sums

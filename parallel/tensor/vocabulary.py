@@ -13,8 +13,9 @@ from engine.errors import PlanError
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.collectives import EMBEDDING, copy_to, gather_last, reduce_from
 from engine.parallel.tensor.layers import has_plain_forward, is_conv1d, keep_rows
+from engine.parallel.tensor.logit_slice import Vocabulary
 from engine.parallel.tensor.ranges import cut_unevenly
-from engine.parallel.tensor.sharded_logits import ShardedLogits, Vocabulary
+from engine.parallel.tensor.sharded_logits import ShardedLogits
 
 
 class EmbeddingLayer(nn.Module):

@@ -1,5 +1,6 @@
 """What is sent and held equals the formulas of the contract, by axis and label, in bytes and calls."""
 
+import re
 from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
@@ -195,7 +196,7 @@ def test_hugging_face_models_send_what_their_plan_says(run_ranks: RunRanks, name
         assert shared == ((1, 4 * 2 * elements * 3 // 4) if name == "llama" and grid == {"tensor": 4} else None)
 
 
-def train_with_logits() -> tuple[Any, Any]:
+def train_with_logits() -> tuple[Any, Any, tuple[str, ...]]:
     """A loss that needs all logits: the gather is planned and counted."""
 
     def loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -209,12 +210,14 @@ def train_with_logits() -> tuple[Any, Any]:
         eng.train_batch(batch)
         rows = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.sent.since(before).rows()}
         planned = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.plan.rank(eng.grid.rank).traffic}
-        return rows, planned
+        return rows, planned, eng.plan.notes
 
 
 def test_a_loss_that_needs_all_logits_gathers_them_as_planned(run_ranks: RunRanks) -> None:
-    for measured, planned in run_ranks(train_with_logits, 2):
+    for measured, planned, notes in run_ranks(train_with_logits, 2):
         assert measured == planned
+        (note,) = [note for note in notes if "logits" in note]
+        assert re.fullmatch(r"softmax at .*test_budget\.py:\d+ needs all logits: they are gathered over tp", note)
         # 61 rows of the vocabulary travel as two parts of 31
         assert measured["tp", "logits"] == (8, 8 * TOKENS * 62 * 4 // 2)
         assert ("tp", "loss") not in measured

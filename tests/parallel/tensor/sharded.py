@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from engine.parallel.comm import Comm, TorchBackend
 from engine.parallel.grid import Grid
 from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.install import install
 from engine.parallel.tensor.cuts import ParameterCut, TensorPlan
+from engine.parallel.tensor.install import install
 from engine.parallel.tensor.plan import find_tensor_plan
 from tests.parallel.tensor.plans import written_plan
 

@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from engine.errors import EngineError
 from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.tensor.logit_slice import Vocabulary
 from engine.parallel.tensor.ranges import cut_unevenly
-from engine.parallel.tensor.sharded_logits import ShardedLogits, Vocabulary, whole
+from engine.parallel.tensor.sharded_logits import ShardedLogits, whole
 from tests.parallel.tensor.sharded import assert_close, open_comm
 
 RunRanks = Callable[..., list[Any]]
@@ -52,20 +53,19 @@ STAYS: dict[str, Use] = {
     "last": lambda x, y: functional.cross_entropy(x[:, -1], y[:, -1].clamp(0)),
     "picked": lambda x, y: functional.cross_entropy(x[torch.tensor([0, 2]), 1:, :].flatten(0, 1), y[::2, 1:].flatten()),
     "to": lambda x, y: functional.cross_entropy(x.to("cpu").to(torch.float64).flatten(0, -2), y.flatten()),
+    "weights": flat(functional.cross_entropy, weight=torch.arange(1.0, SIZE + 1)),
+    "smoothing": flat(functional.cross_entropy, label_smoothing=0.1),
+    "z-loss": lambda x, y: functional.cross_entropy(x.transpose(1, 2), y) + 0.1 * x.logsumexp(-1).square().mean(),
+    "nll": lambda x, y: functional.nll_loss(torch.log_softmax(x.flatten(0, 1), -1), y.flatten()),
+    "take": lambda x, y: x.gather(-1, y.clamp(0).unsqueeze(-1)).sum(),
     "half": lambda x, y: functional.cross_entropy(x.bfloat16().flatten(0, 1), y.flatten()).float(),
 }
 
 GATHERS: dict[str, Use] = {
-    "weights": flat(functional.cross_entropy, weight=torch.arange(1.0, SIZE + 1)),
-    "smoothing": flat(functional.cross_entropy, label_smoothing=0.1),
-    "log_softmax": lambda x, y: x.log_softmax(-1).square().mean(),
-    "nll": lambda x, y: functional.nll_loss(torch.log_softmax(x.flatten(0, 1), -1), y.flatten()),
-    "sum": lambda x, y: x.square().sum(),
+    "whole": lambda x, y: x.square().sum(),
     "vocabulary columns": lambda x, y: x[..., 3:5].sum(),
-    "take": lambda x, y: x.gather(-1, y.clamp(0).unsqueeze(-1)).sum(),
     "pairs": lambda x, y: (x * x).mean(),
     "matrix": lambda x, y: (x @ torch.ones(SIZE, 2)).square().sum(),
-    "transposed": lambda x, y: functional.cross_entropy(x.transpose(1, 2), y),
     "T": lambda x, y: x[0].T.square().sum(),
     "flat": lambda x, y: x.flatten()[::2].sum(),
     "max": lambda x, y: x.max(-1).values.sum(),
