@@ -23,3 +23,9 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
         current = torch.cuda.current_device()  # starts CUDA: the generators do not exist before
         generators.append(torch.cuda.default_generators[current if device.index is None else device.index])
     return generators
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed what a model on ``device`` draws from."""
+    for generator in generators_of(device):
+        generator.manual_seed(seed)

@@ -14,7 +14,7 @@ closes. Nothing is counted, so a block that is run again from the same random st
 import torch
 from torch import Tensor
 
-from engine.parallel.seeds import derive_seed, generators_of
+from engine.parallel.seeds import derive_seed, seed_generators
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.collectives import copy_to
 
@@ -53,7 +53,7 @@ class Region:
         self._copies.clear()
         self._entered.clear()
         if self._drawn is not None:
-            _seed(device, derive_seed(self._drawn, 0))
+            seed_generators(device, derive_seed(self._drawn, 0))
             self._drawn = None
 
     def _open(self, training: bool, device: torch.device) -> None:
@@ -62,9 +62,4 @@ class Region:
         self._drawn = None
         if training and self.axis.size > 1 and not self.axis.dry:
             self._drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-            _seed(device, derive_seed(self._drawn, self.axis.index + 1))
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    for generator in generators_of(device):
-        generator.manual_seed(seed)
+            seed_generators(device, derive_seed(self._drawn, self.axis.index + 1))

@@ -1,0 +1,110 @@
+"""Functions that work element by element, and the choice of a dtype.
+
+f(x_AB, y_B)      x cut along A: y is used whole, x's part as it is; the result is cut as x
+f_(x, y)          the part of x is written in place; y is cut to fit it, gathered first if it must be
+x.type_as(y)      y gives a dtype and nothing else
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.parallel.tensor.views.gathered import name_of
+from engine.parallel.tensor.views.index import NoRuleError, Sets
+from engine.parallel.tensor.views.moves import full
+from engine.parallel.tensor.views.operands import join, part
+from engine.parallel.tensor.views.view import Function, View, follow_grad, like
+
+if TYPE_CHECKING:
+    from engine.parallel.tensor.views.context import Views
+
+
+def elementwise(views: "Views", func: Function, *args: Any, **kwargs: Any) -> Any:
+    """Broadcast and run on parts."""
+    if kwargs.get("out") is not None:
+        raise NoRuleError("out")
+    if kwargs.get("inplace") is True:
+        return in_place(views, func, *args, **kwargs)
+    tensors = _tensors(args, kwargs)
+    first = tensors[0]
+    if len(tensors) == 1:
+        assert type(first) is View
+        return like(first, _call(func, args, kwargs, [first.local]))
+    if all(_alike(first, other) for other in tensors[1:]):
+        return like(first, _call(func, args, kwargs, [tensor.local for tensor in tensors]))  # type: ignore[arg-type, attr-defined]
+    layout = join(views, tensors)
+    out = _call(func, args, kwargs, [part(views, tensor, layout.sets) for tensor in tensors])
+    return View(out, layout.shape, layout.sets, views)
+
+
+def in_place(views: "Views", func: Function, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write into the part of ``target``.
+
+    Raises:
+        EngineError: the part is a copy of what plain code would write into.
+    """
+    if type(target) is not View:
+        raise NoRuleError("a plain tensor is written")
+    check_memory(target, name_of(func))
+    others = [_fit(views, tensor, target.sets, name_of(func)) for tensor in _tensors(args, kwargs)]
+    out = _call(func, (target, *args), kwargs, [target.local, *others])
+    if out is target.local:
+        follow_grad(target)
+        return target
+    return like(target, out)
+
+
+def check_memory(target: View, name: str) -> None:
+    """Raise where writing into ``target`` would not write into the tensor that it was taken from."""
+    if target.copied:
+        raise EngineError(
+            f"{name} writes in place into a piece of a tensor that is cut over tensor ranks, and this rank holds a "
+            f"copy of that piece: write x = {name.strip('_')}(x, ...) instead, which makes a new tensor."
+        )
+
+
+def cast_like(views: "Views", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
+    """``given`` in another dtype or on another device, perhaps those of another tensor."""
+    args = tuple(other.local if type(other) is View else other for other in args)
+    kwargs = {key: other.local if type(other) is View else other for key, other in kwargs.items()}
+    if type(given) is View:
+        return like(given, func(given.local, *args, **kwargs))
+    return func(given, *args, **kwargs)
+
+
+def where(views: "Views", func: Function, *args: Any, **kwargs: Any) -> Any:
+    """A choice; the form with one argument asks for places."""
+    if len(args) + len(kwargs) == 1:
+        raise NoRuleError("places depend on content")
+    return elementwise(views, func, *args, **kwargs)
+
+
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    found = [argument for argument in args if isinstance(argument, Tensor)]
+    if kwargs:
+        found += [argument for argument in kwargs.values() if isinstance(argument, Tensor)]
+    return found
+
+
+def _alike(first: Tensor, other: Tensor) -> bool:
+    return type(first) is View and type(other) is View and first.full == other.full and first.sets == other.sets
+
+
+def _fit(views: "Views", tensor: Tensor, sets: Sets, name: str) -> Tensor:
+    if tensor.ndim > len(sets):
+        raise NoRuleError("more dims than are written")
+    try:
+        return part(views, tensor, sets)
+    except NoRuleError:
+        assert type(tensor) is View
+        return part(views, full(tensor, name), sets)
+
+
+def _call(func: Function, args: Any, kwargs: Any, parts: list[Tensor]) -> Any:
+    left = iter(parts)
+    plain = [next(left) if isinstance(argument, Tensor) else argument for argument in args]
+    if not kwargs:
+        return func(*plain)
+    named = {key: next(left) if isinstance(argument, Tensor) else argument for key, argument in kwargs.items()}
+    return func(*plain, **named)

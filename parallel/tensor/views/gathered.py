@@ -1,0 +1,66 @@
+"""Functions without a rule: their arguments are made whole on every rank, and the function is noted.
+
+Not those that write into a View, or hand out its memory: they are refused.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import EngineError
+from engine.parallel.tensor.views.moves import full
+from engine.parallel.tensor.views.view import Function, View, views_among
+
+if TYPE_CHECKING:
+    from engine.parallel.tensor.views.context import Views
+
+_SIGNS = frozenset((
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
+    "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__imatmul__", "__setitem__", "__set__",
+))  # fmt: skip
+_MEMORY = frozenset((
+    "data_ptr", "untyped_storage", "storage", "storage_offset", "_typed_storage", "share_memory_", "set_",
+    "__dlpack__", "as_strided", "register_post_accumulate_grad_hook", "grad",
+))  # fmt: skip
+
+
+def name_of(func: Function) -> str:
+    """What a function is called; ``get x`` for an attribute."""
+    name: str = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f"{name.strip('_')} {func.__self__.__name__}"  # type: ignore[attr-defined]
+    return name
+
+
+def gathered(views: "Views", func: Function, *args: Any, **kwargs: Any) -> Any:
+    """Run ``func`` on plain tensors.
+
+    Raises:
+        EngineError: it would write into a View, or reads its memory.
+    """
+    name = name_of(func)
+    if name in _MEMORY or any(True for _ in views_among(_written(func, name, args, kwargs), {})):
+        raise EngineError(
+            f"{name} was called on a tensor {list(next(views_among(args, kwargs)).full)} cut over tensor ranks, where "
+            "it cannot write or read the memory of all; use a function that returns a new tensor, or leave this "
+            "module whole in parallel.tensor_plan."
+        )
+    return func(*_plain(args, name), **_plain(kwargs, name))
+
+
+def _written(func: Function, name: str, args: Any, kwargs: Any) -> list[Any]:
+    written = [kwargs.get("out")]
+    raw = getattr(func, "__name__", "")
+    in_place = raw in _SIGNS or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
+    if in_place and args:
+        written.append(args[0])
+    return written
+
+
+def _plain(value: Any, name: str) -> Any:
+    if type(value) is View:
+        return full(value, name)
+    if isinstance(value, list | tuple):
+        plain = [_plain(inner, name) for inner in value]
+        return type(value)(*plain) if hasattr(value, "_fields") else type(value)(plain)
+    if isinstance(value, dict):
+        return {key: _plain(inner, name) for key, inner in value.items()}
+    return value

@@ -1,0 +1,105 @@
+"""What an operation reads: the part of each operand that this rank needs, aligned at the last dims.
+
+View                             its local, or the piece of it that is asked for
+Parameter                        its piece; the gradient is noted as partial
+plain, needs a gradient          f: the gradient is summed over the ranks, once for all uses of the object
+plain, one dim cut into blocks   its slice: the gradient is gathered, half the bytes
+plain, needs none                its piece
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.parallel.tensor.collectives import COLUMN_INPUTS, copy_to, slice_of
+from engine.parallel.tensor.views.index import Index, Sets, positions
+from engine.parallel.tensor.views.layout import Layout, join_layouts
+from engine.parallel.tensor.views.view import View
+
+if TYPE_CHECKING:
+    from engine.parallel.tensor.views.context import Views
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """Full shape and sets of a View or of a plain tensor."""
+    if type(tensor) is View:
+        return Layout(tensor.full, tensor.sets)
+    return Layout(tensor.shape, (None,) * tensor.ndim)
+
+
+def join(views: "Views", tensors: Sequence[Tensor], tail: int = 0) -> Layout:
+    """The broadcast of the operands, and what each rank holds of all of them; the last ``tail`` dims are left out.
+
+    Raises:
+        NoRuleError: some of it would be held by nobody.
+    """
+    layouts = [layout_of(tensor) for tensor in tensors]
+    return views.find(("join", tail, *layouts), lambda: join_layouts(layouts, tail))
+
+
+def part(views: "Views", tensor: Tensor, sets: Sets, tail: int = 0) -> Tensor:
+    """The local part of an operand whose dims but the last ``tail`` are to be cut as the last of ``sets``.
+
+    Dims of one element are left for broadcasting.
+    """
+    offset = len(sets) - tensor.ndim
+    full = tensor.shape
+    wanted = tuple(sets[offset + dim] if full[dim] != 1 else None for dim in range(len(full) - tail))
+    if type(tensor) is not View:
+        return enter(views, tensor, wanted)
+    local = tensor.local
+    for dim, index in enumerate(wanted):
+        if index is not tensor.sets[dim]:
+            local = pick(views, local, dim, tensor.sets[dim], index)
+    return local
+
+
+def enter(views: "Views", plain: Tensor, wanted: Sets) -> Tensor:
+    """The part of a plain tensor that ``wanted`` names for its first dims."""
+    if isinstance(plain, nn.Parameter) and plain not in views.equal:
+        views.partial.add(plain)
+    elif plain.requires_grad and torch.is_grad_enabled() and views.axis.size > 1:
+        cut = [dim for dim, index in enumerate(wanted) if index is not None]
+        index = wanted[cut[0]] if len(cut) == 1 else None
+        if index is not None and index.blocks:
+            return slice_of(plain, views.axis, cut[0], COLUMN_INPUTS)
+        plain = copied(views, plain)
+    for dim, index in enumerate(wanted):
+        if index is not None:
+            plain = pick(views, plain, dim, None, index)
+    return plain
+
+
+def copied(views: "Views", plain: Tensor) -> Tensor:
+    """The one copy of a plain tensor, whose gradient is summed over the ranks."""
+    return views.entered(id(plain), plain, lambda passed: copy_to(plain, views.axis, passed=passed))
+
+
+def pick(views: "Views", local: Tensor, dim: int, have: Index | None, want: Index | None) -> Tensor:
+    """The piece of ``local`` that belongs to ``want``: a view of it where its indices are neighbours.
+
+    Raises:
+        NoRuleError: this rank does not hold it.
+    """
+    place = views.find(("pick", have, want), lambda: _place(have, want, views.axis.index))
+    if place is None:
+        return local
+    if isinstance(place, tuple):
+        return local.narrow(dim, *place)
+    return local.index_select(dim, on_device(views, ("pick", have, want, local.device), place, local.device))
+
+
+def on_device(views: "Views", key: Any, places: Any, device: torch.device) -> Tensor:
+    """Indices as a tensor, kept under the key."""
+    return views.find(key, lambda: torch.as_tensor(places, device=device))
+
+
+def _place(have: Index | None, want: Index | None, rank: int) -> Any:
+    places = positions(have, want, rank)
+    if places is None:
+        return None
+    if len(places) and int(places[-1] - places[0]) == len(places) - 1:
+        return int(places[0]), len(places)
+    return places if len(places) else (0, 0)
