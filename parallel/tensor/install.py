@@ -24,7 +24,7 @@ from engine.parallel.tensor.layers import (
 from engine.parallel.tensor.logit_slice import Vocabulary
 from engine.parallel.tensor.region import Region
 from engine.parallel.tensor.shown import shown_class
-from engine.parallel.tensor.views import Views
+from engine.parallel.tensor.views.context import Views
 from engine.parallel.tensor.vocabulary import (
     EmbeddingLayer,
     HeadLayer,

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from engine.parallel.tensor.cuts import ParameterCut
-from engine.parallel.tensor.views import Index, View, Views, show
+from engine.parallel.tensor.views.context import Views
+from engine.parallel.tensor.views.index import Index
+from engine.parallel.tensor.views.view import View, show
 
 
 def shown_class(own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tuple[int, ...]]], views: Views) -> type:

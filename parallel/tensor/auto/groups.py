@@ -24,7 +24,7 @@ from engine.parallel.shards import Range
 from engine.parallel.tensor.auto.products import Product, Products
 from engine.parallel.tensor.cuts import ParameterCut
 from engine.parallel.tensor.ranges import cut_parts, ranges_of
-from engine.parallel.tensor.views import View
+from engine.parallel.tensor.views.view import View
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 """args and kwargs of the block, with content."""

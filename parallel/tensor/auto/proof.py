@@ -26,7 +26,8 @@ from engine.parallel.tensor.cuts import TensorPlan
 from engine.parallel.tensor.install import install
 from engine.parallel.tensor.ranges import rows_of
 from engine.parallel.tensor.simulate import Called, SimulatedAxis, simulate
-from engine.parallel.tensor.views import View
+from engine.parallel.tensor.views.moves import full
+from engine.parallel.tensor.views.view import View
 
 TOLERANCE = 1e-9
 ZERO = 1e-9
@@ -141,9 +142,8 @@ class _Fresh:
         return twin.clone()
 
 
-def _plain(leaf: Any) -> Tensor:
-    whole: Tensor = leaf.full("proof") if isinstance(leaf, View) else leaf
-    return whole
+def _plain(leaf: Tensor) -> Tensor:
+    return full(leaf, "proof") if isinstance(leaf, View) else leaf
 
 
 def _differences(plan: TensorPlan, truth: Outcome, ranks: Sequence[Outcome]) -> Iterator[str]:
