@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.errors import PlanError
 from engine.parallel.tensor.cuts import AttributeChange, Kind, LayerCut, ParameterCut, TensorPlan
-from engine.parallel.tensor.layers import is_conv1d, is_linear
+from engine.parallel.tensor.product import is_conv1d, is_linear
 from engine.parallel.tensor.ranges import cut_parts, cut_unevenly, held
 from engine.parallel.tensor.regions import find_regions
 from engine.parallel.tensor.styles import Style

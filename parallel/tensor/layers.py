@@ -21,18 +21,9 @@ from engine.errors import PlanError
 from engine.parallel.shards import Range
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.collectives import ROW_OUTPUTS, reduce_from
+from engine.parallel.tensor.product import is_conv1d
 from engine.parallel.tensor.ranges import cut_parts
 from engine.parallel.tensor.region import Region
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is Hugging Face's Conv1D, a linear layer with the weight [in, out]; known by name and ``nf``."""
-    return hasattr(module, "nf") and any(base.__name__ == "Conv1D" for base in type(module).__mro__)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether this layer is a matrix product that can be cut."""
-    return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def is_cut(module: nn.Module) -> bool:
@@ -61,7 +52,7 @@ class ColumnLayer(nn.Module):
 
     def forward(self, x_I: Tensor) -> Tensor:
         """Run the layer's own forward on the region's copy of x."""
-        return self.multiply(self.tensor_region.enter(self, x_I))
+        return self.tensor_region.enter(self, x_I).multiply(self)
 
     def multiply(self, x_I: Tensor) -> Tensor:
         """The layer's own product."""
@@ -148,8 +139,7 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
 
 def prepare_column(module: nn.Module, region: Region) -> None:
     """Give an already cut column layer its region and its local sizes."""
-    if not has_plain_forward(module):
-        region.owned = False
+    region.add(module, plain=has_plain_forward(module))
     module.tensor_region = region  # type: ignore[assignment]
     weight: Any = module.weight
     if is_conv1d(module):

@@ -16,36 +16,43 @@ from torch import Tensor
 
 from engine.parallel.seeds import derive_seed, generators_of
 from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.collectives import copy_to
+from engine.parallel.tensor.late import Entrance, Shared, share
 
 
 class Region:
-    """The shared input copies and the random streams of one region.
+    """The shared input copies and the random streams of one region."""
 
-    ``owned``: every column layer is a plain matrix product, see :func:`copy_to`.
-    """
-
-    def __init__(self, axis: TensorAxis, owned: bool = True) -> None:
+    def __init__(self, axis: TensorAxis) -> None:
         self.axis = axis
-        self.owned = owned
+        self._plain: list[torch.nn.Module] = []
+        self._owned = True
+        """Whether every column layer is a plain matrix product, see :func:`copy_to`."""
         self._entered: set[int] = set()
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._copies: list[tuple[Tensor, Shared]] = []
         self._drawn: int | None = None
 
-    def enter(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
+    def add(self, layer: torch.nn.Module, plain: bool) -> None:
+        """A column layer of this region; ``plain``: it is a matrix product and nothing else."""
+        if plain:
+            self._plain.append(layer)
+        else:
+            self._owned = False
+
+    def enter(self, layer: torch.nn.Module, x: Tensor) -> Shared:
         """``x`` for a column layer: the same copy for the same tensor object until the region closes.
 
         A layer that enters twice begins anew: recomputed activations may stop before the row layer.
         """
         if not self._entered or id(layer) in self._entered:
             self._open(layer.training, x.device)
+        to_come = [other for other in self._plain if id(other) not in self._entered]
         self._entered.add(id(layer))
-        for given, copied in self._copies:
+        for given, shared in self._copies:
             if given is x:
-                return copied
-        copied = copy_to(x, self.axis, self.owned, self._copies.clear)
-        self._copies.append((x, copied))
-        return copied
+                return shared
+        shared = share(x, Entrance(self.axis, self._owned, self._copies.clear), to_come)
+        self._copies.append((x, shared))
+        return shared
 
     def leave(self, device: torch.device) -> None:
         """The row layer has summed: what follows is whole again."""

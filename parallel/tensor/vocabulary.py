@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from engine.errors import PlanError
 from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.collectives import EMBEDDING, copy_to, gather_last, reduce_from
-from engine.parallel.tensor.layers import has_plain_forward, is_conv1d, keep_rows
+from engine.parallel.tensor.collectives import EMBEDDING, gather_last, reduce_from
+from engine.parallel.tensor.late import Entrance, share
+from engine.parallel.tensor.layers import has_plain_forward, keep_rows
+from engine.parallel.tensor.product import is_conv1d
 from engine.parallel.tensor.ranges import cut_unevenly
 from engine.parallel.tensor.sharded_logits import ShardedLogits, Vocabulary
 
@@ -49,7 +51,8 @@ class HeadLayer(nn.Module):
         """This rank's columns, behind the face of all."""
         vocabulary = self.tensor_vocabulary
         axis = vocabulary.axis
-        logits_W = self.multiply(copy_to(x_D, axis, self.tensor_owned))
+        plain = [self] if self.tensor_owned else []
+        logits_W = share(x_D, Entrance(axis, self.tensor_owned), plain).multiply(self)
         if axis.dry:
             return gather_last(logits_W, vocabulary.widths, axis)
         return ShardedLogits.wrap(logits_W, vocabulary)
