@@ -15,7 +15,7 @@ This is for devices on which collectives run beside compute (``TensorAxis.overla
 takes longer than launching a few more nodes. x and every dy live until their dW is done; nothing else is kept.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,18 +48,20 @@ class Shared:
 
     def multiply(self, layer: nn.Module) -> Tensor:
         """The layer's own product, with its weight gradient put off where that is possible."""
-        late = next((product for product in self._products if product.layer is layer), None)
-        if late is not None and late.fits(self.copy):
-            return late.multiply(self.copy)
+        for product in self._products:
+            if product.layer is layer and product.fits(self.copy):
+                return product.multiply(self.copy)
         own: Any = layer
         y: Tensor = own.multiply(self.copy)
         return y
 
 
-def share(x: Tensor, entrance: Entrance, layers: Collection[nn.Module]) -> Shared:
+def share(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
     """f, for the plain products ``layers``, which may all be given the copy, or some of them."""
     axis = entrance.axis
-    late = [layer for layer in layers if _can_be_late(layer)] if _is_worth_it(x, axis) else []
+    if not _is_worth_it(x, axis):
+        return Shared(_enter(x, entrance))
+    late = [layer for layer in layers if _can_be_late(layer)]
     if not late:
         return Shared(_enter(x, entrance))
     sum_: _Sum = _Sum(entrance.passed)
@@ -78,10 +80,10 @@ def _enter(x: Tensor, entrance: Entrance) -> Tensor:
 
 
 def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
-    if axis.size == 1 or axis.dry or not (torch.is_grad_enabled() and x.requires_grad):
+    devices, least = axis.overlap
+    if x.device.type not in devices or axis.size == 1 or axis.dry:
         return False
-    overlap = axis.overlap
-    return x.device.type in overlap.devices and x.numel() * x.element_size() >= overlap.bytes
+    return torch.is_grad_enabled() and x.requires_grad and x.numel() * x.element_size() >= least
 
 
 def _can_be_late(layer: nn.Module) -> bool:

@@ -27,12 +27,14 @@ class Region:
         self._plain: list[torch.nn.Module] = []
         self._owned = True
         """Whether every column layer is a plain matrix product, see :func:`copy_to`."""
+        self._entrance: Entrance | None = None
         self._entered: set[int] = set()
         self._copies: list[tuple[Tensor, Shared]] = []
         self._drawn: int | None = None
 
     def add(self, layer: torch.nn.Module, plain: bool) -> None:
         """A column layer of this region; ``plain``: it is a matrix product and nothing else."""
+        self._entrance = None
         if plain:
             self._plain.append(layer)
         else:
@@ -45,12 +47,13 @@ class Region:
         """
         if not self._entered or id(layer) in self._entered:
             self._open(layer.training, x.device)
-        to_come = [other for other in self._plain if id(other) not in self._entered]
-        self._entered.add(id(layer))
         for given, shared in self._copies:
             if given is x:
+                self._entered.add(id(layer))
                 return shared
-        shared = share(x, Entrance(self.axis, self._owned, self._copies.clear), to_come)
+        entrance = self._entrance = self._entrance or Entrance(self.axis, self._owned, self._copies.clear)
+        shared = share(x, entrance, (other for other in self._plain if id(other) not in self._entered))
+        self._entered.add(id(layer))
         self._copies.append((x, shared))
         return shared
 
