@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 import engine
 from benchmarks.readme import write_section
-from engine.parallel.pipeline import weights
 from engine.parallel.pipeline.check import Cost, Timeline, simulate
 from engine.parallel.pipeline.draw import draw_panels
 from engine.parallel.pipeline.schedule import KINDS
 from engine.parallel.pipeline.summary import Panel
 from engine.parallel.pipeline.svg import svg
+from engine.parallel.tensor import product
 
 RANKS, MICROBATCHES, BLOCKS = 4, 8, 8
 
@@ -78,17 +78,17 @@ class Sleepers(nn.Module):
 @contextmanager
 def _sleep_over_weights(seconds: float) -> Iterator[None]:
     """Within, a weight gradient that waits takes as long."""
-    plain = weights._weight_gradient
+    plain = product.weight_gradient
 
     def late(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
         time.sleep(seconds)
         return plain(x, dy, dtype, transposed)
 
-    weights._weight_gradient = late
+    product.weight_gradient = late
     try:
         yield
     finally:
-        weights._weight_gradient = plain
+        product.weight_gradient = plain
 
 
 def run_asleep(kind: str, virtual_stages: int, seconds: float) -> Timeline:

@@ -268,7 +268,6 @@ def _refuse_unbuilt(config: Config) -> None:
     """Refuse, all at once, what the configuration can say and this version cannot do."""
     zero, parallel, recompute = config.zero_optimization, config.parallel, config.activation_checkpointing
     missing = {
-        "parallel.sequence_parallel true": parallel.sequence_parallel,
         f"zero_optimization.offload_optimizer.device {zero.offload_optimizer.device!r}": (
             zero.offload_optimizer.device != "none"
         ),

@@ -325,10 +325,10 @@ def check_settings(model: nn.Module, config: Config) -> None:
 def _tensor_plan(config: Config, wish: Wish) -> TensorPlan | None:
     if config.tp == 1:
         return None
-    setting = config.parallel.tensor_plan
+    setting, sequence = config.parallel.tensor_plan, config.parallel.sequence_parallel
     if setting == "auto":
-        return find_plan(wish.program, wish.example, config.tp)
-    return find_tensor_plan(wish.program.model, setting, config.tp)
+        return find_plan(wish.program, wish.example, config.tp, sequence)
+    return find_tensor_plan(wish.program.model, setting, config.tp, sequence)
 
 
 def _schedule(config: Config) -> Schedule:

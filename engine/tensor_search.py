@@ -52,7 +52,7 @@ class Unit:
     """The leaves of its output that somebody reads, of any call."""
 
 
-def find_plan(program: Program, example: Batch, tp: int) -> TensorPlan:
+def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False) -> TensorPlan:
     """The plan for ``tp`` tensor ranks.
 
     Raises:
@@ -61,13 +61,13 @@ def find_plan(program: Program, example: Batch, tp: int) -> TensorPlan:
     with unchanged(nn.Module(), torch.device("cpu")):
         units, timeline = distinct_units(program, example, tp)
         words = _vocabularies(program.model, timeline, tp)
-        search = _Search(program, tp, dict(words))
+        search = _Search(program, tp, sequence, dict(words))
         for unit in units:
             search.take(unit)
     styles = search.styles
     patterns = as_patterns(program.model, styles)
     read = match_styles(program.model, patterns)
-    plan = cut_model(program.model, read, tp, "found by zero patterns, proven")
+    plan = cut_model(program.model, read, tp, "found by zero patterns, proven", sequence)
     return replace(plan, patterns=patterns, reasons=tuple(search.reasons))
 
 
@@ -139,6 +139,7 @@ class _Search:
 
     program: Program
     tp: int
+    sequence: bool
     styles: dict[str, str] = field(default_factory=dict)
     reasons: list[Reason] = field(default_factory=list)
 
@@ -157,7 +158,7 @@ class _Search:
                 Reason(_starred(unit.alike), "", "replicate", f"does not run alone: {first_line(error)}")
             )
             return
-        for found in decide(block, groups, truth, self.tp) if truth else ():
+        for found in decide(block, groups, truth, self.tp, self.sequence) if truth else ():
             if truth and found.way.how == "replicate":
                 self._refuse_if_others_fit(
                     unit, patterns, found.group, lambda groups, tp: decide(block, groups, truth, tp)

@@ -8,7 +8,7 @@ input gradient; those of all other parameters come with I, and so does a layer w
 that is compiled, or one whose weight has hooks of the user's. A recomputed block (activation checkpointing) is
 recomputed once, in I.
 
-Shape suffixes: B rows (all leading dims together), I inputs, O outputs.
+Shape suffixes: I inputs, O outputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +18,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
 
 from engine.errors import EngineError
-from engine.parallel.tensor.layers import RowLayer, has_plain_forward, is_conv1d, is_cut, is_linear
+from engine.parallel.tensor.layers import RowLayer, has_plain_forward, is_cut
+from engine.parallel.tensor.product import (
+    Linear,
+    Wanted,
+    can_multiply,
+    is_conv1d,
+    is_executed,
+    is_linear,
+    multiply,
+)
 
 Take = Callable[[str, Tensor], None]
 """Gets (parameter name, gradient)."""
@@ -124,23 +132,11 @@ class _Layer:
         weight, bias = self._parameters["weight"], self._parameters["bias"] if self._with_bias else None
         if weight is None or not self._can_wait(x, weight, bias):
             return self._plain(x)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         names = self._names[id(weight)], "" if bias is None else self._names[id(bias)]
-        product = _Product(self.waiting, self._transposed, names)
-        out: Tensor = _Linear.apply(x, weight, bias, product)  # type: ignore[no-untyped-call]
-        return out
+        return multiply(x, weight, bias, Linear(self._transposed, _Waits(self.waiting, names)))
 
     def _can_wait(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) not in (Tensor, nn.Parameter):
-            return False
-        # who looks at operations by name sees the same in the probe and in a run: a layer that code between units calls
-        if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
-            return False
-        # autocast casts no double
-        casts = torch.is_autocast_enabled(x.device.type)
-        fits = x.dtype != torch.float64 if casts else x.dtype == weight.dtype
-        return fits and x.requires_grad and all(p is None or self._is_ours(p) for p in (weight, bias))
+        return can_multiply(x, weight) and all(p is None or self._is_ours(p) for p in (weight, bias))
 
     def _is_ours(self, parameter: Tensor) -> bool:
         """Whether nobody but the engine waits for its gradient."""
@@ -148,65 +144,25 @@ class _Layer:
         return parameter.requires_grad and parameter.is_leaf and not hooked and id(parameter) in self._names
 
 
-class _Product(NamedTuple):
-    """What a product needs to know beside its tensors, which need not be the parameters themselves: a probe shows
-    twins of them, a recomputed forward saves other objects."""
+class _Waits(NamedTuple):
+    """Leaves the gradients of one layer to W; the tensors of a product need not be the parameters themselves: a probe
+    shows twins of them, a recomputed forward saves other objects."""
 
     waiting: WaitingWeights
-    transposed: bool
     names: tuple[str, str]
     """Of weight and bias: their first names in the model."""
 
-
-class _Linear(torch.autograd.Function):
-    """x [.., I] -> x W' + b [.., O], for W [O, I], or [I, O] where the layer is transposed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: _Product) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.product, ctx.bias = product, None if bias is None else bias.dtype
-        with torch.autocast(x.device.type, enabled=False):
-            w_OI = weight.to(x.dtype)
-            b_O = None if bias is None else bias.to(x.dtype)
-            y = nn.functional.linear(x, w_OI.t() if product.transposed else w_OI, b_O)
-        # what it was made as lives no longer: with the mark of a view nobody could write into it (ReLU(inplace=True))
-        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        (waiting, transposed, names), bias = ctx.product, ctx.bias
-        w_OI = weight.to(dy.dtype)
-        dx = dy @ (w_OI.t() if transposed else w_OI)
-        leftover = waiting.open
-        if leftover is None or torch.is_grad_enabled() or not _reaches(ctx.next_functions[1][0]):
-            dw = _weight_gradient(x, dy, weight.dtype, transposed)
-            return dx, dw, None if bias is None else _bias_gradient(dy, bias), None
-        x, dy = x.detach(), dy.detach()  # the graph that made them goes now
-        leftover.leave(names[0], partial(_weight_gradient, x, dy, weight.dtype, transposed))
-        if bias is not None:
-            leftover.leave(names[1], partial(_bias_gradient, dy, bias))
-        return dx, None, None, None
-
-
-def _reaches(accumulation: Any) -> bool:
-    """Whether the running backward brings the gradient of a parameter to it: one of the user's own inside a recomputed
-    block, which asks for other gradients (``torch.autograd.grad``), does not."""
-    try:
-        return bool(torch._C._will_engine_execute_node(accumulation))
-    except RuntimeError:  # it asks for this one
-        return False
+    def put_off(self, wanted: Wanted, nodes: tuple[Any, ...]) -> bool:
+        """Inside an I, where this backward is that of the step."""
+        leftover = self.waiting.open
+        if leftover is None or torch.is_grad_enabled() or not is_executed(nodes[1][0]):
+            return False
+        leftover.leave(self.names[0], wanted.weight)
+        if wanted.bias is not None:
+            leftover.leave(self.names[1], wanted.bias)
+        return True
 
 
 def _version(compute: partial[Tensor]) -> int:
     """Grows with every write into one of the tensors."""
     return sum(arg._version for arg in compute.args if isinstance(arg, Tensor))
-
-
-def _weight_gradient(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
-    x_BI, dy_BO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    return (x_BI.t() @ dy_BO if transposed else dy_BO.t() @ x_BI).to(dtype)
-
-
-def _bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    return dy.reshape(-1, dy.shape[-1]).sum(0).to(dtype)

@@ -22,6 +22,13 @@ class Expected(NamedTuple):
     backward: bool
 
 
+class Overlap(NamedTuple):
+    """Where it pays to compute while a collective is under way: on ``devices``, for tensors of ``bytes`` and more."""
+
+    devices: frozenset[str] = frozenset({"cuda"})
+    bytes: int = 1 << 20
+
+
 class TensorAxis:
     """Collectives between the tensor ranks of one data rank and stage.
 
@@ -29,6 +36,8 @@ class TensorAxis:
     slice, so that all shapes are right. A model is run so when only its shapes are wanted, and what it would have
     sent is told to ``listener``.
     """
+
+    overlap = Overlap()
 
     def __init__(self, comm: Comm) -> None:
         self.index = comm.grid.index("tp")

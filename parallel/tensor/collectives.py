@@ -19,6 +19,7 @@ Shape suffixes: V a last dim that is cut, W the part of it that this rank holds,
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.errors import EngineError
+from engine.parallel.comm import Pending
 from engine.parallel.tensor.axis import TensorAxis
 
 COLUMN_INPUTS = "column inputs"
@@ -44,8 +46,13 @@ def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[
     """
     if axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
+    return start_copy_to(x, axis, owned, partial(_wait, passed))
+
+
+def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[Pending], None]) -> Tensor:
+    """:func:`copy_to` whose gradient goes on while it is summed: ``started`` gets what is under way, to wait for it."""
     axis.expect("all_reduce", COLUMN_INPUTS, x)
-    copied: Tensor = _CopyTo.apply(x, axis, owned, passed)  # type: ignore[no-untyped-call]
+    copied: Tensor = _CopyTo.apply(x, axis, owned, started)  # type: ignore[no-untyped-call]
     return copied
 
 
@@ -84,10 +91,16 @@ def gather_to(
     """
     if axis.size == 1:
         return x
-    dim %= x.ndim
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return _gather(x, axis, dim, label)
-    whole: Tensor = _GatherTo.apply(x, axis, (dim, label), owned, passed)  # type: ignore[no-untyped-call]
+        return _gather(x, axis, dim % x.ndim, label)
+    return start_gather_to(x, axis, dim, label, owned, partial(_wait, passed))
+
+
+def start_gather_to(
+    x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool, started: Callable[[Pending], None]
+) -> Tensor:
+    """:func:`gather_to` as :func:`start_copy_to` is: its gradient goes on while it is summed and cut."""
+    whole: Tensor = _GatherTo.apply(x, axis, (dim % x.ndim, label), owned, started)  # type: ignore[no-untyped-call]
     axis.expect("reduce_scatter", label, whole)
     return whole
 
@@ -104,7 +117,7 @@ def scatter_from(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OU
         return x
     dim = check_parts(x, axis, dim)
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return _reduce_scatter(x, axis, dim, label, owned)
+        return _scatter(x, axis, dim, label, owned)
     axis.expect("all_gather", label, x)
     part: Tensor = _ScatterFrom.apply(x, axis, dim, label, owned)  # type: ignore[no-untyped-call]
     return part
@@ -173,19 +186,23 @@ def refuse_second_derivatives() -> None:
         )
 
 
+def _wait(passed: Callable[[], None] | None, pending: Pending) -> None:
+    pending.wait()
+    if passed is not None:
+        passed()
+
+
 class _CopyTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis, owned: bool, passed: Callable[[], None] | None) -> Tensor:
-        ctx.axis, ctx.owned, ctx.passed = axis, owned, passed
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[Pending], None]) -> Tensor:
+        ctx.axis, ctx.owned, ctx.started = axis, owned, started
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_second_derivatives()
         grad = grad.contiguous() if ctx.owned else grad.clone(memory_format=torch.contiguous_format)
-        ctx.axis.all_reduce(grad, COLUMN_INPUTS)
-        if ctx.passed is not None:
-            ctx.passed()
+        ctx.started(ctx.axis.start_all_reduce(grad, COLUMN_INPUTS))
         return grad, None, None, None
 
 
@@ -223,11 +240,17 @@ def _gather(x: Tensor, axis: TensorAxis, dim: int, label: str) -> Tensor:
     return join_parts(axis.all_gather(x.contiguous(), label), dim)
 
 
-def _reduce_scatter(x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool) -> Tensor:
+def _reduce_scatter(x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool) -> tuple[Tensor, Pending]:
     parts = split_parts(x, axis, dim)
     parts = parts.contiguous() if owned else parts.clone(memory_format=torch.contiguous_format)
-    part = axis.reduce_scatter(parts, label)
-    return part.clone() if part._is_view() else part  # in a dry run it lies in x
+    part, pending = axis.start_reduce_scatter(parts, label)
+    return part.clone() if part._is_view() else part, pending  # in a dry run it lies in x
+
+
+def _scatter(x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool) -> Tensor:
+    part, pending = _reduce_scatter(x, axis, dim, label, owned)
+    pending.wait()
+    return part
 
 
 def _own_slice(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
@@ -237,18 +260,17 @@ def _own_slice(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 class _GatherTo(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, axis: TensorAxis, place: tuple[int, str], owned: bool, passed: Callable[[], None] | None
+        ctx: Any, x: Tensor, axis: TensorAxis, place: tuple[int, str], owned: bool, started: Callable[[Pending], None]
     ) -> Tensor:
-        ctx.axis, ctx.place, ctx.owned, ctx.passed = axis, place, owned, passed
+        ctx.axis, ctx.place, ctx.owned, ctx.started = axis, place, owned, started
         return _gather(x, axis, *place)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         refuse_second_derivatives()
         dim, label = ctx.place
-        part = _reduce_scatter(grad, ctx.axis, dim, label, ctx.owned)
-        if ctx.passed is not None:
-            ctx.passed()
+        part, pending = _reduce_scatter(grad, ctx.axis, dim, label, ctx.owned)
+        ctx.started(pending)
         return part, None, None, None, None
 
 
@@ -256,7 +278,7 @@ class _ScatterFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool) -> Tensor:
         ctx.axis, ctx.dim, ctx.label = axis, dim, label
-        return _reduce_scatter(x, axis, dim, label, owned)
+        return _scatter(x, axis, dim, label, owned)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:

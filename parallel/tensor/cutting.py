@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.errors import PlanError
 from engine.parallel.tensor.cuts import AttributeChange, Kind, LayerCut, ParameterCut, TensorPlan
 from engine.parallel.tensor.fits import Fit, check_fits
-from engine.parallel.tensor.layers import is_conv1d, is_linear
+from engine.parallel.tensor.product import is_conv1d, is_linear
 from engine.parallel.tensor.ranges import cut_parts, cut_unevenly, held, ranges_of_rows
 from engine.parallel.tensor.regions import find_regions
 from engine.parallel.tensor.styles import Style

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from engine.parallel.tensor.collectives import reduce_from
 from engine.parallel.tensor.region import Region
 
 
@@ -30,12 +29,12 @@ class ExpertsLayer(nn.Module):
         device = next(self.parameters()).device
 
         def enter(leaf: Any) -> Any:
-            return region.enter(self, leaf, again=True) if _is_float(leaf) else leaf
+            return region.enter(self, leaf, again=True).copy if _is_float(leaf) else leaf
 
         region.leave(device)
-        args, kwargs = pytree.tree_map(enter, (args, kwargs))
+        args, kwargs = pytree.tree_map(enter, (args, kwargs), is_leaf=_is_float)
         out = super().forward(*args, **kwargs)
-        out = pytree.tree_map(lambda leaf: reduce_from(leaf, region.axis) if _is_float(leaf) else leaf, out)
+        out = pytree.tree_map(lambda leaf: region.combine(leaf) if _is_float(leaf) else leaf, out)
         region.leave(device)
         return out
 
@@ -46,5 +45,5 @@ def _is_float(leaf: Any) -> bool:
 
 def prepare_experts(module: nn.Module, region: Region) -> None:
     """Give a module whose parameters are cut its region."""
-    region.owned = False
+    region.add(module, plain=False)
     module.tensor_region = region  # type: ignore[assignment]

@@ -158,20 +158,22 @@ class _Installer:
         elif cut.kind == "row":
             prepare_row(module, self._region(cut))
         elif cut.kind == "experts":
-            prepare_experts(module, Region(self.axis))
+            prepare_experts(module, Region(self.axis, self.views))
         else:
             weight: Any = module.weight
             widths = self.plan.parameters[self.first[id(weight)]].widths(self.axis.size)
             if cut.kind == "column+gather":
-                prepare_column(module, Region(self.axis))
+                prepare_column(module, Region(self.axis, self.views))
                 prepare_gathered(module, widths)
                 return
             vocabulary = Vocabulary(self.axis, widths)
-            prepare: Callable[..., None] = prepare_embedding if cut.kind == "embedding" else prepare_head
-            prepare(module, vocabulary)
+            if cut.kind == "embedding":
+                prepare_embedding(module, vocabulary, self.views)
+            else:
+                prepare_head(module, vocabulary)
 
     def _region(self, cut: LayerCut) -> Region:
-        return self.regions.setdefault(cut.region, Region(self.axis))
+        return self.regions.setdefault(cut.region, Region(self.axis, self.views))
 
     def _swap(self, module: nn.Module, kind: Kind) -> None:
         """Make the module's class one of ours and its own. A plain library layer becomes our public class."""

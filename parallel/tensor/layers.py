@@ -20,19 +20,10 @@ from torch.nn import functional
 from engine.errors import PlanError
 from engine.parallel.shards import Range
 from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.collectives import ROW_OUTPUTS, reduce_from
+from engine.parallel.tensor.product import is_conv1d
 from engine.parallel.tensor.ranges import cut_parts
 from engine.parallel.tensor.region import Region
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is Hugging Face's Conv1D, a linear layer with the weight [in, out]; known by name and ``nf``."""
-    return hasattr(module, "nf") and any(base.__name__ == "Conv1D" for base in type(module).__mro__)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether this layer is a matrix product that can be cut."""
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+from engine.parallel.tensor.views.products import plus_bias
 
 
 def is_cut(module: nn.Module) -> bool:
@@ -53,7 +44,8 @@ def _ours(base: type) -> bool:
 class ColumnLayer(nn.Module):
     """x [.., I], whole and equal on all ranks -> y [.., P], this rank's columns.
 
-    Backward sums the gradient of x over "tp" (label "column inputs"), once for all column layers of a region
+    Under sequence parallelism x is a view cut along the sequence: forward gathers it, backward scatters the sum.
+    Otherwise backward sums the gradient of x over "tp" (label "column inputs"), once for all column layers of a region
     that are given the same tensor.
     """
 
@@ -61,7 +53,7 @@ class ColumnLayer(nn.Module):
 
     def forward(self, x_I: Tensor) -> Tensor:
         """Run the layer's own forward on the region's copy of x."""
-        return self.multiply(self.tensor_region.enter(self, x_I))
+        return self.tensor_region.enter(self, x_I).multiply(self)
 
     def multiply(self, x_I: Tensor) -> Tensor:
         """The layer's own product."""
@@ -73,6 +65,7 @@ class RowLayer(nn.Module):
     """x [.., P], this rank's part of the features -> y [.., O], whole and equal on all ranks.
 
     Forward sums y over "tp" (label "row outputs"); the bias, which every rank holds, is added once, afterwards.
+    Under sequence parallelism y is a view cut along the sequence: the sum is scattered.
     """
 
     tensor_region: Region
@@ -81,10 +74,9 @@ class RowLayer(nn.Module):
     def forward(self, x_P: Tensor) -> Tensor:
         """Multiply, sum, close the region, add the bias."""
         region = self.tensor_region
-        y_O = reduce_from(self.multiply(x_P), region.axis, ROW_OUTPUTS)
+        y_O = region.combine(self.multiply(x_P))
         region.leave(x_P.device)
-        bias: Tensor | None = self._parameters["bias"]
-        return y_O if bias is None else y_O.add_(bias)  # y is ours: no need of another
+        return plus_bias(y_O, self._parameters["bias"])
 
     def multiply(self, x_P: Tensor) -> Tensor:
         """This rank's part of the product, without the bias."""
@@ -148,8 +140,7 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
 
 def prepare_column(module: nn.Module, region: Region) -> None:
     """Give an already cut column layer its region and its local sizes."""
-    if not has_plain_forward(module):
-        region.owned = False
+    region.add(module, plain=has_plain_forward(module))
     module.tensor_region = region  # type: ignore[assignment]
     weight: Any = module.weight
     if is_conv1d(module):

@@ -17,7 +17,9 @@ from engine.parallel.tensor.match import match_styles, read_setting
 __all__ = ["AttributeChange", "LayerCut", "ParameterCut", "TensorPlan", "find_tensor_plan"]
 
 
-def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int) -> TensorPlan:
+def find_tensor_plan(
+    model: nn.Module, setting: str | Mapping[str, str], tp: int, sequence: bool = False
+) -> TensorPlan:
     """The plan for ``tp`` tensor ranks; reads names, shapes and attributes, communicates nothing.
 
     ``setting`` is ``parallel.tensor_plan``: a mapping {name pattern: style}, or the path of a JSON file with one;
@@ -28,5 +30,5 @@ def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int
         PlanError: the plan does not fit the model, or the model does not fit ``tp``; the sizes that fit are named.
     """
     source, patterns = read_setting(setting)
-    plan = cut_model(model, match_styles(model, patterns), tp, source)
+    plan = cut_model(model, match_styles(model, patterns), tp, source, sequence)
     return replace(plan, patterns=patterns)

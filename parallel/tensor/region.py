@@ -16,23 +16,42 @@ from torch import Tensor
 
 from engine.parallel.seeds import derive_seed, seed_generators
 from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.collectives import copy_to
+from engine.parallel.tensor.collectives import ROW_OUTPUTS, reduce_from
+from engine.parallel.tensor.late import Entrance, Shared, share
+from engine.parallel.tensor.views.context import Views
+from engine.parallel.tensor.views.moves import add_rows, stream_dim, whole
+from engine.parallel.tensor.views.view import View
 
 
 class Region:
     """The shared input copies and the random streams of one region.
 
-    ``owned``: every column layer is a plain matrix product, see :func:`copy_to`.
+    ``views``: what views of the model share. With ``views.sequence`` the stream outside is cut along the sequence: it
+    is gathered where it enters, and what leaves is scattered.
     """
 
-    def __init__(self, axis: TensorAxis, owned: bool = True) -> None:
+    def __init__(self, axis: TensorAxis, views: Views | None = None) -> None:
         self.axis = axis
-        self.owned = owned
+        self._views = views or Views(axis)
+        self._plain: list[torch.nn.Module] = []
+        self._owned = True
+        """Whether every column layer is a plain matrix product, see :func:`copy_to`."""
+        self._entrances: dict[int | None, Entrance] = {}
+        self._folded: tuple[int, ...] | None = None
+        """The dims that the rows of what entered last were made of."""
         self._entered: set[int] = set()
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._copies: list[tuple[Tensor, Shared]] = []
         self._drawn: int | None = None
 
-    def enter(self, layer: torch.nn.Module, x: Tensor, again: bool = False) -> Tensor:
+    def add(self, layer: torch.nn.Module, plain: bool) -> None:
+        """A column layer of this region; ``plain``: it is a matrix product and nothing else."""
+        self._entrances.clear()
+        if plain:
+            self._plain.append(layer)
+        else:
+            self._owned = False
+
+    def enter(self, layer: torch.nn.Module, x: Tensor, again: bool = False) -> Shared:
         """``x`` for a column layer: the same copy for the same tensor object until the region closes.
 
         A layer that enters twice begins anew (recomputed activations may stop before the row layer), unless it says
@@ -40,13 +59,29 @@ class Region:
         """
         if not self._entered or (id(layer) in self._entered and not again):
             self._open(layer.training, x.device)
+        part = x.local if type(x) is View else x
+        shared = next((shared for given, shared in self._copies if given is part), None)
+        if shared is None:
+            shared = self._share(x, part)
+            self._copies.append((part, shared))
         self._entered.add(id(layer))
-        for given, copied in self._copies:
-            if given is x:
-                return copied
-        copied = copy_to(x, self.axis, self.owned, self._copies.clear)
-        self._copies.append((x, copied))
-        return copied
+        return shared
+
+    def combine(self, y: Tensor) -> Tensor:
+        """The sum over the ranks of their ``y``, whole, or cut along the sequence as the stream is."""
+        if self._views.sequence:
+            return add_rows(self._views, y, self._folded)
+        return reduce_from(y, self.axis, ROW_OUTPUTS)
+
+    def _share(self, x: Tensor, part: Tensor) -> Shared:
+        dim = None
+        if type(x) is View:
+            dim, self._folded = stream_dim(x), x.folded
+            if dim is None:
+                return Shared(whole(x).local)
+        if dim not in self._entrances:
+            self._entrances[dim] = Entrance(self.axis, self._owned, self._copies.clear, dim)
+        return share(part, self._entrances[dim], (other for other in self._plain if id(other) not in self._entered))
 
     def leave(self, device: torch.device) -> None:
         """The row layer has summed: what follows is whole again."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from engine.errors import PlanError
-from engine.parallel.tensor.layers import is_conv1d, is_linear
+from engine.parallel.tensor.product import is_conv1d, is_linear
 from engine.parallel.tensor.vocabulary import check_embedding
 
 STYLE = "vocabulary"

@@ -11,21 +11,27 @@ from torch import Tensor, nn
 
 from engine.errors import PlanError
 from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.collectives import EMBEDDING, copy_to, gather_last, reduce_from
-from engine.parallel.tensor.layers import has_plain_forward, is_conv1d, keep_rows
+from engine.parallel.tensor.collectives import EMBEDDING, gather_last, reduce_from
+from engine.parallel.tensor.late import Entrance, share
+from engine.parallel.tensor.layers import has_plain_forward, keep_rows
 from engine.parallel.tensor.logit_slice import Vocabulary
+from engine.parallel.tensor.product import is_conv1d
 from engine.parallel.tensor.ranges import cut_unevenly
 from engine.parallel.tensor.sharded_logits import ShardedLogits
+from engine.parallel.tensor.views.context import Views
+from engine.parallel.tensor.views.moves import add_rows, full, stream_dim
+from engine.parallel.tensor.views.view import View
 
 
 class EmbeddingLayer(nn.Module):
-    """Ids int64 [..], whole -> vectors [.., D], whole and equal on all ranks.
+    """Ids int64 [..], whole -> vectors [.., D], whole and equal on all ranks; under sequence parallelism cut along it.
 
     Each rank looks up the rows that it holds and gives zero for the rest; one all-reduce over "tp", label
     "embedding". The layer's own forward runs on local ids, so it may scale what it finds.
     """
 
     tensor_vocabulary: Vocabulary
+    tensor_views: Views
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up, blank what others hold, sum."""
@@ -33,6 +39,8 @@ class EmbeddingLayer(nn.Module):
         local = ids - vocabulary.start
         elsewhere = (local < 0) | (local >= vocabulary.width)
         x_D = super().forward(local.masked_fill_(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        if self.tensor_views.sequence and x_D.dim() > 2:
+            return add_rows(self.tensor_views, x_D, label=EMBEDDING)
         return reduce_from(x_D, vocabulary.axis, EMBEDDING)
 
 
@@ -50,7 +58,12 @@ class HeadLayer(nn.Module):
         """This rank's columns, behind the face of all."""
         vocabulary = self.tensor_vocabulary
         axis = vocabulary.axis
-        logits_W = self.multiply(copy_to(x_D, axis, self.tensor_owned))
+        plain = [self] if self.tensor_owned else []
+        dim = None
+        if type(x_D) is View:
+            dim = stream_dim(x_D)
+            x_D = full(x_D, "head") if dim is None else x_D.local
+        logits_W = share(x_D, Entrance(axis, self.tensor_owned, dim=dim), plain).multiply(self)
         if axis.dry:
             return gather_last(logits_W, vocabulary.widths, axis)
         return ShardedLogits.wrap(logits_W, vocabulary)
@@ -96,9 +109,10 @@ def check_embedding(module: nn.Embedding, name: str) -> None:
             )
 
 
-def prepare_embedding(module: nn.Module, vocabulary: Vocabulary) -> None:
+def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, views: Views | None = None) -> None:
     """Give an already cut embedding its vocabulary and its local sizes."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
+    module.tensor_views = views or Views(vocabulary.axis)  # type: ignore[assignment]
     module.num_embeddings = vocabulary.width  # type: ignore[assignment]
     padding: Any = module.padding_idx
     if padding is not None:

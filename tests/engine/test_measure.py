@@ -18,7 +18,7 @@ from engine.alone import Alone, signatures
 from engine.build import Request, measure_model, plan_run
 from engine.config import Config, load_config
 from engine.measure import Costs
-from engine.parallel.pipeline import weights
+from engine.parallel.tensor import product
 from engine.precision import Precision
 
 RunRanks = Callable[..., list[Any]]
@@ -92,13 +92,13 @@ def measured(model: nn.Module, changes: dict[str, Any] | None = None, **parallel
 @pytest.fixture
 def slow_weights(monkeypatch: pytest.MonkeyPatch) -> float:
     """Every weight gradient that can wait takes so many seconds."""
-    plain, seconds = weights._weight_gradient, 0.3
+    plain, seconds = product.weight_gradient, 0.3
 
     def late(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
         time.sleep(seconds)
         return plain(x, dy, dtype, transposed)
 
-    monkeypatch.setattr(weights, "_weight_gradient", late)
+    monkeypatch.setattr(product, "weight_gradient", late)
     return seconds
 
 

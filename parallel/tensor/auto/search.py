@@ -26,12 +26,14 @@ class Decided:
     """Of what every rank holds for it."""
 
 
-def decide(block: nn.Module, groups: Sequence[Group], truth: Truth, tp: int) -> list[Decided]:
+def decide(
+    block: nn.Module, groups: Sequence[Group], truth: Truth, tp: int, sequence: bool = False
+) -> list[Decided]:
     """The cheapest right way for each group of ``block``; each is proven beside those chosen before it."""
     styles: dict[str, str] = {}
     decided = []
     for group in groups:
-        decided.append(_decide(block, group, truth, tp, styles))
+        decided.append(_decide(block, group, styles, lambda plan: truth.prove(plan, tp), tp, sequence))
         styles |= decided[-1].way.styles
     return decided
 

@@ -17,7 +17,7 @@ from torch import nn
 from engine.parallel.tensor.auto.groups import Group
 from engine.parallel.tensor.cuts import ParameterCut
 from engine.parallel.tensor.cutting import head_width
-from engine.parallel.tensor.layers import is_conv1d, is_linear
+from engine.parallel.tensor.product import is_conv1d, is_linear
 from engine.parallel.tensor.ranges import cut_parts, runs_of
 from engine.parallel.tensor.styles import write_rows
 

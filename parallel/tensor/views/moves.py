@@ -76,8 +76,17 @@ def add(views: "Views", local: Tensor, label: str) -> Tensor:
     return reduce_from(local, views.axis, label)
 
 
-def add_rows(views: "Views", local: Tensor, folded: tuple[int, ...] | None) -> View | Tensor:
-    """The sum over the ranks of what each has of a product, label "row outputs"; see ``Views.sequence``.
+def stream_dim(view: View) -> int | None:
+    """The one dim that is cut, into equal parts in rank order; None if it is another cut."""
+    cut = [dim for dim, index in enumerate(view.sets) if index is not None]
+    index = view.sets[cut[0]] if len(cut) == 1 else None
+    return cut[0] if index is not None and index.blocks else None
+
+
+def add_rows(
+    views: "Views", local: Tensor, folded: tuple[int, ...] | None = None, label: str = ROW_OUTPUTS
+) -> View | Tensor:
+    """The sum over the ranks of what each has of a product; see ``Views.sequence``.
 
     ``folded``: the dims that the first of two dims was made of.
 
@@ -87,14 +96,14 @@ def add_rows(views: "Views", local: Tensor, folded: tuple[int, ...] | None) -> V
     rows = folded if folded is not None and local.ndim == 2 else tuple(local.shape[:-1])
     ranks = views.axis.size
     if not views.sequence or ranks == 1 or not rows or (len(rows) == 1 and rows[0] % ranks):
-        return add(views, local, ROW_OUTPUTS)
+        return add(views, local, label)
     if rows[-1] % ranks:
         raise EngineError(
             f"a sequence of {rows[-1]} does not divide among {ranks} tensor ranks, as sequence_parallel wants; pad "
             f"it to a multiple of {ranks}, or switch sequence_parallel off."
         )
     shape = tuple(local.shape)
-    mine = scatter_from(local.view(*rows, shape[-1]), views.axis, -2, ROW_OUTPUTS, owned=True)
+    mine = scatter_from(local.view(*rows, shape[-1]), views.axis, -2, label, owned=True)
     made = _cut_rows(views, mine, (*rows, shape[-1]))
     if len(shape) == len(rows) + 1:
         return made

@@ -62,7 +62,7 @@ def multiply(
     parts = [part(views, tensor, sets) for tensor, sets in zip(tensors, plan.operands, strict=True)]
     folded = tensors[0].folded if type(tensors[0]) is View else None
     if plan.summed:
-        return _plus(add_rows(views, run(*parts), folded), bias)
+        return plus_bias(add_rows(views, run(*parts), folded), bias)
     if bias is not None:
         parts.append(part(views, bias, plan.sets))
     out = View(run(*parts), plan.shape, plan.sets, views)
@@ -71,7 +71,8 @@ def multiply(
     return out
 
 
-def _plus(out: View | Tensor, bias: Tensor | None) -> View | Tensor:
+def plus_bias(out: View | Tensor, bias: Tensor | None) -> View | Tensor:
+    """``out``, which is nobody else's, with the bias added."""
     if bias is None:
         return out
     if type(bias) is View and type(out) is not View:

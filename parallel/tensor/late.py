@@ -1,0 +1,178 @@
+"""The sum of an input gradient over the tensor ranks, behind weight gradients (Megatron-LM: asynchronous all-reduce).
+
+The gradient of x is whole when the last layer that shares x has added to it, and must be summed before it leaves the
+region; the weight gradients of those layers need no sum. So they are computed while it travels:
+
+    forward    x ── arrive ── f ──┬── query            token of query ──┐
+                                  ├── key              token of key   ──┤ one node for each layer, made before f
+                                  └── value            token of value ──┘
+    backward   dx of value, key, query    f starts the sum    dW of value, key, query    arrive waits for it
+
+Autograd runs, of the nodes that are ready, the one that was made last: the forward makes them in the order arrive,
+tokens, f, products, and backward comes out as above. A node's gradients go on at once, so that no two dW wait.
+
+This is for devices on which collectives run beside compute (``TensorAxis.overlapped``), and for tensors whose sum
+takes longer than launching a few more nodes. x and every dy live until their dW is done; nothing else is kept.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.parallel.comm import Pending
+from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.tensor.collectives import COLUMN_INPUTS, copy_to, gather_to, start_copy_to, start_gather_to
+from engine.parallel.tensor.product import Linear, Wanted, can_multiply, is_conv1d, is_executed, multiply
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """How a tensor comes to the column layers that share it; ``owned`` and ``passed`` as in :func:`copy_to`."""
+
+    axis: TensorAxis
+    owned: bool
+    passed: Callable[[], None] | None = None
+    dim: int | None = None
+    """Along which it is cut and must be gathered; None: every rank has all of it."""
+
+
+class Shared:
+    """The copy of a tensor that column layers multiply: ``multiply`` does it for one of them."""
+
+    def __init__(self, copy: Tensor, products: "tuple[_LateProduct, ...]" = ()) -> None:
+        self.copy = copy
+        self._products = products
+
+    def multiply(self, layer: nn.Module) -> Tensor:
+        """The layer's own product, with its weight gradient put off where that is possible."""
+        for product in self._products:
+            if product.layer is layer and product.fits(self.copy):
+                return product.multiply(self.copy)
+        own: Any = layer
+        y: Tensor = own.multiply(self.copy)
+        return y
+
+
+def share(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
+    """f, for the plain products ``layers``, which may all be given the copy, or some of them."""
+    axis = entrance.axis
+    if not _is_worth_it(x, axis):
+        return Shared(_enter(x, entrance))
+    late = [layer for layer in layers if _can_be_late(layer)]
+    if not late:
+        return Shared(_enter(x, entrance))
+    sum_: _Sum = _Sum(entrance.passed)
+    arriving: Tensor = _Arrive.apply(x, sum_)  # type: ignore[no-untyped-call]
+    products = tuple(_LateProduct(layer, x.device) for layer in late)
+    if entrance.dim is None:
+        return Shared(start_copy_to(arriving, axis, entrance.owned, sum_.start), products)
+    whole = start_gather_to(arriving, axis, entrance.dim, COLUMN_INPUTS, entrance.owned, sum_.start)
+    return Shared(whole, products)
+
+
+def _enter(x: Tensor, entrance: Entrance) -> Tensor:
+    if entrance.dim is None:
+        return copy_to(x, entrance.axis, entrance.owned, entrance.passed)
+    return gather_to(x, entrance.axis, entrance.dim, COLUMN_INPUTS, entrance.owned, entrance.passed)
+
+
+def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
+    devices, least = axis.overlap
+    if x.device.type not in devices or axis.size == 1 or axis.dry:
+        return False
+    return torch.is_grad_enabled() and x.requires_grad and x.numel() * x.element_size() >= least
+
+
+def _can_be_late(layer: nn.Module) -> bool:
+    parameters = layer._parameters
+    if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():
+        return False  # a split backward has its own plans; computed from others (torch.nn.utils.parametrize)
+    present = [parameter for parameter in parameters.values() if parameter is not None]
+    return all(p.requires_grad and p.is_leaf and not p._backward_hooks for p in present)
+
+
+class _Sum:
+    """The sum of one input gradient, between its start and the wait for it."""
+
+    def __init__(self, passed: Callable[[], None] | None) -> None:
+        self._passed = passed
+        self._pending: Pending | None = None
+
+    def start(self, pending: Pending) -> None:
+        self._pending = pending
+        if self._passed is not None:
+            self._passed()
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+
+class _LateProduct:
+    """One layer's product, and the node that computes its weight gradient: made before the copy is."""
+
+    def __init__(self, layer: nn.Module, device: torch.device) -> None:
+        self.layer = layer
+        self._weight, self._bias = layer._parameters["weight"], layer._parameters["bias"]
+        self._work = _Work()
+        # of that device, or autograd would run the node beside those of the device, in another thread
+        token = torch.empty(0, device=device)
+        self._token: Tensor = _Weights.apply(token, self._work, self._weight, self._bias)  # type: ignore[no-untyped-call]
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether the layer still has the parameters it had."""
+        parameters, weight = self.layer._parameters, self._weight
+        same = parameters.get("weight") is weight and parameters.get("bias") is self._bias
+        return same and weight is not None and can_multiply(x, weight)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        assert self._weight is not None
+        return multiply(x, self._weight, self._bias, Linear(is_conv1d(self.layer), self._work), self._token)
+
+
+class _Work:
+    """What a product's backward leaves to the node behind its token."""
+
+    def __init__(self) -> None:
+        self._wanted: Wanted | None = None
+
+    def put_off(self, wanted: Wanted, nodes: tuple[Any, ...]) -> bool:
+        self._wanted = None
+        if torch.is_grad_enabled():  # second derivatives go through the product itself
+            return False
+        if is_executed(nodes[-1][0]):
+            self._wanted = wanted
+        return True  # if not, nobody has asked for them
+
+    def take(self) -> tuple[Tensor | None, Tensor | None]:
+        wanted, self._wanted = self._wanted, None
+        if wanted is None:
+            return None, None
+        return wanted.weight(), None if wanted.bias is None else wanted.bias()
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sum_: _Sum) -> Tensor:
+        ctx.sum = sum_
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.sum.wait()
+        return grad, None
+
+
+class _Weights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, work: _Work, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.work = work
+        return token.clone()
+
+    @staticmethod
+    def backward(ctx: Any, nothing: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
+        return None, None, *ctx.work.take()

@@ -1,0 +1,128 @@
+"""The product of a linear layer whose weight gradient need not come with its input gradient.
+
+    y = x W' + b     dx = dy W      at once: whoever made x waits for it
+                     dW = dy' x     may be put off: x and dy are all it needs, neither W nor the graph
+                     db = sum dy
+
+What is gained by putting it off is for the caller to say: a pipeline fills its bubbles (``pipeline.weights``), a
+tensor region hides the sum of dx (``tensor.late``). Put off or not, nothing is computed twice, and results are equal
+to the bit to those of ``functional.linear``.
+
+Shape suffixes: B rows (all leading dims together), I inputs, O outputs.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is Hugging Face's Conv1D, a linear layer with the weight [in, out]; known by name and ``nf``."""
+    return hasattr(module, "nf") and any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether this layer is a matrix product that can be cut."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+class Wanted(NamedTuple):
+    """The gradients of a product's parameters, before they are computed."""
+
+    weight: partial[Tensor]
+    bias: partial[Tensor] | None
+
+
+class Later(Protocol):
+    """Decides what becomes of the gradients of a product's parameters."""
+
+    def put_off(self, wanted: Wanted, nodes: tuple[Any, ...]) -> bool:
+        """Whether somebody else computes them, or nobody; ``nodes`` stand behind x, W, b and token in the graph."""
+
+
+class Linear(NamedTuple):
+    """What a product needs to know beside its tensors."""
+
+    transposed: bool
+    """Whether the weight is [I, O]."""
+    later: Later
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, token: Tensor | None = None) -> Tensor:
+    """x [.., I] -> [.., O], under autocast in its dtype; call it only where :func:`can_multiply`.
+
+    The gradient of ``token``, if there is one, is an empty tensor: whoever made it comes after this backward.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    y: Tensor = _Product.apply(x, weight, bias, linear, token)  # type: ignore[no-untyped-call]
+    return y
+
+
+def can_multiply(x: Tensor, weight: Tensor) -> bool:
+    """Whether :func:`multiply` stands in for the layer's own product here, with an input gradient to come first."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) not in (Tensor, nn.Parameter):
+        return False
+    # who looks at operations by name sees the same in the probe and in a run: a layer that code between units calls
+    if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
+        return False
+    # autocast casts no double
+    casts = torch.is_autocast_enabled(x.device.type)
+    return x.requires_grad and (x.dtype != torch.float64 if casts else x.dtype == weight.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """x [.., I] -> x W' + b [.., O], for W [O, I], or [I, O] where the layer is transposed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, token: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.linear, ctx.bias, ctx.token = linear, None if bias is None else bias.dtype, token is not None
+        with torch.autocast(x.device.type, enabled=False):
+            w_OI = weight.to(x.dtype)
+            b_O = None if bias is None else bias.to(x.dtype)
+            y = nn.functional.linear(x, w_OI.t() if linear.transposed else w_OI, b_O)
+        # what it was made as lives no longer: with the mark of a view nobody could write into it (ReLU(inplace=True))
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        (transposed, later), bias = ctx.linear, ctx.bias
+        w_OI = weight.to(dy.dtype)
+        dx = dy @ (w_OI.t() if transposed else w_OI)
+        token = dy.new_empty(0) if ctx.token else None
+        if not torch.is_grad_enabled():
+            x, dy = x.detach(), dy.detach()  # who keeps them does not keep the graph that made them
+        wanted = Wanted(
+            partial(weight_gradient, x, dy, weight.dtype, transposed),
+            None if bias is None else partial(bias_gradient, dy, bias),
+        )
+        if later.put_off(wanted, ctx.next_functions):
+            return dx, None, None, None, token
+        return dx, wanted.weight(), None if wanted.bias is None else wanted.bias(), None, token
+
+
+def weight_gradient(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """dW [O, I], or [I, O] where ``transposed``, in ``dtype``."""
+    x_BI, dy_BO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    return (x_BI.t() @ dy_BO if transposed else dy_BO.t() @ x_BI).to(dtype)
+
+
+def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """db [O] in ``dtype``."""
+    return dy.reshape(-1, dy.shape[-1]).sum(0).to(dtype)
+
+
+def is_executed(node: Any) -> bool:
+    """Whether the running backward goes through ``node``: one of the user's own inside a recomputed block, which asks
+    for other gradients (``torch.autograd.grad``), may not."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it asks for this one
+        return False
