@@ -141,7 +141,7 @@ class _Opening:
 
     def listen(self) -> bytes:
         """Host, address and word of this rank; zeros if it cannot take part."""
-        address, word = secrets.token_bytes(_PART), secrets.token_bytes(_PART)
+        address, word = f"trine-{secrets.token_hex(_PART)}".encode()[:_PART], secrets.token_bytes(_PART)
         if self._host != NO_HOST:
             with suppress(OSError):
                 self._listener = socket.socket(socket.AF_UNIX)
