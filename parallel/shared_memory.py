@@ -9,13 +9,14 @@ next barrier only when it has read everything, so that one barrier a piece is en
 pieces.
 
 A sum is made by every rank itself from all slots, which costs less than another barrier; large sums of four ranks and
-more are made in parts, one by each rank, and read in a second piece. Either way it is added in the order of ranks and
-has the same bits on all of them, half precision in fp32 and rounded once (gloo rounds every addition).
+more are made in parts, one by each rank, and fetched after a second one. Either way it is added in one order, pairs of
+neighbours first, and has the same bits on all ranks: half precision in fp32 and rounded once, where gloo rounds every
+addition.
 
 Shape suffixes: R ranks, s elements of a shard, n elements of a piece.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -161,18 +162,24 @@ class SharedMemory:
 
 
 def _combine(parts: Sequence[Tensor], out: Tensor, op: Reduction) -> None:
-    """Reduce ``parts`` in their order into ``out``, whose memory is none of theirs."""
-    first, second, *others = parts
-    if op == "max":
-        torch.maximum(first, second, out=out)
-        for other in others:
-            torch.maximum(out, other, out=out)
-    elif others and out.is_floating_point() and out.itemsize < 4:
-        total = first.float().add_(second)
-        for other in others:
-            total.add_(other)
+    """Reduce ``parts`` into ``out``, whose memory is none of theirs."""
+    if op == "sum" and len(parts) > 2 and out.is_floating_point() and out.itemsize < 4:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
         out.copy_(total)
     else:
-        torch.add(first, second, out=out)
-        for other in others:
-            out.add_(other)
+        _in_pairs(torch.maximum if op == "max" else torch.add, parts, out)
+
+
+def _in_pairs(reduce: Callable[..., Tensor], parts: Sequence[Tensor], out: Tensor) -> None:
+    """(0 + 1) + (2 + 3) for four, (0 + 1) + 2 for three: rounding grows with the logarithm of their number."""
+    half = (len(parts) + 1) // 2
+    left, right = parts[0], parts[half]
+    if half > 1:
+        _in_pairs(reduce, parts[:half], out)
+        left = out
+    if len(parts) - half > 1:
+        right = torch.empty_like(out)
+        _in_pairs(reduce, parts[half:], right)
+    reduce(left, right, out=out)
