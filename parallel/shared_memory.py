@@ -32,6 +32,9 @@ _MANY_RANKS = 4
 _IN_PARTS = 1 << 18
 """Ranks and bytes from which a sum in parts costs less."""
 
+_MOST_VIEWS = 256
+"""Views of slots that are kept, because making them costs as much as a small sum."""
+
 _Steps = Iterator[None]
 """A collective in two halves: it stops once, when everything is told that the others may wait for."""
 
@@ -54,7 +57,7 @@ class SharedMemory:
     def __init__(self, neighbours: Neighbours) -> None:
         self._index, self._ranks = neighbours.index, neighbours.size
         self._neighbours = neighbours
-        self._slots: dict[torch.dtype, list[list[Tensor]]] = {}
+        self._slots: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self._turn = 0
         self._under_way: _Steps = iter(())
         self._failure = ""
@@ -99,23 +102,26 @@ class SharedMemory:
 
     def _next_slots(self, dtype: torch.dtype, elements: int) -> list[Tensor]:
         """The first ``elements`` of every rank's slot, by rank, for the next piece."""
-        both = self._slots.get(dtype)
-        if both is None:
-            slots = torch.frombuffer(self._neighbours.memory, dtype=dtype).view(2, self._ranks, -1)
-            both = self._slots[dtype] = [list(half) for half in slots]
         self._turn ^= 1
-        return [slot[:elements] for slot in both[self._turn]]
+        key = (self._turn, dtype, elements)
+        found = self._slots.get(key)
+        if found is None:
+            if len(self._slots) == _MOST_VIEWS:
+                self._slots.clear()
+            table = torch.frombuffer(self._neighbours.memory, dtype=dtype).view(2, self._ranks, -1)
+            found = self._slots[key] = [slot[:elements] for slot in table[self._turn]]
+        return found
 
-    def _pieces(self, elements: int, slot_bytes: int, dtype: torch.dtype) -> Iterator[slice]:
-        """Slices of a slot each, of so many elements."""
-        size = max(1, slot_bytes // dtype.itemsize)
+    def _pieces(self, whole: Tensor, slot_bytes: int) -> Iterator[slice]:
+        """Slices of ``whole`` [..] of a slot each."""
+        size, elements = max(1, slot_bytes // whole.itemsize), whole.numel()
         return (slice(start, min(start + size, elements)) for start in range(0, elements, size))
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> _Steps:
         flat = tensor.reshape(-1)  # of the same memory where that is contiguous
         in_parts = self._ranks >= _MANY_RANKS and flat.nbytes >= _IN_PARTS
         reduce = self._reduce_in_parts if in_parts else self._reduce_whole
-        for piece in self._pieces(flat.numel(), SLOT_BYTES, flat.dtype):
+        for piece in self._pieces(flat, SLOT_BYTES):
             yield from reduce(flat[piece], op)
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
@@ -123,7 +129,8 @@ class SharedMemory:
     def _exchange(self, own: Tensor) -> Generator[None, None, list[Tensor]]:
         """Every rank's ``own``, by rank, flat, until the barrier after the next."""
         slots = self._next_slots(own.dtype, own.numel())
-        slots[self._index].view(own.shape).copy_(own)
+        mine = slots[self._index]
+        (mine if own.dim() == 1 else mine.view(own.shape)).copy_(own)
         yield from self._barrier()
         return slots
 
@@ -149,13 +156,13 @@ class SharedMemory:
             piece_n[part].copy_(slot[part])
 
     def _reduce_scatter(self, shard_s: Tensor, full_Rs: Tensor) -> _Steps:
-        for piece in self._pieces(shard_s.numel(), SLOT_BYTES // self._ranks, shard_s.dtype):
+        for piece in self._pieces(shard_s, SLOT_BYTES // self._ranks):
             given_Rn = full_Rs[:, piece]
             slots = yield from self._exchange(given_Rn)
             _combine([slot.view(given_Rn.shape)[self._index] for slot in slots], shard_s[piece], "sum")
 
     def _all_gather(self, full_Rs: Tensor, shard_s: Tensor) -> _Steps:
-        for piece in self._pieces(shard_s.numel(), SLOT_BYTES, shard_s.dtype):
+        for piece in self._pieces(shard_s, SLOT_BYTES):
             slots = yield from self._exchange(shard_s[piece])
             for row_s, slot in zip(full_Rs, slots, strict=True):
                 row_s[piece].copy_(slot)
