@@ -27,10 +27,10 @@ from engine.parallel.backend import Reduction, Wait
 from engine.parallel.neighbours import Neighbours
 
 SLOT_BYTES = 1 << 19
-"""Of the sizes from 128 KB to 2 MB the one with the least CPU seconds for tensors of 4 MB."""
+"""Smaller ones cost more barriers, larger ones leave the processor's cache and are memory that every engine takes."""
 _MANY_RANKS = 4
-_IN_PARTS = 1 << 18
-"""Ranks and bytes from which a sum in parts costs less."""
+_IN_PARTS = 1 << 19
+"""Ranks and bytes of a piece from which a sum in parts costs less."""
 
 _MOST_VIEWS = 256
 """Views of slots that are kept, because making them costs as much as a small sum."""
@@ -55,7 +55,8 @@ class SharedMemory:
     """
 
     def __init__(self, neighbours: Neighbours) -> None:
-        self._index, self._ranks = neighbours.index, neighbours.size
+        self.ranks = neighbours.size
+        self._index = neighbours.index
         self._neighbours = neighbours
         self._slots: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self._turn = 0
@@ -68,11 +69,11 @@ class SharedMemory:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Wait:
         """Sum ``full`` [R*s] and leave this rank's slice in ``shard`` [s], which may lie in ``full``."""
-        return self._start(self._reduce_scatter(shard.data, full.data.view(self._ranks, -1)))
+        return self._start(self._reduce_scatter(shard.data, full.data.view(self.ranks, -1)))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Wait:
         """Concatenate every rank's ``shard`` [s] into ``full`` [R*s]."""
-        return self._start(self._all_gather(full.data.view(self._ranks, -1), shard.data))
+        return self._start(self._all_gather(full.data.view(self.ranks, -1), shard.data))
 
     def close(self) -> None:
         """Leave the other ranks and let go of the memory."""
@@ -108,7 +109,7 @@ class SharedMemory:
         if found is None:
             if len(self._slots) == _MOST_VIEWS:
                 self._slots.clear()
-            table = torch.frombuffer(self._neighbours.memory, dtype=dtype).view(2, self._ranks, -1)
+            table = torch.frombuffer(self._neighbours.memory, dtype=dtype).view(2, self.ranks, -1)
             found = self._slots[key] = [slot[:elements] for slot in table[self._turn]]
         return found
 
@@ -119,10 +120,10 @@ class SharedMemory:
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> _Steps:
         flat = tensor.reshape(-1)  # of the same memory where that is contiguous
-        in_parts = self._ranks >= _MANY_RANKS and flat.nbytes >= _IN_PARTS
-        reduce = self._reduce_in_parts if in_parts else self._reduce_whole
         for piece in self._pieces(flat, SLOT_BYTES):
-            yield from reduce(flat[piece], op)
+            piece_n = flat[piece]
+            in_parts = self.ranks >= _MANY_RANKS and piece_n.nbytes >= _IN_PARTS
+            yield from (self._reduce_in_parts if in_parts else self._reduce_whole)(piece_n, op)
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
 
@@ -145,7 +146,7 @@ class SharedMemory:
 
     def _reduce_in_parts(self, piece_n: Tensor, op: Reduction) -> _Steps:
         """Every rank reduces one part into its slot for the next barrier, and copies those of the others."""
-        size, ranks = piece_n.numel(), self._ranks
+        size, ranks = piece_n.numel(), self.ranks
         parts = [slice(size * rank // ranks, size * (rank + 1) // ranks) for rank in range(ranks)]
         own = parts[self._index]
         given = yield from self._exchange(piece_n)
@@ -156,7 +157,7 @@ class SharedMemory:
             piece_n[part].copy_(slot[part])
 
     def _reduce_scatter(self, shard_s: Tensor, full_Rs: Tensor) -> _Steps:
-        for piece in self._pieces(shard_s, SLOT_BYTES // self._ranks):
+        for piece in self._pieces(shard_s, SLOT_BYTES // self.ranks):
             given_Rn = full_Rs[:, piece]
             slots = yield from self._exchange(given_Rn)
             _combine([slot.view(given_Rn.shape)[self._index] for slot in slots], shard_s[piece], "sum")
