@@ -1,6 +1,7 @@
 """What is trained beside the reference decoder: Hugging Face's Llama, and blocks as nanoGPT has them.
 
-All are called with tokens [B, L] and return logits [B, L, V], all have the sizes of a ``DecoderConfig``.
+All are called with tokens [B, L] and return logits [B, L, V]; all have the sizes of a ``DecoderConfig``. Labels may
+come with the tokens, but the loss is made outside.
 """
 
 from typing import Literal, get_args
@@ -19,10 +20,10 @@ def make_llama(config: DecoderConfig) -> nn.Module:
     """``LlamaForCausalLM`` with as many key heads as heads and a perceptron of 11/4 of the width."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    class Llama(LlamaForCausalLM):
+    class Llama(LlamaForCausalLM):  # type: ignore[no-untyped-call]
         """Asked for logits alone: the loss is that of all rows."""
 
-        def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
             logits: Tensor = super().forward(input_ids=input_ids, use_cache=False).logits
             return logits
 
@@ -111,7 +112,7 @@ class Fused(nn.Module):
         self.ln_f = nn.LayerNorm(config.width)
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1], device=input_ids.device))
         for block in self.h:
             x = block(x)

@@ -52,6 +52,7 @@ TENSOR_LOSS_TOLERANCE = 5e-6
 
 STEP_COLUMNS = (*SENT, LIVE, RESIDENT, *END)
 PIPELINE_COLUMNS = (SENT[0], CALLS, ACTIVATIONS, STEP_PEAK, *END)
+TENSOR_COLUMNS = (SENT[0], CALLS, STEP_PEAK, *END)
 ZERO_COLUMNS = (*SENT, CALLS, STATE, LIVE, STEP_PEAK, *END)
 
 
@@ -134,7 +135,7 @@ def make_tensor_lineup(model: Name, sizes: Sequence[int], accumulation: int = 1)
             Comparison(trine, peer, limit=TENSOR_PEER_LIMIT if ranks == 4 else None),
         ]
     baseline = Baseline("x one", (ONE,))
-    return Lineup(tuple(modes), tuple(comparisons), baseline, PIPELINE_COLUMNS, TENSOR_LOSS_TOLERANCE)
+    return Lineup(tuple(modes), tuple(comparisons), baseline, TENSOR_COLUMNS, TENSOR_LOSS_TOLERANCE)
 
 
 def _scheduled(schedule: Schedule, ranks: int, microbatches: int, peers: Sequence[PipelinePeer]) -> Rows:

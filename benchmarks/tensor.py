@@ -9,8 +9,9 @@ Hugging Face's ``LlamaForCausalLM``. *fused* has blocks as in nanoGPT, one produ
 sizes computed in forward; no plan of DTensor cuts that, so its rows train the same model with three products.
 
 Exit code 1 when Trine uses more CPU seconds, user and system of all ranks, than the limits in ``rows`` allow, or when
-losses differ by more than a millionth. Data, AdamW, rounds and columns are those of ``benchmarks.pipeline``; what
-Trine's ranks tell each other through shared memory counts as if it were sent.
+losses differ by more than a millionth. Data, AdamW and rounds are those of ``benchmarks.step``, columns those of
+``benchmarks.pipeline``; what Trine's ranks tell each other through shared memory counts as if it were sent, and that
+memory is part of *step MB* on every rank.
 """
 
 import argparse

@@ -6,7 +6,7 @@ added before they are reduced: 4 all-reduces a block. Imported by the ranks of t
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -36,7 +36,7 @@ class FusedPeer(DTensorPeer):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh = init_device_mesh("cpu", (self._mode.ranks,))
-        model.h = nn.ModuleList(SplitBlock(block) for block in model.h)  # type: ignore[union-attr, arg-type]
+        model.h = nn.ModuleList(SplitBlock(block) for block in model.h)  # type: ignore[union-attr]
         blocks = {f"h.*.{name}": style for name, style in _split_block().items()}
         return parallelize_module(model, mesh, _edges("wte", "ln_f") | {"wpe": Replicated()} | blocks)
 
@@ -50,7 +50,7 @@ def _edges(embedding: str, norm: str) -> Styles:
 
 
 def _llama_block() -> Styles:
-    whole = {"hidden_states": Replicate()}
+    whole: dict[str, Placement] = {"hidden_states": Replicate()}
     return {
         "input_layernorm": Replicated(),
         "self_attn": PrepareModuleInput(input_kwarg_layouts=whole, desired_input_kwarg_layouts=whole),

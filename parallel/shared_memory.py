@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.backend import Reduction, Wait
-from engine.parallel.neighbours import Neighbours
+from engine.parallel.neighbours import NO_HOST, Exchange, Neighbours, host_identity, open_neighbours
 
 SLOT_BYTES = 1 << 19
 """Smaller ones cost more barriers, larger ones leave the processor's cache and are memory that every engine takes."""
@@ -40,7 +40,7 @@ _Steps = Iterator[None]
 
 
 def shared_bytes(ranks: int) -> int:
-    """How much memory the ranks need."""
+    """How much memory the ranks share."""
     return 2 * ranks * SLOT_BYTES
 
 
@@ -167,6 +167,16 @@ class SharedMemory:
             slots = yield from self._exchange(shard_s[piece])
             for row_s, slot in zip(full_Rs, slots, strict=True):
                 row_s[piece].copy_(slot)
+
+
+def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> SharedMemory | None:
+    """Shared memory of an axis; None, on all ranks alike, if one of them does not want it or is on another host.
+
+    All ranks of the axis call it; see :func:`open_neighbours`.
+    """
+    host = host_identity() if wanted else NO_HOST
+    neighbours = open_neighbours(index, ranks, host, shared_bytes(ranks), seconds, exchange)
+    return None if neighbours is None else SharedMemory(neighbours)
 
 
 def _combine(parts: Sequence[Tensor], out: Tensor, op: Reduction) -> None:

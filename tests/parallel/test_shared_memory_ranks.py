@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.errors import EngineError
 from engine.parallel.backend import Reduction
@@ -269,5 +271,25 @@ def test_ctrl_c_ends_the_wait() -> None:
         time.sleep(0.3)
         launch.send(signal.SIGINT, 0)
         launch.hear("interrupted", seconds=10)
+        launch.tell("go")
+        assert [rank.code for rank in launch.end()] == [0, 0]
+
+
+def never_comes(line: Line) -> None:
+    """The user's own process group gives up after two seconds; rank 1 does not take part."""
+    rank, store = read_world().rank, TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=2))
+    comm = open_comm(tp=2)
+    if rank == 0:
+        with pytest.raises(EngineError, match="index 1 of this axis did not come within 2 s"):
+            comm.all_reduce(torch.ones(3), "tp", "alone").wait()
+    line("over")
+    line.hear()
+    os._exit(0)
+
+
+def test_the_time_out_is_that_of_the_process_group() -> None:
+    with Launch(never_comes, 2) as launch:
+        launch.hear("over", seconds=30)
         launch.tell("go")
         assert [rank.code for rank in launch.end()] == [0, 0]
