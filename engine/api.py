@@ -23,7 +23,8 @@ from engine.measure import Costs, measures
 from engine.parallel.comm import Comm, TorchBackend
 from engine.parallel.grid import Grid
 from engine.parallel.world import World, open_world, read_world
-from engine.plan import Plan, needs_example
+from engine.plan import Plan
+from engine.sight import needs_example
 from engine.zero.optimizer import OptimizerFactory
 
 logger = logging.getLogger("trine")

@@ -31,11 +31,12 @@ from engine.parallel.pipeline.weights import WaitingWeights
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.install import install, local_part
 from engine.parallel.tensor.partial import PartialSums
-from engine.plan import Plan, Wish, build_plan, check_settings, needs_example, stages_wanted
+from engine.plan import Plan, build_plan, check_settings, stages_wanted
 from engine.precision import make_precision, place_rest
 from engine.program import Program
 from engine.randomness import Streams, keyed
 from engine.recompute import Recomputation
+from engine.sight import Wish, needs_example
 from engine.work import Bench, Sights
 from engine.zero.gather import Gathering
 from engine.zero.gather_modules import GatheredModules
@@ -266,7 +267,7 @@ def _gather(
 
 def _refuse_unbuilt(config: Config) -> None:
     """Refuse, all at once, what the configuration can say and this version cannot do."""
-    zero, parallel, recompute = config.zero_optimization, config.parallel, config.activation_checkpointing
+    zero, recompute = config.zero_optimization, config.activation_checkpointing
     missing = {
         f"zero_optimization.offload_optimizer.device {zero.offload_optimizer.device!r}": (
             zero.offload_optimizer.device != "none"

@@ -11,7 +11,6 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from engine.batch import Batch
 from engine.budget import (
     GatherPlan,
     RankPlan,
@@ -24,13 +23,10 @@ from engine.budget import (
     state_bytes,
     times,
 )
-from engine.choice import choose_schedule, cut_by
 from engine.config import Config
 from engine.errors import PlanError, ScheduleError
-from engine.example import look
 from engine.groups import assign_groups
 from engine.layouts import Users, flat_layouts
-from engine.measure import Costs, counted, measures
 from engine.parallel.backend import Channel, Link, state_link
 from engine.parallel.grid import Coord, Grid
 from engine.parallel.pipeline.check import check
@@ -40,14 +36,10 @@ from engine.parallel.pipeline.schedule import Schedule, forward_only, make_sched
 from engine.parallel.pipeline.schedule_file import ENDINGS, read_schedule
 from engine.parallel.pipeline.timeline import Timeline
 from engine.parallel.shards import Division, ShardTable, build_table
-from engine.parallel.tensor.budget import Watch, loss_traffic, traffic_by_call
-from engine.parallel.tensor.loss_budget import find_logit_use
 from engine.parallel.tensor.plan import TensorPlan, find_tensor_plan
 from engine.parallel.traffic import Tally, Traffic
 from engine.precision import Precision, make_precision
-from engine.program import Program
-from engine.recompute import recomputed_blocks
-from engine.tensor_search import find_plan
+from engine.sight import Sight, Wish, see
 from engine.zero.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather_order import gather_order, passes_of
 from engine.zero.layout import FlatLayout
@@ -176,23 +168,6 @@ class Plan:
         return Tally(row for part in parts for row in part.rows()).rows()
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a plan is made for, beside model and configuration."""
-
-    program: Program
-    example: Batch = None
-    own_optimizer: bool = False
-    """The user brings the optimizer, and its state is not known."""
-    costs: Costs | None = None
-    """What the calls cost; None: it is counted in FLOPs."""
-
-
-def needs_example(config: Config) -> bool:
-    """Whether planning needs to see a microbatch: everything but data parallelism does."""
-    return config.tp > 1 or config.pp > 1
-
-
 def stages_wanted(config: Config) -> int:
     """Stages that the model is cut into; with "auto", which then chooses, as many as ranks."""
     return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
@@ -212,11 +187,10 @@ def build_plan(config: Config, wish: Wish) -> Plan:
     precision = make_precision(config, model)
     if not assigned:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")
-    tensor = _tensor_plan(config, wish)
     wished = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
-    sight = _see(config, wish, tensor, wished.stages if wished else config.pp)
+    sight = see(config, wish, wished.stages if wished else config.pp)
     schedule = sight.decision.schedule if sight.decision else wished or _schedule(config)
-    table = build_table(model, assigned, _division(config, tensor, sight, schedule))
+    table = build_table(model, assigned, _division(config, sight, schedule))
     calls = [call.unit for call in sight.timeline.calls] if sight.timeline else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
     notes = [*_notes(model, config, precision), *sight.notes]
@@ -224,93 +198,20 @@ def build_plan(config: Config, wish: Wish) -> Plan:
     return Plan(
         config, table, flat_layouts(table, config, precision, users), groups, precision, schedule,
         None if wish.own_optimizer else _moments(config), tuple(notes),
-        tensor, sight.timeline, sight.cut, sight.traffic, gathers, sight.decision,
+        sight.tensor, sight.timeline, sight.cut, sight.traffic, gathers, sight.decision,
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Sight:
-    """What the example showed."""
-
-    timeline: Timeline | None = None
-    cut: Cut | None = None
-    traffic: Mapping[int, Tally] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    decision: Decision | None = None
-
-
-def _see(config: Config, wish: Wish, tensor: TensorPlan | None, stages: int) -> _Sight:
-    if not needs_example(config):
-        return _order_of_calls(config, wish)
-    model = wish.program.model
-    recomputed = recomputed_blocks(model, config.activation_checkpointing.mode)
-    watch = Watch(model, tensor, recomputed, config.tp) if tensor else None
-    try:
-        timeline = look(wish.program, wish.example, stages, watch)
-    except PlanError as problem:
-        if config.pp > 1:
-            raise
-        _check_reads(watch)
-        return _Sight(notes=(f"bytes over tp are not known before they are sent: {problem}",))
-    _check_reads(watch)
-    cut, decision, notes = _cut(config, timeline, wish.costs, stages)
-    if tensor is None or watch is None:
-        return _Sight(timeline, cut, notes=notes, decision=decision)
-    stage_of_call = cut.stage_of_call if cut else (0,) * len(timeline.calls)
-    traffic = {stage: Tally() for stage in range(max(stage_of_call, default=0) + 1)}
-    for call, tally in traffic_by_call(watch.sent, timeline, config.tp).items():
-        traffic[stage_of_call[call]] = Tally((*traffic[stage_of_call[call]].rows(), *tally.rows()))
-    gathers = find_logit_use(tensor, timeline, config.tp).gathers
-    notes = (*notes, *(f"{where} needs all logits: they are gathered over tp" for where in gathers))
-    last = max(traffic)
-    traffic[last] = Tally((*traffic[last].rows(), *loss_traffic(tensor, timeline, config.tp).rows()))
-    return _Sight(timeline, cut, traffic, notes, decision)
-
-
-def _cut(
-    config: Config, timeline: Timeline, costs: Costs | None, stages: int
-) -> tuple[Cut | None, Decision | None, tuple[str, ...]]:
-    """Where stages begin, with "auto" in which schedule, and what is to be said of the costs behind that."""
-    if config.pp == 1:
-        return None, None, ()
-    known = costs or counted(timeline)
-    notes = known.notes if measures(config) else ()
-    if config.parallel.schedule != "auto":
-        return cut_by(config, timeline, known, stages), None, notes
-    choice = choose_schedule(config, timeline, known)
-    check(choice.decision.schedule)
-    return choice.cut, choice.decision, notes
-
-
-def _order_of_calls(config: Config, wish: Wish) -> _Sight:
-    """With an example, in which order modules run, and who reads parameters outside them."""
-    if not shards_parameters(config) or wish.example is None:
-        return _Sight()
-    try:
-        return _Sight(look(wish.program, wish.example, 1))
-    except Exception:  # nothing depends on it but the order of gathers, and a real error comes again in the first step
-        return _Sight()
-
-
-def _division(config: Config, tensor: TensorPlan | None, sight: _Sight, schedule: Schedule) -> Division:
+def _division(config: Config, sight: Sight, schedule: Schedule) -> Division:
     stages = sight.cut.owners if sight.cut else {}
     ranks = schedule.rank_of_stage
     return Division(
         tp=config.tp,
-        cuts=tensor.parameters if tensor else {},
-        partial=tensor.partial if tensor else (),
+        cuts=sight.tensor.parameters if sight.tensor else {},
+        partial=sight.tensor.partial if sight.tensor else (),
         owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
         in_glue=sight.timeline.read_by_glue if sight.timeline else (),
     )
-
-
-def _check_reads(watch: Watch | None) -> None:
-    """A parameter that code outside its module reads is whole there, or the result is wrong."""
-    for name in watch.read_outside if watch else ():
-        raise PlanError(
-            f"parameter {name!r} is cut over the tensor ranks, but code outside its module reads it too; give "
-            f'its module the style "replicate" in parallel.tensor_plan.'
-        )
 
 
 def check_settings(model: nn.Module, config: Config) -> None:
@@ -320,15 +221,6 @@ def check_settings(model: nn.Module, config: Config) -> None:
     _schedule(config)
     if config.tp > 1 and config.parallel.tensor_plan != "auto":
         find_tensor_plan(model, config.parallel.tensor_plan, config.tp)
-
-
-def _tensor_plan(config: Config, wish: Wish) -> TensorPlan | None:
-    if config.tp == 1:
-        return None
-    setting, sequence = config.parallel.tensor_plan, config.parallel.sequence_parallel
-    if setting == "auto":
-        return find_plan(wish.program, wish.example, config.tp, sequence)
-    return find_tensor_plan(wish.program.model, setting, config.tp, sequence)
 
 
 def _schedule(config: Config) -> Schedule:

@@ -9,7 +9,7 @@ Nothing is communicated. Every rank finds the same plan, since all random conten
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,7 +26,7 @@ from engine.parallel.pipeline.timeline import Arguments, FromValue, Material, Sa
 from engine.parallel.pipeline.unchanged import unchanged
 from engine.parallel.tensor.auto.groups import Given, Group, Patterns
 from engine.parallel.tensor.auto.proof import Truth, exactly
-from engine.parallel.tensor.auto.search import Decided, decide
+from engine.parallel.tensor.auto.search import Decided, Search
 from engine.parallel.tensor.cuts import Reason, TensorPlan
 from engine.parallel.tensor.cutting import cut_model
 from engine.parallel.tensor.match import match_styles
@@ -158,11 +158,12 @@ class _Search:
                 Reason(_starred(unit.alike), "", "replicate", f"does not run alone: {first_line(error)}")
             )
             return
-        for found in decide(block, groups, truth, self.tp, self.sequence) if truth else ():
-            if truth and found.way.how == "replicate":
-                self._refuse_if_others_fit(
-                    unit, patterns, found.group, lambda groups, tp: decide(block, groups, truth, tp)
-                )
+        if truth is None:
+            return
+        search = Search(block, truth, self.sequence)
+        for found in search.decide(groups, self.tp):
+            if found.way.how == "replicate":
+                self._refuse_if_others_fit(unit, patterns, found.group, search)
             for name in unit.alike:
                 self.styles |= {f"{name}.{local}".strip("."): s for local, s in found.way.styles.items()}
             self.reasons.append(_reason(unit, found))
@@ -183,14 +184,12 @@ class _Search:
                 raise self._does_not_fit(unit, patterns, missed, fits)
         return groups
 
-    def _refuse_if_others_fit(
-        self, unit: Unit, patterns: Patterns, group: Group, decide: Callable[[list[Group], int], list[Decided]]
-    ) -> None:
+    def _refuse_if_others_fit(self, unit: Unit, patterns: Patterns, group: Group, search: Search) -> None:
         """What no number of ranks can cut is replicated; what only this one cannot is refused."""
         fits = []
         for size in _SIZES:
             same = [other for other in patterns.groups(size) if other.row == group.row] if size != self.tp else []
-            if same and decide(same, size)[0].way.how != "replicate":
+            if same and search.decide(same, size)[0].way.how != "replicate":
                 fits.append(size)
         if fits:
             raise self._does_not_fit(unit, patterns, group, fits)

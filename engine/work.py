@@ -80,7 +80,8 @@ class Sights:
         self._seen: dict[object, list[tuple[State, Sight]]] = {}
         self._switches = Switches(program.model)
         self._state: State = {}
-        if plan.timeline is not None and plan.cut is not None:
+        views = plan.tensor is not None and plan.tensor.follows_activations  # the plan's are not those of the run
+        if plan.timeline is not None and plan.cut is not None and not views:
             self.refresh()
             with torch.enable_grad():
                 self._seen[self._key(example, "train")] = [(self._state, Sight(plan.timeline, plan.cut))]

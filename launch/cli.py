@@ -88,9 +88,10 @@ def _plan(options: Namespace) -> None:
     from engine.banner import describe
     from engine.decoder import Decoder, DecoderConfig, loss_sum
     from engine.measure import measure_run, measures
-    from engine.plan import Wish, build_plan, stages_wanted
+    from engine.plan import build_plan, stages_wanted
     from engine.precision import make_precision
     from engine.program import Program
+    from engine.sight import Wish
 
     config = load_config(options.config, options.world)
     shape = DecoderConfig(

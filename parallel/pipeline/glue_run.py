@@ -21,6 +21,7 @@ from engine.errors import EngineError
 from engine.parallel.pipeline.operation import Function, Operation, functions_shown_to, user_place
 from engine.parallel.pipeline.run import Run, leaves_of
 from engine.parallel.pipeline.timeline import FromArgument, FromValue, Recipe
+from engine.parallel.tensor.views.view import View, has_views
 
 _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
@@ -45,6 +46,9 @@ class GlueRun(Run, TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_views(args, kwargs):
+            with self:
+                return View.__torch_function__(func, types, args, kwargs)
         return self._show(func, args, kwargs or {})
 
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:

@@ -25,6 +25,7 @@ from engine.parallel.pipeline.operation import Function, Operation, user_place
 from engine.parallel.pipeline.timeline import Call, FreeTensor, Glue, Material, Recipe, Sample
 from engine.parallel.pipeline.twins import META, FlopCount, Twins
 from engine.parallel.pipeline.units import Units
+from engine.parallel.tensor.views.view import View, has_views
 
 _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia", "maia", "vulkan")
 
@@ -57,6 +58,9 @@ class Recorder(TorchFunctionMode):
         self._drawn, self._random = drawn, set[int]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_views(args, kwargs):
+            with self:  # what a view makes of it is what runs
+                return View.__torch_function__(func, types, args, kwargs)
         return self.show(func, args, kwargs or {})
 
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

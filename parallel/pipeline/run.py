@@ -34,7 +34,7 @@ _REMEDY = "its path depends on something else than the shapes of the input; make
 
 def leaves_of(out: Any) -> list[Any]:
     """The leaves of an output, which most often is one tensor."""
-    return [out] if isinstance(out, Tensor) else tree_leaves(out)
+    return [out] if type(out) is Tensor else tree_leaves(out)
 
 
 class StopForward(BaseException):

@@ -78,3 +78,8 @@ class TensorPlan:
     """Of a plan that was found: what was decided, and why."""
     sequence: bool = False
     """Whether activations between regions are cut along the sequence."""
+
+    @property
+    def follows_activations(self) -> bool:
+        """Whether views may come between modules, so that a look at the model has to say which parameters they meet."""
+        return self.sequence or bool(self.shown)

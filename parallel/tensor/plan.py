@@ -17,9 +17,7 @@ from engine.parallel.tensor.match import match_styles, read_setting
 __all__ = ["AttributeChange", "LayerCut", "ParameterCut", "TensorPlan", "find_tensor_plan"]
 
 
-def find_tensor_plan(
-    model: nn.Module, setting: str | Mapping[str, str], tp: int, sequence: bool = False
-) -> TensorPlan:
+def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int, sequence: bool = False) -> TensorPlan:
     """The plan for ``tp`` tensor ranks; reads names, shapes and attributes, communicates nothing.
 
     ``setting`` is ``parallel.tensor_plan``: a mapping {name pattern: style}, or the path of a JSON file with one;

@@ -22,6 +22,8 @@ from engine.errors import EngineError
 from engine.parallel.tensor.collectives import gather_last
 from engine.parallel.tensor.logit_rules import answer
 from engine.parallel.tensor.logit_slice import Slice, Vocabulary
+from engine.parallel.tensor.views.moves import full
+from engine.parallel.tensor.views.view import View
 
 
 class ShardedLogits(Tensor):
@@ -109,8 +111,12 @@ class ShardedLogits(Tensor):
 
 
 def whole(tree: Any) -> Any:
-    """``tree`` (lists, tuples, dicts, Hugging Face outputs) with every :class:`ShardedLogits` gathered."""
-    return _gathered(tree, "whole")
+    """``tree`` (lists, tuples, dicts, Hugging Face outputs) with every cut tensor in it gathered."""
+    return _gathered(pytree.tree_map(_plain, tree, is_leaf=lambda node: type(node) is View), "whole")
+
+
+def _plain(leaf: Any) -> Any:
+    return full(leaf, "whole") if type(leaf) is View else leaf
 
 
 def _gathered(tree: Any, reason: str) -> Any:

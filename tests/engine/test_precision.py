@@ -8,9 +8,10 @@ from torch import nn
 
 from engine.banner import describe
 from engine.config import load_config
-from engine.plan import Wish, build_plan
+from engine.plan import build_plan
 from engine.precision import Widths, make_precision
 from engine.program import Program
+from engine.sight import Wish
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ALONE = {"enabled": True, "bf16_master_weights_and_grads": True}

@@ -11,8 +11,8 @@ of a key), and both must be.
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,14 @@ from engine.parallel.tensor.cuts import TensorPlan
 from engine.parallel.tensor.install import install
 from engine.parallel.tensor.ranges import rows_of
 from engine.parallel.tensor.simulate import Called, SimulatedAxis, simulate
-from engine.parallel.tensor.views.moves import full
+from engine.parallel.tensor.views.context import Views
+from engine.parallel.tensor.views.moves import SequenceError, enter_stream, full
 from engine.parallel.tensor.views.view import View
 
 TOLERANCE = 1e-9
 ZERO = 1e-9
+PROOF = "proof"
+"""Named as the one that gathers outputs to compare them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Truth:
     def __init__(self, block: nn.Module, givens: Sequence[Given], used: Collection[int] | None = None) -> None:
         self._block, self._givens, self._used = block, givens, used
         with exactly():
-            self._outcomes = [self._rehearse(copy.deepcopy(block), given) for given in givens]
+            self._outcomes = [_rehearse(copy.deepcopy(block), given, used) for given in givens]
 
     def prove(self, plan: TensorPlan, tp: int) -> Verdict:
         """Whether the block under ``plan`` gives the same on ``tp`` tensor ranks."""
@@ -80,24 +83,26 @@ class Truth:
                 return verdict
         return verdict
 
-    def _rehearse(self, block: nn.Module, given: Given) -> Outcome:
-        return _rehearse(block, given, self._used)
-
     def _prove(self, plan: TensorPlan, tp: int, given: Given, truth: Outcome) -> Verdict:
-        def body(axis: TensorAxis) -> tuple[Outcome, list[Called], list[str]]:
+        def body(axis: TensorAxis) -> _Rehearsed:
             mine = copy.deepcopy(self._block)
             views = install(mine, plan, axis).views
             assert isinstance(axis, SimulatedAxis)
             with Exact():
-                return self._rehearse(mine, given), axis.called, list(views.gathers)
+                outcome = _rehearse(mine, given, self._used, views)
+            partial = {name for name, p in mine.named_parameters() if p in views.partial}
+            return _Rehearsed(outcome, axis.called, list(views.gathers), partial)
 
         try:
             with exactly():
                 ranks = simulate(tp, body)
+        except SequenceError:
+            raise
         except Exception as error:  # whatever the block's code does with a part
             return Verdict(f"{type(error).__name__}: {first_line(error)}")
-        problem = next(_differences(plan, truth, [outcome for outcome, _, _ in ranks]), "")
-        return Verdict(problem, tuple(ranks[0][1]), tuple(ranks[0][2]))
+        plan = replace(plan, partial=plan.partial | ranks[0].partial)
+        problem = next(_differences(plan, truth, [rank.outcome for rank in ranks]), "")
+        return Verdict(problem, tuple(ranks[0].called), tuple(ranks[0].gathers))
 
 
 @contextmanager
@@ -112,9 +117,18 @@ def exactly() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _rehearse(block: nn.Module, given: Given, used: Collection[int] | None) -> Outcome:
+class _Rehearsed(NamedTuple):
+    """What a simulated rank found."""
+
+    outcome: Outcome
+    called: list[Called]
+    gathers: list[str]
+    partial: set[str]
+
+
+def _rehearse(block: nn.Module, given: Given, used: Collection[int] | None, views: Views | None = None) -> Outcome:
     """Run it on copies of ``given`` and back from a fixed random gradient of everything float that somebody reads."""
-    fresh = _Fresh()
+    fresh = _Fresh(views)
     args, kwargs = pytree.tree_map(fresh, given)
     outputs = [_plain(leaf) for leaf in float_leaves(block(*args, **kwargs), used)]
     generator = torch.Generator().manual_seed(7)
@@ -129,8 +143,9 @@ def _rehearse(block: nn.Module, given: Given, used: Collection[int] | None) -> O
 class _Fresh:
     """Copies arguments; a copy of what needs a gradient is written to as freely as the original could be."""
 
-    def __init__(self) -> None:
+    def __init__(self, views: Views | None) -> None:
         self.inputs: list[Tensor] = []
+        self._views = views
 
     def __call__(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -139,11 +154,13 @@ class _Fresh:
         if not leaf.requires_grad:
             return twin
         self.inputs.append(twin.requires_grad_())
+        if self._views is not None and self._views.sequence:  # as the block before gives it
+            twin = enter_stream(self._views, twin)
         return twin.clone()
 
 
 def _plain(leaf: Tensor) -> Tensor:
-    return full(leaf, "proof") if isinstance(leaf, View) else leaf
+    return full(leaf, PROOF) if isinstance(leaf, View) else leaf
 
 
 def _differences(plan: TensorPlan, truth: Outcome, ranks: Sequence[Outcome]) -> Iterator[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.errors import EngineError
+from engine.errors import PlanError
 from engine.parallel.tensor.collectives import (
     COLUMN_INPUTS,
     ROW_OUTPUTS,
@@ -25,6 +25,7 @@ from engine.parallel.tensor.collectives import (
     gather_whole,
     reduce_from,
     scatter_from,
+    slice_of,
 )
 from engine.parallel.tensor.views.index import Index, Sets
 from engine.parallel.tensor.views.layout import Layout, reshaped
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from engine.parallel.tensor.views.context import Views
 
 STATISTICS = "statistics"
+
+
+class SequenceError(PlanError):
+    """A sequence that the tensor ranks cannot share."""
 
 
 def full(view: View, reason: str) -> Tensor:
@@ -76,6 +81,13 @@ def add(views: "Views", local: Tensor, label: str) -> Tensor:
     return reduce_from(local, views.axis, label)
 
 
+def enter_stream(views: "Views", x: Tensor) -> Tensor:
+    """A plain tensor [B, S, H] as a view cut along S, as ``add_rows`` gives it; any other tensor as it is."""
+    if views.axis.size == 1 or x.ndim != 3 or x.shape[-2] % views.axis.size:
+        return x
+    return _cut_rows(views, slice_of(x, views.axis, x.ndim - 2, COLUMN_INPUTS), tuple(x.shape))
+
+
 def stream_dim(view: View) -> int | None:
     """The one dim that is cut, into equal parts in rank order; None if it is another cut."""
     cut = [dim for dim, index in enumerate(view.sets) if index is not None]
@@ -91,14 +103,14 @@ def add_rows(
     ``folded``: the dims that the first of two dims was made of.
 
     Raises:
-        EngineError: the ranks cannot share the rows equally.
+        SequenceError: the ranks cannot share the rows equally.
     """
     rows = folded if folded is not None and local.ndim == 2 else tuple(local.shape[:-1])
     ranks = views.axis.size
     if not views.sequence or ranks == 1 or not rows or (len(rows) == 1 and rows[0] % ranks):
         return add(views, local, label)
     if rows[-1] % ranks:
-        raise EngineError(
+        raise SequenceError(
             f"a sequence of {rows[-1]} does not divide among {ranks} tensor ranks, as sequence_parallel wants; pad "
             f"it to a multiple of {ranks}, or switch sequence_parallel off."
         )

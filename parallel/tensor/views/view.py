@@ -165,6 +165,11 @@ def views_among(args: Any, kwargs: Any) -> Iterator[View]:
         yield from views_among(kwargs.values(), {})
 
 
+def has_views(args: Any, kwargs: Any) -> bool:
+    """Whether there is one."""
+    return next(views_among(args, kwargs), None) is not None
+
+
 def show(parameter: nn.Parameter, full: tuple[int, ...], sets: Sets, views: "Views") -> View:
     """A parameter of which this rank holds a part, for code that expects it whole; nothing of it is remembered."""
     return View(parameter, full, sets, views)
@@ -181,8 +186,9 @@ def like(view: View, local: Tensor) -> View:
 
 def follow_grad(view: View) -> None:
     """Tell torch whether a gradient is required, after ``local`` has been written."""
-    with torch._C.DisableTorchFunctionSubclass():
-        torch._C.TensorBase.requires_grad.__set__(view, view.local.requires_grad)  # type: ignore[attr-defined]
+    wanted = view.local.requires_grad
+    with torch._C.DisableTorchFunction():  # modes are not asked either
+        torch._C.TensorBase.requires_grad.__set__(view, wanted)  # type: ignore[attr-defined]
 
 
 def _caller(function: str) -> str:

@@ -1,0 +1,141 @@
+"""What an example batch shows of a run: the timeline, where it is cut, what tensor ranks hold and send.
+
+A model is looked at as it will run, on shapes: first whole, to find how the tensor axis cuts it, then as a tensor rank
+has it, for its values and its traffic.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from engine.batch import Batch
+from engine.budget import shards_parameters
+from engine.choice import choose_schedule, cut_by
+from engine.config import Config
+from engine.errors import PlanError
+from engine.example import look
+from engine.measure import Costs, counted, measures
+from engine.parallel.pipeline.check import check
+from engine.parallel.pipeline.choose import Decision
+from engine.parallel.pipeline.cut import Cut
+from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.tensor.budget import Watch, loss_traffic, traffic_by_call
+from engine.parallel.tensor.cuts import TensorPlan
+from engine.parallel.tensor.loss_budget import find_logit_use
+from engine.parallel.tensor.plan import find_tensor_plan
+from engine.parallel.traffic import Tally
+from engine.program import Program
+from engine.recompute import recomputed_blocks
+from engine.tensor_search import find_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a plan is made for, beside model and configuration."""
+
+    program: Program
+    example: Batch = None
+    own_optimizer: bool = False
+    """The user brings the optimizer, and its state is not known."""
+    costs: Costs | None = None
+    """What the calls cost; None: it is counted in FLOPs."""
+
+
+def needs_example(config: Config) -> bool:
+    """Whether planning needs to see a microbatch: everything but data parallelism does."""
+    return config.tp > 1 or config.pp > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the example showed."""
+
+    timeline: Timeline | None = None
+    cut: Cut | None = None
+    traffic: Mapping[int, Tally] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    decision: Decision | None = None
+    tensor: TensorPlan | None = None
+    """Which layers the tensor axis cuts."""
+
+
+def see(config: Config, wish: Wish, stages: int) -> Sight:
+    """Look at the example, if this run needs to.
+
+    Raises:
+        PlanError: the model cannot be followed, or not be cut as it is asked.
+    """
+    if not needs_example(config):
+        return _order_of_calls(config, wish)
+    model, tensor = wish.program.model, _tensor_plan(config, wish)
+    watch = None
+    if tensor is not None:
+        watch = Watch(model, tensor, recomputed_blocks(model, config.activation_checkpointing.mode), config.tp)
+    try:
+        timeline = look(wish.program, wish.example, stages, watch)
+    except PlanError as problem:
+        if config.pp > 1 or (tensor is not None and tensor.follows_activations):
+            raise
+        _check_reads(watch)
+        return Sight(notes=(f"bytes over tp are not known before they are sent: {problem}",), tensor=tensor)
+    _check_reads(watch)
+    cut, decision, notes = _cut(config, timeline, wish.costs, stages)
+    if tensor is None or watch is None:
+        return Sight(timeline, cut, notes=notes, decision=decision)
+    tensor = replace(tensor, partial=tensor.partial | watch.partial)
+    gathers = find_logit_use(tensor, timeline, config.tp).gathers
+    notes = (*notes, *(f"{where} needs all logits: they are gathered over tp" for where in gathers))
+    return Sight(timeline, cut, _traffic(config, tensor, timeline, cut, watch), notes, decision, tensor)
+
+
+def _traffic(config: Config, tensor: TensorPlan, timeline: Timeline, cut: Cut | None, watch: Watch) -> dict[int, Tally]:
+    """By stage: what a tensor rank sends over tp for one microbatch."""
+    stage_of_call = cut.stage_of_call if cut else (0,) * len(timeline.calls)
+    traffic = {stage: Tally() for stage in range(max(stage_of_call, default=0) + 1)}
+    for call, tally in traffic_by_call(watch.sent, timeline, config.tp).items():
+        traffic[stage_of_call[call]] = Tally((*traffic[stage_of_call[call]].rows(), *tally.rows()))
+    last = max(traffic)
+    traffic[last] = Tally((*traffic[last].rows(), *loss_traffic(tensor, timeline, config.tp).rows()))
+    return traffic
+
+
+def _cut(
+    config: Config, timeline: Timeline, costs: Costs | None, stages: int
+) -> tuple[Cut | None, Decision | None, tuple[str, ...]]:
+    """Where stages begin, with "auto" in which schedule, and what is to be said of the costs behind that."""
+    if config.pp == 1:
+        return None, None, ()
+    known = costs or counted(timeline)
+    notes = known.notes if measures(config) else ()
+    if config.parallel.schedule != "auto":
+        return cut_by(config, timeline, known, stages), None, notes
+    choice = choose_schedule(config, timeline, known)
+    check(choice.decision.schedule)
+    return choice.cut, choice.decision, notes
+
+
+def _order_of_calls(config: Config, wish: Wish) -> Sight:
+    """With an example, in which order modules run, and who reads parameters outside them."""
+    if not shards_parameters(config) or wish.example is None:
+        return Sight()
+    try:
+        return Sight(look(wish.program, wish.example, 1))
+    except Exception:  # nothing depends on it but the order of gathers, and a real error comes again in the first step
+        return Sight()
+
+
+def _check_reads(watch: Watch | None) -> None:
+    """A parameter that code outside its module reads is whole there, or the result is wrong."""
+    for name in watch.read_outside if watch else ():
+        raise PlanError(
+            f"parameter {name!r} is cut over the tensor ranks, but code outside its module reads it too; give "
+            f'its module the style "replicate" in parallel.tensor_plan.'
+        )
+
+
+def _tensor_plan(config: Config, wish: Wish) -> TensorPlan | None:
+    if config.tp == 1:
+        return None
+    setting, sequence = config.parallel.tensor_plan, config.parallel.sequence_parallel
+    if setting == "auto":
+        return find_plan(wish.program, wish.example, config.tp, sequence)
+    return find_tensor_plan(wish.program.model, setting, config.tp, sequence)
