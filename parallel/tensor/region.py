@@ -80,21 +80,28 @@ class Region:
             if dim is None:
                 return Shared(whole(x).local)
         if dim not in self._entrances:
-            self._entrances[dim] = Entrance(self.axis, self._owned, self._copies.clear, dim)
+            self._entrances[dim] = Entrance(self.axis, self._owned, self._forget, dim)
         return share(part, self._entrances[dim], (other for other in self._plain if id(other) not in self._entered))
 
     def leave(self, device: torch.device) -> None:
         """The row layer has summed: what follows is whole again."""
-        self._copies.clear()
-        self._entered.clear()
+        self._close()
         if self._drawn is not None:
             seed_generators(device, derive_seed(self._drawn, 0))
             self._drawn = None
 
     def _open(self, training: bool, device: torch.device) -> None:
-        self._copies.clear()
-        self._entered.clear()
+        self._close()
         self._drawn = None
         if training and self.axis.size > 1 and not self.axis.dry:
             self._drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
             seed_generators(device, derive_seed(self._drawn, self.axis.index + 1))
+
+    def _close(self) -> None:
+        """Between two forwards all attributes say what they said: none of them is a switch of the model."""
+        self._forget()
+        self._entered.clear()
+        self._folded = None
+
+    def _forget(self) -> None:  # not `_copies.clear`, which would stay the original's in a copied model
+        self._copies.clear()

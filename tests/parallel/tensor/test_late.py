@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
 from engine.parallel.comm import Pending
+from engine.parallel.pipeline.switches import Switches
 from engine.parallel.pipeline.weights import Leftover, WaitingWeights
 from engine.parallel.tensor.axis import Overlap, TensorAxis
 from engine.parallel.tensor.install import install
@@ -321,3 +322,28 @@ def test_a_dry_run_tells_of_the_sum_once() -> None:
 
     expected = [("all_reduce", "column inputs", True), ("all_reduce", "row outputs", False)]
     assert simulate(2, body) == [expected] * 2
+
+
+def test_a_region_that_has_run_looks_like_one_that_has_not() -> None:
+    def body(axis: TensorAxis) -> None:
+        model = cut(make("plain"), axis)
+        switches = Switches(model)
+        before = switches.read()
+        for _ in range(2):
+            model(given()).sum().backward()
+            assert switches.read() is before, "or the model would be looked at anew"
+
+    simulate(2, body)
+
+
+def test_a_copied_region_forgets_its_own_inputs() -> None:
+    def body(axis: TensorAxis) -> list[int]:
+        model: Any = cut(make("plain"), axis)
+        model(given())
+        copied = deepcopy(model)
+        kept = model.up(given())
+        copied.up(given()).sum().backward()
+        del kept
+        return [len(layer.tensor_region._copies) for layer in (model.up, copied.up)]
+
+    assert simulate(2, body) == [[1, 0]] * 2
