@@ -159,7 +159,7 @@ class Operation:
 
 def user_place() -> str:
     """File and line of the nearest frame that is neither torch's nor ours."""
-    inside = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<")
+    inside = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(inside):
