@@ -105,7 +105,7 @@ def measure_run(program: Program, example: Batch, config: Config, stages: int, d
     material = Material()
     timeline = look(program, example, stages, material=material)
     found = measure_calls(program.model, timeline, material, program.precision, device)
-    recomputed = tuple(recomputed_blocks(program.model, config.activation_checkpointing.mode))
+    recomputed = tuple(recomputed_blocks(program.model, config.activation_checkpointing))
     calls = tuple(
         _recomputed(cost, values_bytes(timeline, index)) if _lies_in(call.unit, recomputed) else cost
         for index, (call, cost) in enumerate(zip(timeline.calls, found.calls, strict=True))

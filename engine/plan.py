@@ -242,7 +242,7 @@ def _see(config: Config, wish: Wish, tensor: TensorPlan | None, stages: int) -> 
     if not needs_example(config):
         return _order_of_calls(config, wish)
     model = wish.program.model
-    watch = Watch(model, tensor, recomputed_blocks(model, config.activation_checkpointing.mode)) if tensor else None
+    watch = Watch(model, tensor, recomputed_blocks(model, config.activation_checkpointing)) if tensor else None
     try:
         timeline = look(wish.program, wish.example, stages, watch)
     except PlanError as problem:
