@@ -57,8 +57,8 @@ def find_operators(settings: ActivationCheckpointingConfig) -> frozenset[Operato
         ConfigError: torch has no such operator, or it gives no memory of its own.
     """
     names = settings.save if settings.save is not None else DEFAULT
-    known = [(name, kind) for kind in names if kind in KINDS for name in KINDS[kind]]
-    found = {operator for name, _ in known for operator in _overloads(name)}
+    known = [name for kind in names for name in KINDS.get(kind, ())]
+    found = {operator for name in known for operator in _overloads(name) if _gives_own_memory(operator)}
     for name in names:
         if name not in KINDS:
             found.update(_asked(name))
@@ -145,8 +145,8 @@ def _asked(name: str) -> Sequence[Operator]:
     """The operators that a torch name of the user stands for."""
     found = list(_overloads(name))
     if not found:
-        space = getattr(torch.ops, name.split(".")[0], None)
-        near = difflib.get_close_matches(name, [f"{name.split('.')[0]}.{other}" for other in dir(space)], 1)
+        known = {word.split(".")[0].replace("::", ".") for word in torch._C._dispatch_get_all_op_names()}
+        near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else "name one that a profile of the model shows, such as aten.mm."
         raise ConfigError(f"activation_checkpointing.save holds {name!r}, which this version of torch has not; {hint}")
     own = [operator for operator in found if _gives_own_memory(operator)]

@@ -101,7 +101,7 @@ class Kept:
         self._sums.append(self._noted(tensor, None))
 
     def _noted(self, tensor: Tensor, version: int | None) -> _Output:
-        output = _Output(tensor.detach(), version)
+        output = _Output(_alias(tensor), version)
         self._in_memory[_memory(tensor)].append(output)
         return output
 
@@ -131,6 +131,12 @@ class Kept:
         self._calls.clear()
         self._sums.clear()
         self._in_memory.clear()
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The tensor without its history, which would keep it alive for ever; writes into one count for the other."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def _memory(tensor: Tensor) -> int:
