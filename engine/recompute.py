@@ -106,9 +106,7 @@ def recomputed_in_part(block: nn.Module, selective: Selective, started: list[Kep
             return inner(*args, **kwargs)
         kept = Kept()
         out = checkpoint(inner, *args, use_reentrant=False, context_fn=lambda: selective.contexts(kept), **kwargs)
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                kept.before_write(leaf)  # by whoever gets it
+        kept.finish(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
         if started is not None:
             started.append(kept)
         return out

@@ -11,17 +11,20 @@ parameters are. A sum over tensor ranks is made in the memory of the product bef
 output, it would be summed once more. And it refuses outputs that are written in place (a bias added to a sum, an
 in-place activation), which are copied here before that happens.
 
+What comes after the last tensor that backward needs does not run again, and is not kept either.
+
 What was drawn at random by an operator that does not run again is skipped in the generators too, so that all
 that follows draws the same masks.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,6 +83,8 @@ class Kept:
         self._calls: dict[Operator, deque[_Entry]] = defaultdict(deque)
         self._sums: deque[_Output] = deque()
         self._in_memory: dict[int, list[_Output]] = defaultdict(list)
+        self._latest: list[deque[Any]] = []
+        """Where the newest entries are, since autograd has last saved a tensor."""
 
     @property
     def bytes(self) -> int:
@@ -95,15 +100,30 @@ class Kept:
         noted = tuple(self._noted(leaf, leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         self._calls[operator].append(_Entry(noted, spec, device, random))
+        self._latest.append(self._calls[operator])
 
     def note_sum(self, tensor: Tensor) -> None:
         """Keep the result of a sum."""
         self._sums.append(self._noted(tensor, None))
+        self._latest.append(self._sums)
 
     def _noted(self, tensor: Tensor, version: int | None) -> _Output:
         output = _Output(_alias(tensor), version)
         self._in_memory[_memory(tensor)].append(output)
         return output
+
+    def saved(self) -> None:
+        """Autograd saves a tensor: the second run will get at least as far as this."""
+        self._latest.clear()
+
+    def finish(self, outputs: Iterable[Tensor]) -> None:
+        """The block has ended: the second run stops before what came last, and anybody may write into ``outputs``."""
+        for entries in self._latest:
+            entries.pop()
+        self._latest.clear()
+        for output in outputs:
+            self.before_write(output)
+        self._in_memory.clear()
 
     def before_write(self, tensor: Tensor) -> None:
         """Somebody is about to write into this memory: what is kept of it is copied."""
@@ -131,6 +151,7 @@ class Kept:
         self._calls.clear()
         self._sums.clear()
         self._in_memory.clear()
+        self._latest.clear()
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -232,10 +253,10 @@ class Selective:
     def __init__(self, operators: frozenset[Operator], axis: TensorAxis | None = None) -> None:
         self._operators, self._axis = operators, axis
 
-    def contexts(self, kept: Kept) -> tuple["_Run", "_Run"]:
+    def contexts(self, kept: Kept) -> "tuple[_Run, _Run]":
         """For the first and the second run of a block, as ``torch.utils.checkpoint`` wants them."""
         first, second = _Saving(self._operators, kept), _Reusing(self._operators, kept)
-        return _Run(first, self._axis), _Run(second, self._axis, kept.clear)
+        return _FirstRun(first, self._axis, kept), _Run(second, self._axis, kept.clear)
 
 
 class _Run:
@@ -259,3 +280,26 @@ class _Run:
         self._mode.__exit__(*problem)  # type: ignore[no-untyped-call]
         if self._done is not None:
             self._done()
+
+
+class _FirstRun(_Run):
+    """Also sees, inside the checkpoint's own hooks, when autograd saves a tensor."""
+
+    def __init__(self, mode: _Saving, axis: TensorAxis | None, kept: Kept) -> None:
+        super().__init__(mode, axis)
+        self._kept = kept
+
+    def __enter__(self) -> None:
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def noted(tensor: Tensor) -> Any:
+            self._kept.saved()
+            return pack(tensor)
+
+        self._hooks = saved_tensors_hooks(noted, unpack)
+        self._hooks.__enter__()
+        super().__enter__()
+
+    def __exit__(self, *problem: object) -> None:
+        super().__exit__(*problem)
+        self._hooks.__exit__(*problem)
