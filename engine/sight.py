@@ -91,7 +91,7 @@ def see(config: Config, wish: Wish, stages: int) -> Sight:
 
 def _watch(config: Config, wish: Wish, tensor: TensorPlan) -> Watch:
     model = wish.program.model
-    return Watch(model, tensor, recomputed_blocks(model, config.activation_checkpointing.mode), config.tp)
+    return Watch(model, tensor, recomputed_blocks(model, config.activation_checkpointing), config.tp)
 
 
 def _traffic(config: Config, tensor: TensorPlan, timeline: Timeline, cut: Cut | None, watch: Watch) -> dict[int, Tally]:
