@@ -21,7 +21,8 @@ def attend(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, bias: Tensor | None =
     q, k, v = (t.transpose(1, 2) for t in (q_BLHD, k_BLHD, v_BLHD))
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     scores = scores if bias is None else scores + bias
-    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    out: Tensor = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    return out
 
 
 class Thirds(nn.Module):
