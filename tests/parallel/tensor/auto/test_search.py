@@ -96,10 +96,9 @@ class Doubled(torch.autograd.Function):
         return gradient * gradient.shape[-1]
 
 
-def test_what_no_way_can_run_is_replicated_with_its_bytes() -> None:
+def test_what_no_way_can_run_is_replicated() -> None:
     found = only(Spread())
     assert found.way.how == "replicate" and found.way.styles == {}
-    assert found.bytes == (24 * WIDTH + 24 + 24 * WIDTH) * 8
     assert found.why.startswith("no way is right: output 0 on rank 0 is off by")
 
 
