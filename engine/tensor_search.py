@@ -235,7 +235,8 @@ class _Search:
         """What no number of ranks can cut is replicated; what only this one cannot is refused."""
         fits = []
         for size in _SIZES:
-            same = [other for other in patterns.groups(size) if other.row == group.row] if size != self.tp else []
+            with exactly():
+                same = [other for other in patterns.groups(size) if other.row == group.row and size != self.tp]
             if same and search.decide(same, size)[0].way.how != "replicate":
                 fits.append(size)
         if fits:
