@@ -1,7 +1,7 @@
 """Models for tensor ranks: two blocks, four heads, width 32, no dropout; those of the issue, and families that the
 search was not made with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -90,8 +90,8 @@ FOUR: Mapping[str, Architecture] = MappingProxyType({f"{name}{HEADS}": model for
     ),
     "BLOOM": face("BloomForCausalLM", "", hidden_size=32, n_layer=2, n_head=4),
     "BERT": face("BertForMaskedLM", "", **SIZES, **NO_DROPOUT),
-    "T5": face(
-        "T5ForConditionalGeneration", "", d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+    "T5": face(  # with d_ff = 48 a ReLU stands on its kink in the second step, and rounding decides its gradient
+        "T5ForConditionalGeneration", "", d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0, pad_token_id=0,
     ),
     "ViT": vision(
@@ -163,5 +163,3 @@ UNSEEN: Mapping[str, Architecture] = MappingProxyType({f"{name}{HEADS}": model f
     "ConvNeXt": vision("ConvNextForImageClassification", "", hidden_sizes=[8, 16], depths=[2, 2], num_stages=2),
 }.items()})  # fmt: skip
 """Families that the search was not made with."""
-
-Build = Callable[[], nn.Module]

@@ -68,3 +68,64 @@ def check_standard(results: Results, tp: int) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_models_as_they_are_train_over_tensor_ranks(run_ranks: RunRanks, tp: int) -> None:
     check_standard(run(run_ranks, CORE, grid(tp)), tp)
+
+
+GRIDS: Mapping[str, dict[str, Any]] = {
+    "tp2": grid(2),
+    "tp4": grid(4),
+    "tp2, sequence": grid(2, sequence=True),
+    "tp4, sequence": grid(4, sequence=True),
+    "tp2 x pp2": grid(2, 2),
+}
+SAMPLE = ("GPT-2", "Qwen3", "nanoGPT-like")
+
+
+def cell(result: Compared | str) -> str:
+    """A deviation, or that the engine has refused."""
+    return "refused" if isinstance(result, str) else f"{result.parity.loss:.0e}"
+
+
+def how(reasons: Iterable[Reason]) -> str:
+    """Of each kind of group, in the order of the forward: how it runs."""
+    return "; ".join(dict.fromkeys(f"{short(reason.style)}: {reason.how}" for reason in reasons)) or "whole on every rank"
+
+
+def short(style: str) -> str:
+    """The layers without the modules around them."""
+    return " -> ".join(", ".join(n.rpartition(".")[2] for n in side.split(", ")) for side in style.split(" -> "))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("column", GRIDS)
+def test_the_table_of_models(run_ranks: RunRanks, tensor_models_table: Table, column: str) -> None:
+    config, cells = GRIDS[column], tensor_models_table.cells
+    results = compare(run_ranks, list(FOUR), config)
+    for full, result in results.items():
+        name = full.removesuffix(HEADS)
+        if not (isinstance(result, str) and config["parallel"]["sequence_parallel"]):
+            checked = check(name, result)
+            if column == "tp2":
+                cells[name, "how (tp2)"] = how(checked.trained.reasons)
+        cells[name, column] = cell(result)
+    if not config["parallel"]["sequence_parallel"] and config["parallel"]["pipeline"] == 1:
+        check_standard({n.removesuffix(HEADS): r for n, r in results.items()}, config["parallel"]["tensor"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_axes_and_stages(run_ranks: RunRanks, tensor_models_table: Table, stage: int) -> None:
+    for name, result in run(run_ranks, SAMPLE, grid(2, 2, stage, sequence=stage % 2 == 1, data=2)).items():
+        tensor_models_table.cells[name, f"dp2 x tp2 x pp2, ZeRO {stage}"] = cell(result)
+
+
+@pytest.mark.long
+def test_families_that_the_search_was_not_made_with(run_ranks: RunRanks, unseen_models_table: Table) -> None:
+    results = compare(run_ranks, list(UNSEEN), grid(2))
+    for full, result in results.items():
+        name = full.removesuffix(HEADS)
+        checked = check(name, result)
+        kept = [f"{reason.pattern} {short(reason.style)}: {reason.why}" for reason in checked.trained.reasons
+                if reason.how == "replicate"]  # fmt: skip
+        unseen_models_table.cells[name, "tp2"] = cell(result)
+        unseen_models_table.cells[name, "how"] = how(checked.trained.reasons)
+        unseen_models_table.cells[name, "replicated, why"] = "; ".join(kept)
