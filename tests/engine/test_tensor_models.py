@@ -87,7 +87,9 @@ def cell(result: Compared | str) -> str:
 
 def how(reasons: Iterable[Reason]) -> str:
     """Of each kind of group, in the order of the forward: how it runs."""
-    return "; ".join(dict.fromkeys(f"{short(reason.style)}: {reason.how}" for reason in reasons)) or "whole on every rank"
+    return (
+        "; ".join(dict.fromkeys(f"{short(reason.style)}: {reason.how}" for reason in reasons)) or "whole on every rank"
+    )
 
 
 def short(style: str) -> str:
