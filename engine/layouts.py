@@ -104,6 +104,7 @@ def _items(rows: Sequence[ShardRow], where: tuple[int, int], precision: Precisio
                     users.turns(row, pp),
                     row.trainable,
                     users.stages(row, pp),
+                    row.copies(tp) if pp == row.owners[0] else (),
                 )
             )
     return items

@@ -17,6 +17,7 @@ first holder's), so that a norm sees every element once.
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -71,8 +72,22 @@ class ShardRow:
         return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
 
     def counted(self, pp: int, tp: int) -> bool:
-        """Whether the copy that this pipeline and tensor coordinate hold is the one that a norm counts."""
-        return pp == self.owners[0] and all(part.holders[0] == tp for part in self.ranges if tp in part.holders)
+        """Whether a norm counts the copy that this pipeline and tensor coordinate hold, but for its ``copies``."""
+        return pp == self.owners[0] and any(part.holders[0] == tp for part in self.ranges if tp in part.holders)
+
+    def copies(self, tp: int) -> tuple[tuple[int, int], ...]:
+        """Of what tensor coordinate ``tp`` holds, flat: the runs [start, stop) that a norm counts at another one.
+
+        Queries in thirds with a shared key: own rows and shared rows lie in one parameter.
+        """
+        if self.dim is None or not self.counted(self.owners[0], tp):
+            return ()
+        own = [(part.stop - part.start, part.holders[0] == tp) for part in self.ranges if tp in part.holders]
+        held, inner = sum(size for size, _ in own), math.prod(self.shape[self.dim + 1 :])
+        ends = list(accumulate(size for size, _ in own))
+        runs = [(end - size, end) for (size, mine), end in zip(own, ends, strict=True) if not mine]
+        outer = range(math.prod(self.shape[: self.dim]))
+        return tuple(((o * held + start) * inner, (o * held + stop) * inner) for o in outer for start, stop in runs)
 
 
 @dataclass(frozen=True, slots=True)

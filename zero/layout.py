@@ -62,6 +62,8 @@ class Item:
     trainable: bool = True
     stages: tuple[int, ...] = ()
     """The stages of this rank that use it, where it has several; nothing where it has one."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """Runs of its elements that another rank counts, though this one counts the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class Slot:
     start: int
     group: int
     counted: bool = True
+    copies: tuple[tuple[int, int], ...] = ()
+    """Runs of its elements, from its start, that another rank counts."""
 
     @property
     def stop(self) -> int:
@@ -123,13 +127,25 @@ class Bucket:
 
     def counted(self, within: slice) -> tuple[slice, ...]:
         """The parts of ``within`` that this rank counts in the gradient norm; padding may be among them."""
-        return tuple(slice(start, stop) for yes, start, stop in self._runs(within, lambda slot: slot.counted) if yes)
+        return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if yes)
 
     def uncounted(self, within: slice) -> tuple[slice, ...]:
         """The other parts of ``within``: copies of what another rank counts."""
-        return tuple(
-            slice(start, stop) for yes, start, stop in self._runs(within, lambda slot: slot.counted) if not yes
-        )
+        return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if not yes)
+
+    def _norm_runs(self, within: slice) -> Iterator[tuple[bool, int, int]]:
+        """(whether this rank counts it, start, stop)."""
+        copies = sorted((slot.start + start, slot.start + stop) for slot in self.slots for start, stop in slot.copies)
+        for yes, start, stop in self._runs(within, lambda slot: slot.counted):
+            for first, last in copies if yes else ():
+                first, last = max(first, start), min(last, stop)
+                if first < last:
+                    if start < first:
+                        yield True, start, first
+                    yield False, first, last
+                    start = last
+            if start < stop:
+                yield yes, start, stop
 
     def _runs(self, within: slice, key: Callable[[Slot], _Key]) -> Iterator[tuple[_Key, int, int]]:
         """(key, start, stop) of consecutive slots with the same key, as far as they lie in ``within``."""
@@ -203,7 +219,7 @@ def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
     # who counts what differs between the ranks that share a late bucket, and all of them lay it out alike
     late = bool(members[0].ties) or members[0].partial
     for item in sorted(members, key=lambda item: (item.group, not item.counted and not late)):
-        slots.append(Slot(item.name, item.shape, end, item.group, item.counted))
+        slots.append(Slot(item.name, item.shape, end, item.group, item.counted, item.copies))
         end += _aligned(math.prod(item.shape), ALIGNMENT)
     kind, elements = members[0], _aligned(max(end, 1), ALIGNMENT * ranks)
     gathers = tuple(sorted({turn for item in members for turn in item.gathers}))

@@ -112,6 +112,16 @@ def test_exactly_one_copy_of_every_element_is_counted() -> None:
     assert [tp for tp in range(4) if shared.counted(1, tp)] == [0, 2] and shared.partial
 
 
+def test_shared_rows_beside_own_ones_are_counted_once() -> None:
+    """Multi-query attention in one layer: queries cut, the key held by both."""
+    mixed = Range(0, 2, (0,)), Range(2, 4, (1,)), Range(4, 8, (0, 1))
+    by_rows, by_columns = cut("qkv", (0,), 0, *mixed), cut("qkv", (0,), 1, *mixed[:2], Range(4, 6, (0, 1)))
+    assert [by_rows.counted(0, tp) for tp in (0, 1)] == [True, True]
+    assert by_rows.copies(0) == () and by_rows.copies(1) == ((2 * 6, 6 * 6),)
+    assert by_columns.copies(1) == tuple((4 * row + 2, 4 * row + 4) for row in range(8))
+    assert cut("k", (0,), 0, Range(0, 8, (0, 1))).copies(1) == ()  # not counted at all
+
+
 def test_the_grid_divides_what_it_names_and_nothing_else() -> None:
     half = cut("x", (0,), 0, Range(0, 4, (0,)), Range(4, 7, (1,)))
     division = Division(

@@ -197,5 +197,28 @@ def test_the_norm_counts_every_counted_element_once(
             assert set(times[slot.start : slot.stop]) <= {int(slot.name in counted)}, slot
 
 
+@given(items_st(), ranks_st, limits_st, st.data())
+def test_the_norm_leaves_out_the_copies_in_a_parameter(
+    items: list[Item], ranks: int, limit: int, data: st.DataObject
+) -> None:
+    """A fused projection with a shared key has own rows and rows that another rank counts."""
+    marked = []
+    for item in items:
+        start, stop = sorted(data.draw(st.lists(st.integers(0, math.prod(item.shape)), min_size=2, max_size=2)))
+        marked.append(replace(item, copies=((start, stop),) if start < stop else ()))
+    copies = {item.name: item.copies for item in marked}
+    for bucket in build_layout(marked, ranks, limit).buckets:
+        yes, no = [0] * bucket.elements, [0] * bucket.elements
+        for index in range(ranks):
+            for times, pieces in ((yes, bucket.counted), (no, bucket.uncounted)):
+                for piece in pieces(bucket.shard(index, ranks)):
+                    for element in range(piece.start, piece.stop):
+                        times[element] += 1
+        assert [a + b for a, b in zip(yes, no, strict=True)] == [1] * bucket.elements
+        for slot in bucket.slots:
+            copied = {slot.start + i for start, stop in copies[slot.name] for i in range(start, stop)}
+            assert all(no[element] == (element in copied) for element in range(slot.start, slot.stop))
+
+
 def _places(bucket: Bucket) -> tuple[object, ...]:
     return bucket.elements, bucket.partial, [(slot.name, slot.start, slot.stop) for slot in bucket.slots]
