@@ -21,8 +21,6 @@ CORE = ("GPT-2", "Qwen3", "Mistral", "BLOOM", "T5", "Mixtral", "nanoGPT-like", "
 STANDARD = ("GPT-2", "Llama", "Qwen3", "Gemma", "Mistral", "OPT", "BLOOM", "BERT", "Phi-3", "nanoGPT-like",
             "nn.TransformerEncoder")  # fmt: skip
 """Those with attention and a perceptron one after the other in every block."""
-PARALLEL = ("GPT-NeoX", "Phi")
-"""Those with both beside each other."""
 ROWS, LENGTH, WIDTH, BLOCKS, MICROBATCHES = 2, 12, 32, 2, 4
 
 
@@ -32,7 +30,7 @@ def grid(tp: int, pp: int = 1, stage: int = 0, sequence: bool = False, data: int
     return settings(pp, parallel=axes, zero_optimization={"stage": stage})
 
 
-def run(run_ranks: RunRanks, names: Iterable[str], config: Mapping[str, Any]) -> Results:
+def run(run_ranks: RunRanks, names: Iterable[str], config: Mapping[str, Any]) -> Mapping[str, Compared]:
     """All of ``names``, each as one process and with the planned traffic; results by name without the heads."""
     results = compare(run_ranks, [name + HEADS for name in names], config)
     return {name.removesuffix(HEADS): check(name, result) for name, result in results.items()}
@@ -45,24 +43,43 @@ def check(name: str, result: Compared | str) -> Compared:
     return result
 
 
-def standard_traffic(tp: int, name: str) -> dict[str, tuple[int, int]]:
+def standard_traffic(tp: int) -> dict[str, tuple[int, int]]:
     """(calls, bytes) in a step of what a block and its neighbours send (DESIGN section 7)."""
     one = 2 * 4 * ROWS * LENGTH * WIDTH * (tp - 1) // tp
     rows = 2 * BLOCKS
-    columns = (1 if name in PARALLEL else 2) * BLOCKS + (name != "ViT")  # one more for the head
-    calls = {"row outputs": rows, "column inputs": columns}
+    calls = {"row outputs": rows, "column inputs": 2 * BLOCKS + 1}  # one more for the head
     return {label: (count * MICROBATCHES, count * MICROBATCHES * one) for label, count in calls.items()}
 
 
 def check_standard(results: Results, tp: int) -> None:
     """Models with the standard block send what the formula says."""
     for name, result in results.items():
-        if name in (*STANDARD, *PARALLEL) and isinstance(result, Compared):
+        if name in STANDARD and isinstance(result, Compared):
             labels = result.trained.labels
             views = any(reason.how == "view" for reason in result.trained.reasons)
-            for label, expected in standard_traffic(tp, name).items():
+            for label, expected in standard_traffic(tp).items():
                 if not views:
                     assert labels[label] == expected, f"{name} {label}: {labels[label]}, not {expected}"
+
+
+MIXED = ("Mamba", "Qwen3", "Mistral", "GPT-BigCode", "nanoGPT-like")
+"""Own rows beside shared ones, norms of heads, a shared key head, queries and a shared key in one layer, ties."""
+
+
+@pytest.mark.parametrize(
+    "names, config",
+    [
+        (MIXED[:1], grid(2)),
+        pytest.param(MIXED, grid(2, data=2), marks=pytest.mark.long),
+        pytest.param(MIXED, grid(2, 2), marks=pytest.mark.long),
+    ],
+    ids=["tp2", "dp2 x tp2", "tp2 x pp2"],
+)
+def test_the_norm_counts_every_element_once(
+    run_ranks: RunRanks, names: tuple[str, ...], config: Mapping[str, Any]
+) -> None:
+    for name, result in run(run_ranks, names, config).items():
+        assert result.parity.norm <= 1e-6, f"{name}: {result.parity}"
 
 
 @pytest.mark.parametrize("tp", [2, 4])
