@@ -184,7 +184,7 @@ class _Saving(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept.note(func, out, after if drawn else None)
         return out
 
-    def all_reduce(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
+    def collective(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
         """Make a sum, and keep it."""
         self._kept.before_sum(tensor)
         return _KeptSum(tensor, start(), self._kept)
@@ -219,7 +219,7 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves = [leaf.take(str(func), entry.device) if isinstance(leaf, _Output) else leaf for leaf in entry.leaves]
         return pytree.tree_unflatten(leaves, entry.spec)
 
-    def all_reduce(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
+    def collective(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
         """Fill in the sum that was kept."""
         summed = self._kept.take_sum()
         if summed is None:

@@ -30,10 +30,10 @@ class Overlap(NamedTuple):
 
 
 class Repeats(Protocol):
-    """Who keeps the sums of a forward that is run again in backward."""
+    """Who keeps what the collectives of a forward gave that is run again in backward."""
 
-    def all_reduce(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Sum ``tensor`` in place by ``start``, or from what was kept."""
+    def collective(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
+        """Fill ``tensor`` by ``start``, or with what was kept."""
 
 
 class TensorAxis:
@@ -41,7 +41,7 @@ class TensorAxis:
 
     While ``dry`` nothing is communicated: sums leave the local part as it is, gathers repeat it and scatters keep a
     slice, so that all shapes are right. A model is run so when only its shapes are wanted, and what it would have
-    sent is told to ``listener``. Sums between the ranks go by ``repeats``, if there is one.
+    sent is told to ``listener``. Collectives go by ``repeats``, if there is one.
     """
 
     overlap = Overlap()
@@ -89,9 +89,7 @@ class TensorAxis:
         if self.dry or self.size == 1:
             self.expect("all_reduce", label, tensor, backward=False)
             return Pending()
-        if self.repeats is not None:
-            return self.repeats.all_reduce(tensor, lambda: self._all_reduce(tensor, label, op))
-        return self._all_reduce(tensor, label, op)
+        return self._start(tensor, lambda: self._all_reduce(tensor, label, op))
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
         """``all_gather`` whose result may be read after ``wait``."""
@@ -100,7 +98,7 @@ class TensorAxis:
             self.expect("all_gather", label, full, backward=False)
             return full, Pending()
         full = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
-        return full, self._all_gather(full, part, label)
+        return full, self._start(full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
         """``reduce_scatter`` whose result may be read after ``wait``."""
@@ -108,7 +106,10 @@ class TensorAxis:
             self.expect("reduce_scatter", label, full, backward=False)
             return full[self.index], Pending()
         part = torch.empty(full.shape[1:], dtype=full.dtype, device=full.device)
-        return part, self._reduce_scatter(part, full, label)
+        return part, self._start(part, lambda: self._reduce_scatter(part, full, label))
+
+    def _start(self, target: Tensor, start: Callable[[], Pending]) -> Pending:
+        return start() if self.repeats is None else self.repeats.collective(target, start)
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
         return self._comm.all_reduce(tensor, "tp", label, op)

@@ -120,7 +120,8 @@ class _Cutting:
         held_rows = {row for runs in style.rows for start, stop in runs for row in range(start, stop)}
         if held_rows != set(range(size)):
             raise PlanError(
-                f"the rows of the style {style.text!r} of {name} are not the {size} that it has; give every row to a rank."
+                f"the rows of the style {style.text!r} of {name} are not the {size} that it has; give every row to a "
+                "rank."
             )
 
     def _size(self, name: str) -> int:

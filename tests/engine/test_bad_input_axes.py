@@ -233,7 +233,9 @@ def does_not_fit(example: bool) -> str:
     """Body of a rank: a size that the model does not have, found where the model is first seen to run."""
 
     def build_and_train() -> None:
-        model = engine.initialize(decoder(), BASE | {"parallel": {"tensor": 3}}, loss_sum, batch(2) if example else None)
+        model = engine.initialize(
+            decoder(), BASE | {"parallel": {"tensor": 3}}, loss_sum, batch(2) if example else None
+        )
         model.train_batch(batch())
 
     return message(build_and_train)

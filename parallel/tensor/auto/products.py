@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from engine.parallel.tensor.auto.attention import multi_head_attention
+from engine.parallel.tensor.views.attention import multi_head_in_steps
 
 _LEAK = 0.3
 
@@ -70,7 +70,7 @@ class Products(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.multi_head_attention_forward:
             with self:
-                return multi_head_attention(*args, **kwargs)
+                return multi_head_in_steps(*args, **kwargs)
         if func in _BY_FUNCTION and self._note(_BY_FUNCTION[func], args, kwargs):
             return func(*args, **kwargs).detach()
         if func in _RELUS:

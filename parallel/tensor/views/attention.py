@@ -83,7 +83,14 @@ _MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
 
 
 def multi_head(views: "Views", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """``F.multi_head_attention_forward``: inputs [length, batch, width], or without batch; one q, k, v weight or three.
+    """``F.multi_head_attention_forward``."""
+    return multi_head_in_steps(*args, **kwargs)
+
+
+def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
+    """``F.multi_head_attention_forward`` in functions that a mode or a view can follow.
+
+    Inputs [length, batch, width], or without batch; one q, k, v weight or three.
 
     Raises:
         NoRuleError: keys and values have biases, or are given.

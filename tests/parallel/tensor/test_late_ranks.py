@@ -10,6 +10,7 @@ from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.install import install
 from engine.parallel.tensor.plan import find_tensor_plan
 from tests.parallel.tensor.models import build, tokens
+from tests.parallel.tensor.plans import written_plan
 from tests.parallel.tensor.sharded import open_comm
 from tests.parallel.tensor.test_late import EVERYWHERE, cut, given, note
 from tests.parallel.tensor.test_layers_ranks import make
@@ -26,7 +27,7 @@ def gradients(name: str, overlapped: bool, dtype: torch.dtype) -> tuple[dict[str
     if overlapped:
         axis.overlap = EVERYWHERE
     model: nn.Module = build(name).to(dtype)
-    install(model, find_tensor_plan(model, "auto", axis.size), axis)
+    install(model, find_tensor_plan(model, written_plan(model), axis.size), axis)
     ids = tokens()
     for _ in range(2):
         output = model(ids) if "decoder" in name else model(input_ids=ids).logits
@@ -73,7 +74,7 @@ def order_at_the_head() -> list[str]:
     axis = TensorAxis(comm)
     axis.overlap = EVERYWHERE
     model = build("decoder")
-    install(model, find_tensor_plan(model, "auto", axis.size), axis)
+    install(model, find_tensor_plan(model, written_plan(model), axis.size), axis)
     loss = nn.functional.cross_entropy(model(tokens()).flatten(0, 1), tokens().flatten())
     events = note(axis, model)
     torch.autograd.backward(loss)
