@@ -1,10 +1,12 @@
 """A residual stream that is cut along the sequence, through two blocks and what stands around them."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from tests.parallel.tensor.views.rig import Given, compare, normal
@@ -69,6 +71,31 @@ def test_two_blocks(ranks: int) -> None:
     stream = [call for call in found[0].called if call.label in ("row outputs", "column inputs")]
     assert ops.count("reduce_scatter") == 4 + 3  # sums forward; gradients of cut inputs backward
     assert all(T in call.shape or T // ranks in call.shape for call in stream)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_encoder_layer_of_torch(ranks: int, norm_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(
+        C, HEADS, HIDDEN, dropout=0.0, batch_first=True, norm_first=norm_first, dtype=torch.float64
+    )
+    rows = {"self_attn.out_proj.weight", "linear2.weight"}
+    columns = {"linear1.weight": "blocks", "linear1.bias": "blocks"}
+    columns |= {f"self_attn.in_proj_{name}": "thirds" for name in ("weight", "bias")}
+
+    def program(x: Tensor, **parameters: Tensor) -> Any:
+        x = functional_call(
+            deepcopy(layer), parameters, (x,), {"src_key_padding_mask": (torch.arange(T) > 5).expand(B, T)}
+        )
+        return functional_call(deepcopy(layer), parameters, (x,))
+
+    tensors = {"x": Given(normal(B, T, C), {1: "blocks"})}
+    for name, parameter in layer.named_parameters():
+        cut = {1: "blocks"} if name in rows else {0: columns[name]} if name in columns else None
+        tensors[name] = Given(parameter.detach() + 0.1 * normal(*parameter.shape), cut, True)
+    found = compare(program, tensors, ranks, sequence=True)
+    assert not found[0].gathers and found[0].sets == [tensors["x"].sets(ranks)]
+    assert found[0].partial == {name for name, one in tensors.items() if one.cut is None}
 
 
 def test_positions_that_are_picked_out_of_the_stream() -> None:
