@@ -7,6 +7,7 @@ x.type_as(y)      y gives a dtype and nothing else
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from engine.errors import EngineError
@@ -52,7 +53,11 @@ def in_place(views: "Views", func: Function, target: Any, *args: Any, **kwargs: 
     if type(target) is not View:
         raise NoRuleError("a plain tensor is written")
     check_memory(target, name_of(func))
-    others = [_fit(views, tensor, target.sets, name_of(func)) for tensor in _tensors(args, kwargs)]
+    tensors = _tensors(args, kwargs)
+    for tensor in tensors:
+        if torch.broadcast_shapes(tensor.shape, target.full) != target.full:  # type: ignore[no-untyped-call]
+            raise NoRuleError("more than is written")
+    others = [_fit(views, tensor, target.sets, name_of(func)) for tensor in tensors]
     out = _call(func, (target, *args), kwargs, [target.local, *others])
     if out is target.local:
         follow_grad(target)
@@ -97,8 +102,6 @@ def _alike(first: Any, other: Any) -> bool:
 
 
 def _fit(views: "Views", tensor: Tensor, sets: Sets, name: str) -> Tensor:
-    if tensor.ndim > len(sets):
-        raise NoRuleError("more dims than are written")
     try:
         return part(views, tensor, sets)
     except NoRuleError:
