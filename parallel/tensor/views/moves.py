@@ -5,6 +5,7 @@
     whole   View -> View, uncut       all-gather                     reduce-scatter
     add     parts of a sum -> plain   all-reduce                     identity
             ... cut along the rows    reduce-scatter                 all-gather
+    cut     plain -> View             own slice of the rows          all-gather
 
 Where the ranks do not hold equally many, or some elements lie on several ranks, parts are laid into zeros, each element
 by the first of its holders, and summed.
@@ -46,14 +47,14 @@ def full(view: View, reason: str) -> Tensor:
     """Everything everywhere, as a plain tensor; ``reason`` is noted."""
     views = view.views
     views.note_gather(reason)
-    cut = [dim for dim, index in enumerate(view.sets) if index is not None]
-    if not cut:
+    dims = [dim for dim, index in enumerate(view.sets) if index is not None]
+    if not dims:
         owner: Tensor = _Owner.apply(view.local, views.axis.index == 0)  # type: ignore[no-untyped-call]
         return owner
-    index = view.sets[cut[0]]
-    if len(cut) == 1 and index is not None and index.even:
+    index = view.sets[dims[0]]
+    if len(dims) == 1 and index is not None and index.even:
         as_bytes = view.local.view(torch.uint8) if view.local.dtype is torch.bool else view.local
-        joined = in_order(views, gather_whole(as_bytes, views.axis, cut[0]), cut[0], index)
+        joined = in_order(views, gather_whole(as_bytes, views.axis, dims[0]), dims[0], index)
         return joined.view(view.local.dtype) if joined.dtype != view.local.dtype else joined
     return _sum_of_owned(view)
 
@@ -61,16 +62,16 @@ def full(view: View, reason: str) -> Tensor:
 def whole(view: View, owned: bool = False) -> View:
     """The same with all on every rank; gradients are summed over the ranks. Once for all uses of the part."""
     views, local = view.views, view.local
-    cut = [dim for dim, index in enumerate(view.sets) if index is not None]
-    index = view.sets[cut[0]] if len(cut) == 1 else None
+    dims = [dim for dim, index in enumerate(view.sets) if index is not None]
+    index = view.sets[dims[0]] if len(dims) == 1 else None
 
     def gather(passed: Any) -> Tensor:
         if index is not None and index.even:
-            joined = gather_to(local, views.axis, cut[0], COLUMN_INPUTS, passed=passed)
-            return in_order(views, joined, cut[0], index)
+            joined = gather_to(local, views.axis, dims[0], COLUMN_INPUTS, passed=passed)
+            return in_order(views, joined, dims[0], index)
         return copy_to(_sum_of_owned(view), views.axis, passed=passed)
 
-    joined = views.entered((id(local), view.sets), local, gather) if cut else local
+    joined = views.entered((id(local), view.sets), local, gather) if dims else local
     made = View(joined, view.full, (None,) * view.ndim, views)
     made.folded = view.folded
     return made
@@ -125,9 +126,21 @@ def add_rows(
     return unfolded
 
 
+def cut(views: "Views", plain: Tensor) -> View:
+    """A stream that is plain, cut along its rows from here on, as :func:`add_rows` leaves it.
+
+    Layers that are called more than once so never see both, a plain stream and a cut one: of the gradient of their
+    parameters, one would be whole and the other a part.
+
+    Raises:
+        EngineError: the ranks cannot share the rows equally.
+    """
+    return _cut_rows(views, slice_of(plain, views.axis, -2, COLUMN_INPUTS), tuple(plain.shape))
+
+
 def _cut_rows(views: "Views", local: Tensor, shape: tuple[int, ...]) -> View:
     ranks = views.axis.size
-    index = views.find(("blocks", shape[-2]), lambda: Index.even_blocks(shape[-2], ranks))
+    index = views.find(("blocks", shape[-2]), lambda: Index.even_blocks(shape[-2], ranks)) if ranks > 1 else None
     return View(local, shape, (*(None,) * (len(shape) - 2), index, None), views)
 
 
