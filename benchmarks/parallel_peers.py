@@ -56,27 +56,27 @@ class DTensorPeer(_OneDataRank):
 def _edges() -> dict[str, ParallelStyle]:
     return {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        "positions": _Replicated(),
-        "norm": _Replicated(),
+        "positions": Replicated(),
+        "norm": Replicated(),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
 
 
 def _block() -> dict[str, ParallelStyle]:
     return {
-        "norm1": _Replicated(),
+        "norm1": Replicated(),
         "attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
         "attention.query": ColwiseParallel(),
         "attention.key": ColwiseParallel(),
         "attention.value": ColwiseParallel(),
         "attention.output": RowwiseParallel(),
-        "norm2": _Replicated(),
+        "norm2": Replicated(),
         "up": ColwiseParallel(),
         "down": RowwiseParallel(),
     }
 
 
-class _Replicated(ParallelStyle):
+class Replicated(ParallelStyle):
     """Whole on every rank, yet a DTensor: clipping cannot mix plain and distributed gradients."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import models
+from benchmarks.models import Name
 from engine.decoder import Decoder, DecoderConfig
 
 BETAS = (0.9, 0.95)
@@ -48,6 +50,8 @@ class Workload:
     optimizer_kernel: Literal["fused", "default"] = "fused"
     """Which AdamW of torch the peers run."""
     seed: int = 1234
+    model: Name | None = None
+    """One of ``benchmarks.models`` of the decoder's sizes; None is the decoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,10 @@ def make_trainer(mode: Mode, workload: Workload) -> Trainer:
 
     What only one kind needs is imported here, so that other modes do not pay for it at their start.
     """
+    if mode.kind == "dtensor" and workload.model is not None:
+        from benchmarks import tensor_peers
+
+        return (tensor_peers.LlamaPeer if workload.model == "llama" else tensor_peers.FusedPeer)(mode, workload)
     if mode.kind in ("dtensor", "pipelining"):
         from benchmarks import parallel_peers
 
@@ -139,9 +147,10 @@ def make_rows(mode: Mode, workload: Workload, step: int, rank: int) -> Tensor:
     return rows.chunk(mode.data_ranks)[rank % mode.data_ranks]
 
 
-def make_model(workload: Workload) -> Decoder:
+def make_model(workload: Workload) -> Any:
+    """The decoder, or what takes its place: from tokens [B, L] to logits [B, L, V]."""
     torch.manual_seed(workload.seed)
-    return Decoder(workload.decoder)
+    return Decoder(workload.decoder) if workload.model is None else models.make(workload.model, workload.decoder)
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:

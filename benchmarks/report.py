@@ -94,14 +94,14 @@ def loss_spread(rounds: Rounds) -> float:
     return max(losses) - min(losses)
 
 
-def wrong_losses(rounds: Rounds, baseline: Sequence[str]) -> dict[str, float]:
+def wrong_losses(rounds: Rounds, baseline: Sequence[str], tolerance: float = LOSS_TOLERANCE) -> dict[str, float]:
     """How far from ``baseline`` those modes are that train something else, at worst, in nats."""
     apart: dict[str, float] = {}
     for samples in rounds:
         right = mean(sample.loss for sample in samples if sample.mode in baseline)
         for sample in samples:
             apart[sample.mode] = max(apart.get(sample.mode, 0.0), abs(sample.loss - right))
-    return {mode: distance for mode, distance in apart.items() if not distance <= LOSS_TOLERANCE}  # also not a number
+    return {mode: distance for mode, distance in apart.items() if not distance <= tolerance}  # also not a number
 
 
 def medians(rounds: Rounds) -> list[Sample]:

@@ -2,12 +2,16 @@
 
 All that Python or torch's C++ asks of a process group passes torch's dispatcher as an operation of the namespace
 ``c10d`` or ``_c10d_functional``, where it is seen with its tensors: DDP's buckets, FSDP2's hooks, DeepSpeed, Trine.
+What Trine's tensor ranks do through memory that they share is seen at its calls, and counts as if it were sent.
 """
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -39,6 +43,32 @@ class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         super().__init__()  # type: ignore[no-untyped-call]
         self.sent = 0
         self.calls = 0
+        self._watched = ExitStack()
+
+    def __enter__(self) -> Self:
+        module = sys.modules.get("engine.parallel.shared_memory")  # whoever has not imported it does not use it
+        owner: Any = getattr(module, "SharedMemory", None)
+        for name in ("all_reduce", "all_gather", "reduce_scatter") if owner else ():
+            seen = self._seen(name, getattr(owner, name))
+            self._watched.enter_context(patch.object(owner, name, seen))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._watched.close()
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def _seen(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(shared: Any, *args: Any) -> Any:
+            operation = {"all_gather": "_allgather_base_", "reduce_scatter": "reduce_scatter_"}.get(name, name)
+            self._count(operation, max(_bytes(given) for given in args), shared.ranks)
+            return real(shared, *args)
+
+        return call
+
+    def _count(self, operation: str, payload: int, ranks: int) -> None:
+        self.sent += ring_bytes(operation, payload, ranks)
+        self.calls += ranks > 1
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -52,8 +82,7 @@ class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
             # The undivided tensor is the largest of what goes in and comes out: the output of an all-gather, the
             # input of a reduce-scatter; an operation in place has it as its only tensor.
             payload = max(_bytes(given) for given in (*args, *(kwargs or {}).values(), result))
-            self.sent += ring_bytes(name, payload, ranks)
-            self.calls += ranks > 1
+            self._count(name, payload, ranks)
         return result
 
 

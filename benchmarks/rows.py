@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, get_args
 
+from benchmarks.models import Name
 from benchmarks.peers import Kind, Mode, Schedule
 from benchmarks.report import (
     ACTIVATIONS,
     CALLS,
     END,
     LIVE,
+    LOSS_TOLERANCE,
     RESIDENT,
     SENT,
     STATE,
@@ -41,8 +43,16 @@ PIPELINING_LIMIT = 1.0
 ZERO_LIMITS: Mapping[int, float] = MappingProxyType({1: 1.02, 2: 1.02, 3: 1.15})
 """By stage, against DDP."""
 
+TENSOR_LIMITS: Mapping[Name, float] = MappingProxyType({"llama": 1.25, "fused": 1.4})
+"""Of two ranks against one process."""
+TENSOR_PEER_LIMIT = 0.6
+"""Of four ranks against DTensor's."""
+TENSOR_LOSS_TOLERANCE = 5e-6
+"""A millionth of a loss, which is above 5 in all steps that are taken."""
+
 STEP_COLUMNS = (*SENT, LIVE, RESIDENT, *END)
 PIPELINE_COLUMNS = (SENT[0], CALLS, ACTIVATIONS, STEP_PEAK, *END)
+TENSOR_COLUMNS = (SENT[0], CALLS, STEP_PEAK, *END)
 ZERO_COLUMNS = (*SENT, CALLS, STATE, LIVE, STEP_PEAK, *END)
 
 
@@ -54,6 +64,8 @@ class Lineup:
     comparisons: tuple[Comparison, ...]
     baseline: Baseline
     columns: tuple[Column, ...] = STEP_COLUMNS
+    loss_tolerance: float = LOSS_TOLERANCE
+    """Nats by which the modes may differ after the same number of steps."""
 
     def __add__(self, other: "Lineup") -> "Lineup":
         modes, comparisons = self.modes + other.modes, self.comparisons + other.comparisons
@@ -108,6 +120,22 @@ def make_pipeline_lineup(
     for schedule in schedules:
         lineup += Lineup(*_scheduled(schedule, ranks, microbatches, peers), baseline)
     return lineup
+
+
+def make_tensor_lineup(model: Name, sizes: Sequence[int], accumulation: int = 1) -> Lineup:
+    """One process, then Trine and DTensor on every number of ranks of ``sizes``."""
+    modes = [Mode(ONE, "plain", 1, accumulation)]
+    comparisons = []
+    for ranks in sizes:
+        trine, peer = f"Trine tp{ranks}", f"torch DTensor tp{ranks}"
+        modes.append(Mode(trine, "trine", ranks, accumulation, axis="tensor"))
+        modes.append(Mode(peer, "dtensor", ranks, accumulation, axis="tensor"))
+        comparisons += [
+            Comparison(trine, ONE, limit=TENSOR_LIMITS[model] if ranks == 2 else None),
+            Comparison(trine, peer, limit=TENSOR_PEER_LIMIT if ranks == 4 else None),
+        ]
+    baseline = Baseline("x one", (ONE,))
+    return Lineup(tuple(modes), tuple(comparisons), baseline, TENSOR_COLUMNS, TENSOR_LOSS_TOLERANCE)
 
 
 def _scheduled(schedule: Schedule, ranks: int, microbatches: int, peers: Sequence[PipelinePeer]) -> Rows:

@@ -28,7 +28,6 @@ import torch
 from benchmarks.peers import Mode, Workload
 from benchmarks.report import (
     LOSS_STEP,
-    LOSS_TOLERANCE,
     Rounds,
     Sample,
     as_json,
@@ -105,9 +104,10 @@ def _sample(team: Team, blocks: Sequence[Block], loss: float) -> Sample:
 def conclude(rounds: Rounds, lineup: Lineup) -> tuple[str, dict[str, Any], bool]:
     """(text for people, the same for programs, whether all is well)."""
     verdicts = [judge(rounds, asked) for asked in lineup.comparisons]
-    apart, wrong = loss_spread(rounds), wrong_losses(rounds, lineup.baseline.modes)
-    agree = apart <= LOSS_TOLERANCE and not wrong
-    losses = f"losses of all modes and rounds within {apart:.1e}; limit {LOSS_TOLERANCE:.0e} -> "
+    limit = lineup.loss_tolerance
+    apart, wrong = loss_spread(rounds), wrong_losses(rounds, lineup.baseline.modes, limit)
+    agree = apart <= limit and not wrong
+    losses = f"losses of all modes and rounds within {apart:.1e}; limit {limit:.0e} -> "
     lines = [table(rounds, lineup.baseline, lineup.columns), "", *map(str, verdicts)]
     lines.append(losses + ("pass" if agree else "FAIL"))
     lines += [f"WRONG: the loss of {mode} is off by {distance:.1e}" for mode, distance in wrong.items()]

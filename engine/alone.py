@@ -23,6 +23,8 @@ from engine.parallel.pipeline.checkpoints import open_checkpoints
 from engine.parallel.pipeline.timeline import Arguments, Call, Sample
 from engine.parallel.pipeline.weights import Leftover, WaitingWeights
 from engine.precision import Precision
+from engine.recompute import recomputed_in_part
+from engine.selective import Kept, Selective
 
 _STD = 0.02
 _PLAIN = bool | int | float | str | None
@@ -48,19 +50,30 @@ class Bytes(NamedTuple):
 
 
 class Alone:
-    """A copy of unit ``name``, ready to run with what its calls are given.
+    """A copy of unit ``name``, ready to run with what its calls are given; by ``selective``, if it is recomputed so.
 
     Raises:
         PlanError: a closure over the model runs in place of the forward of one of its modules.
     """
 
-    def __init__(self, model: nn.Module, name: str, precision: Precision, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        precision: Precision,
+        device: torch.device,
+        selective: Selective | None = None,
+    ) -> None:
         self._device = device
         self._module = copy_unit(model, name, precision, device)
         self._waiting = WaitingWeights(self._module)
         islands = [path for path in precision.kept.modules if path == name or path.startswith(f"{name}.")]
         self._islands = Islands(self._module, [path[len(name) + 1 :] for path in islands], precision.compute)
         self._weights = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        self._started: list[Kept] = []
+        if selective is not None:
+            forward = recomputed_in_part(self._module, selective, self._started)
+            object.__setattr__(self._module, "forward", forward)
 
     def time(self, arguments: Arguments) -> Seconds:
         """Run forward and backward once."""
@@ -82,25 +95,29 @@ class Alone:
                 sizes[storage.data_ptr()] = storage.nbytes()
             return saved
 
-        seconds, left = self._run(given, saved_tensors_hooks(pack, lambda saved: saved))
-        return seconds, Bytes(sum(sizes.values()), left)
+        seconds, kept, left = self._run(given, saved_tensors_hooks(pack, lambda saved: saved))
+        return seconds, Bytes(sum(sizes.values()) + kept, left)
 
-    def _run(self, given: "_Given", around_forward: AbstractContextManager[Any]) -> tuple[Seconds, int]:
+    def _run(self, given: "_Given", around_forward: AbstractContextManager[Any]) -> tuple[Seconds, int, int]:
+        """Its seconds, what selective recomputation keeps, what waits."""
         waits = Leftover()
         with torch.enable_grad(), open_checkpoints(recompute=True):
             begun = self._now()
             with around_forward:
                 output = self._module.forward(*given.args, **given.kwargs)
             forward = self._now() - begun
+            kept = sum(outputs.bytes for outputs in self._started)
+            self._started.clear()
             inputs = self._backward(output, given, waits)
             left, begun = waits.bytes, self._now()
             waits.compute(lambda name, gradient: None)
-        return Seconds(forward, inputs, self._now() - begun), left
+        return Seconds(forward, inputs, self._now() - begun), kept, left
 
     def close(self) -> None:
         """Let the copy go: its modules and what was put on them name each other."""
         self._islands.remove()
         self._waiting.remove()
+        vars(self._module).pop("forward", None)
 
     def _backward(self, output: Any, given: "_Given", waits: Leftover) -> float:
         roots = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]

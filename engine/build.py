@@ -35,7 +35,7 @@ from engine.plan import Plan, build_plan, check_settings, stages_wanted
 from engine.precision import make_precision, place_rest
 from engine.program import Program
 from engine.randomness import Streams, keyed
-from engine.recompute import Recomputation
+from engine.recompute import Recomputation, find_operators, recomputed_blocks
 from engine.sight import Wish, needs_example
 from engine.work import Bench, Sights
 from engine.zero.gather import Gathering
@@ -117,6 +117,8 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
             "leave it out."
         )
     _check_master(config.bf16, request)
+    find_operators(config.activation_checkpointing)
+    recomputed_blocks(model, config.activation_checkpointing)
     check_sinks(config.monitor)
     if config.optimizer is None and request.optimizer is None:
         raise ConfigError("optimizer: null, and none was given in code; name one, or pass optimizer=... in code.")
@@ -180,7 +182,7 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     waiting = WaitingWeights(model) if plan.schedule.splits else None
     islands = Islands(model, plan.precision.kept.modules, plan.precision.compute)
     streams = Streams(model, device)
-    recomputation = Recomputation(model, config.activation_checkpointing.mode)
+    recomputation = Recomputation(model, config.activation_checkpointing, axis)
     gathering, released = _gather(model, plan, comm, (*buckets, *frozen))
     stage = Stage(model, device) if plan.cut is not None else None
     bench = Bench(program, streams, Sights(plan, program, axis, example), stage, reducer, gathering, waiting)
@@ -267,12 +269,11 @@ def _gather(
 
 def _refuse_unbuilt(config: Config) -> None:
     """Refuse, all at once, what the configuration can say and this version cannot do."""
-    zero, recompute = config.zero_optimization, config.activation_checkpointing
+    zero = config.zero_optimization
     missing = {
         f"zero_optimization.offload_optimizer.device {zero.offload_optimizer.device!r}": (
             zero.offload_optimizer.device != "none"
         ),
-        "activation_checkpointing.mode 'selective'": recompute.mode == "selective",
         "kernels 'triton'": config.kernels == "triton",
         "compile true": config.compile,
     }

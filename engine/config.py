@@ -198,10 +198,27 @@ def _check_between(config: Config, problems: Problems) -> None:
         problems.add(
             "optimizer.params.nesterov", f"true needs momentum above 0 and dampening 0, but {given}; give both."
         )
+    _check_recomputation(config.activation_checkpointing, problems)
     automatic = [axis for axis in AXES if getattr(config.parallel, axis) == "auto"]
     if len(automatic) > 1:
         named = " and ".join(automatic)
         problems.add("parallel", f'{named} are "auto" ("auto" is the default of data); give all but one a number.')
+
+
+def _check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
+    extra = [key for key in ("save", "every") if getattr(given, key) is not None]
+    if given.mode != "selective":
+        for key in extra:
+            problems.add(
+                f"activation_checkpointing.{key}",
+                f'given with mode {show(given.mode)}; set the mode to "selective", or leave {key} out.',
+            )
+    elif len(extra) == 2:
+        problems.add(
+            "activation_checkpointing",
+            "save and every are both given; give save to keep operators of all blocks, or every to recompute whole "
+            "blocks.",
+        )
 
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:

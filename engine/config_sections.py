@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from engine.config_reader import Section, Sections, setting, stored
 from engine.config_rules import AnyOf, Choice, Flag, Int, ListOf, Real, Rule, Text, TextMap
+from engine.operator_names import OperatorName
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v", "auto")
 SIZE = Int(low=1)
@@ -318,7 +319,13 @@ class ActivationCheckpointingConfig:
     mode: Literal["none", "full", "selective"] = setting(
         "none", _words("none", "full", "selective", noun="a checkpointing mode")
     )
-    """none: keep all; full: recompute every block; selective: recompute what is cheap."""
+    """none: keep all; full: recompute every block; selective: recompute what ``save`` or ``every`` leaves."""
+    save: tuple[str, ...] | None = setting(None, ListOf(
+        each=OperatorName(noun="an operator"), noun='a list of operators such as ["matmul", "attention", "aten.bmm"]',
+        null=True))  # fmt: skip
+    """Mode selective: operators whose outputs are kept, with sums over tensor ranks; null: matmul, attention."""
+    every: int | None = setting(None, Int(low=1, null=True))
+    """Mode selective: recompute every n-th block in full, and keep the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

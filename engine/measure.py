@@ -32,7 +32,8 @@ from engine.parallel.pipeline.unchanged import unchanged
 from engine.precision import Precision
 from engine.program import Program
 from engine.randomness import keyed
-from engine.recompute import recomputed_blocks
+from engine.recompute import find_operators, recomputed_blocks, selective_blocks
+from engine.selective import Selective
 
 LIMIT_SECONDS = 3.0
 _REPEATS = 5
@@ -104,8 +105,11 @@ def measure_run(program: Program, example: Batch, config: Config, stages: int, d
     """
     material = Material()
     timeline = look(program, example, stages, material=material)
-    found = measure_calls(program.model, timeline, material, program.precision, device)
-    recomputed = tuple(recomputed_blocks(program.model, config.activation_checkpointing.mode))
+    settings = config.activation_checkpointing
+    partly, recomputed = selective_blocks(program.model, settings), tuple(recomputed_blocks(program.model, settings))
+    selective = Selective(find_operators(settings))
+    ways = {call.unit: selective for call in timeline.calls if _lies_in(call.unit, tuple(partly))}
+    found = measure_calls(program.model, timeline, material, (program.precision, device), ways)
     calls = tuple(
         _recomputed(cost, values_bytes(timeline, index)) if _lies_in(call.unit, recomputed) else cost
         for index, (call, cost) in enumerate(zip(timeline.calls, found.calls, strict=True))
@@ -114,13 +118,21 @@ def measure_run(program: Program, example: Batch, config: Config, stages: int, d
 
 
 def measure_calls(
-    model: nn.Module, timeline: Timeline, material: Material, precision: Precision, device: torch.device
+    model: nn.Module,
+    timeline: Timeline,
+    material: Material,
+    run: tuple[Precision, torch.device],
+    ways: Mapping[str, Selective] = MappingProxyType({}),
 ) -> Costs:
-    """Measure the calls of ``timeline``, with ``material`` from the same probe; without recomputation."""
+    """Measure the calls of ``timeline``, with ``material`` from the same probe, as they run in ``run``.
+
+    ``ways``: the units that are recomputed selectively; no other is recomputed.
+    """
+    _, device = run
     units = tuple(call.unit for call in timeline.calls)
     begun = perf_counter()
     with unchanged(nn.Module(), device), keyed(device, 0):
-        measuring = _Measuring(model, timeline, precision, device)
+        measuring = _Measuring(model, timeline, run, ways)
         measuring.run(material.arguments)
     calls = _completed(timeline, measuring.measured)
     notes = _notes(measuring.failed, measuring.kinds, f"{device} in {perf_counter() - begun:.1f} s")
@@ -137,12 +149,18 @@ def measure_calls(
 class _Measuring:
     """The groups of alike calls, one after the other."""
 
-    def __init__(self, model: nn.Module, timeline: Timeline, precision: Precision, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        timeline: Timeline,
+        run: tuple[Precision, torch.device],
+        ways: Mapping[str, Selective],
+    ) -> None:
         self.measured: dict[int, CallCost] = {}
         self.failed: dict[str, str] = {}
         """By unit: why it was not measured."""
         self.kinds = 0
-        self._model, self._timeline, self._precision, self._device = model, timeline, precision, device
+        self._model, self._timeline, self._run, self._ways = model, timeline, run, ways
 
     def run(self, given: Sequence[Arguments]) -> None:
         """Measure as many as the time allows."""
@@ -167,7 +185,7 @@ class _Measuring:
             raise PlanError(f"{LIMIT_SECONDS:g} s were over")
         if reads_elsewhere(self._model, call, given):
             raise PlanError("it reads what is not its own")
-        with closing(Alone(self._model, call.unit, self._precision, self._device)) as alone:
+        with closing(Alone(self._model, call.unit, *self._run, self._ways.get(call.unit))) as alone:
             return _measure(alone, given, seconds)
 
 

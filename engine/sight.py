@@ -25,7 +25,7 @@ from engine.parallel.tensor.plan import find_tensor_plan
 from engine.parallel.traffic import Tally
 from engine.program import Program
 from engine.recompute import recomputed_blocks
-from engine.tensor_search import find_plan
+from engine.tensor_search import check_plan, find_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,14 @@ def see(config: Config, wish: Wish, stages: int) -> Sight:
     """
     if not needs_example(config):
         return _order_of_calls(config, wish)
-    model, tensor = wish.program.model, _tensor_plan(config, wish)
-    watch = None
-    if tensor is not None:
-        watch = Watch(model, tensor, recomputed_blocks(model, config.activation_checkpointing.mode), config.tp)
+    tensor = _tensor_plan(config, wish)
+    watch = _watch(config, wish, tensor) if tensor else None
     try:
         timeline = look(wish.program, wish.example, stages, watch)
+        if tensor and watch and watch.used_both_ways:
+            tensor = replace(tensor, equal=watch.used_both_ways)
+            watch = _watch(config, wish, tensor)
+            timeline = look(wish.program, wish.example, stages, watch)
     except PlanError as problem:
         if config.pp > 1 or (tensor is not None and tensor.follows_activations):
             raise
@@ -85,6 +87,11 @@ def see(config: Config, wish: Wish, stages: int) -> Sight:
     gathers = find_logit_use(tensor, timeline, config.tp).gathers
     notes = (*notes, *(f"{where} needs all logits: they are gathered over tp" for where in gathers))
     return Sight(timeline, cut, _traffic(config, tensor, timeline, cut, watch), notes, decision, tensor)
+
+
+def _watch(config: Config, wish: Wish, tensor: TensorPlan) -> Watch:
+    model = wish.program.model
+    return Watch(model, tensor, recomputed_blocks(model, config.activation_checkpointing), config.tp)
 
 
 def _traffic(config: Config, tensor: TensorPlan, timeline: Timeline, cut: Cut | None, watch: Watch) -> dict[int, Tally]:
@@ -133,9 +140,13 @@ def _check_reads(watch: Watch | None) -> None:
 
 
 def _tensor_plan(config: Config, wish: Wish) -> TensorPlan | None:
+    """Found, or read from the user's styles and then, if the configuration says so, proven."""
     if config.tp == 1:
         return None
-    setting, sequence = config.parallel.tensor_plan, config.parallel.sequence_parallel
-    if setting == "auto":
-        return find_plan(wish.program, wish.example, config.tp, sequence)
-    return find_tensor_plan(wish.program.model, setting, config.tp, sequence)
+    parallel = config.parallel
+    if parallel.tensor_plan == "auto":
+        return find_plan(wish.program, wish.example, config.tp, parallel.sequence_parallel)
+    plan = find_tensor_plan(wish.program.model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
+    if parallel.verify_plan:
+        check_plan(wish.program, wish.example, plan, config.tp)
+    return plan

@@ -71,6 +71,45 @@ def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False)
     return replace(plan, patterns=patterns, reasons=tuple(search.reasons))
 
 
+def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> None:
+    """Prove a plan that the user has written, block by block; one that does not run alone is left out.
+
+    Raises:
+        PlanError: a block would compute something else; names it, what differs, and its styles.
+    """
+    try:
+        with unchanged(nn.Module(), torch.device("cpu")):
+            units, _ = distinct_units(program, example, tp)
+    except PlanError:  # a model that cannot be followed has no blocks that could be taken out
+        return
+    styles = match_styles(program.model, plan.patterns)
+    for unit in units:
+        inner = {_inside(unit.name, name): style for name, style in styles.items() if _lies_in(unit.name, name)}
+        if not inner:
+            continue
+        try:
+            with exactly():
+                block, givens = alone(program, unit)
+                truth = Truth(block.train(), givens, unit.used)
+        except Exception:  # whatever a unit does that is not in its place
+            continue
+        verdict = truth.prove(cut_model(block, inner, tp, plan.source, plan.sequence), tp)
+        if not verdict.holds:
+            listed = ", ".join(f"{name or unit.name} {style.text!r}" for name, style in inner.items())
+            raise PlanError(
+                f"parallel.tensor_plan is wrong in {unit.name}: {verdict.problem}; correct its styles ({listed}), or "
+                'let them be found with "auto".'
+            )
+
+
+def _lies_in(unit: str, name: str) -> bool:
+    return name == unit or name.startswith(f"{unit}.")
+
+
+def _inside(unit: str, name: str) -> str:
+    return name[len(unit) + 1 :]
+
+
 def distinct_units(program: Program, example: Batch, tp: int) -> tuple[list[Unit], Timeline]:
     """The distinct units of a model that have more than one layer; and the timeline of the example."""
     first = _short(example, ROWS, LENGTH - LENGTH % tp)
@@ -170,8 +209,7 @@ class _Search:
 
     def _whole(self, unit: Unit) -> list[str]:
         """Parameters of the unit that the vocabulary cuts, by name in it."""
-        start = f"{unit.name}."
-        return [f"{name.removeprefix(start)}.weight" for name in self.styles if name.startswith(start)]
+        return [f"{_inside(unit.name, name)}.weight" for name in self.styles if _lies_in(unit.name, name)]
 
     def _groups(self, unit: Unit, patterns: Patterns) -> tuple[Group, ...]:
         groups = patterns.groups(self.tp)

@@ -21,7 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from engine.errors import EngineError, first_line
 from engine.parallel.backend import Backend, Channel, Link, Reduction, Wait
 from engine.parallel.grid import Axis, Grid
+from engine.parallel.shared_memory import SharedMemory, open_shared_memory
 from engine.parallel.traffic import Op, Record, Tally, Traffic, sent_bytes
+from engine.parallel.world import shares_memory
 
 FLIGHT_RECORD_LENGTH = 256
 
@@ -185,6 +187,8 @@ class TorchBackend:
     NCCL runs all messages of one group on one stream, in the order of their issue, and a message waits there for
     its other end. Ranks of a pipeline issue theirs in different orders, so with NCCL (``linked``) every channel has
     a group of its own, in which both ends agree on the order. gloo tells channels apart by tags.
+
+    On CPUs tensor ranks of one host, who communicate most and wait at once, use memory that they share.
     """
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
@@ -197,12 +201,22 @@ class TorchBackend:
         for axis in axes:
             self._groups[axis] = mesh.get_group(axis)
         self._groups["replica"] = self._replica()
+        self._shared = self._share("tp") if device.type == "cpu" and grid.tp > 1 else {}
         atexit.register(self._groups.clear)
 
     def _open(self, groups: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
         """Make all ``groups``, which every rank has to do; the one that has this rank, or None."""
         made = [dist.new_group(list(group)) for group in groups]
         return next((m for m, group in zip(made, groups, strict=True) if self._grid.rank in group), None)
+
+    def _share(self, axis: Axis) -> dict[Axis, SharedMemory]:
+        """What replaces the group of ``axis``, if its ranks run on one host."""
+        group, grid = self._groups[axis], self._grid
+        assert group is not None
+        seconds = group._get_backend(self._device).options._timeout.total_seconds()
+        exchange = partial(_exchange, group)
+        found = open_shared_memory(grid.index(axis), grid.size(axis), shares_memory(), seconds, exchange)
+        return {} if found is None else {axis: found}
 
     def _replica(self) -> dist.ProcessGroup | None:
         grid = self._grid
@@ -285,14 +299,20 @@ class TorchBackend:
         """Let go of the groups. One that outlives the process group aborts the interpreter at its exit."""
         atexit.unregister(self._groups.clear)
         self._groups.clear()
+        for shared in self._shared.values():
+            shared.close()
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
         """Sum ``tensor``, or take the largest values, in place."""
+        if axis in self._shared:
+            return self._shared[axis].all_reduce(tensor, op)
         reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         return _finisher(dist.all_reduce(tensor, reduction, self._groups[axis], async_op=True))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
         """Sum slices; on gloo by exchanging slices and adding them in rank order."""
+        if axis in self._shared:
+            return self._shared[axis].reduce_scatter(shard, full)
         group = self._groups[axis]
         if dist.get_backend(group) == "gloo":
             return _reduce_scatter_by_exchange(shard, full, group)
@@ -300,6 +320,8 @@ class TorchBackend:
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
         """Concatenate shards."""
+        if axis in self._shared:
+            return self._shared[axis].all_gather(full, shard)
         return _all_gather(full, shard, self._groups[axis])
 
 
@@ -314,6 +336,14 @@ _ALL_GATHER = dist.all_gather_single if _RENAMED else dist.all_gather_into_tenso
 
 def _finisher(work: dist.Work | None) -> Wait:
     return work.wait if work is not None else lambda: None
+
+
+def _exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
+    """The bytes of all ranks of a group, by index."""
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    full = own.new_empty(dist.get_world_size(group), len(data))
+    _ALL_GATHER(full.view(-1), own, group=group)
+    return [bytes(row) for row in full.tolist()]
 
 
 def _all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> Wait:

@@ -111,6 +111,11 @@ def timeout_seconds() -> int:
     return _variable("TRINE_TIMEOUT_SECONDS", 600)
 
 
+def shares_memory() -> bool:
+    """Whether ranks of one host may communicate by memory that they share: ``TRINE_SHARED_MEMORY``, 0 for no."""
+    return _variable("TRINE_SHARED_MEMORY", 1) != 0
+
+
 def leave_traceback(main: Callable[[], None]) -> None:
     """Run ``main``; under torchrun, whose summary ends the output of a job that failed, it ends with the traceback."""
     from torch.distributed.elastic.multiprocessing.errors import record  # only who has a main pays for it

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,15 +29,23 @@ class Overlap(NamedTuple):
     bytes: int = 1 << 20
 
 
+class Repeats(Protocol):
+    """Who keeps the sums of a forward that is run again in backward."""
+
+    def all_reduce(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
+        """Sum ``tensor`` in place by ``start``, or from what was kept."""
+
+
 class TensorAxis:
     """Collectives between the tensor ranks of one data rank and stage.
 
     While ``dry`` nothing is communicated: sums leave the local part as it is, gathers repeat it and scatters keep a
     slice, so that all shapes are right. A model is run so when only its shapes are wanted, and what it would have
-    sent is told to ``listener``.
+    sent is told to ``listener``. Sums between the ranks go by ``repeats``, if there is one.
     """
 
     overlap = Overlap()
+    repeats: Repeats | None = None
 
     def __init__(self, comm: Comm) -> None:
         self.index = comm.grid.index("tp")
@@ -81,6 +89,8 @@ class TensorAxis:
         if self.dry or self.size == 1:
             self.expect("all_reduce", label, tensor, backward=False)
             return Pending()
+        if self.repeats is not None:
+            return self.repeats.all_reduce(tensor, lambda: self._all_reduce(tensor, label, op))
         return self._all_reduce(tensor, label, op)
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:

@@ -68,6 +68,13 @@ class Watch:
         """Whole parameters that met cut activations: each rank has a part of their gradient."""
         return frozenset(name for name, p in self._model.named_parameters() if id(p) in self._partial)
 
+    @property
+    def used_both_ways(self) -> frozenset[str]:
+        """Those that met whole activations too, in code that no style speaks of."""
+        both = self._partial & self._reads.plain
+        names = (name for name, p in self._model.named_parameters() if id(p) in both)
+        return frozenset(names) - self._plan.partial
+
     @contextmanager
     def cut(self) -> Iterator[None]:
         """Inside, the model has the shapes that a tensor rank holds."""

@@ -78,6 +78,8 @@ class TensorPlan:
     """Of a plan that was found: what was decided, and why."""
     sequence: bool = False
     """Whether activations between regions are cut along the sequence."""
+    equal: frozenset[str] = frozenset()
+    """Whole parameters that meet cut and whole activations: their gradient is summed at each use of the former."""
 
     @property
     def follows_activations(self) -> bool:

@@ -80,6 +80,7 @@ def _cut(
 ) -> "Installed":
     parameters = dict(model.named_parameters())
     installer = _Installer(model, plan, axis)
+    installer.views.equal.update(parameters[name] for name in plan.equal)
     installer.show(parameters)
     for name, cut in plan.parameters.items():
         installer.set_data(parameters[name], part(name, parameters[name].data, cut))

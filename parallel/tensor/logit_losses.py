@@ -52,6 +52,7 @@ class _Options:
             and self.size_average is None
             and self.reduce is None
             and self.reduction in ("mean", "sum", "none")
+            and 0 <= self.label_smoothing <= 1
         )
 
     def checked_target(self) -> Tensor:

@@ -73,7 +73,7 @@ class _Terms(torch.autograd.Function):
             terms.append((shifted_NW * weight_W).sum(-1))
         parts, sums = _finish(shifted_NW, largest_N, terms, vocabulary, shared, ctx.needs_input_grad[0])
         ctx.save_for_backward(parts.shares, *(place or (None, None)), weight_W)
-        ctx.dtype = logits_NW.dtype
+        ctx.dtype, ctx.shared = logits_NW.dtype, shared
         picked_N = sums[0] if place is not None else None
         return parts.log_sum.clone(), picked_N, sums[-1] if weight_W is not None else None
 
@@ -82,6 +82,8 @@ class _Terms(torch.autograd.Function):
         ctx: Any, log_sum_N: Tensor | None, picked_N: Tensor | None, weighted_N: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
+        if ctx.shared.parts is not None:  # the largest of them, which nobody but a backward needs
+            ctx.shared.parts = ctx.shared.parts._replace(shares=None)
         shares_NW, place_N1, elsewhere_N1, weight_W = ctx.saved_tensors
         grad_NW = torch.zeros_like(shares_NW) if log_sum_N is None else shares_NW * log_sum_N.unsqueeze(-1)
         if picked_N is not None:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from engine.parallel.pipeline.operation import Operation
 from engine.parallel.tensor.cuts import TensorPlan
+from engine.parallel.tensor.views.view import has_views
 
 
 class OutsideReads(TorchFunctionMode):
@@ -25,6 +26,8 @@ class OutsideReads(TorchFunctionMode):
     def __init__(self, model: nn.Module, plan: TensorPlan) -> None:
         super().__init__()
         self.names: dict[str, None] = {}
+        self.plain: set[int] = set()
+        """Ids of the parameters that were read beside plain tensors alone."""
         self._layers = [model.get_submodule(name) for name, cut in plan.layers.items() if cut.kind != "experts"]
         of_layers = {id(p) for layer in self._layers for p in layer.parameters(recurse=False)}
         # others are shown as views, or read by code that was proven to compute with a part
@@ -56,6 +59,8 @@ class OutsideReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = Operation(func, args, kwargs or {})
         if not operation.is_metadata:
+            if not has_views(args, kwargs):
+                self.plain.update(id(tensor) for tensor in operation.tensors if isinstance(tensor, nn.Parameter))
             for tensor in operation.tensors:
                 if id(tensor) in self._cut and not any(id(tensor) in own for own in self._running):
                     self.names[self._cut[id(tensor)]] = None

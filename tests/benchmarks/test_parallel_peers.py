@@ -17,6 +17,9 @@ from benchmarks.ring import RingCounter, ring_bytes
 from benchmarks.rows import make_lineup
 from benchmarks.step import Effort, measure
 from engine.decoder import Decoder, DecoderConfig
+from engine.parallel.backend import Wait
+from engine.parallel.shared_memory import SharedMemory, shared_bytes
+from tests.parallel.threads import neighbours
 
 TINY = Workload(DecoderConfig(layers=2, width=32, heads=2, context=16), sequences=4, clip=0.05)
 ACTIVATIONS = 4 * 16 * 32 * 4
@@ -106,3 +109,18 @@ def counted_in_groups() -> tuple[tuple[int, int], ...]:
         with counter:
             functional_collectives.all_reduce(torch.ones(25), "sum", group).sum()
     return tuple((counter.sent, counter.calls) for counter in counters)
+
+
+def test_what_goes_through_shared_memory_counts_as_if_it_were_sent() -> None:
+    with neighbours(2, shared_bytes(2)) as found, RingCounter() as counter:
+        ranks = [SharedMemory(one) for one in found]
+        calls: list[Callable[[SharedMemory], Wait]] = [
+            lambda one: one.all_reduce(torch.ones(100), "max"),
+            lambda one: one.reduce_scatter(torch.ones(50), torch.ones(100)),
+            lambda one: one.all_gather(torch.ones(100), torch.ones(50)),
+        ]
+        for call in calls:
+            for wait in [call(one) for one in ranks]:
+                wait()
+    assert (counter.sent, counter.calls) == (2 * (400 + 200 + 200), 2 * 3)
+    assert SharedMemory.all_reduce.__name__ == "all_reduce"  # nothing is watched any more

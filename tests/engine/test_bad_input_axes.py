@@ -1,6 +1,6 @@
 """Mistakes around tensor and pipeline parallelism: one sentence each, alike on all ranks, and nothing hangs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import engine
 from engine.decoder import Decoder, DecoderConfig, loss_sum
 from tests import models
+from tests.parallel.tensor.plans import written_plan
 
 RunRanks = Callable[..., list[Any]]
 
@@ -99,10 +100,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 HEADS = "the 4 heads of width 8 of blocks.0.attention"
+WRITTEN = written_plan(decoder())
 WRONG_SIZES: list[tuple[int, dict[str, Any], str]] = [
-    (3, {"tensor": 3}, f"tensor = 3 neither divides nor is a multiple of {HEADS}.query; choose a size that fits the "
-     "whole model: 1, 2, 4."),
-    (8, {"tensor": 8}, f"tensor = 8 does not divide {HEADS}.output; choose a size that fits the whole model: 1, 2, 4."),
+    (3, {"tensor": 3}, "tensor = 3 does not divide the heads or the width between attention.query, attention.key, "
+     "attention.value and attention.output in blocks.0 (32 wide); choose a size that fits: 2, 4, 8, 16, or give"),
+    (3, {"tensor": 3, "tensor_plan": WRITTEN}, f"tensor = 3 neither divides nor is a multiple of {HEADS}.query; choose "
+     "a size that fits the whole model: 1, 2, 4."),
+    (8, {"tensor": 8, "tensor_plan": WRITTEN}, f"tensor = 8 does not divide {HEADS}.output; choose a size that fits "
+     "the whole model: 1, 2, 4."),
     (3, {"pipeline": 3}, "parallel.pipeline cuts the model into 3 stages, but its forward calls only 2 blocks"),
     (2, {"pipeline": 2, "split": ["blocks.7"]},
      "parallel.split: 'blocks.7' is no unit that the forward calls; near names are blocks."),
@@ -112,7 +117,7 @@ WRONG_SIZES: list[tuple[int, dict[str, Any], str]] = [
      "parallel.split: 'blocks.0' does not come after the one before it; name calls in the order"),
     (2, {"pipeline": 2, "split": ["tokens"]}, "parallel.split: 'tokens' is the first call of all; name calls in the"),
     (2, {"tensor": 2, "tensor_plan": {"*.queri": "column", "*.output": "row"}},
-     "the pattern '*.queri' of parallel.tensor_plan names no module; the model has tokens, positions,"),
+     "the pattern '*.queri' of parallel.tensor_plan names no module and no parameter; the model has tokens,"),
 ]  # fmt: skip
 
 
@@ -128,7 +133,6 @@ def test_models_that_cannot_be_cut(alone: Callable[..., str]) -> None:
     assert alone(2, Plain(), {"pipeline": 2}, x).startswith(
         "parallel.pipeline cuts the model into 2 stages, but its forward calls only 0 blocks"
     )
-    assert alone(2, Plain(), {"tensor": 2}, x).startswith("no built-in tensor plan fits Plain (there are: ")
     text = alone(2, Glued("branch"), {"pipeline": 2}, pair())
     assert "reads the content of a tensor on the host (__bool__) between units" in text
 
@@ -206,9 +210,40 @@ def test_a_schedule_of_two_stages_without_a_pipeline(alone: Callable[..., str], 
     )
 
 
-def test_tensor_plans_are_refused_before_the_first_batch_too(alone: Callable[..., str]) -> None:
-    assert alone(3, decoder(), {"tensor": 3}, None, loss_sum).startswith("tensor = 3 neither divides")
-    assert alone(2, Plain(), {"tensor": 2}).startswith("no built-in tensor plan fits Plain")
+WRONG_PLANS: list[tuple[Mapping[str, str], str]] = [
+    (WRITTEN, f"tensor = 3 neither divides nor is a multiple of {HEADS}.query;"),
+    ({"blocks.*.upp": "column"}, "the pattern 'blocks.*.upp' of parallel.tensor_plan names no module and no parameter;"),
+    ({"blocks.*.up": "column", "*.up": "row"}, "blocks.0.up is given two styles, 'column' by 'blocks.*.up' and 'row'"),
+    ({"blocks.*.up": "columm"}, "parallel.tensor_plan has the style 'columm', in which 'columm' is not understood;"),
+    ({"blocks.*.up": "column rows:0-64/64-128", "blocks.*.down": "row"},
+     "the style 'column rows:0-64/64-128' of blocks.0.up lists rows of 2 tensor ranks, but tensor is 3; write the"),
+    ({"blocks.*.up": "column rows:0-64/64-100/0-1", "blocks.*.down": "row"},
+     "the rows of the style 'column rows:0-64/64-100/0-1' of blocks.0.up are not the 128 that it has; give every row"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "start"), WRONG_PLANS)
+def test_tensor_plans_are_refused_before_the_first_batch_too(
+    alone: Callable[..., str], plan: Mapping[str, str], start: str
+) -> None:
+    assert alone(3, decoder(), {"tensor": 3, "tensor_plan": dict(plan)}, None, loss_sum).startswith(start)
+
+
+def does_not_fit(example: bool) -> str:
+    """Body of a rank: a size that the model does not have, found where the model is first seen to run."""
+
+    def build_and_train() -> None:
+        model = engine.initialize(decoder(), BASE | {"parallel": {"tensor": 3}}, loss_sum, batch(2) if example else None)
+        model.train_batch(batch())
+
+    return message(build_and_train)
+
+
+@pytest.mark.parametrize("example", [True, False])
+def test_a_size_that_no_plan_can_be_found_for_is_said_on_all_ranks(run_ranks: RunRanks, example: bool) -> None:
+    (said,) = set(run_ranks(does_not_fit, 3, example))
+    assert said.startswith("tensor = 3 does not divide the heads or the width between attention.query,")
+    assert "choose a size that fits: 2, 4, 8, 16" in said
 
 
 def test_what_is_no_example(alone: Callable[..., str]) -> None:

@@ -238,6 +238,17 @@ def test_recomputed_blocks_keep_their_input_and_run_forward_again() -> None:
     assert kept.calls[1].input_seconds < 0.05 <= again.calls[1].input_seconds
 
 
+def test_blocks_that_are_recomputed_in_part_are_measured_as_they_run() -> None:
+    model, activation = Chain(Block(0.05), Block(0.05)), ROWS * WIDTH * 4
+    costs = measured(model, {"activation_checkpointing": {"mode": "selective"}})
+    assert len(costs.notes) == 1, costs.notes
+    assert [cost.kept_bytes for cost in costs.calls] == [0, 2 * activation, 2 * activation]  # input and product
+    assert costs.calls[1].input_seconds >= 0.05
+    every = measured(model, {"activation_checkpointing": {"mode": "selective", "every": 2}})
+    kept = [cost.kept_bytes for cost in measured(model).calls]
+    assert [cost.kept_bytes for cost in every.calls] == [*kept[:2], activation]
+
+
 class Reads(nn.Module):
     """Reads a parameter of another unit."""
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from engine.errors import GridError
-from engine.parallel.world import read_world
+from engine.parallel.world import read_world, shares_memory
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -105,3 +105,17 @@ def test_a_world_that_cannot_be_joined_is_refused_with_its_address() -> None:
     assert "refused: rank 0 of 1 could not join" in misnamed and "nope0" in misnamed
     assert "interface settings are {'GLOO_SOCKET_IFNAME': 'nope0'}" in misnamed
     assert single == "joined 1"
+
+
+@pytest.mark.parametrize(("given", "shares"), [(None, True), ("1", True), ("0", False)])
+def test_shared_memory_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, given: str | None, shares: bool) -> None:
+    monkeypatch.delenv("TRINE_SHARED_MEMORY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TRINE_SHARED_MEMORY", given)
+    assert shares_memory() is shares
+
+
+def test_a_switch_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINE_SHARED_MEMORY", "off")
+    with pytest.raises(GridError, match=r"TRINE_SHARED_MEMORY='off' is not a number of 0 or more"):
+        shares_memory()

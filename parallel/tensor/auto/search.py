@@ -8,9 +8,14 @@ from torch import nn
 from engine.errors import PlanError, first_line
 from engine.parallel.tensor.auto.groups import Group
 from engine.parallel.tensor.auto.proof import PROOF, Truth, Verdict
-from engine.parallel.tensor.auto.ways import Way, ways
+from engine.parallel.tensor.auto.ways import Number, Way, local, numbers, view, with_numbers
 from engine.parallel.tensor.cutting import cut_model
 from engine.parallel.tensor.styles import parse_style
+
+MOST = 3
+"""Numbers that are changed at once."""
+TRIES = 24
+"""Sets of numbers that are tried for a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +50,45 @@ class Search:
 
     def _decide(self, group: Group, before: Mapping[str, str], tp: int) -> Decided:
         first = ""
-        for way in ways(self.block, group, tp):
-            verdict = self._try({**before, **way.styles}, tp)
+        if (plain := local(self.block, group, tp)) is not None:
+            verdict = self._try(before, plain, tp)
             if verdict.holds:
-                return Decided(group, way, _why(way, first, verdict))
-            first = first or verdict.problem
+                return Decided(group, plain, _why(plain, "", verdict))
+            first = verdict.problem
+            if (found := self._with_numbers(group, before, plain, first, tp)) is not None:
+                return found
+        way = view(self.block, group, tp)
+        verdict = self._try(before, way, tp)
+        if verdict.holds:
+            return Decided(group, way, _why(way, first, verdict))
         size = sum(p.numel() * p.element_size() for n, p in self.block.named_parameters() if n in group.cuts)
-        return Decided(group, Way("replicate", {}), f"no way is right: {first}", size)
+        return Decided(group, Way("replicate", {}), f"no way is right: {first or verdict.problem}", size)
 
-    def _try(self, styles: Mapping[str, str], tp: int) -> Verdict:
+    def _with_numbers(
+        self, group: Group, before: Mapping[str, str], plain: Way, problem: str, tp: int
+    ) -> Decided | None:
+        """Divide a number; where that changes what is wrong, another one beside it, and so on."""
+        all_numbers = numbers(self.block, group, tp)
+        problems: dict[tuple[Number, ...], str] = {(): problem}
+        frontier: list[tuple[Number, ...]] = [()]
+        while frontier:
+            chosen = frontier.pop(0)
+            for number in all_numbers:
+                wider = tuple(sorted({*chosen, number}))
+                if wider in problems or len(problems) > TRIES:
+                    continue
+                way = with_numbers(plain, wider)
+                verdict = self._try(before, way, tp)
+                if verdict.holds:
+                    return Decided(group, way, _why(way, "", verdict))
+                problems[wider] = verdict.problem
+                if verdict.problem != problems[chosen] and len(wider) < MOST:
+                    frontier.append(wider)
+        return None
+
+    def _try(self, before: Mapping[str, str], way: Way, tp: int) -> Verdict:
         try:
-            read = {name: parse_style(text) for name, text in styles.items()}
+            read = {name: parse_style(text) for name, text in {**before, **way.styles}.items()}
             plan = cut_model(self.block, read, tp, "found", self.sequence)
         except PlanError as error:
             return Verdict(first_line(error))

@@ -1,14 +1,12 @@
 """The ways in which the code of a group can run on a part, cheapest first.
 
-    local     plain tensors; linear layers with f and g. Most Hugging Face code says view(..., -1, head_dim)
-    local+    the same, with some of the whole numbers that the code reads divided by the ranks
-    view      the parameters show their whole shape; slower in Python, and right for any arithmetic with widths
+local     plain tensors; linear layers with f and g. Most Hugging Face code says view(..., -1, head_dim)
+local+    the same, with some of the whole numbers that the code reads divided by the ranks
+view      the parameters show their whole shape; slower in Python, and right for any arithmetic with widths
 
-Of the whole numbers at most MOST are changed at once, and at most TRIES sets of them are tried.
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import chain, combinations, islice
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import NamedTuple
 
@@ -21,9 +19,6 @@ from engine.parallel.tensor.product import is_conv1d, is_linear
 from engine.parallel.tensor.ranges import cut_parts, runs_of
 from engine.parallel.tensor.styles import write_rows
 
-MOST = 3
-TRIES = 24
-
 
 class Way(NamedTuple):
     """One way: a style for each module or parameter of the group, by name in the block."""
@@ -34,23 +29,11 @@ class Way(NamedTuple):
     """Attributes that get another value, for the table."""
 
 
-def ways(block: nn.Module, group: Group, tp: int) -> Iterator[Way]:
-    """Ways to run ``group`` on ``tp`` ranks, in the order in which they are to be tried."""
-    local = _local(block, group, tp)
-    if local is not None:
-        yield Way("local", local)
-        numbers = _numbers(block, group, tp)
-        sets = chain.from_iterable(combinations(numbers, count) for count in range(1, MOST + 1))
-        for chosen in islice(sets, TRIES):
-            yield Way("local+", _with_numbers(local, chosen), tuple(f"{n.module}.{n.attribute}" for n in chosen))
-    yield Way("view", _views(block, group, tp))
-
-
 # ------------------------------------------------------------------------------------------------ styles
 
 
-def _local(block: nn.Module, group: Group, tp: int) -> dict[str, str] | None:
-    """Styles for plain tensors; None where code multiplies with a parameter that is not a layer's own."""
+def local(block: nn.Module, group: Group, tp: int) -> Way | None:
+    """Plain tensors; None where code multiplies with a parameter that is not a layer's own."""
     weights = [name for name in (*group.columns, group.row)]
     owners = {_owner(name) for name in weights}
     styles = {name: "partial" for name in group.partial}
@@ -60,7 +43,8 @@ def _local(block: nn.Module, group: Group, tp: int) -> dict[str, str] | None:
             return None
         if any(_owner(name) != owner for name in group.cuts):
             return None
-        return styles | {owner: "experts"} | {name: _cut_style(block, name, c, tp) for name, c in group.cuts.items()}
+        cut = {name: _cut_style(block, name, piece, tp) for name, piece in group.cuts.items()}
+        return Way("local", styles | {owner: "experts"} | cut)
     for name, piece in group.cuts.items():
         module = block.get_submodule(_owner(name))
         if name in weights:
@@ -70,14 +54,15 @@ def _local(block: nn.Module, group: Group, tp: int) -> dict[str, str] | None:
             styles[_owner(name)] = _words(block, _owner(name), kind, piece, tp)
         elif not (_owner(name) in owners and name.endswith("bias")):
             styles[name] = _cut_style(block, name, piece, tp)
-    return styles
+    return Way("local", styles)
 
 
-def _views(block: nn.Module, group: Group, tp: int) -> dict[str, str]:
+def view(block: nn.Module, group: Group, tp: int) -> Way:
+    """All that is cut shows its whole shape."""
     styles = {name: "partial" for name in group.partial}
     for name, cut in group.cuts.items():
         styles[name] = f"{_cut_style(block, name, cut, tp)} view"
-    return styles
+    return Way("view", styles)
 
 
 def _cut_style(block: nn.Module, name: str, cut: ParameterCut, tp: int) -> str:
@@ -119,12 +104,14 @@ def _called(block: nn.Module, layer: str) -> bool:
 # ------------------------------------------------------------------------------------------------ whole numbers
 
 
-class _Number(NamedTuple):
+class Number(NamedTuple):
+    """An attribute of a module of the block, or of its config."""
+
     module: str
     attribute: str
 
 
-def _numbers(block: nn.Module, group: Group, tp: int) -> list[_Number]:
+def numbers(block: nn.Module, group: Group, tp: int) -> list[Number]:
     """Whole numbers of the group's modules that the ranks can share."""
     paths: dict[str, None] = {}
     for name in group.cuts:
@@ -138,9 +125,9 @@ def _numbers(block: nn.Module, group: Group, tp: int) -> list[_Number]:
         read = _names_read(module)
         own = [name for name in vars(module) if _shares(module, name, tp)]
         # functions that are given the module read its numbers too, so those that no method names come last
-        found += [_Number(path, name) for name in sorted(own, key=lambda name: name not in read)]
+        found += [Number(path, name) for name in sorted(own, key=lambda name: name not in read)]
         if "config" in read and hasattr(module, "config"):
-            found += [_Number(path, f"config.{name}") for name in sorted(read) if _shares(module.config, name, tp)]
+            found += [Number(path, f"config.{name}") for name in sorted(read) if _shares(module.config, name, tp)]
     return found
 
 
@@ -156,9 +143,10 @@ def _names_read(module: nn.Module) -> set[str]:
     return {name for f in functions if f.__name__ != "__init__" for name in f.__code__.co_names}
 
 
-def _with_numbers(styles: Mapping[str, str], chosen: tuple[_Number, ...]) -> dict[str, str]:
-    changed = dict(styles)
+def with_numbers(way: Way, chosen: Sequence[Number]) -> Way:
+    """The same with some numbers divided by the ranks."""
+    changed = dict(way.styles)
     for module, attribute in chosen:
         before = changed.get(module)
         changed[module] = f"{before} divide:{attribute}" if before else f"divide:{attribute}"
-    return changed
+    return Way("local+", changed, tuple(f"{n.module}.{n.attribute}".strip(".") for n in chosen))

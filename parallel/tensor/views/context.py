@@ -68,7 +68,7 @@ class Views:
             try:
                 found = make()
             except NoRuleError as problem:
-                found = problem
+                found = NoRuleError(*problem.args)  # a new one: that one knows all frames, and they their tensors
             self._found[key] = found
         if isinstance(found, NoRuleError):
             raise NoRuleError(*found.args)

@@ -1,10 +1,17 @@
 """Dropout: what only this rank holds is dropped by numbers of its own, what all hold alike.
 
+    held once       own numbers, between two seedings
+    held by all     the same numbers everywhere: generators agree
+    held by some    every rank draws the mask of the whole, and takes its part
+
 The same two seedings as in ``region``, around each draw: every number that is drawn in between belongs to a part, and
 afterwards all ranks go on as one.
 """
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+
+from torch.nn import functional
 
 from engine.parallel.tensor.views.elementwise import elementwise
 from engine.parallel.tensor.views.index import NoRuleError, Sets, held_once
@@ -34,14 +41,19 @@ def drop(views: "Views", func: Function, input: Any, how: tuple[float, bool], in
     """Run ``func(input, *how)``.
 
     Raises:
-        NoRuleError: several ranks hold some of it: one mask for all is needed.
+        NoRuleError: several ranks hold some of it, and no mask would do.
     """
     if type(input) is not View:
         raise NoRuleError("no view")
     extra = {} if inplace is None else {"inplace": inplace}
-    if not draws_alone(input.sets, how[0] if how[1] else 0.0):
-        return elementwise(views, func, input, *how, **extra)
-    with views.own_draws(input.device):
+    try:
+        alone = draws_alone(input.sets, how[0] if how[1] else 0.0)
+    except NoRuleError:
+        if func.__name__ != "dropout":
+            raise
+        mask = functional.dropout(input.local.new_ones(input.full), *how)
+        return input.mul_(mask) if inplace else input * mask
+    with views.own_draws(input.device) if alone else nullcontext():
         return elementwise(views, func, input, *how, **extra)
 
 

@@ -1,6 +1,6 @@
 """Functions without a rule: their arguments are made whole on every rank, and the function is noted.
 
-Not those that write into a View, or hand out its memory: they are refused.
+Not those that write into a View, hand out its memory, or watch its gradient: they are refused.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ _SIGNS = frozenset((
 ))  # fmt: skip
 _MEMORY = frozenset((
     "data_ptr", "untyped_storage", "storage", "storage_offset", "_typed_storage", "share_memory_", "set_",
-    "__dlpack__", "as_strided", "register_post_accumulate_grad_hook", "grad",
+    "__dlpack__", "as_strided", "register_hook", "register_post_accumulate_grad_hook", "grad",
 ))  # fmt: skip
 
 
@@ -34,20 +34,20 @@ def gathered(views: "Views", func: Function, *args: Any, **kwargs: Any) -> Any:
     """Run ``func`` on plain tensors.
 
     Raises:
-        EngineError: it would write into a View, or reads its memory.
+        EngineError: it would write into a View, or read its memory.
     """
     name = name_of(func)
     if name in _MEMORY or any(True for _ in views_among(_written(func, name, args, kwargs), {})):
         raise EngineError(
-            f"{name} was called on a tensor {list(next(views_among(args, kwargs)).full)} cut over tensor ranks, where "
-            "it cannot write or read the memory of all; use a function that returns a new tensor, or leave this "
-            "module whole in parallel.tensor_plan."
+            f"{name} was called on a tensor {list(next(views_among(args, kwargs)).full)} that is cut over tensor "
+            "ranks, of which a rank can neither write nor hand out the whole; use a function that returns a new "
+            "tensor, or leave this module whole in parallel.tensor_plan."
         )
     return func(*_plain(args, name), **_plain(kwargs, name))
 
 
 def _written(func: Function, name: str, args: Any, kwargs: Any) -> list[Any]:
-    written = [kwargs.get("out")]
+    written = [kwargs.get("out"), kwargs.get("inputs")]  # the latter of backward: whose .grad is written
     raw = getattr(func, "__name__", "")
     in_place = raw in _SIGNS or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
     if in_place and args:

@@ -26,7 +26,7 @@ def layer_norm(views: "Views", func: Function, input: Any, normalized_shape: Any
     sets = input.sets[-len(dims) :]
     if any(sets):
         mean, spread = moments(_wide(input), dims)
-        return _scaled(input, (_wide(input) - mean) * torch.rsqrt(spread + eps), weight, bias)
+        return _scaled(func, input, (_wide(input) - mean) * torch.rsqrt(spread + eps), weight, bias)
     weight, bias = (None if given is None else part(views, given, sets) for given in (weight, bias))
     return like(input, func(input.local, normalized_shape, weight, bias, eps))
 
@@ -40,7 +40,7 @@ def rms_norm(views: "Views", func: Function, input: Any, normalized_shape: Any, 
         wide: Any = _wide(input)
         square = summed(wide * wide, dims, True) / math.prod(input.full[dim] for dim in dims)
         return _scaled(
-            input, wide * torch.rsqrt(square + (torch.finfo(input.dtype).eps if eps is None else eps)), weight
+            func, input, wide * torch.rsqrt(square + (torch.finfo(input.dtype).eps if eps is None else eps)), weight
         )
     return like(input, func(input.local, normalized_shape, None if weight is None else part(views, weight, sets), eps))
 
@@ -62,7 +62,7 @@ def _wide(view: View) -> View:
     return like(view, view.local.float()) if view.local.dtype in (torch.float16, torch.bfloat16) else view
 
 
-def _scaled(view: View, normal: Any, weight: Tensor | None, bias: Tensor | None = None) -> Any:
+def _scaled(func: Function, view: View, normal: Any, weight: Tensor | None, bias: Tensor | None = None) -> Any:
     normal = normal if weight is None else normal * weight
     normal = normal if bias is None else normal + bias
-    return normal if torch.is_autocast_enabled(view.device.type) else normal.to(view.dtype)
+    return normal.to(func(view.local.detach().new_zeros(1), (1,)).dtype)  # which autocast may choose

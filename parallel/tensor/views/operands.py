@@ -10,6 +10,7 @@ plain, needs none                its piece
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -78,7 +79,7 @@ def copied(views: "Views", plain: Tensor) -> Tensor:
 
 
 def pick(views: "Views", local: Tensor, dim: int, have: Index | None, want: Index | None) -> Tensor:
-    """The piece of ``local`` that belongs to ``want``: a view of it where its indices are neighbours.
+    """The piece of ``local`` that belongs to ``want``: a view of it where its indices are evenly spaced.
 
     Raises:
         NoRuleError: this rank does not hold it.
@@ -86,8 +87,8 @@ def pick(views: "Views", local: Tensor, dim: int, have: Index | None, want: Inde
     place = views.find(("pick", have, want), lambda: _place(have, want, views.axis.index))
     if place is None:
         return local
-    if isinstance(place, tuple):
-        return local.narrow(dim, *place)
+    if isinstance(place, slice):
+        return local[(slice(None),) * dim + (place,)]
     return local.index_select(dim, on_device(views, ("pick", have, want, local.device), place, local.device))
 
 
@@ -100,6 +101,8 @@ def _place(have: Index | None, want: Index | None, rank: int) -> Any:
     places = positions(have, want, rank)
     if places is None:
         return None
-    if len(places) and int(places[-1] - places[0]) == len(places) - 1:
-        return int(places[0]), len(places)
-    return places if len(places) else (0, 0)
+    if len(places) < 2:
+        return slice(int(places[0]), int(places[0]) + 1) if len(places) else slice(0, 0)
+    step = int(places[1] - places[0])
+    evenly = bool((np.diff(places) == step).all())
+    return slice(int(places[0]), int(places[-1]) + 1, step) if evenly else places

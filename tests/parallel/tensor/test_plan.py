@@ -10,10 +10,11 @@ from torch import nn
 
 from engine.errors import ConfigError, PlanError
 from engine.parallel.shards import Range
-from engine.parallel.tensor.cuts import AttributeChange, LayerCut, ParameterCut
+from engine.parallel.tensor.cuts import AttributeChange, LayerCut, ParameterCut, TensorPlan
 from engine.parallel.tensor.plan import find_tensor_plan
 from tests.models import nano
 from tests.parallel.tensor import models
+from tests.parallel.tensor.plans import written_plan
 
 NANO = {
     "*.c_attn": "column:3 head:8", "*.c_proj": "row", "*.fc": "column", "*.proj": "row",
@@ -48,9 +49,14 @@ def in_model(module: nn.Module) -> nn.Module:
 # plans
 
 
+def written(model: nn.Module, tp: int = 2) -> TensorPlan:
+    """The plan that a user writes for ``model``."""
+    return find_tensor_plan(model, written_plan(model), tp)
+
+
 def test_the_plan_of_the_reference_decoder() -> None:
-    plan = find_tensor_plan(models.decoder(tied=True), "auto", 2)
-    assert plan.source == "reference decoder" and not plan.attributes and not plan.partial
+    plan = written(models.decoder(tied=True))
+    assert plan.source == "parallel.tensor_plan" and not plan.attributes and not plan.partial
     assert plan.layers["blocks.1.attention.query"] == LayerCut(
         "blocks.1.attention.query", "column", "blocks.1.attention"
     )
@@ -63,7 +69,7 @@ def test_the_plan_of_the_reference_decoder() -> None:
 
 
 def test_the_plan_of_gpt2_cuts_thirds_along_the_outputs_of_conv1d() -> None:
-    plan = find_tensor_plan(models.gpt2(), "auto", 2)
+    plan = written(models.gpt2(), 2)
     cut = plan.parameters["transformer.h.0.attn.c_attn.weight"]
     assert cut.dim == 1 and plan.parameters["transformer.h.0.attn.c_attn.bias"] == ParameterCut(0, cut.ranges)
     assert [part.holders for part in cut.ranges] == [(0,), (1,)] * 3
@@ -73,14 +79,14 @@ def test_the_plan_of_gpt2_cuts_thirds_along_the_outputs_of_conv1d() -> None:
 
 
 def test_kv_heads_are_shared_where_there_are_fewer_than_ranks() -> None:
-    plan = find_tensor_plan(models.llama(kv_heads=2), "auto", 4)
+    plan = written(models.llama(kv_heads=2), 4)
     cut = plan.parameters["model.layers.0.self_attn.k_proj.weight"]
     assert cut == ParameterCut(0, (Range(0, 8, (0, 1)), Range(8, 16, (2, 3))))
     assert plan.attributes[0] == AttributeChange("model.layers.0.self_attn", "num_key_value_groups", 1)
 
 
 def test_head_norms_are_partial() -> None:
-    plan = find_tensor_plan(models.qwen3(), "auto", 2)
+    plan = written(models.qwen3(), 2)
     assert plan.partial == {
         f"model.layers.{layer}.self_attn.{norm}_norm.weight" for layer in range(2) for norm in ("q", "k")
     }
@@ -88,7 +94,7 @@ def test_head_norms_are_partial() -> None:
 
 def test_a_plan_needs_no_memory() -> None:
     with torch.device("meta"):
-        assert find_tensor_plan(models.gpt2(), "auto", 4).parameters
+        assert written(models.gpt2(), 4).parameters
 
 
 def test_a_plan_from_a_mapping_and_from_a_file(tmp_path: Path) -> None:
@@ -101,7 +107,7 @@ def test_a_plan_from_a_mapping_and_from_a_file(tmp_path: Path) -> None:
 
 
 def test_one_rank_cuts_nothing_but_still_reads_the_patterns() -> None:
-    assert not find_tensor_plan(nano(), "auto", 1).layers
+    assert not find_tensor_plan(nano(), NANO, 1).layers
     assert not find_tensor_plan(Pair(), PAIR, 1).parameters
     assert "names no module" in refusal(Pair(), PAIR | {"upp": "column"}, 1)
 
@@ -110,11 +116,12 @@ def test_one_rank_cuts_nothing_but_still_reads_the_patterns() -> None:
 
 
 def test_sizes_that_do_not_fit_list_those_that_do() -> None:
-    assert refusal(models.llama(kv_heads=2), "auto", 3) == (
+    llama, gpt2 = models.llama(kv_heads=2), models.gpt2()
+    assert refusal(llama, written_plan(llama), 3) == (
         "tensor = 3 neither divides nor is a multiple of the 4 heads of width 8 of model.layers.0.self_attn.q_proj; "
         "choose a size that fits the whole model: 1, 2, 4."
     )
-    assert refusal(models.gpt2(), "auto", 8) == (
+    assert refusal(gpt2, written_plan(gpt2), 8) == (
         "tensor = 8 does not divide the 4 heads of width 8 of transformer.h.0.attn.c_proj; "
         "choose a size that fits the whole model: 1, 2, 4."
     )
@@ -139,11 +146,11 @@ def test_heads_that_do_not_make_up_the_outputs() -> None:
 
 def test_a_pattern_that_names_nothing() -> None:
     assert refusal(models.decoder(), {"blocks.*.attention.querry": "column"}) == (
-        "the pattern 'blocks.*.attention.querry' of parallel.tensor_plan names no module; near names are "
+        "the pattern 'blocks.*.attention.querry' of parallel.tensor_plan names no module and no parameter; near names are "
         "blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.value."
     )
     assert refusal(Pair(), {"zzz": "row"}) == (
-        "the pattern 'zzz' of parallel.tensor_plan names no module; the model has up, down, norm."
+        "the pattern 'zzz' of parallel.tensor_plan names no module and no parameter; the model has up, down, norm."
     )
 
 
@@ -159,16 +166,8 @@ def test_styles_that_are_not_in_the_language(style: str) -> None:
     said = refusal(Pair(), {"up": style})
     assert said.startswith(f"parallel.tensor_plan has the style {style!r}, in which ")
     assert said.endswith(
-        "is not understood; write column, column:3, row (each may be followed by head:64), vocabulary, partial, "
-        "replicate, divide:a,b, ratio:a=q/k or heads:a=q."
-    )
-
-
-def test_a_model_of_no_family() -> None:
-    assert refusal(nano(), "auto") == (
-        "no built-in tensor plan fits Nano (there are: reference decoder, Llama-like, GPT-2-like); set "
-        "parallel.tensor_plan to a mapping of module name patterns to styles, such as "
-        '{"*.query": "column", "*.output": "row"}, or to the path of a JSON file with one.'
+        "is not understood; write column, column+gather, row or cut:0 (each may be followed by fused:3, head:64, "
+        "rows:0-4/4-8 and view), vocabulary, experts, partial, replicate, divide:a,b, set:a=2, ratio:a=q/k or heads:a=q."
     )
 
 
@@ -200,7 +199,9 @@ def test_styles_on_the_wrong_module() -> None:
         '"replicate".'
     )
     assert "no column layer that cuts what it gets" in refusal(Pair(), {"down": "row"})
-    assert refusal(Pair(), PAIR | {"norm": "divide:eps"}).startswith("norm.eps is 1e-05, but divide, ratio and heads")
+    assert refusal(Pair(), PAIR | {"norm": "divide:eps"}).startswith(
+        "norm.eps is 1e-05, but divide, set, ratio and heads"
+    )
     assert refusal(in_model(Pair()), {"*.up": "column", "*.down": "row", "block": "ratio:count=up/down"}) == (
         "the style of block names block.down, which is no column layer of the plan; correct it."
     )
@@ -245,7 +246,7 @@ def test_embeddings_that_need_all_rows() -> None:
 def test_a_norm_over_all_heads_is_not_partial() -> None:
     model = models.qwen3()
     model.model.layers[0].self_attn.q_norm = nn.LayerNorm(32)  # type: ignore[union-attr, index]
-    assert refusal(model, "auto") == (
+    assert refusal(model, written_plan(model)) == (
         "model.layers.0.self_attn.q_norm.weight has the shape (32,), but partial is for norms over one head of width "
         "8: a rank has not all heads; use tensor = 1 or replicate this attention."
     )

@@ -155,7 +155,7 @@ def compare(
     wanted = [out for out in outputs if out.requires_grad]
     roots = [_cotangent(number, out.shape).to(out.dtype) for number, out in enumerate(outputs) if out.requires_grad]
     torch.autograd.backward(wanted, roots)
-    found = simulate(ranks, lambda axis: run_rank(program, given, axis, sequence))
+    found = run(program, given, ranks, sequence)
     for number, whole in enumerate(outputs):
         check_output(whole.detach(), number, found, bound)
     for name, one in given.items():
@@ -163,6 +163,11 @@ def compare(
         expected = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
         check_gradient(name, one, expected, found, bound)
     return found
+
+
+def run(program: Program, given: Mapping[str, Given], ranks: int, sequence: bool = False) -> list[Found]:
+    """On parts only."""
+    return simulate(ranks, lambda axis: run_rank(program, given, axis, sequence))
 
 
 def check_output(whole: Tensor, number: int, found: list[Found], bound: float) -> None:

@@ -1,0 +1,120 @@
+"""What is trained beside the reference decoder: Hugging Face's Llama, and blocks as nanoGPT has them.
+
+All are called with tokens [B, L] and return logits [B, L, V]; all have the sizes of a ``DecoderConfig``. Labels may
+come with the tokens, but the loss is made outside.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.decoder import DecoderConfig
+
+Name = Literal["llama", "fused"]
+TENSOR_MODELS: tuple[Name, ...] = get_args(Name)
+
+
+def make_llama(config: DecoderConfig) -> nn.Module:
+    """``LlamaForCausalLM`` with as many key heads as heads and a perceptron of 11/4 of the width."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Llama(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+        """Asked for logits alone: the loss is that of all rows."""
+
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+            logits: Tensor = super().forward(input_ids=input_ids, use_cache=False).logits
+            return logits
+
+    sizes = LlamaConfig(
+        vocab_size=config.vocabulary,
+        hidden_size=config.width,
+        intermediate_size=config.width * 11 // 4,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.heads,
+        max_position_embeddings=config.context,
+    )
+    return Llama(sizes)
+
+
+def make(name: Name, config: DecoderConfig) -> nn.Module:
+    """The model of this name."""
+    return make_llama(config) if name == "llama" else Fused(config)
+
+
+class FusedBlock(nn.Module):
+    """One product for query, key and value, and the size of a head from that of the input, as in nanoGPT."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.n_head = config.heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, L, C = x.size()
+        q, k, v = self.c_attn(self.ln_1(x)).split(C, dim=2)
+        q, k, v = (part.view(B, L, self.n_head, C // self.n_head).transpose(1, 2) for part in (q, k, v))
+        heads = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(heads.transpose(1, 2).reshape(B, L, C))
+        y: Tensor = x + self.down(functional.gelu(self.up(self.ln_2(x))))
+        return y
+
+
+class SplitAttention(nn.Module):
+    """Attention with three products, for who cannot cut one; the values are those of a ``FusedBlock``."""
+
+    def __init__(self, fused: FusedBlock) -> None:
+        super().__init__()
+        width = fused.c_proj.in_features
+        self.head = width // fused.n_head
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        with torch.no_grad():
+            weights, biases = fused.c_attn.weight.chunk(3), fused.c_attn.bias.chunk(3)
+            for layer, weight, bias in zip((self.query, self.key, self.value), weights, biases, strict=True):
+                layer.weight.copy_(weight)
+                layer.bias.copy_(bias)
+        self.output = fused.c_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, L, _ = x.shape
+        q, k, v = (f(x).view(B, L, -1, self.head).transpose(1, 2) for f in (self.query, self.key, self.value))
+        heads = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = self.output(heads.transpose(1, 2).reshape(B, L, -1))
+        return y
+
+
+class SplitBlock(nn.Module):
+    """A ``FusedBlock`` with ``SplitAttention``."""
+
+    def __init__(self, fused: FusedBlock) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2, self.up, self.down = fused.ln_1, fused.ln_2, fused.up, fused.down
+        self.attention = SplitAttention(fused)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.ln_1(x))
+        y: Tensor = x + self.down(functional.gelu(self.up(self.ln_2(x))))
+        return y
+
+
+class Fused(nn.Module):
+    """nanoGPT's model, but for the tie between embedding and head, which DTensor does not know."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(config.vocabulary, config.width), nn.Embedding(config.context, config.width)
+        self.h = nn.ModuleList(FusedBlock(config) for _ in range(config.layers))
+        self.ln_f = nn.LayerNorm(config.width)
+        self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1], device=input_ids.device))
+        for block in self.h:
+            x = block(x)
+        logits: Tensor = self.lm_head(self.ln_f(x))
+        return logits
