@@ -129,12 +129,16 @@ class Layer(nn.Linear):
 
 
 def gathered_again(axis: TensorAxis, made: nn.ModuleList, whole: Tensor, regather: bool) -> tuple[list[Any], Events]:
-    """Two backwards of a part: its gradient, those of the layers, and what happened in the second."""
+    """A backward of a recomputed part and a plain one: all gradients, and what happened in the second."""
     layers = deepcopy(made)
     part = whole.chunk(axis.size, -2)[axis.index].clone().requires_grad_()
-    for _ in range(2):
-        shared = share(part, Entrance(axis, True, dim=-2, regather=regather), list(layers))
-        y = torch.cat([shared.multiply(layer).sin() for layer in layers])
+    for again in (True, False):
+
+        def run() -> Tensor:
+            shared = share(part, Entrance(axis, True, dim=-2, regather=regather), list(layers))
+            return torch.cat([shared.multiply(layer).sin() for layer in layers])
+
+        y = checkpoint(run, use_reentrant=False) if again else run()
         events = note(axis, layers)
         y.sum().backward()  # type: ignore[no-untyped-call]
     return [part.grad, *(parameter.grad for parameter in layers.parameters())], events.copy()
