@@ -140,7 +140,7 @@ def gathered_again(axis: TensorAxis, made: nn.ModuleList, whole: Tensor, regathe
 
         y = checkpoint(run, use_reentrant=False) if again else run()
         events = note(axis, layers)
-        y.sum().backward()  # type: ignore[no-untyped-call]
+        y.sum().backward()
     return [part.grad, *(parameter.grad for parameter in layers.parameters())], events.copy()
 
 
