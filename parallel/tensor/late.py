@@ -74,7 +74,7 @@ def share(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
     """f, for the plain products ``layers``, which may all be given the copy, or some of them."""
     axis = entrance.axis
     again = _Again(entrance) if entrance.regather and entrance.dim is not None else None
-    if again is None and not _is_worth_it(x, axis) or not _can_travel(x, axis):
+    if (again is None and not _is_worth_it(x, axis)) or not _can_travel(x, axis):
         return Shared(_enter(x, entrance))
     late = [layer for layer in layers if _can_be_late(layer)]
     if again is not None and late:
