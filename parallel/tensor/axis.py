@@ -25,8 +25,8 @@ class Expected(NamedTuple):
 class Repeats(Protocol):
     """Who keeps the sums of a forward that is run again in backward."""
 
-    def all_reduce(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Sum ``tensor`` in place by ``start``, or from what was kept."""
+    def sum(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
+        """Sum ``given``, which is spoiled unless it is ``result``, into that: by ``start``, or from what was kept."""
 
 
 class TensorAxis:
@@ -82,7 +82,7 @@ class TensorAxis:
             self.expect("all_reduce", label, tensor, backward=False)
             return Pending()
         if self.repeats is not None:
-            return self.repeats.all_reduce(tensor, lambda: self._all_reduce(tensor, label, op))
+            return self.repeats.sum(tensor, tensor, lambda: self._all_reduce(tensor, label, op))
         return self._all_reduce(tensor, label, op)
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
@@ -100,6 +100,8 @@ class TensorAxis:
             self.expect("reduce_scatter", label, full, backward=False)
             return full[self.index], Pending()
         part = torch.empty(full.shape[1:], dtype=full.dtype, device=full.device)
+        if self.repeats is not None:
+            return part, self.repeats.sum(full, part, lambda: self._reduce_scatter(part, full, label))
         return part, self._reduce_scatter(part, full, label)
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:

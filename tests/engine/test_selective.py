@@ -167,6 +167,46 @@ def test_a_sum_with_a_bias_is_made_once_and_kept(mode: str, sums: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
 
 
+class Scattered(torch.autograd.Function):
+    """A product that is summed and cut by rows, as under sequence parallelism."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Any) -> Tensor:
+        """[2 n, W] -> [n, W]."""
+        ctx.axis = axis
+        part: Tensor = axis.reduce_scatter(x.view(2, -1, x.shape[-1]), "row outputs")
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Gathered."""
+        return ctx.axis.all_gather(grad.contiguous(), "gradients").flatten(0, 1), None
+
+
+def scattered(axis: Any, keeps: bool) -> tuple[int, Tensor, int]:
+    """Body of a rank."""
+    weight = torch.linspace(-1, 1, 16).cos().view(4, 4).requires_grad_()
+    block = nn.Module()
+    apply: Any = Scattered.apply
+    block.forward = lambda x: apply(x @ weight, axis).tanh().square()
+    config = ActivationCheckpointingConfig(mode="selective", save=("matmul",))
+    started = list[Kept]()
+    forward = recomputed_in_part(block, Selective(find_operators(config), axis), started) if keeps else block.forward
+    y = forward(torch.linspace(0, 1, 24).view(6, 4) * (axis.index + 1))
+    kept = sum(outputs.bytes for outputs in started)
+    torch.autograd.backward(y.sum())
+    assert weight.grad is not None
+    return [call.label for call in axis.called].count("row outputs"), weight.grad, kept
+
+
+def test_a_scattered_sum_is_kept_in_place_of_the_product() -> None:
+    plain = simulate(2, lambda axis: scattered(axis, keeps=False))
+    for (count, gradient, kept), (_, expected, _) in zip(
+        simulate(2, lambda axis: scattered(axis, keeps=True)), plain, strict=True
+    ):
+        assert count == 1 and kept == 3 * 4 * 4 and torch.equal(gradient, expected)
+
+
 def test_the_models_own_switch_goes_first() -> None:
     model: Any = models.llama()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
