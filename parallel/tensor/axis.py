@@ -32,8 +32,8 @@ class Overlap(NamedTuple):
 class Repeats(Protocol):
     """Who keeps what the collectives of a forward gave that is run again in backward."""
 
-    def collective(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Fill ``tensor`` by ``start``, or with what was kept."""
+    def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
+        """Fill ``result`` from ``given``, which is spoiled unless it is that: by ``start``, or with what was kept."""
 
 
 class TensorAxis:
@@ -89,7 +89,7 @@ class TensorAxis:
         if self.dry or self.size == 1:
             self.expect("all_reduce", label, tensor, backward=False)
             return Pending()
-        return self._start(tensor, lambda: self._all_reduce(tensor, label, op))
+        return self._start(tensor, tensor, lambda: self._all_reduce(tensor, label, op))
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
         """``all_gather`` whose result may be read after ``wait``."""
@@ -98,7 +98,7 @@ class TensorAxis:
             self.expect("all_gather", label, full, backward=False)
             return full, Pending()
         full = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
-        return full, self._start(full, lambda: self._all_gather(full, part, label))
+        return full, self._start(full, full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
         """``reduce_scatter`` whose result may be read after ``wait``."""
@@ -106,10 +106,10 @@ class TensorAxis:
             self.expect("reduce_scatter", label, full, backward=False)
             return full[self.index], Pending()
         part = torch.empty(full.shape[1:], dtype=full.dtype, device=full.device)
-        return part, self._start(part, lambda: self._reduce_scatter(part, full, label))
+        return part, self._start(full, part, lambda: self._reduce_scatter(part, full, label))
 
-    def _start(self, target: Tensor, start: Callable[[], Pending]) -> Pending:
-        return start() if self.repeats is None else self.repeats.collective(target, start)
+    def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
+        return start() if self.repeats is None else self.repeats.collective(given, result, start)
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
         return self._comm.all_reduce(tensor, "tp", label, op)
