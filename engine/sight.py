@@ -145,8 +145,9 @@ def _tensor_plan(config: Config, wish: Wish) -> TensorPlan | None:
         return None
     parallel = config.parallel
     if parallel.tensor_plan == "auto":
-        return find_plan(wish.program, wish.example, config.tp, parallel.sequence_parallel)
+        plan = find_plan(wish.program, wish.example, config.tp, parallel.sequence_parallel)
+        return replace(plan, regather=parallel.sequence_parallel_regather)
     plan = find_tensor_plan(wish.program.model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
     if parallel.verify_plan:
         check_plan(wish.program, wish.example, plan, config.tp)
-    return plan
+    return replace(plan, regather=parallel.sequence_parallel_regather)

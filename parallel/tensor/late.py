@@ -76,7 +76,7 @@ def share(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
     again = _Again(entrance) if entrance.regather and entrance.dim is not None else None
     if (again is None and not _is_worth_it(x, axis)) or not _can_travel(x, axis):
         return Shared(_enter(x, entrance))
-    late = [layer for layer in layers if _can_be_late(layer)]
+    late = [layer for layer in layers if has_own_weights(layer)]
     if again is not None and late:
         again.expect(x)
     if not late or axis.dry:
@@ -105,7 +105,8 @@ def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
     return x.device.type in devices and not axis.dry and x.numel() * x.element_size() >= least
 
 
-def _can_be_late(layer: nn.Module) -> bool:
+def has_own_weights(layer: nn.Module) -> bool:
+    """Whether the layer multiplies by its parameters as they are, and nobody else waits for their gradients."""
     parameters = layer._parameters
     if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():
         return False  # a split backward has its own plans; computed from others (torch.nn.utils.parametrize)

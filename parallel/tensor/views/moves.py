@@ -86,7 +86,7 @@ def enter_stream(views: "Views", x: Tensor) -> Tensor:
     """A plain tensor [B, S, H] as a view cut along S, as ``add_rows`` gives it; any other tensor as it is."""
     if views.axis.size == 1 or x.ndim != 3 or x.shape[-2] % views.axis.size:
         return x
-    return _cut_rows(views, slice_of(x, views.axis, x.ndim - 2, COLUMN_INPUTS), tuple(x.shape))
+    return cut_rows(views, slice_of(x, views.axis, x.ndim - 2, COLUMN_INPUTS), tuple(x.shape))
 
 
 def stream_dim(view: View) -> int | None:
@@ -117,7 +117,7 @@ def add_rows(
         )
     shape = tuple(local.shape)
     mine = scatter_from(local.view(*rows, shape[-1]), views.axis, -2, label, owned=True)
-    made = _cut_rows(views, mine, (*rows, shape[-1]))
+    made = cut_rows(views, mine, (*rows, shape[-1]))
     if len(shape) == len(rows) + 1:
         return made
     flat = views.find(("reshape", made.full, made.sets, shape), lambda: reshaped(Layout(made.full, made.sets), shape))
@@ -135,10 +135,11 @@ def cut(views: "Views", plain: Tensor) -> View:
     Raises:
         EngineError: the ranks cannot share the rows equally.
     """
-    return _cut_rows(views, slice_of(plain, views.axis, -2, COLUMN_INPUTS), tuple(plain.shape))
+    return cut_rows(views, slice_of(plain, views.axis, -2, COLUMN_INPUTS), tuple(plain.shape))
 
 
-def _cut_rows(views: "Views", local: Tensor, shape: tuple[int, ...]) -> View:
+def cut_rows(views: "Views", local: Tensor, shape: tuple[int, ...]) -> View:
+    """This rank's rows of a tensor of ``shape`` [.., S, O], as the view that they are of it."""
     ranks = views.axis.size
     index = views.find(("blocks", shape[-2]), lambda: Index.even_blocks(shape[-2], ranks)) if ranks > 1 else None
     return View(local, shape, (*(None,) * (len(shape) - 2), index, None), views)
