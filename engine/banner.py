@@ -1,11 +1,14 @@
 """The plan in words: what will run, printed before it runs, and what it measured, printed after."""
 
+from collections.abc import Sequence
+
 from engine.budget import GatherPlan, RankPlan, reduces_each_microbatch
 from engine.config import CheckpointConfig
 from engine.loss_scale import make_loss_scale
 from engine.parallel.pipeline.check import peak_live, simulate
 from engine.parallel.pipeline.draw import draw
 from engine.parallel.tensor.collectives import LOGITS
+from engine.parallel.tensor.cuts import Reason
 from engine.parallel.traffic import Tally, megabytes
 from engine.plan import Plan
 from engine.zero.gather_order import count_gathers
@@ -117,10 +120,33 @@ def _tensor_lines(plan: Plan) -> dict[str, str]:
     if plan.tensor is None:
         return {}
     kinds = [cut.kind for cut in plan.tensor.layers.values()]
-    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    counts = [f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)]
+    shown = len(plan.tensor.shown)
+    counts += [f"{shown} parameter{'s' * (shown > 1)} through views"] * bool(shown)
     gathers = any(row.label == LOGITS for tally in plan.tensor_traffic.values() for row in tally.rows())
     extra = "; the model's own loss gathers the logits" if gathers else ""
-    return {"tensor": f"{plan.config.tp} ranks share the layers by the plan of {plan.tensor.source} ({counts}{extra})"}
+    whole = sum(row.elements * row.dtype.itemsize for row in plan.table if row.name not in plan.tensor.parameters)
+    lines = [
+        f"{plan.config.tp} ranks share the layers ({', '.join(counts) or 'nothing is cut'}{extra}), {megabytes(whole)} "
+        f"are whole on every rank; plan: {plan.tensor.source}"
+    ]
+    if any(reason.how in ("view", "replicate") for reason in plan.tensor.reasons):
+        lines += reasons_table(plan.tensor.reasons).splitlines()
+    return {"tensor": _INDENT.join(lines)}
+
+
+def reasons_table(reasons: Sequence[Reason]) -> str:
+    """A plan that was found, group by group: which layers, how they run, why, and the bytes that every rank holds
+    where that is "replicate"."""
+    hows = [reason.how for reason in reasons]
+    counts = ", ".join(f"{hows.count(how)} {how}" for how in dict.fromkeys(hows))
+    cells = [
+        (f"{r.pattern}: {r.style}".rstrip(": "), r.how, f"{r.why}{f'; {megabytes(r.bytes)}' if r.bytes else ''}")
+        for r in reasons
+    ]
+    widths = [max((len(row[column]) for row in cells), default=0) for column in (0, 1)]
+    rows = [f"{what:<{widths[0]}}  {how:<{widths[1]}}  {why}" for what, how, why in cells]
+    return "\n".join([f"groups of layers: {counts}", *rows])
 
 
 def _pipeline_lines(plan: Plan) -> dict[str, str]:

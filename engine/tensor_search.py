@@ -205,7 +205,16 @@ class _Search:
                 self._refuse_if_others_fit(unit, patterns, found.group, search)
             for name in unit.alike:
                 self.styles |= {f"{name}.{local}".strip("."): s for local, s in found.way.styles.items()}
-            self.reasons.append(_reason(unit, found))
+            self.reasons.append(self._reason(unit, found))
+
+    def _reason(self, unit: Unit, found: Decided) -> Reason:
+        columns = ", ".join(_layer(name) for name in found.group.columns)
+        size = 0
+        if found.way.how == "replicate":
+            wholes = [self.program.model.get_parameter(f"{u}.{name}") for u in unit.alike for name in found.group.cuts]
+            size = sum(parameter.numel() * parameter.element_size() for parameter in wholes)
+        style = f"{columns} -> {_layer(found.group.row)}"
+        return Reason(_starred(unit.alike), style, found.way.how, found.why, size)
 
     def _whole(self, unit: Unit) -> list[str]:
         """Parameters of the unit that the vocabulary cuts, by name in it."""
@@ -274,14 +283,6 @@ def _content(arguments: Arguments, generator: torch.Generator) -> Given:
 
     args, kwargs = pytree.tree_map(fill, arguments, is_leaf=is_sample)
     return args, kwargs
-
-
-def _reason(unit: Unit, found: Decided) -> Reason:
-    columns = ", ".join(_layer(name) for name in found.group.columns)
-    return Reason(
-        _starred(unit.alike), f"{columns} -> {_layer(found.group.row)}", found.way.how, found.why,
-        found.bytes * len(unit.alike),
-    )  # fmt: skip
 
 
 def _layer(name: str) -> str:

@@ -1,7 +1,9 @@
 """A tensor plan as data: what is cut, and which part of it each tensor rank holds."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Literal
 
 from engine.parallel.shards import Range
@@ -82,6 +84,12 @@ class TensorPlan:
     """Whether what a region gathers is gathered again in backward, and not kept."""
     equal: frozenset[str] = frozenset()
     """Whole parameters that meet cut and whole activations: their gradient is summed at each use of the former."""
+
+    def write(self, path: str | PathLike[str]) -> None:
+        """Write the styles as JSON: ``parallel.tensor_plan`` takes the path, and no search is needed."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(dict(self.patterns), file, indent=2)
+            file.write("\n")
 
     @property
     def follows_activations(self) -> bool:

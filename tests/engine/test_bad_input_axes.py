@@ -212,7 +212,8 @@ def test_a_schedule_of_two_stages_without_a_pipeline(alone: Callable[..., str], 
 
 WRONG_PLANS: list[tuple[Mapping[str, str], str]] = [
     (WRITTEN, f"tensor = 3 neither divides nor is a multiple of {HEADS}.query;"),
-    ({"blocks.*.upp": "column"}, "the pattern 'blocks.*.upp' of parallel.tensor_plan names no module and no parameter;"),
+    ({"blocks.*.upp": "column"},
+     "the pattern 'blocks.*.upp' of parallel.tensor_plan names no module and no parameter;"),
     ({"blocks.*.up": "column", "*.up": "row"}, "blocks.0.up is given two styles, 'column' by 'blocks.*.up' and 'row'"),
     ({"blocks.*.up": "columm"}, "parallel.tensor_plan has the style 'columm', in which 'columm' is not understood;"),
     ({"blocks.*.up": "column rows:0-64/64-128", "blocks.*.down": "row"},

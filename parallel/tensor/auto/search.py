@@ -26,8 +26,6 @@ class Decided:
     way: Way
     """With "replicate": no styles."""
     why: str
-    bytes: int = 0
-    """Of what every rank holds for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +59,7 @@ class Search:
         verdict = self._try(before, way, tp)
         if verdict.holds:
             return Decided(group, way, _why(way, first, verdict))
-        size = sum(p.numel() * p.element_size() for n, p in self.block.named_parameters() if n in group.cuts)
-        return Decided(group, Way("replicate", {}), f"no way is right: {first or verdict.problem}", size)
+        return Decided(group, Way("replicate", {}), f"no way is right: {first or verdict.problem}")
 
     def _with_numbers(
         self, group: Group, before: Mapping[str, str], plain: Way, problem: str, tp: int

@@ -6,8 +6,8 @@ view      the parameters show their whole shape; slower in Python, and right for
 
 """
 
-from collections.abc import Mapping, Sequence
-from types import FunctionType
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, FunctionType
 from typing import NamedTuple
 
 from torch import nn
@@ -140,7 +140,15 @@ def _names_read(module: nn.Module) -> set[str]:
     """The names in the code of the module's own methods."""
     classes = [base for base in type(module).__mro__ if base.__module__ != "torch.nn.modules.module"]
     functions = [f for base in classes for f in vars(base).values() if isinstance(f, FunctionType)]
-    return {name for f in functions if f.__name__ != "__init__" for name in f.__code__.co_names}
+    return {name for f in functions if f.__name__ != "__init__" for name in _names_in(f.__code__)}
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Those of comprehensions and inner functions too."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 def with_numbers(way: Way, chosen: Sequence[Number]) -> Way:

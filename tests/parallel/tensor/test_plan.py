@@ -146,8 +146,8 @@ def test_heads_that_do_not_make_up_the_outputs() -> None:
 
 def test_a_pattern_that_names_nothing() -> None:
     assert refusal(models.decoder(), {"blocks.*.attention.querry": "column"}) == (
-        "the pattern 'blocks.*.attention.querry' of parallel.tensor_plan names no module and no parameter; near names are "
-        "blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.value."
+        "the pattern 'blocks.*.attention.querry' of parallel.tensor_plan names no module and no parameter; near names "
+        "are blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.value."
     )
     assert refusal(Pair(), {"zzz": "row"}) == (
         "the pattern 'zzz' of parallel.tensor_plan names no module and no parameter; the model has up, down, norm."
@@ -167,7 +167,8 @@ def test_styles_that_are_not_in_the_language(style: str) -> None:
     assert said.startswith(f"parallel.tensor_plan has the style {style!r}, in which ")
     assert said.endswith(
         "is not understood; write column, column+gather, row or cut:0 (each may be followed by fused:3, head:64, "
-        "rows:0-4/4-8 and view), vocabulary, experts, partial, replicate, divide:a,b, set:a=2, ratio:a=q/k or heads:a=q."
+        "rows:0-4/4-8 and view), vocabulary, experts, partial, replicate, divide:a,b, set:a=2, ratio:a=q/k or "
+        "heads:a=q."
     )
 
 
