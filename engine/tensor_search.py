@@ -9,13 +9,15 @@ Nothing is communicated. Every rank finds the same plan, since all random conten
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from engine.alone import copy_unit, is_sample, signatures
@@ -30,6 +32,7 @@ from engine.parallel.tensor.auto.search import Decided, Search
 from engine.parallel.tensor.cuts import Reason, TensorPlan
 from engine.parallel.tensor.cutting import cut_model
 from engine.parallel.tensor.match import match_styles
+from engine.parallel.tensor.product import is_linear
 from engine.parallel.tensor.vocabularies import vocabulary_styles
 from engine.program import Program
 
@@ -59,8 +62,9 @@ def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False)
         PlanError: the model cannot be followed, or the ranks cannot share its widths; says which sizes they can.
     """
     with unchanged(nn.Module(), torch.device("cpu")):
-        units, timeline = distinct_units(program, example, tp)
-        words = _vocabularies(program.model, timeline, tp)
+        with calls_of_modules() as called:
+            units, timeline = distinct_units(program, example, tp)
+        words = _vocabularies(program.model, timeline, called, tp)
         search = _Search(program, tp, sequence, dict(words))
         for unit in units:
             search.take(unit)
@@ -139,10 +143,26 @@ def _used(timeline: Timeline, calls: Sequence[int]) -> frozenset[int]:
     return frozenset(place for place, leaf in outputs if isinstance(leaf, FromValue) and leaf.value in read)
 
 
-def _vocabularies(model: nn.Module, timeline: Timeline, tp: int) -> dict[str, str]:
-    called = {call.unit: model.get_submodule(call.unit) for call in timeline.calls}
-    inside = {f"{u}.{n}".rstrip("."): m for u, unit in called.items() for n, m in unit.named_modules()}
-    return vocabulary_styles(model, inside, tp)
+def _vocabularies(model: nn.Module, timeline: Timeline, called: Collection[int], tp: int) -> dict[str, str]:
+    """Not those whose weight other code reads: a head that nobody calls, an embedding that glue multiplies with."""
+    units = {call.unit: model.get_submodule(call.unit) for call in timeline.calls}
+    inside = {f"{u}.{n}".rstrip("."): m for u, unit in units.items() for n, m in unit.named_modules()}
+    styles = vocabulary_styles(model, inside, tp)
+    layers = {name: model.get_submodule(name) for name in styles}
+    passed_by = {id(model.get_parameter(name)) for name in timeline.read_by_glue}
+    passed_by |= {id(m.weight) for m in layers.values() if is_linear(m) and id(m) not in called}
+    return {name: style for name, style in styles.items() if id(layers[name].weight) not in passed_by}
+
+
+@contextmanager
+def calls_of_modules() -> Iterator[set[int]]:
+    """The ids of the modules that are called inside."""
+    called: set[int] = set()
+    hook = register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
+    try:
+        yield called
+    finally:
+        hook.remove()
 
 
 def _short(example: Batch, rows: int, length: int) -> Batch:
@@ -235,7 +255,8 @@ class _Search:
         """What no number of ranks can cut is replicated; what only this one cannot is refused."""
         fits = []
         for size in _SIZES:
-            same = [other for other in patterns.groups(size) if other.row == group.row] if size != self.tp else []
+            with exactly():
+                same = [other for other in patterns.groups(size) if other.row == group.row and size != self.tp]
             if same and search.decide(same, size)[0].way.how != "replicate":
                 fits.append(size)
         if fits:

@@ -67,6 +67,18 @@ def architectures_table(request: pytest.FixtureRequest) -> Iterator[Table]:
     yield from _deviations("architectures", request, "largest relative deviation of a loss, by model")
 
 
+@pytest.fixture(scope="session")
+def tensor_models_table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """Deviations of losses by model and grid with tensor ranks, and how its layers are shared."""
+    yield from _deviations("tensor-models", request, "largest relative deviation of a loss, by model")
+
+
+@pytest.fixture(scope="session")
+def unseen_models_table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """The same for families that the search was not made with."""
+    yield from _deviations("tensor-unseen", request, "family")
+
+
 def _deviations(
     name: str, request: pytest.FixtureRequest, corner: str = "largest relative deviation of a loss"
 ) -> Iterator[Table]:

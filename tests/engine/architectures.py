@@ -311,10 +311,10 @@ WIDE: Mapping[str, Architecture] = MappingProxyType({
 ALL: Mapping[str, Architecture] = MappingProxyType({**HUGGING_FACE, **OWN, **REFUSED, **WIDE})
 
 
-def find(name: str) -> Architecture:
+def find(name: str, among: Mapping[str, Architecture] = ALL) -> Architecture:
     """By name, such as "T5", or "T5, dropout and checkpoints"."""
     name, _, way = name.partition(", ")
-    found = ALL[name]
+    found = among[name]
     for step in filter(None, way.split(" and ")):
         found = replace(found, build=partial(WAYS[step], found.build))
     return found

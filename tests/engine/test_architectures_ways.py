@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_architectures import Compared, compare, settings
+from tests.engine.launches import Compared, compare, settings
 
 RunRanks = Callable[..., list[Any]]
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import engine
 from tests import models
 from tests.engine.architectures import find
-from tests.engine.test_architectures import settings
+from tests.engine.launches import settings
 
 RunRanks = Callable[..., list[Any]]
 

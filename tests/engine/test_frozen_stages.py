@@ -13,7 +13,7 @@ import engine
 from engine.batch import take_rows
 from engine.verify import Parity, Run, Wishes, train_alone
 from tests import models
-from tests.engine.test_architectures import settings
+from tests.engine.launches import settings
 
 RunRanks = Callable[..., list[Any]]
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from engine.verify import verify
 from tests import models
-from tests.engine.test_architectures import settings
+from tests.engine.launches import settings
 
 RunRanks = Callable[..., list[Any]]
 

@@ -114,6 +114,28 @@ def test_a_model_that_cannot_be_followed_is_refused_with_its_line() -> None:
     assert "GRU" in REFUSED and list(found("GRU").patterns) == ["embed", "head"]
 
 
+class ReadsWeights(nn.Module):
+    """The head multiplies with a weight without calling its layer: that of the embedding, or of a tied layer."""
+
+    def __init__(self, layer: bool) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(61, 16), nn.ModuleList([NanoBlock(16, 4)])
+        self.head = nn.Linear(16, 61, bias=False) if layer else None
+        if self.head is not None:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = self.embed.weight if self.head is None else self.head.weight
+        logits: Tensor = self.blocks[0](self.embed(ids)) @ weight.t()
+        return logits.logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("layer", [True, False])
+def test_a_vocabulary_that_other_code_reads_stays_whole(layer: bool) -> None:
+    plan = search(ReadsWeights(layer), torch.randint(0, 61, (2, 6)))
+    assert "vocabulary" not in plan.patterns.values() and hows(plan) == ["view", "local"]
+
+
 class Awkward(nn.Module):
     """A block that a view cannot follow and whose parts give something else."""
 

@@ -63,14 +63,25 @@ class Patterns:
         self._bias_of = {product.weight: product.bias for product in self.products if product.bias}
 
     def groups(self, tp: int) -> tuple[Group, ...]:
-        """The groups for ``tp`` ranks, in the order of their rows in the run."""
+        """The groups for ``tp`` ranks, in the order of their rows in the run.
+
+        A row that is a column of a larger group is left to that: of a, b and o in a chain with a narrow place between
+        a and b (queries by way of a low rank), b and o are cut.
+        """
         taken = set(self._others)
+        rows = [row for row in dict.fromkeys(product.weight for product in self.products) if row not in taken]
+        alone = {row: group for row in rows if (group := self._group(row, tp, taken)) is not None}
         found = []
-        for row in dict.fromkeys(product.weight for product in self.products):
+        for row in alone:
+            if any(row in other.columns and self._size(other) > self._size(alone[row]) for other in alone.values()):
+                continue
             if row not in taken and (group := self._group(row, tp, taken)) is not None:
                 taken.update(group.cuts)
                 found.append(replace(group, partial=self._between(group)))
         return tuple(found)
+
+    def _size(self, group: Group) -> int:
+        return sum(self._parameters[name].numel() for name in group.cuts)
 
     def width(self, row: str) -> int:
         """Inputs of a product."""

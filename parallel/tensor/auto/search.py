@@ -55,10 +55,11 @@ class Search:
             first = verdict.problem
             if (found := self._with_numbers(group, before, plain, first, tp)) is not None:
                 return found
-        way = view(self.block, group, tp)
-        verdict = self._try(before, way, tp)
-        if verdict.holds:
-            return Decided(group, way, _why(way, first, verdict))
+        for partial in (True, False) if group.partial else (True,):
+            way = view(self.block, group, tp, partial)
+            verdict = self._try(before, way, tp)
+            if verdict.holds:
+                return Decided(group, way, _why(way, first, verdict))
         return Decided(group, Way("replicate", {}), f"no way is right: {first or verdict.problem}")
 
     def _with_numbers(

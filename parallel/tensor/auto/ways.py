@@ -57,9 +57,10 @@ def local(block: nn.Module, group: Group, tp: int) -> Way | None:
     return Way("local", styles)
 
 
-def view(block: nn.Module, group: Group, tp: int) -> Way:
-    """All that is cut shows its whole shape."""
-    styles = {name: "partial" for name in group.partial}
+def view(block: nn.Module, group: Group, tp: int, partial: bool = True) -> Way:
+    """All that is cut shows its whole shape. Not ``partial``: a whole value between is copied where it meets a cut one,
+    which also sums the part of a gradient that reaches it on the way (a key of positions that all heads share)."""
+    styles = {name: "partial" for name in group.partial if partial}
     for name, cut in group.cuts.items():
         styles[name] = f"{_cut_style(block, name, cut, tp)} view"
     return Way("view", styles)

@@ -123,6 +123,24 @@ class Residuals(nn.Module):
         return out
 
 
+class LowRank(nn.Module):
+    """Queries by way of a narrow layer; keys that all heads share beside keys of their own, both from one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a, self.q_b = nn.Linear(WIDTH, 6), nn.Linear(6, 2 * WIDTH)
+        self.kv_a, self.kv_b = nn.Linear(WIDTH, 6 + HEAD), nn.Linear(6, 2 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_b(self.q_a(x)).unflatten(-1, (HEADS, -1))
+        narrow, shared = self.kv_a(x).split([6, HEAD], -1)
+        k, v = self.kv_b(narrow).unflatten(-1, (HEADS, -1)).chunk(2, -1)
+        k = torch.cat([k, shared.unsqueeze(2).expand(-1, -1, HEADS, -1)], -1)
+        out: Tensor = x + self.out(attend(q, k, v))
+        return out
+
+
 class Perceptron(nn.Module):
     """``wide`` hidden units; dropout, and a second output that nobody may want."""
 

@@ -14,6 +14,7 @@ from tests.parallel.tensor.auto.blocks import (
     Gated,
     Grouped,
     Interleaved,
+    LowRank,
     Perceptron,
     Residuals,
     Thirds,
@@ -85,6 +86,12 @@ def test_experts_are_cut_along_their_hidden_width() -> None:
     group = only(Experts())
     assert group.cuts["up"].dim == 2 and group.cuts["down"].dim == 1
     assert rows(group, "up") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_the_wide_side_of_a_low_rank_is_cut() -> None:
+    """q_a -> q_b would do as well, but not beside q_b, kv_b -> out, which is more."""
+    group = only(LowRank())
+    assert (group.row, group.columns) == ("out.weight", ("q_b.weight", "kv_b.weight"))
 
 
 def test_what_also_leaves_the_block_is_no_column() -> None:

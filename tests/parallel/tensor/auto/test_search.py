@@ -16,6 +16,7 @@ from tests.parallel.tensor.auto.blocks import (
     Gated,
     Grouped,
     Interleaved,
+    LowRank,
     Perceptron,
     Thirds,
     Torch,
@@ -70,6 +71,12 @@ def test_weights_that_are_read_without_their_layer() -> None:
 def test_a_norm_for_every_head_and_a_bias_by_heads() -> None:
     styles = only(Grouped(kv=2, norm=True, relative=True)).way.styles
     assert (styles["norm.weight"], styles["norm.bias"], styles["bias"]) == ("partial", "partial", "cut:0")
+
+
+def test_a_whole_value_that_meets_cut_ones_beside_what_columns_give() -> None:
+    """kv_a reaches the heads twice: by kv_b, whose input gradient is summed, and by the shared key, which is not."""
+    found = only(LowRank())
+    assert found.way.how == "view" and "partial" not in found.way.styles.values()
 
 
 class Spread(nn.Module):
