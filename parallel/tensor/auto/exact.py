@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.parallel.tensor.views.attention import multi_head_in_steps
 
-_GROUPED = frozenset((torch._grouped_mm, functional.grouped_mm))
+_GROUPED = frozenset({torch._grouped_mm, getattr(functional, "grouped_mm", torch._grouped_mm)})
 _FLOAT = frozenset((Tensor.float,))
 _DROPOUTS = frozenset(
     (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
