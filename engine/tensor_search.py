@@ -208,17 +208,17 @@ class _Search:
             with exactly():
                 block, givens = alone(self.program, unit)
                 patterns = Patterns(block.eval(), givens[0], self._whole(unit), unit.used)
-                groups = self._groups(unit, patterns)
-                truth = Truth(block.train(), givens, unit.used) if groups else None
-        except PlanError:
-            raise
+                truth = Truth(block.train(), givens, unit.used)
         except Exception as error:  # whatever a unit does that is not in its place
-            self.reasons.append(
-                Reason(_starred(unit.alike), "", "replicate", f"does not run alone: {first_line(error)}")
-            )
+            why = f"does not run alone: {first_line(error)}"
+            modules = [self.program.model.get_submodule(name) for name in unit.alike]
+            size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+            self.reasons.append(Reason(_starred(unit.alike), "", "replicate", why, size))
             return
-        if truth is None:
-            return
+        with exactly():
+            block.eval()
+            groups = self._groups(unit, patterns)
+            block.train()
         search = Search(block, truth, self.sequence)
         for found in search.decide(groups, self.tp):
             if found.way.how == "replicate":
