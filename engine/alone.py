@@ -229,6 +229,7 @@ def _shapes(arguments: Arguments) -> object:
 
 
 def is_sample(node: object) -> bool:
+    """Whether a node of a call's arguments stands for a tensor."""
     return isinstance(node, Sample)
 
 

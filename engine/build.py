@@ -116,6 +116,11 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
             f"zero_optimization.{what} with stage {zero.stage}: only stage 3 gathers parameters; set stage to 3, or "
             "leave it out."
         )
+    if config.parallel.sequence_parallel_regather and not config.parallel.sequence_parallel:
+        raise ConfigError(
+            "parallel.sequence_parallel_regather true without sequence_parallel: nothing is gathered; set "
+            "sequence_parallel too, or leave it out."
+        )
     _check_master(config.bf16, request)
     find_operators(config.activation_checkpointing)
     recomputed_blocks(model, config.activation_checkpointing)

@@ -131,7 +131,7 @@ class Kept:
             output.copy()
 
     def before_sum(self, tensor: Tensor) -> None:
-        """A sum is about to be made in this memory: it is kept, and what lay there is not."""
+        """A sum is about to be made of this memory, and spoils it: the sum is kept, and what lay there is not."""
         if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             self.before_write(tensor)
         for output in self._in_memory.pop(_memory(tensor), ()):
@@ -184,10 +184,10 @@ class _Saving(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept.note(func, out, after if drawn else None)
         return out
 
-    def all_reduce(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
+    def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
         """Make a sum, and keep it."""
-        self._kept.before_sum(tensor)
-        return _KeptSum(tensor, start(), self._kept)
+        self._kept.before_sum(given)
+        return _KeptSum(result, start(), self._kept)
 
 
 class _KeptSum(Pending):
@@ -219,13 +219,13 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves = [leaf.take(str(func), entry.device) if isinstance(leaf, _Output) else leaf for leaf in entry.leaves]
         return pytree.tree_unflatten(leaves, entry.spec)
 
-    def all_reduce(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
+    def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
         """Fill in the sum that was kept."""
         summed = self._kept.take_sum()
         if summed is None:
             return start()
         with torch.no_grad():
-            tensor.copy_(summed)
+            result.copy_(summed)
         return Pending()
 
 

@@ -69,7 +69,7 @@ def see(config: Config, wish: Wish, stages: int) -> Sight:
     tensor = _tensor_plan(config, wish)
     watch = _watch(config, wish, tensor) if tensor else None
     try:
-        timeline = look(wish.program, wish.example, stages, watch)
+        timeline = _look(config, wish, stages, tensor, watch)
         if tensor and watch and watch.used_both_ways:
             tensor = replace(tensor, equal=watch.used_both_ways)
             watch = _watch(config, wish, tensor)
@@ -80,6 +80,8 @@ def see(config: Config, wish: Wish, stages: int) -> Sight:
         _check_reads(watch)
         return Sight(notes=(f"bytes over tp are not known before they are sent: {problem}",), tensor=tensor)
     _check_reads(watch)
+    if tensor is not None:
+        _prove(config, wish, tensor)
     cut, decision, notes = _cut(config, timeline, wish.costs, stages)
     if tensor is None or watch is None:
         return Sight(timeline, cut, notes=notes, decision=decision)
@@ -87,6 +89,23 @@ def see(config: Config, wish: Wish, stages: int) -> Sight:
     gathers = find_logit_use(tensor, timeline, config.tp).gathers
     notes = (*notes, *(f"{where} needs all logits: they are gathered over tp" for where in gathers))
     return Sight(timeline, cut, _traffic(config, tensor, timeline, cut, watch), notes, decision, tensor)
+
+
+def _look(config: Config, wish: Wish, stages: int, tensor: TensorPlan | None, watch: Watch | None) -> Timeline:
+    try:
+        return look(wish.program, wish.example, stages, watch)
+    except PlanError:
+        raise
+    except Exception:
+        if tensor is not None:  # code that cannot run on its part; the proof names the block
+            _prove(config, wish, tensor)
+        raise
+
+
+def _prove(config: Config, wish: Wish, tensor: TensorPlan) -> None:
+    """Styles that the user has written; those that were found have been proven."""
+    if config.parallel.tensor_plan != "auto" and config.parallel.verify_plan:
+        check_plan(wish.program, wish.example, tensor, config.tp)
 
 
 def _watch(config: Config, wish: Wish, tensor: TensorPlan) -> Watch:
@@ -140,13 +159,12 @@ def _check_reads(watch: Watch | None) -> None:
 
 
 def _tensor_plan(config: Config, wish: Wish) -> TensorPlan | None:
-    """Found, or read from the user's styles and then, if the configuration says so, proven."""
+    """Found, or read from the user's styles."""
     if config.tp == 1:
         return None
     parallel = config.parallel
     if parallel.tensor_plan == "auto":
-        return find_plan(wish.program, wish.example, config.tp, parallel.sequence_parallel)
+        plan = find_plan(wish.program, wish.example, config.tp, parallel.sequence_parallel)
+        return replace(plan, regather=parallel.sequence_parallel_regather)
     plan = find_tensor_plan(wish.program.model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
-    if parallel.verify_plan:
-        check_plan(wish.program, wish.example, plan, config.tp)
-    return plan
+    return replace(plan, regather=parallel.sequence_parallel_regather)

@@ -33,6 +33,7 @@ from engine.parallel.tensor.cuts import Reason, TensorPlan
 from engine.parallel.tensor.cutting import cut_model
 from engine.parallel.tensor.match import match_styles
 from engine.parallel.tensor.product import is_linear
+from engine.parallel.tensor.views.moves import SequenceError
 from engine.parallel.tensor.vocabularies import vocabulary_styles
 from engine.program import Program
 
@@ -208,17 +209,17 @@ class _Search:
             with exactly():
                 block, givens = alone(self.program, unit)
                 patterns = Patterns(block.eval(), givens[0], self._whole(unit), unit.used)
-                groups = self._groups(unit, patterns)
-                truth = Truth(block.train(), givens, unit.used) if groups else None
-        except PlanError:
-            raise
+                truth = Truth(block.train(), givens, unit.used)
         except Exception as error:  # whatever a unit does that is not in its place
-            self.reasons.append(
-                Reason(_starred(unit.alike), "", "replicate", f"does not run alone: {first_line(error)}")
-            )
+            why = f"does not run alone: {first_line(error)}"
+            modules = [self.program.model.get_submodule(name) for name in unit.alike]
+            size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+            self.reasons.append(Reason(_starred(unit.alike), "", "replicate", why, size))
             return
-        if truth is None:
-            return
+        with exactly():
+            block.eval()
+            groups = self._groups(unit, patterns)
+            block.train()
         search = Search(block, truth, self.sequence)
         for found in search.decide(groups, self.tp):
             if found.way.how == "replicate":
@@ -257,8 +258,11 @@ class _Search:
         for size in _SIZES:
             with exactly():
                 same = [other for other in patterns.groups(size) if other.row == group.row and size != self.tp]
-            if same and search.decide(same, size)[0].way.how != "replicate":
-                fits.append(size)
+            try:
+                if same and search.decide(same, size)[0].way.how != "replicate":
+                    fits.append(size)
+            except SequenceError:  # this size does not divide the example's sequence, which nobody asked it to
+                continue
         if fits:
             raise self._does_not_fit(unit, patterns, group, fits)
 

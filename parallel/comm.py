@@ -188,7 +188,7 @@ class TorchBackend:
     its other end. Ranks of a pipeline issue theirs in different orders, so with NCCL (``linked``) every channel has
     a group of its own, in which both ends agree on the order. gloo tells channels apart by tags.
 
-    On CPUs tensor ranks of one host, who communicate most and wait at once, use memory that they share.
+    On CPUs tensor ranks of one host, who communicate most and run the same program, use memory that they share.
     """
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
@@ -210,13 +210,14 @@ class TorchBackend:
         return next((m for m, group in zip(made, groups, strict=True) if self._grid.rank in group), None)
 
     def _share(self, axis: Axis) -> dict[Axis, SharedMemory]:
-        """What replaces the group of ``axis``, if its ranks run on one host."""
+        """What replaces the group of ``axis``, and any other of the same ranks, if they run on one host."""
         group, grid = self._groups[axis], self._grid
         assert group is not None
         seconds = group._get_backend(self._device).options._timeout.total_seconds()
         exchange = partial(_exchange, group)
         found = open_shared_memory(grid.index(axis), grid.size(axis), shares_memory(), seconds, exchange)
-        return {} if found is None else {axis: found}
+        alike: tuple[Axis, ...] = ("tp", "replica", "world")
+        return {} if found is None else {name: found for name in alike if grid.peers(name) == grid.peers(axis)}
 
     def _replica(self) -> dist.ProcessGroup | None:
         grid = self._grid

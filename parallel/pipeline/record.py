@@ -212,11 +212,12 @@ class Recorder(TorchFunctionMode):
         others = [tensor for tensor in operation.tensors if id(tensor) not in self.ledger.number]
         self._weighed.update(self._twins.of(tensor).untyped_storage()._cdata for tensor in others)
         sizes: list[int] = []
+        weighed = self._weighed  # autograd keeps the hook, and must not keep the recorder, which has its graph
 
         def pack(saved: Tensor) -> Tensor:
             storage = saved.untyped_storage()
-            if storage._cdata not in self._weighed:
-                self._weighed.add(storage._cdata)
+            if storage._cdata not in weighed:
+                weighed.add(storage._cdata)
                 sizes.append(storage.nbytes())
             return saved
 

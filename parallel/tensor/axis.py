@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.parallel.backend import Reduction
 from engine.parallel.comm import Comm, Pending
@@ -30,10 +31,10 @@ class Overlap(NamedTuple):
 
 
 class Repeats(Protocol):
-    """Who keeps the sums of a forward that is run again in backward."""
+    """Who keeps what the collectives of a forward gave that is run again in backward."""
 
-    def all_reduce(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Sum ``tensor`` in place by ``start``, or from what was kept."""
+    def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
+        """Fill ``result`` from ``given``, which is spoiled unless it is that: by ``start``, or with what was kept."""
 
 
 class TensorAxis:
@@ -41,7 +42,7 @@ class TensorAxis:
 
     While ``dry`` nothing is communicated: sums leave the local part as it is, gathers repeat it and scatters keep a
     slice, so that all shapes are right. A model is run so when only its shapes are wanted, and what it would have
-    sent is told to ``listener``. Sums between the ranks go by ``repeats``, if there is one.
+    sent is told to ``listener``. Collectives go by ``repeats``, if there is one.
     """
 
     overlap = Overlap()
@@ -65,7 +66,8 @@ class TensorAxis:
 
     def expect(self, op: Op, label: str, whole: Tensor, backward: bool = True) -> None:
         """Tell the listener of a collective over ``whole``; without one nothing happens."""
-        if self.dry and self.listener is not None:
+        fake = isinstance(whole, FakeTensor)  # which a probe runs beside, to learn what autocast makes of an operation
+        if self.dry and self.listener is not None and not fake:
             self.listener(Expected(op, label, whole.numel() * whole.element_size(), backward))
 
     def all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> None:
@@ -89,9 +91,7 @@ class TensorAxis:
         if self.dry or self.size == 1:
             self.expect("all_reduce", label, tensor, backward=False)
             return Pending()
-        if self.repeats is not None:
-            return self.repeats.all_reduce(tensor, lambda: self._all_reduce(tensor, label, op))
-        return self._all_reduce(tensor, label, op)
+        return self._start(tensor, tensor, lambda: self._all_reduce(tensor, label, op))
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
         """``all_gather`` whose result may be read after ``wait``."""
@@ -100,7 +100,7 @@ class TensorAxis:
             self.expect("all_gather", label, full, backward=False)
             return full, Pending()
         full = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
-        return full, self._all_gather(full, part, label)
+        return full, self._start(full, full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
         """``reduce_scatter`` whose result may be read after ``wait``."""
@@ -108,7 +108,10 @@ class TensorAxis:
             self.expect("reduce_scatter", label, full, backward=False)
             return full[self.index], Pending()
         part = torch.empty(full.shape[1:], dtype=full.dtype, device=full.device)
-        return part, self._reduce_scatter(part, full, label)
+        return part, self._start(full, part, lambda: self._reduce_scatter(part, full, label))
+
+    def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
+        return start() if self.repeats is None else self.repeats.collective(given, result, start)
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
         return self._comm.all_reduce(tensor, "tp", label, op)

@@ -80,6 +80,8 @@ class TensorPlan:
     """Of a plan that was found: what was decided, and why."""
     sequence: bool = False
     """Whether activations between regions are cut along the sequence."""
+    regather: bool = False
+    """Whether what a region gathers is gathered again in backward, and not kept."""
     equal: frozenset[str] = frozenset()
     """Whole parameters that meet cut and whole activations: their gradient is summed at each use of the former."""
 

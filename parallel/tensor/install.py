@@ -106,7 +106,7 @@ class Installed:
 class _Installer:
     def __init__(self, model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
         self.plan, self.axis = plan, axis
-        self.views = Views(axis, plan.sequence)
+        self.views = Views(axis, plan.sequence, plan.regather)
         self.undo: list[Callable[[], None]] = []
         self.modules = dict(model.named_modules())
         self.first = {id(p): name for name, p in model.named_parameters()}

@@ -11,12 +11,16 @@ region; the weight gradients of those layers need no sum. So they are computed w
 Autograd runs, of the nodes that are ready, the one that was made last: the forward makes them in the order arrive,
 tokens, f, products, and backward comes out as above. A node's gradients go on at once, so that no two dW wait.
 
-This is for devices on which collectives run beside compute (``TensorAxis.overlapped``), and for tensors whose sum
+This is for devices on which collectives run beside compute (``TensorAxis.overlap``), and for tensors whose sum
 takes longer than launching a few more nodes. x and every dy live until their dW is done; nothing else is kept.
+
+With ``Entrance.regather`` the forward keeps the part of x that it was given, and the gathered x goes with the forward.
+It is gathered once more, for all layers that share it: behind the input gradients, which do not need it.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +28,16 @@ from torch import Tensor, nn
 
 from engine.parallel.comm import Pending
 from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.collectives import COLUMN_INPUTS, copy_to, gather_to, start_copy_to, start_gather_to
-from engine.parallel.tensor.product import Linear, Wanted, can_multiply, is_conv1d, is_executed, multiply
+from engine.parallel.tensor.collectives import (
+    COLUMN_INPUTS,
+    copy_to,
+    gather_to,
+    join_parts,
+    refuse_second_derivatives,
+    start_copy_to,
+    start_gather_to,
+)
+from engine.parallel.tensor.product import Beside, Linear, Wanted, can_multiply, is_conv1d, is_executed, multiply
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,8 @@ class Entrance:
     passed: Callable[[], None] | None = None
     dim: int | None = None
     """Along which it is cut and must be gathered; None: every rank has all of it."""
+    regather: bool = False
+    """Whether what was gathered is not kept, but gathered once more for the weight gradients."""
 
 
 class Shared:
@@ -59,14 +73,17 @@ class Shared:
 def share(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
     """f, for the plain products ``layers``, which may all be given the copy, or some of them."""
     axis = entrance.axis
-    if not _is_worth_it(x, axis):
+    again = _Again(entrance) if entrance.regather and entrance.dim is not None else None
+    if (again is None and not _is_worth_it(x, axis)) or not _can_travel(x, axis):
         return Shared(_enter(x, entrance))
-    late = [layer for layer in layers if _can_be_late(layer)]
-    if not late:
+    late = [layer for layer in layers if has_own_weights(layer)]
+    if again is not None and late:
+        again.expect(x)
+    if not late or axis.dry:
         return Shared(_enter(x, entrance))
-    sum_: _Sum = _Sum(entrance.passed)
+    sum_ = _Sum(entrance.passed)
     arriving: Tensor = _Arrive.apply(x, sum_)  # type: ignore[no-untyped-call]
-    products = tuple(_LateProduct(layer, x.device) for layer in late)
+    products = tuple(_LateProduct(layer, _Work(again), x) for layer in late)
     if entrance.dim is None:
         return Shared(start_copy_to(arriving, axis, entrance.owned, sum_.start), products)
     whole = start_gather_to(arriving, axis, entrance.dim, COLUMN_INPUTS, entrance.owned, sum_.start)
@@ -79,14 +96,17 @@ def _enter(x: Tensor, entrance: Entrance) -> Tensor:
     return gather_to(x, entrance.axis, entrance.dim, COLUMN_INPUTS, entrance.owned, entrance.passed)
 
 
+def _can_travel(x: Tensor, axis: TensorAxis) -> bool:
+    return axis.size > 1 and torch.is_grad_enabled() and x.requires_grad
+
+
 def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
     devices, least = axis.overlap
-    if x.device.type not in devices or axis.size == 1 or axis.dry:
-        return False
-    return torch.is_grad_enabled() and x.requires_grad and x.numel() * x.element_size() >= least
+    return x.device.type in devices and not axis.dry and x.numel() * x.element_size() >= least
 
 
-def _can_be_late(layer: nn.Module) -> bool:
+def has_own_weights(layer: nn.Module) -> bool:
+    """Whether the layer multiplies by its parameters as they are, and nobody else waits for their gradients."""
     parameters = layer._parameters
     if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():
         return False  # a split backward has its own plans; computed from others (torch.nn.utils.parametrize)
@@ -115,12 +135,13 @@ class _Sum:
 class _LateProduct:
     """One layer's product, and the node that computes its weight gradient: made before the copy is."""
 
-    def __init__(self, layer: nn.Module, device: torch.device) -> None:
+    def __init__(self, layer: nn.Module, work: "_Work", x: Tensor) -> None:
         self.layer = layer
         self._weight, self._bias = layer._parameters["weight"], layer._parameters["bias"]
-        self._work = _Work()
+        self._work = work
+        self._kept = None if work.again is None else x.detach()
         # of that device, or autograd would run the node beside those of the device, in another thread
-        token = torch.empty(0, device=device)
+        token = torch.empty(0, device=x.device)
         self._token: Tensor = _Weights.apply(token, self._work, self._weight, self._bias)  # type: ignore[no-untyped-call]
 
     def fits(self, x: Tensor) -> bool:
@@ -131,28 +152,72 @@ class _LateProduct:
 
     def multiply(self, x: Tensor) -> Tensor:
         assert self._weight is not None
-        return multiply(x, self._weight, self._bias, Linear(is_conv1d(self.layer), self._work), self._token)
+        linear, beside = Linear(is_conv1d(self.layer), self._work), Beside(self._kept, self._token)
+        return multiply(x, self._weight, self._bias, linear, beside)
+
+
+class _Again:
+    """A tensor that is gathered once more in a backward, for all layers that share it."""
+
+    def __init__(self, entrance: Entrance) -> None:
+        self._axis, self._dim = entrance.axis, entrance.dim or 0
+        self._coming: tuple[Tensor, Pending] | None = None
+        self._whole: Tensor | None = None
+        self._users = 0
+
+    def expect(self, x: Tensor) -> None:
+        """Tell of it in a dry run."""
+        self._axis.expect("all_gather", COLUMN_INPUTS, x.expand(self._axis.size, *x.shape))
+
+    def start(self, part: Tensor) -> None:
+        """Called once for each use."""
+        self._users += 1
+        if self._users == 1:
+            self._dim %= part.ndim
+            self._coming = self._axis.start_all_gather(part.contiguous(), COLUMN_INPUTS)
+
+    def take(self) -> Tensor:
+        """For one use; the last one lets it go."""
+        if self._coming is not None:
+            rows, pending = self._coming
+            pending.wait()
+            self._coming, self._whole = None, join_parts(rows, self._dim)
+        assert self._whole is not None
+        whole = self._whole
+        self._users -= 1
+        if not self._users:
+            self._whole = None
+        return whole
 
 
 class _Work:
     """What a product's backward leaves to the node behind its token."""
 
-    def __init__(self) -> None:
+    def __init__(self, again: _Again | None) -> None:
+        self.again = again
         self._wanted: Wanted | None = None
 
     def put_off(self, wanted: Wanted, nodes: tuple[Any, ...]) -> bool:
         self._wanted = None
         if torch.is_grad_enabled():  # second derivatives go through the product itself
+            if self.again is not None:
+                refuse_second_derivatives()
             return False
         if is_executed(nodes[-1][0]):
             self._wanted = wanted
+            if self.again is not None:
+                self.again.start(wanted.weight.args[0])
         return True  # if not, nobody has asked for them
 
     def take(self) -> tuple[Tensor | None, Tensor | None]:
         wanted, self._wanted = self._wanted, None
         if wanted is None:
             return None, None
-        return wanted.weight(), None if wanted.bias is None else wanted.bias()
+        weight = wanted.weight
+        if self.again is not None:
+            _, dy, *more = weight.args
+            weight = partial(weight.func, self.again.take().to(dy.dtype), dy, *more)
+        return weight(), None if wanted.bias is None else wanted.bias()
 
 
 class _Arrive(torch.autograd.Function):

@@ -74,7 +74,7 @@ class RowLayer(nn.Module):
     def forward(self, x_P: Tensor) -> Tensor:
         """Multiply, sum, close the region, add the bias."""
         region = self.tensor_region
-        y_O = region.combine(self.multiply(x_P))
+        y_O = region.product(self, x_P)
         region.leave(x_P.device)
         return plus_bias(y_O, self._parameters["bias"])
 

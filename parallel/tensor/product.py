@@ -51,14 +51,20 @@ class Linear(NamedTuple):
     later: Later
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, token: Tensor | None = None) -> Tensor:
-    """x [.., I] -> [.., O], under autocast in its dtype; call it only where :func:`can_multiply`.
+class Beside(NamedTuple):
+    """Tensors that a product takes along."""
 
-    The gradient of ``token``, if there is one, is an empty tensor: whoever made it comes after this backward.
-    """
+    kept: Tensor | None = None
+    """Saved in place of x; whoever puts the weight gradient off makes x of it."""
+    token: Tensor | None = None
+    """Its gradient is an empty tensor: whoever made it comes after the backward of the product."""
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, beside: Beside | None = None) -> Tensor:
+    """x [.., I] -> [.., O], under autocast in its dtype; call it only where :func:`can_multiply`."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    y: Tensor = _Product.apply(x, weight, bias, linear, token)  # type: ignore[no-untyped-call]
+    y: Tensor = _Product.apply(x, weight, bias, linear, *(beside or Beside()))  # type: ignore[no-untyped-call]
     return y
 
 
@@ -79,9 +85,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, token: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, *beside: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        kept, token = beside
+        ctx.save_for_backward(x if kept is None else kept, weight)
         ctx.linear, ctx.bias, ctx.token = linear, None if bias is None else bias.dtype, token is not None
         with torch.autocast(x.device.type, enabled=False):
             w_OI = weight.to(x.dtype)
@@ -104,8 +111,8 @@ class _Product(torch.autograd.Function):
             None if bias is None else partial(bias_gradient, dy, bias),
         )
         if later.put_off(wanted, ctx.next_functions):
-            return dx, None, None, None, token
-        return dx, wanted.weight(), None if wanted.bias is None else wanted.bias(), None, token
+            return dx, None, None, None, None, token
+        return dx, wanted.weight(), None if wanted.bias is None else wanted.bias(), None, None, token
 
 
 def weight_gradient(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:

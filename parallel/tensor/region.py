@@ -11,15 +11,18 @@ the CPU's generator, which agrees on all ranks, and seeds from it twice: by rank
 closes. Nothing is counted, so a block that is run again from the same random state draws the same masks.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from engine.parallel.seeds import derive_seed, seed_generators
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.collectives import ROW_OUTPUTS, reduce_from
-from engine.parallel.tensor.late import Entrance, Shared, share
+from engine.parallel.tensor.in_pieces import SharedInPieces, is_in_pieces, scatter_product
+from engine.parallel.tensor.late import Entrance, Shared, has_own_weights, share
 from engine.parallel.tensor.views.context import Views
-from engine.parallel.tensor.views.moves import add_rows, stream_dim, whole
+from engine.parallel.tensor.views.moves import add_rows, cut_rows, stream_dim, whole
 from engine.parallel.tensor.views.view import View
 
 
@@ -67,6 +70,16 @@ class Region:
         self._entered.add(id(layer))
         return shared
 
+    def product(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
+        """The product of a row layer with its part of the features, summed as ``combine`` does it."""
+        own: Any = layer
+        if self._views.sequence and x.ndim > 2 and own.tensor_product != "own" and has_own_weights(layer):
+            rows, rest = divmod(x.shape[-2], self.axis.size)
+            if not rest and is_in_pieces(rows, x.narrow(-2, 0, rows), self.axis):
+                y = scatter_product(layer, x, self.axis)
+                return cut_rows(self._views, y, (*x.shape[:-1], y.shape[-1]))
+        return self.combine(own.multiply(x))
+
     def combine(self, y: Tensor) -> Tensor:
         """The sum over the ranks of their ``y``, whole, or cut along the sequence as the stream is."""
         if self._views.sequence:
@@ -79,8 +92,11 @@ class Region:
             dim, self._folded = stream_dim(x), x.folded
             if dim is None:
                 return Shared(whole(x).local)
+        by_rows = dim is not None and dim == part.ndim - 2 and not self._views.regather
+        if by_rows and is_in_pieces(part.shape[-2], part, self.axis):
+            return SharedInPieces(part, self.axis, self._plain)
         if dim not in self._entrances:
-            self._entrances[dim] = Entrance(self.axis, self._owned, self._forget, dim)
+            self._entrances[dim] = Entrance(self.axis, self._owned, self._forget, dim, self._views.regather)
         return share(part, self._entrances[dim], (other for other in self._plain if id(other) not in self._entered))
 
     def leave(self, device: torch.device) -> None:

@@ -18,7 +18,7 @@ column, row and cut may be followed by
     head:64           pieces are whole heads of that width; where there are fewer heads than ranks (kv heads), each is
                       held by several. Without it the width is the parent module's ``head_dim`` or ``head_width``
     rows:0-4+8-12/4-8+12-16       exactly these rows, rank by rank; for the size of the tensor axis that it lists
-    view              the code sees the whole shape while a rank computes with its part (see ``tensor.views``)
+    view              the code sees the whole shape, a rank computes with its part: ``engine.parallel.tensor.views``
 
 For modules that compute with sizes, one or more of
 

@@ -534,14 +534,24 @@ class HeadNorm(nn.Module):
         return out
 
 
-def forget_a_partial_norm(style: str) -> tuple[str, int]:
+class Unforeseen(nn.Sequential):
+    """Reads content between its blocks, which nobody can look at before the run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = block(x) if bool(x.isfinite().all()) else x
+        return x
+
+
+def forget_a_partial_norm(style: str, kind: type[nn.Sequential] = Unforeseen) -> tuple[str, int]:
     """The first step under a plan that names the norm, or does not."""
     plan = {"*.q": "column", "*.k": "column", "*.v": "column", "*.o": "row"} | ({"*.scale": style} if style else {})
     torch.manual_seed(1)
-    model = nn.Sequential(HeadNorm(), HeadNorm())
+    model = kind(HeadNorm(), HeadNorm())
     parallel = {"data": 2, "tensor": 2, "tensor_plan": plan}
     config = {"train_batch_size": 8, "parallel": parallel, "zero_optimization": {"stage": 1}}
-    with engine.initialize(model, config, loss_fn=lambda y, x: y.square().mean()) as eng:
+    example = torch.zeros(1, 5, 32) if kind is Unforeseen else None
+    with engine.initialize(model, config, lambda y, x: y.square().mean(), example) as eng:
         batch = torch.randn(4, 5, 32, generator=torch.Generator().manual_seed(eng.grid.coord().dp))
         try:
             eng.train_batch(batch)
@@ -555,6 +565,12 @@ def test_a_plan_that_forgets_a_partial_norm_is_found_in_the_first_step(run_ranks
         assert said.startswith("parameter '0.scale.bias' is held by all tensor ranks, but their gradients differ")
         assert steps == 0
     assert run_ranks(forget_a_partial_norm, 4, "partial") == [("", 1)] * 4
+
+
+def test_or_before_it_where_the_block_can_be_proven(run_ranks: RunRanks) -> None:
+    for said, steps in run_ranks(forget_a_partial_norm, 4, "", nn.Sequential):
+        assert said.startswith("parallel.tensor_plan is wrong in 0: the gradient of scale.")
+        assert steps == 0
 
 
 def batches_by_rank() -> str:

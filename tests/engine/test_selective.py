@@ -15,6 +15,8 @@ from engine.batch import take_rows
 from engine.config_sections import ActivationCheckpointingConfig
 from engine.decoder import loss_sum
 from engine.errors import ConfigError, EngineError
+from engine.parallel.tensor.layers import ColumnLinear, RowLinear
+from engine.parallel.tensor.simulate import simulate
 from engine.recompute import Recomputation, find_operators, recomputed_in_part
 from engine.selective import Kept, Selective
 from tests import models
@@ -114,6 +116,102 @@ LONG = ("interleaved", "ZeRO 3 x tp", "split x tp")
 def test_every_way_of_running_keeps_the_same(run_ranks: RunRanks, way: str) -> None:
     ranks, settings = WAYS[way]
     run_ranks(trains, ranks, "decoder", settings, [SAVES["default"], SAVES["every"]])
+
+
+def other_shapes(settings: Settings) -> None:
+    """Body of a rank: evaluation, and a shorter batch than the example, which is probed while blocks recompute."""
+    (batch,) = models.batches_for("decoder", 16, 1)
+    short = {key: value[:, :8] for key, value in batch.items()}
+    found = []
+    for mode in ({"mode": "none"}, SAVES["default"]):
+        changed = settings | {"activation_checkpointing": mode}
+        with engine.initialize(MODELS["decoder"][0], changed, loss_sum, take_rows(batch, 0, 2)) as eng:
+            reports = [eng.train_batch(short), eng.eval_batch(batch), eng.train_batch(batch)]
+            found.append([report.loss for report in reports])
+    assert found[0] == found[1]
+
+
+def test_other_shapes_than_the_example(run_ranks: RunRanks) -> None:
+    run_ranks(other_shapes, 4, config_for(1, 0, parallel={"data": 1, "tensor": 2, "pipeline": 2}))
+
+
+def summed(axis: Any, mode: Settings) -> tuple[int, list[Tensor]]:
+    """Body of a rank: sums of one forward and backward of two layers that share a width, and all gradients."""
+    up, down = ColumnLinear(8, 16, axis=axis), RowLinear(16, 8, axis=axis)
+    down.tensor_region = up.tensor_region
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Sequential(up, nn.ReLU(inplace=True), down, nn.LayerNorm(8), nn.Linear(8, 8))])
+    model.blocks.append(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    with torch.no_grad():  # ranks are threads, which share a generator
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-0.5, 0.7, parameter.numel()).cos().view(parameter.shape))
+    config = engine.load_config({"activation_checkpointing": mode}).activation_checkpointing
+    recomputation = Recomputation(model, config, axis)
+    x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+    y = x
+    for block in model.blocks:
+        y = block(y)
+    torch.autograd.backward(y.square().sum())
+    recomputation.remove()
+    labels = [call.label for call in axis.called]
+    return labels.count("row outputs"), [x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(("mode", "sums"), [("none", 1), ("full", 2), ("selective", 1), ("nothing", 1), ("bias", 1)])
+def test_a_sum_with_a_bias_is_made_once_and_kept(mode: str, sums: int) -> None:
+    changes: Settings = {"nothing": {"save": []}, "bias": {"save": ["aten.add.Tensor"]}}
+    settings = {"mode": mode} if mode not in changes else {"mode": "selective"} | changes[mode]
+    expected = simulate(2, lambda axis: summed(axis, {"mode": "none"}))
+    for (count, found), (_, plain) in zip(simulate(2, lambda axis: summed(axis, settings)), expected, strict=True):
+        assert count == sums
+        assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+class Scattered(torch.autograd.Function):
+    """A product that is summed and cut by rows, as under sequence parallelism."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Any) -> Tensor:
+        """[2 n, W] -> [n, W]."""
+        ctx.axis = axis
+        part: Tensor = axis.reduce_scatter(x.view(2, -1, x.shape[-1]), "row outputs")
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Gathered."""
+        return ctx.axis.all_gather(grad.contiguous(), "gradients").flatten(0, 1), None
+
+
+def scattered(axis: Any, keeps: bool) -> tuple[int, Tensor, int]:
+    """Body of a rank."""
+    weight = torch.linspace(-1, 1, 16).cos().view(4, 4).requires_grad_()
+    block = nn.Module()
+    apply: Any = Scattered.apply
+    block.forward = lambda x: apply(x @ weight, axis).tanh().square()
+    config = ActivationCheckpointingConfig(mode="selective", save=("matmul",))
+    started = list[Kept]()
+    forward = recomputed_in_part(block, Selective(find_operators(config), axis), started) if keeps else block.forward
+    y = forward(torch.linspace(0, 1, 24).view(6, 4) * (axis.index + 1))
+    kept = sum(outputs.bytes for outputs in started)
+    torch.autograd.backward(y.sum())
+    assert weight.grad is not None
+    return [call.label for call in axis.called].count("row outputs"), weight.grad, kept
+
+
+def test_a_scattered_sum_is_kept_in_place_of_the_product() -> None:
+    plain = simulate(2, lambda axis: scattered(axis, keeps=False))
+    for (count, gradient, kept), (_, expected, _) in zip(
+        simulate(2, lambda axis: scattered(axis, keeps=True)), plain, strict=True
+    ):
+        assert count == 1 and kept == 3 * 4 * 4 and torch.equal(gradient, expected)
+
+
+def test_the_models_own_switch_goes_first() -> None:
+    model: Any = models.llama()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    config = engine.load_config({"activation_checkpointing": {"mode": "selective"}}).activation_checkpointing
+    assert not Recomputation(model, config)._forwards
 
 
 # ------------------------------------------------------------------------------------------------ one block

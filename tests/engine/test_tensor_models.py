@@ -105,7 +105,8 @@ def cell(result: Compared | str) -> str:
 def how(reasons: Iterable[Reason]) -> str:
     """Of each kind of group, in the order of the forward: how it runs."""
     return (
-        "; ".join(dict.fromkeys(f"{short(reason.style) or reason.pattern}: {reason.how}" for reason in reasons)) or "whole on every rank"
+        "; ".join(dict.fromkeys(f"{short(reason.style) or reason.pattern}: {reason.how}" for reason in reasons))
+        or "whole on every rank"
     )
 
 

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from engine.errors import EngineError
 from engine.parallel.backend import Reduction
 from engine.parallel.comm import Comm, TorchBackend
-from engine.parallel.grid import Grid
+from engine.parallel.grid import Axis, Grid
 from engine.parallel.shared_memory import SLOT_BYTES
 from engine.parallel.world import open_world, read_world
 from tests.launches import Launch, Line
@@ -41,8 +41,8 @@ def open_comm(pp: int = 1, dp: int = 1, tp: int = 1) -> Comm:
     return Comm(grid, TorchBackend(grid, torch.device("cpu")))
 
 
-def shares(comm: Comm) -> bool:
-    """Whether a sum over tp goes past the process group."""
+def shares(comm: Comm, axis: Axis = "tp") -> bool:
+    """Whether a sum over ``axis`` goes past the process group."""
     calls: list[int] = []
     real = dist.all_reduce
 
@@ -52,7 +52,7 @@ def shares(comm: Comm) -> bool:
 
     dist.all_reduce = counted
     try:
-        comm.all_reduce(torch.ones(1), "tp", "which").wait()
+        comm.all_reduce(torch.ones(1), axis, "which").wait()
     finally:
         dist.all_reduce = real
     return not calls
@@ -123,6 +123,22 @@ def shared_where(off: int) -> bool:
 def test_one_rank_that_may_not_share_decides_for_all(run_ranks: RunRanks) -> None:
     assert run_ranks(shared_where, 2, 2) == [True, True]
     assert run_ranks(shared_where, 2, 1) == [False, False]
+
+
+def axes_that_share(sizes: dict[str, int]) -> list[str]:
+    """Body of a rank."""
+    comm = open_comm(**sizes)
+    axes: tuple[Axis, ...] = ("tp", "dp", "pp", "replica", "world")
+    found: list[str] = [axis for axis in axes if comm.grid.size(axis) > 1 and shares(comm, axis)]
+    comm.close()
+    return found
+
+
+def test_groups_of_the_tensor_ranks_share_and_no_others(run_ranks: RunRanks) -> None:
+    assert run_ranks(axes_that_share, 2, {"tp": 2}) == [["tp", "replica", "world"]] * 2
+    assert run_ranks(axes_that_share, 4, {"tp": 2, "dp": 2}) == [["tp", "replica"]] * 4
+    assert run_ranks(axes_that_share, 4, {"tp": 2, "pp": 2}) == [["tp"]] * 4
+    assert run_ranks(axes_that_share, 2, {"dp": 2}) == [[]] * 2
 
 
 # beside other traffic

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from engine.parallel.tensor.auto.attention import multi_head_attention
+from engine.parallel.tensor.views.attention import multi_head_in_steps
 
-_GROUPED = frozenset((torch._grouped_mm, functional.grouped_mm))
+_GROUPED = frozenset({torch._grouped_mm, getattr(functional, "grouped_mm", torch._grouped_mm)})
 _FLOAT = frozenset((Tensor.float,))
 _DROPOUTS = frozenset(
     (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
@@ -35,7 +35,7 @@ class Exact(TorchFunctionMode):
             return _grouped_mm(*args, **kwargs)
         if func is functional.multi_head_attention_forward:  # whose inner functions this mode would not see
             with self:
-                return multi_head_attention(*args, **kwargs)
+                return multi_head_in_steps(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
             if len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from engine.parallel.tensor.auto.attention import multi_head_attention
+from engine.parallel.tensor.views.attention import multi_head_in_steps
 
 _LEAK = 0.3
 
@@ -37,7 +37,7 @@ _ADDMM = _Form(1, 2, 0, -1, -2)
 _BY_FUNCTION: Mapping[Any, _Form] = MappingProxyType(
     {functional.linear: _Form(0, 1, 2, -1, -1), torch.addmm: _ADDMM, torch.baddbmm: _ADDMM}
     | dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm), _MATMUL)
-    | dict.fromkeys((Tensor.bmm, torch._grouped_mm, functional.grouped_mm), _MATMUL)
+    | dict.fromkeys((Tensor.bmm, torch._grouped_mm, getattr(functional, "grouped_mm", torch._grouped_mm)), _MATMUL)
 )
 _RELUS = frozenset((functional.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_))
 _STATISTICS = frozenset((Tensor.mean, torch.mean, Tensor.var, torch.var, Tensor.sum, torch.sum))
@@ -70,7 +70,7 @@ class Products(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.multi_head_attention_forward:
             with self:
-                return multi_head_attention(*args, **kwargs)
+                return multi_head_in_steps(*args, **kwargs)
         if func in _BY_FUNCTION and self._note(_BY_FUNCTION[func], args, kwargs):
             return func(*args, **kwargs).detach()
         if func in _RELUS:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from engine.parallel.tensor.views.dropping import draws_alone
 from engine.parallel.tensor.views.index import NoRuleError, Sets
 from engine.parallel.tensor.views.layout import repeated
-from engine.parallel.tensor.views.operands import join, layout_of, part
+from engine.parallel.tensor.views.operands import fit, join, layout_of
 from engine.parallel.tensor.views.view import Function, View
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ def attention(views: "Views", func: Function, *args: Any, **options: Any) -> Any
     if options.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         return _grouped(views, func, (query, key, value, mask), options)
     options.pop("enable_gqa", None)
-    layout = join(views, tensors, tail=2)
-    parts = [part(views, tensor, layout.sets, tail=2) for tensor in tensors]
-    local = _attend(views, func, parts, options, layout.sets)
-    shape = (*layout.shape[:-2], query.shape[-2], value.shape[-1])
-    return View(local, shape, layout.sets, views)
+    joined = join(views, tensors, tail=2)
+    parts = [fit(views, tensor, own) for tensor, own in zip(tensors, joined.operands, strict=True)]
+    local = _attend(views, func, parts, options, joined.sets)
+    shape = (*joined.shape[:-2], query.shape[-2], value.shape[-1])
+    return View(local, shape, joined.sets, views)
 
 
 def _attend(views: "Views", func: Function, parts: list[Tensor], options: dict[str, Any], sets: Sets) -> Tensor:
@@ -62,7 +62,7 @@ def _grouped(views: "Views", func: Function, tensors: tuple[Any, ...], options: 
         return attention(views, func, query, key, value, mask, **(options | {"enable_gqa": False}))
     sets = query.sets[:-2]
     if mask is not None:
-        parts.append(part(views, mask, sets, tail=2))
+        parts.append(fit(views, mask, join(views, [query, mask], tail=2).operands[1]))
     local = _attend(views, func, parts, options, sets)
     return View(local, (*query.full[:-1], value.full[-1]), query.sets, views)
 
@@ -83,7 +83,14 @@ _MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
 
 
 def multi_head(views: "Views", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """``F.multi_head_attention_forward``: inputs [length, batch, width], or without batch; one q, k, v weight or three.
+    """``F.multi_head_attention_forward``."""
+    return multi_head_in_steps(*args, **kwargs)
+
+
+def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
+    """``F.multi_head_attention_forward`` in functions that a mode or a view can follow.
+
+    Inputs [length, batch, width], or without batch; one q, k, v weight or three.
 
     Raises:
         NoRuleError: keys and values have biases, or are given.
@@ -109,7 +116,8 @@ def multi_head(views: "Views", func: Function, *args: Any, **kwargs: Any) -> Any
         causal = bool(a.is_causal and a.key_padding_mask is None)
         out = functional.scaled_dot_product_attention(query, key, value, None if causal else mask, dropout, causal)
         weights = None
-    out = functional.linear(out.permute(2, 0, 1, 3).flatten(2), a.out_proj_weight, a.out_proj_bias)
+    # rows by batch, then length: the sum may stay cut along the length
+    out = functional.linear(out.transpose(1, 2).flatten(2), a.out_proj_weight, a.out_proj_bias).transpose(0, 1)
     if not batched:
         out, weights = out.squeeze(1), None if weights is None else weights.squeeze(0)
     return out, weights

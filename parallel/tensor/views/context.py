@@ -19,14 +19,15 @@ Result = TypeVar("Result")
 class Views:
     """The context of all views of a cut model, or of one unit.
 
-    ``sequence``: sums of products stay cut along the dim before the last one (sequence parallelism).
+    ``sequence``: sums of products stay cut along the dim before the last one (sequence parallelism). ``regather``: what
+    column layers gather of them is gathered again in backward.
     """
 
     rules = RULES
     otherwise = staticmethod(gathered)
 
-    def __init__(self, axis: TensorAxis, sequence: bool = False) -> None:
-        self.axis, self.sequence = axis, sequence
+    def __init__(self, axis: TensorAxis, sequence: bool = False, regather: bool = False) -> None:
+        self.axis, self.sequence, self.regather = axis, sequence, regather
         self.gathers: dict[str, int] = {}
         """How often a function had to gather, by its name."""
         self.partial: set[nn.Parameter] = set()

@@ -7,13 +7,14 @@ x.type_as(y)      y gives a dtype and nothing else
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from engine.errors import EngineError
 from engine.parallel.tensor.views.gathered import name_of
 from engine.parallel.tensor.views.index import NoRuleError, Sets
 from engine.parallel.tensor.views.moves import full
-from engine.parallel.tensor.views.operands import join, part
+from engine.parallel.tensor.views.operands import fit, join, part
 from engine.parallel.tensor.views.view import Function, View, follow_grad, like
 
 if TYPE_CHECKING:
@@ -22,20 +23,25 @@ if TYPE_CHECKING:
 
 def elementwise(views: "Views", func: Function, *args: Any, **kwargs: Any) -> Any:
     """Broadcast and run on parts."""
-    if kwargs.get("out") is not None:
+    if not kwargs:
+        first: Any = args[0]
+        other: Any = args[1] if len(args) == 2 else None
+        if type(first) is View and len(args) < 3 and not isinstance(other, Tensor):
+            return like(first, func(first.local, *args[1:]))
+        if _alike(first, other):
+            return like(first, func(first.local, other.local))
+    elif kwargs.get("out") is not None:
         raise NoRuleError("out")
-    if kwargs.get("inplace") is True:
+    elif kwargs.get("inplace") is True:
         return in_place(views, func, *args, **kwargs)
+    return _broadcast(views, func, args, kwargs)
+
+
+def _broadcast(views: "Views", func: Function, args: Any, kwargs: Any) -> View:
     tensors = _tensors(args, kwargs)
-    first = tensors[0]
-    if len(tensors) == 1:
-        assert type(first) is View
-        return like(first, _call(func, args, kwargs, [first.local]))
-    if all(_alike(first, other) for other in tensors[1:]):
-        return like(first, _call(func, args, kwargs, [tensor.local for tensor in tensors]))  # type: ignore[arg-type, attr-defined]
-    layout = join(views, tensors)
-    out = _call(func, args, kwargs, [part(views, tensor, layout.sets) for tensor in tensors])
-    return View(out, layout.shape, layout.sets, views)
+    joined = join(views, tensors)
+    parts = [fit(views, tensor, own) for tensor, own in zip(tensors, joined.operands, strict=True)]
+    return View(_call(func, args, kwargs, parts), joined.shape, joined.sets, views)
 
 
 def in_place(views: "Views", func: Function, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +53,11 @@ def in_place(views: "Views", func: Function, target: Any, *args: Any, **kwargs: 
     if type(target) is not View:
         raise NoRuleError("a plain tensor is written")
     check_memory(target, name_of(func))
-    others = [_fit(views, tensor, target.sets, name_of(func)) for tensor in _tensors(args, kwargs)]
+    tensors = _tensors(args, kwargs)
+    for tensor in tensors:
+        if torch.broadcast_shapes(tensor.shape, target.full) != target.full:  # type: ignore[no-untyped-call]
+            raise NoRuleError("more than is written")
+    others = [_fit(views, tensor, target.sets, name_of(func)) for tensor in tensors]
     out = _call(func, (target, *args), kwargs, [target.local, *others])
     if out is target.local:
         follow_grad(target)
@@ -87,13 +97,11 @@ def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def _alike(first: Tensor, other: Tensor) -> bool:
+def _alike(first: Any, other: Any) -> bool:
     return type(first) is View and type(other) is View and first.full == other.full and first.sets == other.sets
 
 
 def _fit(views: "Views", tensor: Tensor, sets: Sets, name: str) -> Tensor:
-    if tensor.ndim > len(sets):
-        raise NoRuleError("more dims than are written")
     try:
         return part(views, tensor, sets)
     except NoRuleError:

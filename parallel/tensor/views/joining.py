@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.parallel.tensor.views.index import Index, Sets
-from engine.parallel.tensor.views.layout import Layout, checked, concatenated, join_layouts
+from engine.parallel.tensor.views.layout import Layout, checked, concatenated, counted, join_layouts
 from engine.parallel.tensor.views.operands import layout_of, part
 from engine.parallel.tensor.views.view import Function, View
 
@@ -21,7 +21,7 @@ def cat(views: "Views", func: Function, tensors: Any, dim: int = 0, **named: Any
     """One behind the other along ``dim``."""
     dim = named.get("axis", dim)
     tensors = [tensor for tensor in tensors if tensor.ndim > 1 or tensor.shape[0] > 0]  # torch skips empty ones
-    dim %= tensors[0].ndim
+    dim = counted(dim, tensors[0].ndim)
     layouts = [layout_of(tensor) for tensor in tensors]
     made = views.find(("cat", dim, *layouts), lambda: _joined(layouts, dim, views.axis.size))
     locals_ = [part(views, t, _along(made.sets, dim, own.sets[dim])) for t, own in zip(tensors, layouts, strict=True)]
@@ -30,7 +30,7 @@ def cat(views: "Views", func: Function, tensors: Any, dim: int = 0, **named: Any
 
 def stack(views: "Views", func: Function, tensors: Any, dim: int = 0) -> Any:
     """One behind the other along a new dim."""
-    dim %= tensors[0].ndim + 1
+    dim = counted(dim, tensors[0].ndim + 1)
     return cat(views, func, [tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 

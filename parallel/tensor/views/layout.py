@@ -38,6 +38,8 @@ def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
         offset = dims - len(layout.shape)
         for dim in range(len(layout.shape) - tail):
             if layout.shape[dim] != 1:
+                if shape[offset + dim] not in (1, layout.shape[dim]):
+                    raise NoRuleError("sizes do not agree")
                 shape[offset + dim] = layout.shape[dim]
                 sets[offset + dim] = common(sets[offset + dim], layout.sets[dim])
     return checked(tuple(shape), tuple(sets))
@@ -58,6 +60,17 @@ def local_shape(layout: Layout, rank: int) -> Shape:
     """The shape of what ``rank`` holds."""
     pairs = zip(layout.shape, layout.sets, strict=True)
     return tuple(size if index is None else index.counts[rank] for size, index in pairs)
+
+
+def counted(dim: int, dims: int) -> int:
+    """``dim`` of so many counted from the first one.
+
+    Raises:
+        NoRuleError: there is no such dim; torch will say it better.
+    """
+    if not -max(dims, 1) <= dim < max(dims, 1):
+        raise NoRuleError("no such dim")
+    return dim % max(dims, 1)
 
 
 def infer_size(numel: int, shape: Sequence[int]) -> Shape:

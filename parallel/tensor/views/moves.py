@@ -5,6 +5,7 @@
     whole   View -> View, uncut       all-gather                     reduce-scatter
     add     parts of a sum -> plain   all-reduce                     identity
             ... cut along the rows    reduce-scatter                 all-gather
+    cut     plain -> View             own slice of the rows          all-gather
 
 Where the ranks do not hold equally many, or some elements lie on several ranks, parts are laid into zeros, each element
 by the first of its holders, and summed.
@@ -46,14 +47,14 @@ def full(view: View, reason: str) -> Tensor:
     """Everything everywhere, as a plain tensor; ``reason`` is noted."""
     views = view.views
     views.note_gather(reason)
-    cut = [dim for dim, index in enumerate(view.sets) if index is not None]
-    if not cut:
+    dims = [dim for dim, index in enumerate(view.sets) if index is not None]
+    if not dims:
         owner: Tensor = _Owner.apply(view.local, views.axis.index == 0)  # type: ignore[no-untyped-call]
         return owner
-    index = view.sets[cut[0]]
-    if len(cut) == 1 and index is not None and index.even:
+    index = view.sets[dims[0]]
+    if len(dims) == 1 and index is not None and index.even:
         as_bytes = view.local.view(torch.uint8) if view.local.dtype is torch.bool else view.local
-        joined = in_order(views, gather_whole(as_bytes, views.axis, cut[0]), cut[0], index)
+        joined = in_order(views, gather_whole(as_bytes, views.axis, dims[0]), dims[0], index)
         return joined.view(view.local.dtype) if joined.dtype != view.local.dtype else joined
     return _sum_of_owned(view)
 
@@ -61,16 +62,16 @@ def full(view: View, reason: str) -> Tensor:
 def whole(view: View, owned: bool = False) -> View:
     """The same with all on every rank; gradients are summed over the ranks. Once for all uses of the part."""
     views, local = view.views, view.local
-    cut = [dim for dim, index in enumerate(view.sets) if index is not None]
-    index = view.sets[cut[0]] if len(cut) == 1 else None
+    dims = [dim for dim, index in enumerate(view.sets) if index is not None]
+    index = view.sets[dims[0]] if len(dims) == 1 else None
 
     def gather(passed: Any) -> Tensor:
         if index is not None and index.even:
-            joined = gather_to(local, views.axis, cut[0], COLUMN_INPUTS, passed=passed)
-            return in_order(views, joined, cut[0], index)
+            joined = gather_to(local, views.axis, dims[0], COLUMN_INPUTS, passed=passed)
+            return in_order(views, joined, dims[0], index)
         return copy_to(_sum_of_owned(view), views.axis, passed=passed)
 
-    joined = views.entered((id(local), view.sets), local, gather) if cut else local
+    joined = views.entered((id(local), view.sets), local, gather) if dims else local
     made = View(joined, view.full, (None,) * view.ndim, views)
     made.folded = view.folded
     return made
@@ -85,7 +86,7 @@ def enter_stream(views: "Views", x: Tensor) -> Tensor:
     """A plain tensor [B, S, H] as a view cut along S, as ``add_rows`` gives it; any other tensor as it is."""
     if views.axis.size == 1 or x.ndim != 3 or x.shape[-2] % views.axis.size:
         return x
-    return _cut_rows(views, slice_of(x, views.axis, x.ndim - 2, COLUMN_INPUTS), tuple(x.shape))
+    return cut_rows(views, slice_of(x, views.axis, x.ndim - 2, COLUMN_INPUTS), tuple(x.shape))
 
 
 def stream_dim(view: View) -> int | None:
@@ -116,7 +117,7 @@ def add_rows(
         )
     shape = tuple(local.shape)
     mine = scatter_from(local.view(*rows, shape[-1]), views.axis, -2, label, owned=True)
-    made = _cut_rows(views, mine, (*rows, shape[-1]))
+    made = cut_rows(views, mine, (*rows, shape[-1]))
     if len(shape) == len(rows) + 1:
         return made
     flat = views.find(("reshape", made.full, made.sets, shape), lambda: reshaped(Layout(made.full, made.sets), shape))
@@ -125,9 +126,22 @@ def add_rows(
     return unfolded
 
 
-def _cut_rows(views: "Views", local: Tensor, shape: tuple[int, ...]) -> View:
+def cut(views: "Views", plain: Tensor) -> View:
+    """A stream that is plain, cut along its rows from here on, as :func:`add_rows` leaves it.
+
+    Layers that are called more than once so never see both, a plain stream and a cut one: of the gradient of their
+    parameters, one would be whole and the other a part.
+
+    Raises:
+        EngineError: the ranks cannot share the rows equally.
+    """
+    return cut_rows(views, slice_of(plain, views.axis, -2, COLUMN_INPUTS), tuple(plain.shape))
+
+
+def cut_rows(views: "Views", local: Tensor, shape: tuple[int, ...]) -> View:
+    """This rank's rows of a tensor of ``shape`` [.., S, O], as the view that they are of it."""
     ranks = views.axis.size
-    index = views.find(("blocks", shape[-2]), lambda: Index.even_blocks(shape[-2], ranks))
+    index = views.find(("blocks", shape[-2]), lambda: Index.even_blocks(shape[-2], ranks)) if ranks > 1 else None
     return View(local, shape, (*(None,) * (len(shape) - 2), index, None), views)
 
 

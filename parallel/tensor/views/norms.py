@@ -53,8 +53,10 @@ def _affine(given: Any, named: Any, names: tuple[str, ...], defaults: tuple[Any,
 def _dims(view: Any, normalized_shape: Any) -> tuple[int, ...]:
     if type(view) is not View:
         raise NoRuleError("a plain tensor is normalised")
-    count = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
-    return tuple(range(view.ndim - count, view.ndim))
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if view.full[-len(shape) :] != shape:
+        raise NoRuleError("sizes do not agree")
+    return tuple(range(view.ndim - len(shape), view.ndim))
 
 
 def _wide(view: View) -> View:

@@ -8,7 +8,7 @@ plain, needs none                its piece
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engine.parallel.tensor.collectives import COLUMN_INPUTS, copy_to, slice_of
 from engine.parallel.tensor.views.index import Index, Sets, positions
-from engine.parallel.tensor.views.layout import Layout, join_layouts
+from engine.parallel.tensor.views.layout import Layout, Shape, join_layouts
 from engine.parallel.tensor.views.view import View
 
 if TYPE_CHECKING:
@@ -30,24 +30,42 @@ def layout_of(tensor: Tensor) -> Layout:
     return Layout(tensor.shape, (None,) * tensor.ndim)
 
 
-def join(views: "Views", tensors: Sequence[Tensor], tail: int = 0) -> Layout:
+class Joined(NamedTuple):
+    """The layout of what operands make together, and how each of them is cut for it."""
+
+    shape: Shape
+    sets: Sets
+    operands: tuple[Sets, ...]
+
+
+def join(views: "Views", tensors: Sequence[Tensor], tail: int = 0) -> Joined:
     """The broadcast of the operands, and what each rank holds of all of them; the last ``tail`` dims are left out.
 
     Raises:
         NoRuleError: some of it would be held by nobody.
     """
-    layouts = [layout_of(tensor) for tensor in tensors]
-    return views.find(("join", tail, *layouts), lambda: join_layouts(layouts, tail))
+    layouts = tuple(map(layout_of, tensors))
+    return views.find(("join", tail, layouts), lambda: _join(layouts, tail))
 
 
-def part(views: "Views", tensor: Tensor, sets: Sets, tail: int = 0) -> Tensor:
-    """The local part of an operand whose dims but the last ``tail`` are to be cut as the last of ``sets``.
+def _join(layouts: Sequence[Layout], tail: int) -> Joined:
+    made = join_layouts(layouts, tail)
+    return Joined(*made, tuple(_wanted(layout.shape, made.sets, tail) for layout in layouts))
 
-    Dims of one element are left for broadcasting.
-    """
-    offset = len(sets) - tensor.ndim
-    full = tensor.shape
-    wanted = tuple(sets[offset + dim] if full[dim] != 1 else None for dim in range(len(full) - tail))
+
+def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
+    """``sets`` for the dims of an operand; those of one element are left for broadcasting."""
+    offset = len(sets) - len(shape)
+    return tuple(sets[offset + dim] if shape[dim] != 1 else None for dim in range(len(shape) - tail))
+
+
+def part(views: "Views", tensor: Tensor, sets: Sets) -> Tensor:
+    """The local part of an operand whose dims are to be cut as the last of ``sets``."""
+    return fit(views, tensor, _wanted(tensor.shape, sets, 0))
+
+
+def fit(views: "Views", tensor: Tensor, wanted: Sets) -> Tensor:
+    """The local part of an operand whose first dims are to be cut as ``wanted``."""
     if type(tensor) is not View:
         return enter(views, tensor, wanted)
     local = tensor.local
@@ -59,14 +77,15 @@ def part(views: "Views", tensor: Tensor, sets: Sets, tail: int = 0) -> Tensor:
 
 def enter(views: "Views", plain: Tensor, wanted: Sets) -> Tensor:
     """The part of a plain tensor that ``wanted`` names for its first dims."""
-    if isinstance(plain, nn.Parameter) and plain not in views.equal:
-        views.partial.add(plain)
-    elif plain.requires_grad and torch.is_grad_enabled() and views.axis.size > 1:
-        cut = [dim for dim, index in enumerate(wanted) if index is not None]
-        index = wanted[cut[0]] if len(cut) == 1 else None
-        if index is not None and index.blocks:
-            return slice_of(plain, views.axis, cut[0], COLUMN_INPUTS)
-        plain = copied(views, plain)
+    if plain.requires_grad:
+        if isinstance(plain, nn.Parameter) and plain not in views.equal:
+            views.partial.add(plain)
+        elif torch.is_grad_enabled() and views.axis.size > 1:
+            cut = [dim for dim, index in enumerate(wanted) if index is not None]
+            index = wanted[cut[0]] if len(cut) == 1 else None
+            if index is not None and index.blocks:
+                return slice_of(plain, views.axis, cut[0], COLUMN_INPUTS)
+            plain = copied(views, plain)
     for dim, index in enumerate(wanted):
         if index is not None:
             plain = pick(views, plain, dim, None, index)

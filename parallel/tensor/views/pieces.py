@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.tensor.views.index import Index, NoRuleError
-from engine.parallel.tensor.views.layout import sliced
+from engine.parallel.tensor.views.layout import counted, sliced
 from engine.parallel.tensor.views.moves import full
 from engine.parallel.tensor.views.operands import pick
 from engine.parallel.tensor.views.shapes import moved, unsqueeze
@@ -27,6 +27,8 @@ def span(view: View, dim: int, taken: slice) -> View | Tensor:
     """A slice of one dim; a single element that not all ranks hold is sent to all, and is plain."""
     views, index = view.views, view.sets[dim]
     bounds = taken.indices(view.full[dim])
+    if bounds[2] < 1:
+        raise NoRuleError("backwards")
     chosen = range(*bounds)
     shape = (*view.full[:dim], len(chosen), *view.full[dim + 1 :])
     if index is None:
@@ -58,15 +60,17 @@ def _sent(view: View, dim: int, chosen: range) -> Tensor:
 
 def narrow(views: "Views", func: Function, input: Any, dim: int, start: int, length: int) -> Any:
     """So many elements of a dim from one on."""
-    dim %= input.ndim
-    start = int(start) % input.full[dim] if start < 0 else int(start)
-    return span(input, dim, slice(start, start + int(length)))
+    dim = counted(dim, input.ndim)
+    first = int(start) + (input.full[dim] if start < 0 else 0)
+    if not 0 <= first <= first + int(length) <= input.full[dim]:
+        raise NoRuleError("no such place")
+    return span(input, dim, slice(first, first + int(length)))
 
 
 def select(views: "Views", func: Function, input: Any, dim: int, index: int) -> Any:
     """One element of a dim."""
-    dim %= input.ndim
-    place = int(index) % input.full[dim]
+    dim = counted(dim, input.ndim)
+    place = counted(int(index), input.full[dim])
     if input.sets[dim] is not None:
         piece = span(input, dim, slice(place, place + 1))
         return piece.select(dim, 0)
@@ -79,7 +83,7 @@ def _without(view: View, dim: int, local: Tensor) -> View:
 
 def unbind(views: "Views", func: Function, input: Any, dim: int = 0) -> Any:
     """All elements of a dim one by one."""
-    dim %= input.ndim
+    dim = counted(dim, input.ndim)
     if input.sets[dim] is not None:
         raise NoRuleError("one element")
     return tuple(_without(input, dim, local) for local in input.local.unbind(dim))
@@ -89,6 +93,8 @@ def split(views: "Views", func: Function, *args: Any, **kwargs: Any) -> Any:
     """Pieces of one size, or of the given ones; the function and the methods name the second argument differently."""
     view, sizes, dim = _split_arguments(*args, **kwargs)
     length = view.full[dim]
+    if (sizes < 1) if isinstance(sizes, int) else (sum(sizes) != length):
+        raise NoRuleError("sizes do not agree")
     if isinstance(sizes, int):
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
     return _cut_at(view, dim, np.cumsum([0, *sizes]).tolist())
@@ -99,7 +105,7 @@ def _split_arguments(*args: Any, dim: int = 0, **kwargs: Any) -> tuple[View, Any
     view: View = left[0]
     dim = left[2] if len(left) > 2 else dim
     sizes = left[1] if len(left) > 1 else next(value for key, value in kwargs.items() if key.startswith("split_size"))
-    return view, sizes, dim % view.ndim
+    return view, sizes, counted(dim, view.ndim)
 
 
 def _cut_at(view: View, dim: int, borders: list[int]) -> tuple[View | Tensor, ...]:
@@ -108,19 +114,25 @@ def _cut_at(view: View, dim: int, borders: list[int]) -> tuple[View | Tensor, ..
 
 def chunk(views: "Views", func: Function, input: Any, chunks: int, dim: int = 0) -> Any:
     """So many pieces of one size, the last perhaps smaller."""
-    size = -(-input.full[dim] // chunks)
+    if chunks < 1:
+        raise NoRuleError("no pieces")
+    size = -(-input.full[counted(dim, input.ndim)] // chunks)
     return split(views, func, input, size, dim)
 
 
 def tensor_split(views: "Views", func: Function, input: Any, indices_or_sections: Any, dim: int = 0) -> Any:
     """So many pieces, the first perhaps larger by one; or at borders."""
-    dim, length = dim % input.ndim, input.full[dim]
+    dim = counted(dim, input.ndim)
+    length = input.full[dim]
     if isinstance(indices_or_sections, Tensor):
         raise NoRuleError("borders depend on content")
     if isinstance(indices_or_sections, int):
         small, more = divmod(length, indices_or_sections)
         return split(views, func, input, [small + (n < more) for n in range(indices_or_sections)], dim)
-    return _cut_at(input, dim, [0, *indices_or_sections, length])
+    borders = [0, *indices_or_sections, length]
+    if borders != sorted(borders):
+        raise NoRuleError("borders in another order")
+    return _cut_at(input, dim, borders)
 
 
 def getitem(views: "Views", func: Function, input: Any, index: Any) -> Any:
@@ -169,7 +181,7 @@ def index_select(views: "Views", func: Function, input: Any, dim: int, index: An
     """Places along an uncut dim."""
     if type(input) is not View or (isinstance(index, Tensor) and index.ndim != 1):
         raise NoRuleError("a plain tensor is indexed")
-    return _taken(input, dim % input.ndim, index)
+    return _taken(input, counted(dim, input.ndim), index)
 
 
 def _taken(view: View, dim: int, places: Any) -> View:

@@ -64,6 +64,8 @@ def multiply(
     if plan.summed:
         return plus_bias(add_rows(views, run(*parts), folded), bias)
     if bias is not None:
+        if bias.shape[-1] not in (1, plan.shape[-1]):
+            raise NoRuleError("sizes do not agree")
         parts.append(part(views, bias, plan.sets))
     out = View(run(*parts), plan.shape, plan.sets, views)
     if len(plan.shape) == 2:
@@ -99,6 +101,8 @@ def _plan(layouts: Sequence[Layout], product: Product) -> _Plan:
     cut: dict[str, Index | None] = {}
     for layout, letters in zip(layouts, product.operands, strict=True):
         for letter, size, index in zip(letters, layout.shape, layout.sets, strict=True):
+            if sizes.get(letter, 1) not in (1, size) and size != 1:
+                raise NoRuleError("sizes do not agree")
             if size != 1 or letter not in sizes:
                 sizes[letter] = size if sizes.get(letter, 1) == 1 else sizes[letter]
                 cut[letter] = common(cut.get(letter), index)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from engine.parallel.tensor.views.index import NoRuleError
+from engine.parallel.tensor.views.layout import counted
 from engine.parallel.tensor.views.moves import STATISTICS, add
 from engine.parallel.tensor.views.operands import pick
 from engine.parallel.tensor.views.view import Function, View, like
@@ -29,7 +30,7 @@ def dims_of(view: View, dim: Any) -> tuple[int, ...]:
     """The dims meant, counted from the first one; None and () mean all."""
     if dim is None or dim == () or dim == []:
         return tuple(range(view.ndim))
-    return tuple(one % view.ndim for one in (dim if isinstance(dim, tuple | list) else (dim,)))
+    return tuple(counted(one, view.ndim) for one in (dim if isinstance(dim, tuple | list) else (dim,)))
 
 
 def along(views: "Views", func: Function, input: Any, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +94,7 @@ def vector_norm(views: "Views", func: Function, x: Any, ord: Any = 2, *args: Any
 
 def topk(views: "Views", func: Function, input: Any, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
     """``topk`` and ``kthvalue``-like choices of ``k`` along an uncut dim."""
-    dim %= input.ndim
+    dim = counted(dim, input.ndim)
     if input.sets[dim] is not None:
         raise NoRuleError("along a cut dim")
     shape = (*input.full[:dim], k, *input.full[dim + 1 :])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.tensor.views.index import NoRuleError, Sets
-from engine.parallel.tensor.views.layout import Layout, Shape, infer_size, local_shape, repeated, reshaped
+from engine.parallel.tensor.views.layout import Layout, Shape, counted, infer_size, local_shape, repeated, reshaped
 from engine.parallel.tensor.views.view import Function, View
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _reshape_plan(layout: Layout, shape: Shape, rank: int) -> tuple[Layout, Shap
 
 def permute(views: "Views", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
     """Dims in another order."""
-    return ordered(input, tuple(dim % input.ndim for dim in given_sizes(sizes, dims=dims)))
+    return ordered(input, tuple(counted(dim, input.ndim) for dim in given_sizes(sizes, dims=dims)))
 
 
 def ordered(view: View, dims: tuple[int, ...]) -> View:
@@ -104,7 +104,7 @@ def movedim(views: "Views", func: Function, input: Any, source: Any, destination
         (source,) if isinstance(source, int) else source,
         (destination,) if isinstance(destination, int) else destination,
     ]
-    sources, places = ([dim % input.ndim for dim in end] for end in ends)
+    sources, places = ([counted(dim, input.ndim) for dim in end] for end in ends)
     left = [dim for dim in range(input.ndim) if dim not in sources]
     by_place = dict(zip(places, sources, strict=True))
     return ordered(input, tuple(by_place[dim] if dim in by_place else left.pop(0) for dim in range(input.ndim)))
@@ -112,26 +112,30 @@ def movedim(views: "Views", func: Function, input: Any, source: Any, destination
 
 def flatten(views: "Views", func: Function, input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     """Neighbouring dims become one."""
-    start, end, full = start_dim % input.ndim, end_dim % input.ndim, tuple(input.full)
+    start, end, full = counted(start_dim, input.ndim), counted(end_dim, input.ndim), tuple(input.full)
     return to_shape(input, (*full[:start], math.prod(full[start : end + 1]), *full[end + 1 :]))
 
 
 def unflatten(views: "Views", func: Function, input: Any, dim: int, sizes: Any) -> Any:
     """One dim becomes several."""
-    dim, full = dim % input.ndim, tuple(input.full)
+    dim, full = counted(dim, input.ndim), tuple(input.full)
     return to_shape(input, (*full[:dim], *infer_size(full[dim], given_sizes((tuple(sizes),))), *full[dim + 1 :]))
 
 
 def unsqueeze(views: "Views", func: Function, input: Any, dim: int) -> Any:
     """A new dim of one."""
-    dim %= input.ndim + 1
+    dim = counted(dim, input.ndim + 1)
     full, sets = input.full, input.sets
     return moved(input, input.local.unsqueeze(dim), (*full[:dim], 1, *full[dim:]), (*sets[:dim], None, *sets[dim:]))
 
 
 def squeeze(views: "Views", func: Function, input: Any, dim: Any = None) -> Any:
     """Without dims of one."""
-    dims = range(input.ndim) if dim is None else [d % input.ndim for d in ((dim,) if isinstance(dim, int) else dim)]
+    dims = (
+        range(input.ndim)
+        if dim is None
+        else [counted(d, input.ndim) for d in ((dim,) if isinstance(dim, int) else dim)]
+    )
     gone = [d for d in dims if input.full[d] == 1]
     kept = [d for d in range(input.ndim) if d not in gone]
     local = input.local.squeeze(tuple(gone)) if gone else input.local.view_as(input.local)
@@ -151,6 +155,9 @@ def expand_as(views: "Views", func: Function, input: Any, other: Tensor) -> Any:
 def to_expanded(view: View, sizes: Shape) -> View:
     """The View with ``sizes``, where -1 keeps a dim."""
     new = len(sizes) - view.ndim
+    kept = zip(sizes[new:], view.full, strict=True) if new >= 0 else ()
+    if new < 0 or -1 in sizes[:new] or any(old not in (1, size) and size != -1 for size, old in kept):
+        raise NoRuleError("sizes do not agree")
     full = tuple(view.full[dim - new] if size == -1 else size for dim, size in enumerate(sizes))
     sets = (*(None,) * new, *view.sets)
     return moved(view, view.local.expand(local_shape(Layout(full, sets), view.views.axis.index)), full, sets)
@@ -174,7 +181,7 @@ def repeat_interleave(
     """Every element of a dim so many times."""
     if dim is None or not isinstance(repeats, int):
         raise NoRuleError("unequal times")
-    dim %= input.ndim
+    dim = counted(dim, input.ndim)
     full, sets, index = list(input.full), list(input.sets), input.sets[dim]
     full[dim] *= repeats
     if index is not None:

@@ -56,7 +56,8 @@ class View(Tensor):
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        views = next(views_among(args, kwargs)).views
+        first = args[0] if args else None
+        views = (first if type(first) is View else next(views_among(args, kwargs))).views
         if views.reached_below is not None:
             refuse_below(views)
         rule = views.rules.get(func)

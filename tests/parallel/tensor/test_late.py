@@ -128,6 +128,68 @@ class Layer(nn.Linear):
         return super().forward(x)
 
 
+def gathered_again(axis: TensorAxis, made: nn.ModuleList, whole: Tensor, regather: bool) -> tuple[list[Any], Events]:
+    """A backward of a recomputed part and a plain one: all gradients, and what happened in the second."""
+    layers = deepcopy(made)
+    part = whole.chunk(axis.size, -2)[axis.index].clone().requires_grad_()
+    for again in (True, False):
+
+        def run() -> Tensor:
+            shared = share(part, Entrance(axis, True, dim=-2, regather=regather), list(layers))
+            return torch.cat([shared.multiply(layer).sin() for layer in layers])
+
+        y = checkpoint(run, use_reentrant=False) if again else run()
+        events = note(axis, layers)
+        y.sum().backward()
+    return [part.grad, *(parameter.grad for parameter in layers.parameters())], events.copy()
+
+
+def test_what_is_gathered_once_more_gives_the_same_bits() -> None:
+    torch.manual_seed(0)
+    made = nn.ModuleList(Layer(WIDTH, HIDDEN) for _ in range(2))
+    whole = torch.randn(3, 4, WIDTH)
+
+    def body(axis: TensorAxis, cast: bool) -> Events:
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            (again, events), (kept, _) = (gathered_again(axis, made, whole, regather) for regather in (True, False))
+        assert all(torch.equal(one, other) for one, other in zip(again, kept, strict=True))
+        return events
+
+    meanwhile = ["1.weight", "1.bias", "0.weight", "0.bias"]
+    gather, scatter = "start column inputs", "start column inputs"
+    for events in simulate(2, partial(body, cast=False)):
+        seen = [event for event in events if event.startswith("start") or event in meanwhile]
+        assert seen[-6:] == [gather, scatter, *meanwhile]
+    simulate(2, partial(body, cast=True))
+
+
+def test_gathering_once_more_keeps_a_part_and_is_told_of() -> None:
+    layer, whole = Layer(WIDTH, HIDDEN), torch.randn(4, WIDTH)
+
+    def body(axis: TensorAxis) -> None:
+        kept: list[int] = []
+        told: list[Any] = []
+        axis.listener = told.append
+        own = deepcopy(layer)
+        part = whole.chunk(axis.size, -2)[axis.index].clone().requires_grad_()
+
+        def pack(saved: Tensor) -> Tensor:
+            kept.append(saved.numel())
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            share(part, Entrance(axis, True, dim=-2, regather=True), [own]).multiply(own)
+        assert kept == [part.numel(), own.weight.numel()]
+        with axis.dry_run():
+            shared = share(part, Entrance(axis, True, dim=-2, regather=True), [own])
+        assert shared.multiply(own).shape == (4, HIDDEN)
+        calls = [("all_gather", False), ("all_gather", True), ("reduce_scatter", True)]
+        assert sorted((entry.op, entry.backward) for entry in told) == calls
+        assert {entry.bytes for entry in told} == {4 * WIDTH * 4}
+
+    simulate(2, body)
+
+
 # ---------------------------------------------------------------------------------- the same bits, whatever is done
 
 

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.install import install
-from engine.parallel.tensor.plan import find_tensor_plan
 from tests.parallel.tensor.models import build, tokens
-from tests.parallel.tensor.sharded import open_comm
+from tests.parallel.tensor.sharded import open_comm, shard
 from tests.parallel.tensor.test_late import EVERYWHERE, cut, given, note
 from tests.parallel.tensor.test_layers_ranks import make
 
@@ -21,12 +19,10 @@ MODELS = ("decoder", "decoder-tied", "llama-kv2", "qwen2-kv1", "gpt2", "gemma2")
 
 def gradients(name: str, overlapped: bool, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[tuple[str, int, int]]]:
     """Of one microbatch after another; what was sent."""
-    comm = open_comm()
-    axis = TensorAxis(comm)
+    sharded = shard(build(name).to(dtype))
+    model, comm = sharded.model, sharded.comm
     if overlapped:
-        axis.overlap = EVERYWHERE
-    model: nn.Module = build(name).to(dtype)
-    install(model, find_tensor_plan(model, "auto", axis.size), axis)
+        sharded.axis.overlap = EVERYWHERE
     ids = tokens()
     for _ in range(2):
         output = model(ids) if "decoder" in name else model(input_ids=ids).logits
@@ -69,15 +65,12 @@ def test_weight_gradients_come_while_the_sum_travels(run_ranks: RunRanks) -> Non
 
 def order_at_the_head() -> list[str]:
     """Body of a rank: the same of a head."""
-    comm = open_comm()
-    axis = TensorAxis(comm)
-    axis.overlap = EVERYWHERE
-    model = build("decoder")
-    install(model, find_tensor_plan(model, "auto", axis.size), axis)
-    loss = nn.functional.cross_entropy(model(tokens()).flatten(0, 1), tokens().flatten())
-    events = note(axis, model)
+    sharded = shard(build("decoder"))
+    sharded.axis.overlap = EVERYWHERE
+    loss = nn.functional.cross_entropy(sharded.model(tokens()).flatten(0, 1), tokens().flatten())
+    events = note(sharded.axis, sharded.model)
     torch.autograd.backward(loss)
-    comm.close()
+    sharded.comm.close()
     return events
 
 

@@ -1,12 +1,18 @@
 """A residual stream that is cut along the sequence, through two blocks and what stands around them."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
+from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.tensor.simulate import simulate
+from engine.parallel.tensor.views.context import Views
+from engine.parallel.tensor.views.moves import cut, full
 from tests.parallel.tensor.views.rig import Given, compare, normal
 
 B, T, C, HIDDEN, HEADS = 2, 8, 12, 24, 4
@@ -71,6 +77,31 @@ def test_two_blocks(ranks: int) -> None:
     assert all(T in call.shape or T // ranks in call.shape for call in stream)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_encoder_layer_of_torch(ranks: int, norm_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(
+        C, HEADS, HIDDEN, dropout=0.0, batch_first=True, norm_first=norm_first, dtype=torch.float64
+    )
+    rows = {"self_attn.out_proj.weight", "linear2.weight"}
+    columns = {"linear1.weight": "blocks", "linear1.bias": "blocks"}
+    columns |= {f"self_attn.in_proj_{name}": "thirds" for name in ("weight", "bias")}
+
+    def program(x: Tensor, **parameters: Tensor) -> Any:
+        x = functional_call(
+            deepcopy(layer), parameters, (x,), {"src_key_padding_mask": (torch.arange(T) > 5).expand(B, T)}
+        )
+        return functional_call(deepcopy(layer), parameters, (x,))
+
+    tensors = {"x": Given(normal(B, T, C), {1: "blocks"})}
+    for name, parameter in layer.named_parameters():
+        cut = {1: "blocks"} if name in rows else {0: columns[name]} if name in columns else None
+        tensors[name] = Given(parameter.detach() + 0.1 * normal(*parameter.shape), cut, True)
+    found = compare(program, tensors, ranks, sequence=True)
+    assert not found[0].gathers and found[0].sets == [tensors["x"].sets(ranks)]
+    assert found[0].partial == {name for name, one in tensors.items() if one.cut is None}
+
+
 def test_positions_that_are_picked_out_of_the_stream() -> None:
     def program(x: Tensor, w: Tensor, v: Tensor) -> Any:
         y = x + functional.linear(functional.gelu(functional.linear(x, w)), v)
@@ -80,3 +111,24 @@ def test_positions_that_are_picked_out_of_the_stream() -> None:
     tensors["v"] = Given(normal(C, HIDDEN), {1: "blocks"}, True)
     found = compare(program, tensors, 2, sequence=True)
     assert found[0].gathers == {"select": 1}
+
+
+def test_a_layer_that_is_called_twice_sees_a_cut_stream_twice() -> None:
+    def body(axis: TensorAxis) -> tuple[Tensor, Tensor]:
+        views = Views(axis, sequence=True)
+        x = normal(B, T, C).requires_grad_()
+        weight = nn.Parameter(normal(C, C))
+        stream = cut(views, x * 1)
+        hidden: Any = torch.tanh(functional.linear(torch.tanh(functional.linear(stream, weight)), weight))
+        out = full(hidden, "test")
+        torch.autograd.backward(out.sum())
+        assert views.partial == {weight} and x.grad is not None and weight.grad is not None
+        return x.grad, weight.grad
+
+    x, weight = normal(B, T, C).requires_grad_(), normal(C, C).requires_grad_()
+    torch.autograd.backward(torch.tanh(torch.tanh(x @ weight.t()) @ weight.t()).sum())
+    found = simulate(2, body)
+    assert weight.grad is not None
+    torch.testing.assert_close(sum(grad for _, grad in found), weight.grad)
+    for grad, _ in found:
+        torch.testing.assert_close(grad, x.grad)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.tensor.views.rig import KINDS, Given, compare, normal
+from tests.parallel.tensor.views.rig import KINDS, Given, compare, normal, run
 
 
 def x(kind: str, dim: int = 1) -> Given:
@@ -99,3 +99,37 @@ def test_properties_answer_for_the_whole() -> None:
         warnings.filterwarnings("ignore", message="The .grad attribute")
         found = compare(program, {"x": x("thirds")}, 2)
     assert not found[0].called
+
+
+WRONG: dict[str, Callable[..., Any]] = {
+    "add": lambda x: x + torch.ones(12, 12).double(),
+    "add_": lambda x: x.mul_(torch.ones(12, 12).double()),
+    "select": lambda x: x[:, 24],
+    "select below": lambda x: x.select(1, -25),
+    "narrow": lambda x: x.narrow(1, 20, 5),
+    "split": lambda x: torch.split(x, [20, 5], 1),
+    "split dim": lambda x: torch.split(x, 4, 3),
+    "sum": lambda x: x.sum(3),
+    "softmax": lambda x: x.softmax(-4),
+    "view": lambda x: x.view(2, 23, 12),
+    "unflatten": lambda x: x.unflatten(1, (5, -1)),
+    "expand": lambda x: x.expand(2, 48, 12),
+    "expand one": lambda x: x.expand(-1, 2, 24, 12),
+    "unsqueeze": lambda x: x.unsqueeze(4),
+    "transpose": lambda x: x.transpose(0, 3),
+    "permute": lambda x: x.permute(0, 1),
+    "cat": lambda x: torch.cat([x, x[:, :, :5]], 0),
+    "linear": lambda x: torch.nn.functional.linear(x, torch.ones(3, 11).double()),
+    "matmul": lambda x: x.transpose(1, 2) @ torch.ones(48, 3).double(),
+    "bias": lambda x: torch.nn.functional.linear(torch.ones(5, 12).double(), x[0], torch.ones(48).double()),
+    "layer_norm": lambda x: torch.nn.functional.layer_norm(x, (24, 11)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("kind", ["blocks", "shared"])
+def test_what_torch_refuses_is_refused(name: str, kind: str) -> None:
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        WRONG[name](normal(2, 24, 12))
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        run(WRONG[name], {"x": x(kind)}, 2)

@@ -1,0 +1,105 @@
+"""The sharded layers that model writers use by themselves."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.errors import PlanError
+from engine.parallel.tensor import (
+    ColumnLinear,
+    GatheredColumnLinear,
+    Region,
+    RowLinear,
+    TensorAxis,
+    VocabularyEmbedding,
+    VocabularyHead,
+)
+from engine.parallel.tensor.layers import local_rows
+from engine.parallel.tensor.ranges import cut_parts, cut_unevenly
+from engine.parallel.tensor.sharded_logits import whole
+from engine.parallel.tensor.simulate import simulate
+
+ROWS, WIDTH, WORDS = 5, 8, 11
+
+
+class Written(nn.Module):
+    """A perceptron with an embedding, a gathered projection and a head, all cut."""
+
+    def __init__(self, axis: TensorAxis) -> None:
+        super().__init__()
+        region = Region(axis)
+        self.words = VocabularyEmbedding(WORDS, WIDTH, axis=axis)
+        self.up = ColumnLinear(WIDTH, 4 * WIDTH, axis=axis, region=region)
+        self.down = RowLinear(4 * WIDTH, WIDTH, axis=axis, region=region)
+        self.mix = GatheredColumnLinear(WIDTH, WIDTH, axis=axis)
+        self.head = VocabularyHead(WIDTH, WORDS, bias=True, axis=axis)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = x + self.down(torch.tanh(self.up(x)))
+        logits: Tensor = whole(self.head(torch.tanh(self.mix(x))))
+        return logits
+
+
+class Whole(nn.Module):
+    """The same in one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = x + self.down(torch.tanh(self.up(x)))
+        logits: Tensor = self.head(torch.tanh(self.mix(x)))
+        return logits
+
+
+def part(name: str, full: Tensor, axis: TensorAxis) -> Tensor:
+    """What a rank holds of a parameter."""
+    layer = name.split(".")[0]
+    if layer == "down":
+        return full if name == "down.bias" else local_rows(full, 1, cut_parts(full.shape[1], axis.size), axis.index)
+    cut = cut_unevenly if layer in ("words", "head") else cut_parts
+    return local_rows(full, 0, cut(full.shape[0], axis.size), axis.index)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_model_written_with_them_is_the_whole_model(tp: int) -> None:
+    torch.manual_seed(3)
+    reference = Whole().double()
+    ids = torch.randint(0, WORDS, (2, ROWS))
+    noise = torch.randn(2, ROWS, WORDS, dtype=torch.float64)
+
+    def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+        out = model(ids)
+        torch.autograd.backward((out * noise).sum())
+        return out.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    expected, grads = run(copy.deepcopy(reference))
+
+    def body(axis: TensorAxis) -> tuple[Tensor, dict[str, Tensor], TensorAxis]:
+        model = Written(axis).double()
+        for name, parameter in model.named_parameters():
+            parameter.data = part(name, reference.get_parameter(name).data, axis)
+        return *run(model), axis
+
+    for out, found, axis in simulate(tp, body):
+        torch.testing.assert_close(out, expected)
+        assert found.keys() == grads.keys()
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, part(name, grads[name], axis))
+
+
+def test_sizes_that_the_axis_does_not_divide_are_refused() -> None:
+    def body(axis: TensorAxis) -> str:
+        with pytest.raises(PlanError) as caught:
+            GatheredColumnLinear(4, 6, axis=axis)
+        return str(caught.value)
+
+    said = "out_features = 6 does not divide among 4 tensor ranks; choose a multiple of 4."
+    assert simulate(4, body) == [said] * 4
