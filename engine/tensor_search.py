@@ -30,6 +30,7 @@ from engine.parallel.tensor.auto.search import Decided, Search
 from engine.parallel.tensor.cuts import Reason, TensorPlan
 from engine.parallel.tensor.cutting import cut_model
 from engine.parallel.tensor.match import match_styles
+from engine.parallel.tensor.views.moves import SequenceError
 from engine.parallel.tensor.vocabularies import vocabulary_styles
 from engine.program import Program
 
@@ -58,7 +59,7 @@ def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False)
     Raises:
         PlanError: the model cannot be followed, or the ranks cannot share its widths; says which sizes they can.
     """
-    with unchanged(nn.Module(), torch.device("cpu")):
+    with unchanged(program.model, torch.device("cpu")):  # a spectral norm iterates whenever its weight is read
         units, timeline = distinct_units(program, example, tp)
         words = _vocabularies(program.model, timeline, tp)
         search = _Search(program, tp, sequence, dict(words))
@@ -78,7 +79,7 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> N
         PlanError: a block would compute something else; names it, what differs, and its styles.
     """
     try:
-        with unchanged(nn.Module(), torch.device("cpu")):
+        with unchanged(program.model, torch.device("cpu")):
             units, _ = distinct_units(program, example, tp)
     except PlanError:  # a model that cannot be followed has no blocks that could be taken out
         return
@@ -227,8 +228,11 @@ class _Search:
         fits = []
         for size in _SIZES:
             same = [other for other in patterns.groups(size) if other.row == group.row] if size != self.tp else []
-            if same and search.decide(same, size)[0].way.how != "replicate":
-                fits.append(size)
+            try:
+                if same and search.decide(same, size)[0].way.how != "replicate":
+                    fits.append(size)
+            except SequenceError:  # the example is too short to tell
+                continue
         if fits:
             raise self._does_not_fit(unit, patterns, group, fits)
 
