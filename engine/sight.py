@@ -83,7 +83,7 @@ def see(config: Config, wish: Wish, stages: int) -> Sight:
     cut, decision, notes = _cut(config, timeline, wish.costs, stages)
     if tensor is None or watch is None:
         return Sight(timeline, cut, notes=notes, decision=decision)
-    tensor = replace(tensor, partial=tensor.partial | watch.partial)
+    tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
     gathers = find_logit_use(tensor, timeline, config.tp).gathers
     notes = (*notes, *(f"{where} needs all logits: they are gathered over tp" for where in gathers))
     return Sight(timeline, cut, _traffic(config, tensor, timeline, cut, watch), notes, decision, tensor)

@@ -81,6 +81,9 @@ class TensorPlan:
     equal: frozenset[str] = frozenset()
     """Whole parameters that meet cut and whole activations: their gradient is summed at each use of the former."""
 
+    beside: frozenset[str] = frozenset()
+    """Of ``partial``, those that were not seen to meet whole activations, where their gradient would be wrong."""
+
     @property
     def follows_activations(self) -> bool:
         """Whether views may come between modules, so that a look at the model has to say which parameters they meet."""
