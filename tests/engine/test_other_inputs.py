@@ -142,3 +142,35 @@ def test_sizes_that_do_not_share_the_sequence_of_the_example_are_passed_over(mon
     example = tuple(torch.zeros(2, LENGTH, dtype=torch.long) for _ in range(2))
     plan = find_plan(program, example, 2, sequence=True)
     assert {reason.how for reason in plan.reasons} == {"replicate"}
+
+
+class Skipped(NanoBlock):
+    """By chance, as LayerDrop does; ranks of a user who seeds them differently must still find one plan."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and torch.rand(()) < 0.5 else super().forward(x)
+
+
+def plan_of_skipping() -> list[str]:
+    """Body of a rank."""
+    rank = torch.distributed.get_rank()
+    model: Any = models.nano()
+    for block in model.h:
+        block.__class__ = Skipped
+    torch.manual_seed(rank)
+    precision = make_precision(load_config(settings(), 2), model)
+    example = tuple(torch.zeros(2, LENGTH, dtype=torch.long) for _ in range(2))
+    plan = find_plan(Program(model, None, precision, torch.device("cpu")), example, 2)
+    assert torch.initial_seed() == rank
+    return [f"{reason.style} {reason.why}" for reason in plan.reasons]
+
+
+def test_blocks_that_draw_are_planned_alike_on_all_ranks(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(plan_of_skipping, 2)
+    assert first == second
+
+
+def test_a_style_for_parts_where_activations_are_whole(run_ranks: RunRanks) -> None:
+    config = settings(tensor_plan={"norm": "partial"})
+    said = run_ranks(refuse, 2, partial(text_and_picture, "cut"), config, sometimes_pictures())
+    assert "'norm.bias' has the style 'partial' in parallel.tensor_plan, but the model uses it on whole" in said[0]

@@ -90,7 +90,7 @@ class Truth:
             mine = copy.deepcopy(self._block)
             views = install(mine, plan, axis).views
             assert isinstance(axis, SimulatedAxis)
-            with Exact():
+            with Exact(axis.index + 1):  # in a region ranks draw numbers of their own
                 outcome = _rehearse(mine, given, self._used, views)
                 partial = {name for name, p in mine.named_parameters() if p in views.partial}
                 rehearsed = _Rehearsed(outcome, list(axis.called), list(views.gathers), partial)
