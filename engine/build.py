@@ -14,6 +14,7 @@ from engine.buffers import WrittenBuffers
 from engine.config import Bf16Config, Config, OptimizerConfig
 from engine.copies import CopiesCheck
 from engine.errors import ConfigError, PlanError
+from engine.first_use import FirstUse
 from engine.full_state import FullState, state_entries
 from engine.islands import Islands
 from engine.loss import LossFunction
@@ -190,7 +191,8 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     recomputation = Recomputation(model, config.activation_checkpointing, axis)
     gathering, released = _gather(model, plan, comm, (*buckets, *frozen))
     stage = Stage(model, device) if plan.cut is not None else None
-    bench = Bench(program, streams, Sights(plan, program, axis, example), stage, reducer, gathering, waiting)
+    sights, first_use = Sights(plan, program, axis, example), FirstUse(model, plan.tensor)
+    bench = Bench(program, streams, sights, stage, reducer, first_use, gathering, waiting)
     executor = Executor(CommTransport(comm, plan.schedule.rank_of_stage, device))
     removals = [stage.close] if stage else []
     removals += [*released, recomputation.remove, islands.remove, streams.remove, reducer.remove]
@@ -238,7 +240,8 @@ def place_model(
     materialize(model, drawn, config.seed, device, keep)
     stand_in(model, {name: empty(name) for name in meta - drawn})
     if plan.tensor is not None:
-        install(model, plan.tensor, axis, already_cut=meta)
+        views = install(model, plan.tensor, axis, already_cut=meta).views
+        views.planned = frozenset(parameters[name] for name in plan.tensor.partial)
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     make_absent(model, rows.keys(), device)
     for flat in buckets:

@@ -7,6 +7,8 @@ has it, for its values and its traffic.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from torch import nn
+
 from engine.batch import Batch
 from engine.budget import shards_parameters
 from engine.choice import choose_schedule, cut_by
@@ -80,12 +82,13 @@ def see(config: Config, wish: Wish, stages: int) -> Sight:
         _check_reads(watch)
         return Sight(notes=(f"bytes over tp are not known before they are sent: {problem}",), tensor=tensor)
     _check_reads(watch)
-    if tensor is not None:
+    if tensor is not None and watch is not None:
         _prove(config, wish, tensor)
+        _check_partial(wish.program.model, tensor, timeline, watch)
     cut, decision, notes = _cut(config, timeline, wish.costs, stages)
     if tensor is None or watch is None:
         return Sight(timeline, cut, notes=notes, decision=decision)
-    tensor = replace(tensor, partial=tensor.partial | watch.partial)
+    tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
     gathers = find_logit_use(tensor, timeline, config.tp).gathers
     notes = (*notes, *(f"{where} needs all logits: they are gathered over tp" for where in gathers))
     return Sight(timeline, cut, _traffic(config, tensor, timeline, cut, watch), notes, decision, tensor)
@@ -156,6 +159,18 @@ def _check_reads(watch: Watch | None) -> None:
             f"parameter {name!r} is cut over the tensor ranks, but code outside its module reads it too; give "
             f'its module the style "replicate" in parallel.tensor_plan.'
         )
+
+
+def _check_partial(model: nn.Module, tensor: TensorPlan, timeline: Timeline, watch: Watch) -> None:
+    """What no block holds meets cut activations as views only: plain ones are whole, and so are their gradients."""
+    blocks = {call.unit for call in timeline.calls if any(True for _ in model.get_submodule(call.unit).children())}
+    for name in sorted(tensor.partial - watch.used_one_way):
+        owner = name.rpartition(".")[0]
+        if not any(owner == block or owner.startswith(f"{block}.") for block in blocks):
+            raise PlanError(
+                f"parameter {name!r} has the style 'partial' in parallel.tensor_plan, but the model uses it on whole "
+                "activations, where its gradient is whole on every rank; leave that style out."
+            )
 
 
 def _tensor_plan(config: Config, wish: Wish) -> TensorPlan | None:

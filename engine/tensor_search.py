@@ -62,7 +62,7 @@ def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False)
     Raises:
         PlanError: the model cannot be followed, or the ranks cannot share its widths; says which sizes they can.
     """
-    with unchanged(nn.Module(), torch.device("cpu")):
+    with _alike(program.model):
         with calls_of_modules() as called:
             units, timeline = distinct_units(program, example, tp)
         words = _vocabularies(program.model, timeline, called, tp)
@@ -83,7 +83,7 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> N
         PlanError: a block would compute something else; names it, what differs, and its styles.
     """
     try:
-        with unchanged(nn.Module(), torch.device("cpu")):
+        with _alike(program.model):
             units, _ = distinct_units(program, example, tp)
     except PlanError:  # a model that cannot be followed has no blocks that could be taken out
         return
@@ -105,6 +105,14 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> N
                 f"parallel.tensor_plan is wrong in {unit.name}: {verdict.problem}; correct its styles ({listed}), or "
                 'let them be found with "auto".'
             )
+
+
+@contextmanager
+def _alike(model: nn.Module) -> Iterator[None]:
+    """Around a search: reading a weight may change it (spectral norm), and what draws draws alike on all ranks."""
+    with unchanged(model, torch.device("cpu")):
+        torch.manual_seed(0)
+        yield
 
 
 def _lies_in(unit: str, name: str) -> bool:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from engine.batch import Batch
 from engine.errors import EngineError
+from engine.first_use import FirstUse
 from engine.loss import WeightedLoss, check_trainable
 from engine.modes import evaluating
 from engine.outputs import Carrier, bring_outputs
@@ -152,6 +153,7 @@ class Bench:
     stage: Stage | None
     """None without a pipeline."""
     reducer: Reducer
+    first_use: FirstUse
     gathering: Gathering | None = None
     """None where parameters are whole."""
     waiting: WaitingWeights | None = None
@@ -309,7 +311,8 @@ class Work:
 
     def _run(self, microbatch: int) -> Any:
         """(sum, weight), and with "output" what the model returned before them."""
-        done = self._bench.program.forward(self._microbatches[microbatch])
+        given = self._microbatches[microbatch]
+        done = self._bench.first_use.watch(given, lambda: self._bench.program.forward(given))
         return (self._bench.own(whole(done.output)), *done.loss) if self._kind == "output" else tuple(done.loss)
 
     def _count(self, result: Any, microbatch: int) -> Tensor | None:

@@ -86,7 +86,8 @@ class WaitingWeights:
         self._installed: list[tuple[nn.Module, str, Any]] = []
         for module in model.modules():
             slot = "multiply" if is_cut(module) else "forward"
-            if is_linear(module) and has_plain_forward(module) and slot not in vars(module):
+            # one that shows its weight as a view has no product of its own: its gradient does not wait
+            if is_linear(module) and has_plain_forward(module) and slot not in vars(module) and hasattr(module, slot):
                 product = _Layer(self, module, names, getattr(module, slot)).multiply
                 object.__setattr__(module, slot, product)
                 self._installed.append((module, slot, product))

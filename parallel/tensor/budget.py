@@ -75,6 +75,12 @@ class Watch:
         names = (name for name, p in self._model.named_parameters() if id(p) in both)
         return frozenset(names) - self._plan.partial
 
+    @property
+    def used_one_way(self) -> frozenset[str]:
+        """Those that met no whole activations."""
+        one = self._partial - self._reads.plain
+        return frozenset(name for name, p in self._model.named_parameters() if id(p) in one)
+
     @contextmanager
     def cut(self) -> Iterator[None]:
         """Inside, the model has the shapes that a tensor rank holds."""

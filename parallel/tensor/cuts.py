@@ -85,6 +85,9 @@ class TensorPlan:
     equal: frozenset[str] = frozenset()
     """Whole parameters that meet cut and whole activations: their gradient is summed at each use of the former."""
 
+    beside: frozenset[str] = frozenset()
+    """Of ``partial``, those that were not seen to meet whole activations, where their gradient would be wrong."""
+
     def write(self, path: str | PathLike[str]) -> None:
         """Write the styles as JSON: ``parallel.tensor_plan`` takes the path, and no search is needed."""
         with open(path, "w", encoding="utf-8") as file:

@@ -4,7 +4,7 @@ A planned layer knows that its weight is a part and sums or gathers accordingly.
 self.embed.weight)`` in a block or in the code around the blocks does not, and its result would be wrong in silence.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,4 +64,20 @@ class OutsideReads(TorchFunctionMode):
             for tensor in operation.tensors:
                 if id(tensor) in self._cut and not any(id(tensor) in own for own in self._running):
                     self.names[self._cut[id(tensor)]] = None
+        return operation.run()
+
+
+class PlainReads(TorchFunctionMode):
+    """Watches a forward of the cut model for those ``parameters`` that are used beside plain tensors alone."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._wanted = {id(parameter): name for name, parameter in parameters.items()}
+        self.names: dict[str, None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = Operation(func, args, kwargs or {})
+        if not has_views(args, kwargs) and not operation.is_metadata:
+            found = (self._wanted.get(id(tensor)) for tensor in operation.tensors)
+            self.names.update((name, None) for name in found if name is not None)
         return operation.run()

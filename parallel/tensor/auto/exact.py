@@ -21,14 +21,27 @@ _DROPOUTS = frozenset(
 )  # fmt: skip
 
 
+_DRAWS = frozenset(
+    (torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.bernoulli,
+     torch.normal, torch.multinomial, Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_,
+     Tensor.random_, Tensor.exponential_, Tensor.multinomial)
+)  # fmt: skip
+
+
 class Exact(TorchFunctionMode):
-    """Inside, fp32 means float64 and nothing is dropped."""
+    """Inside, fp32 means float64 and nothing is dropped; what is drawn is that of ``seed``, in whichever thread."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {key: _widened(value) for key, value in (kwargs or {}).items()}
         args = tuple(map(_widened, args))
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
+        if func in _DRAWS:
+            kwargs.setdefault("generator", self._generator)
         if func in _FLOAT:
             func = Tensor.double
         if func in _GROUPED and args[0].dtype == torch.float64:  # which it does not take

@@ -44,6 +44,8 @@ class Outcome:
     inputs: tuple[Tensor | None, ...]
     """Gradients of the inputs that have one."""
     parameters: Mapping[str, Tensor | None]
+    evaluated: tuple[Tensor, ...] = ()
+    """Outputs in eval mode, whose code may be another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Truth:
     def __init__(self, block: nn.Module, givens: Sequence[Given], used: Collection[int] | None = None) -> None:
         self._block, self._givens, self._used = block, givens, used
         with exactly():
-            self._outcomes = [_rehearse(copy.deepcopy(block), given, used) for given in givens]
+            self._outcomes = [_both_modes(copy.deepcopy(block), given, used) for given in givens]
 
     def prove(self, plan: TensorPlan, tp: int) -> Verdict:
         """Whether the block under ``plan`` gives the same on ``tp`` tensor ranks."""
@@ -88,10 +90,12 @@ class Truth:
             mine = copy.deepcopy(self._block)
             views = install(mine, plan, axis).views
             assert isinstance(axis, SimulatedAxis)
-            with Exact():
+            with Exact(axis.index + 1):  # in a region ranks draw numbers of their own
                 outcome = _rehearse(mine, given, self._used, views)
-            partial = {name for name, p in mine.named_parameters() if p in views.partial}
-            return _Rehearsed(outcome, axis.called, list(views.gathers), partial)
+                partial = {name for name, p in mine.named_parameters() if p in views.partial}
+                rehearsed = _Rehearsed(outcome, list(axis.called), list(views.gathers), partial)
+                evaluated = _evaluate(mine, given, self._used, views)
+            return rehearsed._replace(outcome=replace(outcome, evaluated=evaluated))
 
         try:
             with exactly():
@@ -140,6 +144,19 @@ def _rehearse(block: nn.Module, given: Given, used: Collection[int] | None, view
     return Outcome(tuple(leaf.detach() for leaf in outputs), tuple(t.grad for t in fresh.inputs), gradients)
 
 
+def _both_modes(block: nn.Module, given: Given, used: Collection[int] | None) -> Outcome:
+    return replace(_rehearse(block, given, used), evaluated=_evaluate(block, given, used))
+
+
+def _evaluate(
+    block: nn.Module, given: Given, used: Collection[int] | None, views: Views | None = None
+) -> tuple[Tensor, ...]:
+    """What it gives in eval mode, which it is left in."""
+    with torch.no_grad():
+        args, kwargs = pytree.tree_map(_Fresh(views), given)
+        return tuple(_plain(leaf) for leaf in float_leaves(block.eval()(*args, **kwargs), used))
+
+
 class _Fresh:
     """Copies arguments; a copy of what needs a gradient is written to as freely as the original could be."""
 
@@ -168,8 +185,12 @@ def _differences(plan: TensorPlan, truth: Outcome, ranks: Sequence[Outcome]) -> 
     gradients = [grad for grad in (*truth.inputs, *truth.parameters.values()) if grad is not None]
     largest = max((_top(grad) for grad in gradients), default=0.0)
     for rank, outcome in enumerate(ranks):
-        for kind, mine, whole in (("output", outcome.outputs, truth.outputs), ("input", outcome.inputs, truth.inputs)):
-            what = f"gradient of input {{}} on rank {rank}" if kind == "input" else f"output {{}} on rank {rank}"
+        for kind, mine, whole in (
+            ("output", outcome.outputs, truth.outputs),
+            ("output in eval mode", outcome.evaluated, truth.evaluated),
+            ("input", outcome.inputs, truth.inputs),
+        ):
+            what = f"gradient of input {{}} on rank {rank}" if kind == "input" else f"{kind} {{}} on rank {rank}"
             floor = largest if kind == "input" else 0.0
             if len(mine) != len(whole):
                 yield f"there are {len(mine)} {kind}s on rank {rank}, not {len(whole)}"

@@ -32,12 +32,18 @@ class Views:
         """How often a function had to gather, by its name."""
         self.partial: set[nn.Parameter] = set()
         """The plain parameters that met a View: on each rank their gradient is a part, to be summed once a step."""
+        self.planned: frozenset[nn.Parameter] | None = None
+        """In a run: those that are summed once a step. What the plan's example has not shown is summed at each use."""
         self.equal: set[nn.Parameter] = set()
         """Parameters that plain code uses as well: their gradient is summed at each use, as for any plain tensor."""
         self.reached_below: str | None = None
         """What has asked for memory that is not there."""
         self._entered: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._found: dict[Hashable, Any] = {}
+
+    def sums_once(self, parameter: nn.Parameter) -> bool:
+        """Whether the parts of its gradient stay parts until the step ends."""
+        return self.planned is None or parameter in self.planned
 
     def clear(self) -> None:
         """Forget the tensors that have entered: a block is over."""

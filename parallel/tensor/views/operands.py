@@ -78,7 +78,7 @@ def fit(views: "Views", tensor: Tensor, wanted: Sets) -> Tensor:
 def enter(views: "Views", plain: Tensor, wanted: Sets) -> Tensor:
     """The part of a plain tensor that ``wanted`` names for its first dims."""
     if plain.requires_grad:
-        if isinstance(plain, nn.Parameter) and plain not in views.equal:
+        if isinstance(plain, nn.Parameter) and plain not in views.equal and views.sums_once(plain):
             views.partial.add(plain)
         elif torch.is_grad_enabled() and views.axis.size > 1:
             cut = [dim for dim, index in enumerate(wanted) if index is not None]
