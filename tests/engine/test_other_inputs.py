@@ -115,6 +115,16 @@ def pairs() -> list[Any]:
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in models.token_batches(16, 3)]
 
 
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return TextAndPicture("cut")
+
+
+def test_views_of_a_model_that_was_never_whole(run_ranks: RunRanks) -> None:
+    parity = run_ranks(compare, 2, on_meta, settings(), sometimes_pictures())[0]
+    assert parity.holds(), parity
+
+
 def test_looking_for_a_plan_leaves_buffers_alone(run_ranks: RunRanks) -> None:
     parity = run_ranks(compare, 2, spectral, settings(), pairs())[0]
     assert parity.holds(), parity
