@@ -161,6 +161,19 @@ class Skipped(NanoBlock):
         return x if self.training and torch.rand(()) < 0.5 else super().forward(x)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own default
+def test_checkpoints_inside_a_block_do_not_keep_it_from_being_cut() -> None:
+    """What they recompute would be fp32 where the forward of a proof was float64."""
+    model: Any = models.llama()
+    model.train()
+    model.gradient_checkpointing_enable()
+    program = Program(model, None, make_precision(load_config(settings(), 2), model), torch.device("cpu"))
+    ids = torch.zeros(2, LENGTH, dtype=torch.long)
+    plan = find_plan(program, {"input_ids": ids, "labels": ids}, 2)
+    assert {reason.how for reason in plan.reasons} <= {"local", "local+"}
+    assert len(plan.reasons) == 2
+
+
 def plan_of_skipping() -> list[str]:
     """Body of a rank."""
     rank = torch.distributed.get_rank()
