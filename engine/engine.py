@@ -216,7 +216,8 @@ class Engine:
         self._forwards += torch.is_grad_enabled()  # an evaluation must not change what training draws
         check_batch([(args, kwargs)], None, self._comm, self._device)
         with self._parts.bench.forward(*key):
-            return self._parts.bench.own(self._parts.bench.program.call(*args, **kwargs))
+            bench = self._parts.bench
+            return bench.own(bench.first_use.watch((args, kwargs), lambda: bench.program.call(*args, **kwargs)))
 
     def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
         """Backward of one microbatch; the loss, a 0-dim mean or (sum, weight), is averaged over the step.

@@ -24,6 +24,7 @@ from engine.alone import copy_unit, is_sample, signatures
 from engine.batch import Batch, map_tensors, named_tensors, take_rows
 from engine.errors import PlanError, first_line
 from engine.example import look
+from engine.parallel.pipeline.checkpoints import open_checkpoints, spread_checkpoints
 from engine.parallel.pipeline.timeline import Arguments, FromValue, Material, Sample, Timeline
 from engine.parallel.pipeline.unchanged import unchanged
 from engine.parallel.tensor.auto.groups import Given, Group, Patterns
@@ -107,10 +108,19 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> N
             )
 
 
+@dataclass
+class _InTheOpen:
+    """Every checkpoint runs as if there were none."""
+
+    inside: bool = False
+    regions: list[dict[str, Any]] = field(default_factory=list)
+
+
 @contextmanager
 def _alike(model: nn.Module) -> Iterator[None]:
     """Around a search: reading a weight may change it (spectral norm), and what draws draws alike on all ranks."""
-    with unchanged(model, torch.device("cpu")):
+    # a backward runs what it recomputes outside the arithmetic of a proof
+    with unchanged(model, torch.device("cpu")), open_checkpoints(recompute=False), spread_checkpoints(_InTheOpen()):
         torch.manual_seed(0)
         yield
 

@@ -103,6 +103,13 @@ class Installed:
             self._undo.pop()()
 
 
+def _whole_shape(parameter: Tensor, cut: ParameterCut) -> tuple[int, ...]:
+    """Also of one that holds its part already."""
+    shape = list(parameter.shape)
+    shape[cut.dim] = max(piece.stop for piece in cut.ranges)
+    return tuple(shape)
+
+
 class _Installer:
     def __init__(self, model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
         self.plan, self.axis = plan, axis
@@ -136,9 +143,10 @@ class _Installer:
         parents: dict[int, nn.Module] = {}
         for path, module in self.modules.items():
             cuts = {
-                local: (self.plan.parameters[wholes[id(p)]], tuple(p.shape))
+                local: (cut, _whole_shape(p, cut))
                 for local, p in module.named_parameters(recurse=False)
                 if id(p) in wholes
+                for cut in [self.plan.parameters[wholes[id(p)]]]
             }
             if cuts:
                 self._touch(path).__class__ = shown_class(type(module), cuts, self.views)

@@ -115,6 +115,16 @@ def pairs() -> list[Any]:
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in models.token_batches(16, 3)]
 
 
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return TextAndPicture("cut")
+
+
+def test_views_of_a_model_that_was_never_whole(run_ranks: RunRanks) -> None:
+    parity = run_ranks(compare, 2, on_meta, settings(), sometimes_pictures())[0]
+    assert parity.holds(), parity
+
+
 def test_looking_for_a_plan_leaves_buffers_alone(run_ranks: RunRanks) -> None:
     parity = run_ranks(compare, 2, spectral, settings(), pairs())[0]
     assert parity.holds(), parity
@@ -149,6 +159,19 @@ class Skipped(NanoBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.training and torch.rand(()) < 0.5 else super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own default
+def test_checkpoints_inside_a_block_do_not_keep_it_from_being_cut() -> None:
+    """What they recompute would be fp32 where the forward of a proof was float64."""
+    model: Any = models.llama()
+    model.train()
+    model.gradient_checkpointing_enable()
+    program = Program(model, None, make_precision(load_config(settings(), 2), model), torch.device("cpu"))
+    ids = torch.zeros(2, LENGTH, dtype=torch.long)
+    plan = find_plan(program, {"input_ids": ids, "labels": ids}, 2)
+    assert {reason.how for reason in plan.reasons} <= {"local", "local+"}
+    assert len(plan.reasons) == 2
 
 
 def plan_of_skipping() -> list[str]:
