@@ -69,6 +69,8 @@ def see(config: Config, wish: Wish, stages: int) -> Sight:
     if not needs_example(config):
         return _order_of_calls(config, wish)
     tensor = _tensor_plan(config, wish)
+    if tensor is not None:
+        _check_hooks(wish.program.model, tensor)
     watch = _watch(config, wish, tensor) if tensor else None
     try:
         timeline = _look(config, wish, stages, tensor, watch)
@@ -159,6 +161,17 @@ def _check_reads(watch: Watch | None) -> None:
             f"parameter {name!r} is cut over the tensor ranks, but code outside its module reads it too; give "
             f'its module the style "replicate" in parallel.tensor_plan.'
         )
+
+
+def _check_hooks(model: nn.Module, tensor: TensorPlan) -> None:
+    """A hook on a gradient would be given this rank's part of it."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks and (name in tensor.parameters or name in tensor.partial):
+            raise PlanError(
+                f"parameter {name!r} has a gradient hook (register_hook), but is cut over the tensor ranks, each of "
+                'which has a part of its gradient; remove the hook, or give its module the style "replicate" in '
+                "parallel.tensor_plan."
+            )
 
 
 def _check_partial(model: nn.Module, tensor: TensorPlan, timeline: Timeline, watch: Watch) -> None:

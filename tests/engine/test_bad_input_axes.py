@@ -157,6 +157,24 @@ class Functional(models.NanoBlock):
         return x + F.linear(hidden, self.proj.weight, self.proj.bias)
 
 
+def test_hook_on_the_gradient_of_a_cut_parameter(alone: Callable[..., str]) -> None:
+    model: Any = Glued("")
+    model.h[0].fc.weight.register_hook(lambda grad: grad / grad.norm())
+    assert alone(2, model, {"tensor": 2, "tensor_plan": PLAN}, pair()) == (
+        "parameter 'h.0.fc.weight' has a gradient hook (register_hook), but is cut over the tensor ranks, each of which "
+        'has a part of its gradient; remove the hook, or give its module the style "replicate" in parallel.tensor_plan.'
+    )
+
+
+def test_sequence_that_the_tensor_ranks_cannot_share(alone: Callable[..., str]) -> None:
+    ids, targets = pair()
+    text = alone(2, Glued(""), {"tensor": 2, "sequence_parallel": True}, (ids[:, :11], targets[:, :11]))
+    assert text == (
+        "a sequence of 11 does not divide among 2 tensor ranks, as sequence_parallel wants; pad it to a multiple of 2, "
+        "or switch sequence_parallel off."
+    )
+
+
 def test_cut_parameter_that_its_block_reads_without_calling_the_module(alone: Callable[..., str]) -> None:
     model = Glued("")
     model.h = nn.ModuleList(Functional(32, 4) for _ in range(2))

@@ -38,13 +38,21 @@ class Search:
     """Whether the stream between regions is cut along the sequence."""
 
     def decide(self, groups: Sequence[Group], tp: int) -> list[Decided]:
-        """One way for each group; each is proven beside those chosen before it."""
+        """One way for each group; each is proven beside those chosen before it.
+
+        What no way is right for is tried once more beside all others: code between groups may not take what a cut
+        group gives to one that is not.
+        """
         styles: dict[str, str] = {}
-        decided = []
-        for group in groups:
-            decided.append(self._decide(group, styles, tp))
-            styles |= decided[-1].way.styles
-        return decided
+        decided: dict[str, Decided] = {}
+        for again in (False, True):
+            for group in groups:
+                if not again or (decided[group.row].way.how == "replicate" and styles):
+                    found = self._decide(group, styles, tp)
+                    if not again or found.way.how != "replicate":
+                        decided[group.row] = found
+                    styles |= found.way.styles
+        return list(decided.values())
 
     def _decide(self, group: Group, before: Mapping[str, str], tp: int) -> Decided:
         first = ""
@@ -60,7 +68,7 @@ class Search:
             verdict = self._try(before, way, tp)
             if verdict.holds:
                 return Decided(group, way, _why(way, first, verdict))
-        return Decided(group, Way("replicate", {}), f"no way is right: {first or verdict.problem}")
+        return Decided(group, Way("replicate", {}), f"no way is right: {_problems(first, verdict.problem)}")
 
     def _with_numbers(
         self, group: Group, before: Mapping[str, str], plain: Way, problem: str, tp: int
@@ -91,6 +99,10 @@ class Search:
         except PlanError as error:
             return Verdict(first_line(error))
         return self.truth.prove(plan, tp)
+
+
+def _problems(plain: str, views: str) -> str:
+    return f"plain tensors: {plain}; views: {views}" if plain else views
 
 
 def _why(way: Way, first: str, verdict: Verdict) -> str:
