@@ -152,9 +152,8 @@ def _evaluate(
     block: nn.Module, given: Given, used: Collection[int] | None, views: Views | None = None
 ) -> tuple[Tensor, ...]:
     """What it gives in eval mode, which it is left in."""
-    with torch.no_grad():
-        args, kwargs = pytree.tree_map(_Fresh(views), given)
-        return tuple(_plain(leaf) for leaf in float_leaves(block.eval()(*args, **kwargs), used))
+    args, kwargs = pytree.tree_map(_Fresh(views), given)
+    return tuple(_plain(leaf).detach() for leaf in float_leaves(block.eval()(*args, **kwargs), used))
 
 
 class _Fresh:
