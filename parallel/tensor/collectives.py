@@ -162,8 +162,8 @@ def check_parts(x: Tensor, axis: TensorAxis, dim: int) -> int:
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:
-    """[T, .., n, ..] -> [.., T n, ..]: parts by rank, one behind the other along ``dim`` (counted without T)."""
-    joined = parts.movedim(0, dim).flatten(dim, dim + 1)
+    """[T, .., n, ..] -> [.., T n, ..], contiguous: parts by rank, one behind the other along ``dim`` (without T)."""
+    joined = parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # parts of one row would be left as they lie
     # the tensor it is made of lives no longer: with the mark of a view nobody could write into it
     return torch.ops.aten._unsafe_view(joined, joined.shape) if joined._is_view() else joined
 
