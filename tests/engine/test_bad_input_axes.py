@@ -161,8 +161,8 @@ def test_hook_on_the_gradient_of_a_cut_parameter(alone: Callable[..., str]) -> N
     model: Any = Glued("")
     model.h[0].fc.weight.register_hook(lambda grad: grad / grad.norm())
     assert alone(2, model, {"tensor": 2, "tensor_plan": PLAN}, pair()) == (
-        "parameter 'h.0.fc.weight' has a gradient hook (register_hook), but is cut over the tensor ranks, each of which "
-        'has a part of its gradient; remove the hook, or give its module the style "replicate" in '
+        "parameter 'h.0.fc.weight' has a gradient hook (register_hook), but is cut over the tensor ranks, each of "
+        'which has a part of its gradient; remove the hook, or give its module the style "replicate" in '
         "parallel.tensor_plan."
     )
 

@@ -168,5 +168,5 @@ def test_the_sum_that_backward_makes_is_told_of() -> None:
 
 
 def test_gathered_parts_of_one_row_are_contiguous() -> None:
-    found = simulate(4, lambda axis: gather_to(torch.ones(3, 1, 2), axis, 1, COLUMN_INPUTS))
+    found = simulate(4, lambda axis: gather_to(torch.ones(3, 1, 2), axis, 1))
     assert all(tensor.is_contiguous() and tensor.shape == (3, 4, 2) for tensor in found), "code may say view(-1, 2)"
