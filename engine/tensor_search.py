@@ -9,7 +9,7 @@ Nothing is communicated. Every rank finds the same plan, since all random conten
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -55,6 +55,21 @@ class Unit:
     alike: tuple[str, ...]
     used: frozenset[int]
     """The leaves of its output that somebody reads, of any call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """The ids of the modules that are called."""
+
+    all: set[int] = field(default_factory=set)
+    counting: set[int] = field(default_factory=set)
+    """Embeddings that are given positions, one after the other."""
+
+    def note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A call."""
+        self.all.add(id(module))
+        if isinstance(module, nn.Embedding) and args and _counts(args[0]):
+            self.counting.add(id(module))
 
 
 def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False) -> TensorPlan:
@@ -162,26 +177,33 @@ def _used(timeline: Timeline, calls: Sequence[int]) -> frozenset[int]:
     return frozenset(place for place, leaf in outputs if isinstance(leaf, FromValue) and leaf.value in read)
 
 
-def _vocabularies(model: nn.Module, timeline: Timeline, called: Collection[int], tp: int) -> dict[str, str]:
+def _vocabularies(model: nn.Module, timeline: Timeline, called: Called, tp: int) -> dict[str, str]:
     """Not those whose weight other code reads: a head that nobody calls, an embedding that glue multiplies with."""
     units = {call.unit: model.get_submodule(call.unit) for call in timeline.calls}
     inside = {f"{u}.{n}".rstrip("."): m for u, unit in units.items() for n, m in unit.named_modules()}
+    inside = {name: module for name, module in inside.items() if id(module) not in called.counting}
     styles = vocabulary_styles(model, inside, tp)
     layers = {name: model.get_submodule(name) for name in styles}
     passed_by = {id(model.get_parameter(name)) for name in timeline.read_by_glue}
-    passed_by |= {id(m.weight) for m in layers.values() if is_linear(m) and id(m) not in called}
+    passed_by |= {id(m.weight) for m in layers.values() if is_linear(m) and id(m) not in called.all}
     return {name: style for name, style in styles.items() if id(layers[name].weight) not in passed_by}
 
 
 @contextmanager
-def calls_of_modules() -> Iterator[set[int]]:
-    """The ids of the modules that are called inside."""
-    called: set[int] = set()
-    hook = register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
+def calls_of_modules() -> Iterator[Called]:
+    """Filled with what is called inside."""
+    called = Called()
+    hook = register_module_forward_pre_hook(called.note)
     try:
         yield called
     finally:
         hook.remove()
+
+
+def _counts(ids: Any) -> bool:
+    if not isinstance(ids, Tensor) or not ids.ndim or ids.shape[-1] < 2:
+        return False
+    return torch.equal(ids, ids[..., :1] + torch.arange(ids.shape[-1], device=ids.device))
 
 
 def _short(example: Batch, rows: int, length: int) -> Batch:

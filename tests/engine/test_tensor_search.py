@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine.banner import reasons_table
 from engine.batch import Batch, take_rows
 from engine.config import load_config
+from engine.decoder import Decoder, DecoderConfig, loss_sum
 from engine.errors import PlanError
 from engine.parallel.tensor.cuts import Reason, TensorPlan
 from engine.parallel.tensor.plan import find_tensor_plan
@@ -208,3 +209,12 @@ def test_rows_are_for_the_ranks_that_they_list() -> None:
     assert same_cuts(find_tensor_plan(model, plan.patterns, 2), plan)
     with pytest.raises(PlanError, match="lists rows of 2 tensor ranks, but tensor is 4; write the rows of 4 ranks, or"):
         find_tensor_plan(model, plan.patterns, 4)
+
+
+def test_positions_are_whole_even_with_as_many_rows_as_there_are_words() -> None:
+    torch.manual_seed(7)
+    model = Decoder(DecoderConfig(vocabulary=16, layers=2, width=16, heads=2, context=16))
+    ids = torch.randint(0, 16, (2, 8), generator=torch.Generator().manual_seed(1))
+    plan = search(model, {"input_ids": ids, "labels": ids}, loss_fn=loss_sum)
+    assert plan.layers["tokens"].kind == "embedding" and plan.layers["head"].kind == "head"
+    assert "positions" not in plan.layers
