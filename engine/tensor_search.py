@@ -105,7 +105,9 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> N
         return
     styles = match_styles(program.model, plan.patterns)
     for unit in units:
-        inner = {_inside(unit.name, name): style for name, style in styles.items() if _lies_in(unit.name, name)}
+        # logits of a cut head are no part of a block's output: the loss knows what to do with them
+        within = {name: style for name, style in styles.items() if _lies_in(unit.name, name)}
+        inner = {_inside(unit.name, name): style for name, style in within.items() if style.kind != "vocabulary"}
         if not inner:
             continue
         try:
