@@ -109,7 +109,7 @@ LONG = ("interleaved", "ZeRO 3 x tp", "split x tp")
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(way, marks=[pytest.mark.long] * (way in ("interleaved", "ZeRO 3 x tp", "split x tp")))
+        pytest.param(way, marks=[pytest.mark.long] * (way in ("interleaved", "ZeRO 3 x tp", "split x tp", "bf16 x tp")))
         for way in WAYS
     ],
 )

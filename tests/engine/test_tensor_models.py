@@ -82,7 +82,7 @@ def test_the_norm_counts_every_element_once(
         assert result.parity.norm <= 1e-6, f"{name}: {result.parity}"
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_models_as_they_are_train_over_tensor_ranks(run_ranks: RunRanks, tp: int) -> None:
     check_standard(run(run_ranks, CORE, grid(tp)), tp)
 
