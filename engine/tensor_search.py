@@ -205,7 +205,8 @@ def calls_of_modules() -> Iterator[Called]:
 def _counts(ids: Any) -> bool:
     if not isinstance(ids, Tensor) or not ids.ndim or ids.shape[-1] < 2:
         return False
-    return torch.equal(ids, ids[..., :1] + torch.arange(ids.shape[-1], device=ids.device))
+    with torch._C.DisableTorchFunction():  # who follows the forward is not to see this look at it
+        return torch.equal(ids, ids[..., :1] + torch.arange(ids.shape[-1], device=ids.device))
 
 
 def _short(example: Batch, rows: int, length: int) -> Batch:
