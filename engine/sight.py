@@ -193,6 +193,6 @@ def _tensor_plan(config: Config, wish: Wish) -> TensorPlan | None:
     parallel = config.parallel
     if parallel.tensor_plan == "auto":
         plan = find_plan(wish.program, wish.example, config.tp, parallel.sequence_parallel)
-        return replace(plan, regather=parallel.sequence_parallel_regather)
-    plan = find_tensor_plan(wish.program.model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
+    else:
+        plan = find_tensor_plan(wish.program.model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
     return replace(plan, regather=parallel.sequence_parallel_regather)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from engine.parallel.seeds import derive_seed, seed_generators
 from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.collectives import ROW_OUTPUTS, reduce_from
 from engine.parallel.tensor.in_pieces import SharedInPieces, is_in_pieces, scatter_product
 from engine.parallel.tensor.late import Entrance, Shared, has_own_weights, share
 from engine.parallel.tensor.views.context import Views
@@ -82,9 +81,7 @@ class Region:
 
     def combine(self, y: Tensor) -> Tensor:
         """The sum over the ranks of their ``y``, whole, or cut along the sequence as the stream is."""
-        if self._views.sequence:
-            return add_rows(self._views, y, self._folded)
-        return reduce_from(y, self.axis, ROW_OUTPUTS)
+        return add_rows(self._views, y, self._folded)
 
     def _share(self, x: Tensor, part: Tensor) -> Shared:
         dim = None

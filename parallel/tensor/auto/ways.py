@@ -34,14 +34,12 @@ class Way(NamedTuple):
 
 def local(block: nn.Module, group: Group, tp: int) -> Way | None:
     """Plain tensors; None where code multiplies with a parameter that is not a layer's own."""
-    weights = [name for name in (*group.columns, group.row)]
+    weights = (*group.columns, group.row)
     owners = {_owner(name) for name in weights}
     styles = {name: "partial" for name in group.partial}
     if len(owners) == 1:
         owner = owners.pop()
-        if is_linear(block.get_submodule(owner)):
-            return None
-        if any(_owner(name) != owner for name in group.cuts):
+        if is_linear(block.get_submodule(owner)) or any(_owner(name) != owner for name in group.cuts):
             return None
         cut = {name: _cut_style(block, name, piece, tp) for name, piece in group.cuts.items()}
         return Way("local", styles | {owner: "experts"} | cut)
