@@ -91,9 +91,10 @@ def see(config: Config, wish: Wish, stages: int) -> Sight:
     if tensor is None or watch is None:
         return Sight(timeline, cut, notes=notes, decision=decision)
     tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
-    gathers = find_logit_use(tensor, timeline, config.tp).gathers
-    notes = (*notes, *(f"{where} needs all logits: they are gathered over tp" for where in gathers))
-    return Sight(timeline, cut, _traffic(config, tensor, timeline, cut, watch), notes, decision, tensor)
+    use = find_logit_use(tensor, timeline, config.tp)
+    notes = (*notes, *(f"{where} needs all logits: they are gathered over tp" for where in use.gathers))
+    tallies = traffic_by_call(watch.sent, timeline, config.tp), loss_traffic(use, config.tp)
+    return Sight(timeline, cut, _by_stage(timeline, cut, *tallies), notes, decision, tensor)
 
 
 def _look(config: Config, wish: Wish, stages: int, tensor: TensorPlan | None, watch: Watch | None) -> Timeline:
@@ -118,14 +119,14 @@ def _watch(config: Config, wish: Wish, tensor: TensorPlan) -> Watch:
     return Watch(model, tensor, recomputed_blocks(model, config.activation_checkpointing), config.tp)
 
 
-def _traffic(config: Config, tensor: TensorPlan, timeline: Timeline, cut: Cut | None, watch: Watch) -> dict[int, Tally]:
+def _by_stage(timeline: Timeline, cut: Cut | None, calls: Mapping[int, Tally], loss: Tally) -> dict[int, Tally]:
     """By stage: what a tensor rank sends over tp for one microbatch."""
     stage_of_call = cut.stage_of_call if cut else (0,) * len(timeline.calls)
     traffic = {stage: Tally() for stage in range(max(stage_of_call, default=0) + 1)}
-    for call, tally in traffic_by_call(watch.sent, timeline, config.tp).items():
+    for call, tally in calls.items():
         traffic[stage_of_call[call]] = Tally((*traffic[stage_of_call[call]].rows(), *tally.rows()))
     last = max(traffic)
-    traffic[last] = Tally((*traffic[last].rows(), *loss_traffic(tensor, timeline, config.tp).rows()))
+    traffic[last] = Tally((*traffic[last].rows(), *loss.rows()))
     return traffic
 
 

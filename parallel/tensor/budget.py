@@ -18,7 +18,7 @@ from engine.parallel.tensor.axis import DryAxis, Expected
 from engine.parallel.tensor.collectives import LOGITS
 from engine.parallel.tensor.cuts import TensorPlan
 from engine.parallel.tensor.install import install_shapes
-from engine.parallel.tensor.loss_budget import find_logit_use
+from engine.parallel.tensor.loss_budget import LogitUse
 from engine.parallel.tensor.reads import OutsideReads
 from engine.parallel.traffic import Op, Tally, Traffic, sent_bytes
 
@@ -156,9 +156,8 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: Timeline, tp: int) -> dict
     return tallies
 
 
-def loss_traffic(plan: TensorPlan, timeline: Timeline, tp: int) -> Tally:
+def loss_traffic(use: LogitUse, tp: int) -> Tally:
     """What becomes of the logits after the head: a vocabulary-parallel loss, or a gather by whoever needs all."""
-    use = find_logit_use(plan, timeline, tp)
     return Tally([_traffic(sent.label, sent.op, sent.bytes, tp) for sent in use.sent])
 
 
