@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from engine.kernels.choice import Kernels
 from engine.parallel.backend import Reduction
 from engine.parallel.comm import Comm, Pending
 from engine.parallel.traffic import Op
@@ -46,6 +47,8 @@ class TensorAxis:
     """
 
     overlap = Overlap()
+    kernels = Kernels("reference")
+    """Which implementation of an operator the layers on this axis run."""
     repeats: Repeats | None = None
 
     def __init__(self, comm: Comm) -> None:

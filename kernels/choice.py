@@ -1,0 +1,125 @@
+"""Which implementation of an operator runs: torch's, which is the reference, or a Triton kernel.
+
+    "reference"   torch, on any device
+    "triton"      Triton, wherever a tensor fits the kernel
+    "auto"        on a GPU with Triton the winner that the table names for this device, dtype and width, else torch
+
+``winners.json`` is the table. A row holds from its width on, up to the next row of the same device; rows of the
+device's own name go before those of "*", which nobody has measured and which say so.
+"""
+
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("trine")
+
+Mode = Literal["auto", "reference", "triton"]
+
+
+@dataclass(frozen=True, slots=True)
+class Winner:
+    """A row of the table."""
+
+    operator: str
+    device: str
+    """Pattern of the GPU's name, as ``torch.cuda.get_device_name`` gives it."""
+    dtype: str
+    """Pattern of a dtype's name."""
+    width: int
+    """The row holds from here on: elements of a row, or inputs of a product."""
+    triton: bool
+    speedup: float | None = None
+    """Measured time of torch over that of Triton; None: expected from the bytes that are moved."""
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+        return "not measured on this GPU" if self.speedup is None else f"measured {self.speedup:.2f}x torch"
+
+
+def read_winners(text: str) -> tuple[Winner, ...]:
+    """The rows of a table in JSON."""
+    return tuple(Winner(**row) for row in json.loads(text)["winners"])
+
+
+@cache
+def shipped_winners() -> tuple[Winner, ...]:
+    """The table beside this file."""
+    return read_winners((Path(__file__).resolve().parent / "winners.json").read_text(encoding="utf-8"))
+
+
+def find_winner(rows: Iterable[Winner], operator: str, device: str, dtype: str, width: int) -> Winner | None:
+    """The row that holds: of this device before "*", of the largest width that is not above."""
+    held = [
+        row
+        for row in rows
+        if row.operator == operator
+        and fnmatchcase(device, row.device)
+        and fnmatchcase(dtype, row.dtype)
+        and row.width <= width
+    ]
+    return max(held, key=lambda row: (row.device != "*", row.width), default=None)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter runs kernels, which it does on CPU tensors too."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether kernels can run on tensors of ``device``."""
+    return has_triton() and (device.type == "cuda" or (device.type == "cpu" and is_interpreted()))
+
+
+class Kernels:
+    """The decisions of one run."""
+
+    def __init__(self, mode: Mode = "auto", winners: tuple[Winner, ...] | None = None) -> None:
+        self.mode = mode
+        self._winners = shipped_winners() if winners is None else winners
+        self._made: dict[tuple[Any, ...], bool] = {}
+
+    def replaces(self, device: torch.device) -> bool:
+        """Whether modules of a model get our operators at all; "auto" leaves what runs on a CPU as it is."""
+        return self.mode != "auto" or device.type == "cuda"
+
+    def triton(self, operator: str, x: Tensor, width: int) -> bool:
+        """Whether a Triton kernel is to run on ``x``; each new decision is logged once."""
+        key = operator, x.device, x.dtype, width
+        if key not in self._made:
+            self._made[key] = self._decide(operator, x, width)
+        return self._made[key]
+
+    def _decide(self, operator: str, x: Tensor, width: int) -> bool:
+        dtype = str(x.dtype).removeprefix("torch.")
+        if self.mode == "reference" or not runs_triton(x.device):
+            return False
+        if self.mode == "triton":
+            chosen, why = True, "as configured"
+        else:
+            device = torch.cuda.get_device_name(x.device) if x.is_cuda else "cpu"
+            row = find_winner(self._winners, operator, device, dtype, width)
+            chosen, why = (False, "not in the table") if row is None else (row.triton, row.reason)
+        if not torch.compiler.is_compiling():
+            logger.info("kernels: %s, %s, width %d: %s, %s", operator, dtype, width, _NAMES[chosen], why)
+        return chosen
+
+
+_NAMES = ("torch", "triton")

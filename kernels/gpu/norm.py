@@ -1,0 +1,126 @@
+"""RMSNorm and LayerNorm in Triton, alone or after a residual sum; one program a row.
+
+    forward    s = x + residual     y = (s - mean) rstd (offset + weight) + bias       mean, rstd kept, fp32
+    backward   g = dy (offset + weight), n = (s - mean) rstd
+               ds = (g - mean(g) - n mean(g n)) rstd + ds of the stream                 mean terms only if centered
+               dweight, dbias: a fixed number of programs walks over the rows and keeps its sums in fp32; the partial
+               sums are added afterwards in one order, so that equal inputs give equal bits
+
+Shape suffixes: N rows, H width, P programs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.gpu.launch import processors, row_shape
+
+
+@triton.jit
+def norm_forward_kernel(
+    x, residual, weight, bias, y, stream, mean, rstd, width, eps,
+    OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    place = row * width + column
+    s = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        s += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        narrow = s.to(stream.dtype.element_ty)
+        tl.store(stream + place, narrow, mask=inside)
+        s = narrow.to(tl.float32)  # what the backward will read
+    if CENTERED:
+        middle = tl.sum(s, axis=0) / width
+        tl.store(mean + row, middle)
+        s = tl.where(inside, s - middle, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(s * s, axis=0) / width + eps)
+    tl.store(rstd + row, scale)
+    out = s * scale * (tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + OFFSET)
+    if BIAS:
+        out += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + place, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_backward_kernel(
+    dy, dstream, stream, weight, mean, rstd, dx, dweight, dbias, rows, width, rows_each,
+    OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``rows_each`` rows that lie together, and the sums of their parameter gradients."""
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    dw = tl.zeros((BLOCK,), tl.float32)
+    db = tl.zeros((BLOCK,), tl.float32)
+    first = program * rows_each
+    for row in range(first, tl.minimum(first + rows_each, rows)):
+        place = row * width + column
+        g = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(stream + place, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + row)
+        if CENTERED:
+            s = tl.where(inside, s - tl.load(mean + row), 0.0)
+        n = s * scale
+        dw += g * n
+        if BIAS:
+            db += g
+        g *= w
+        d = g - n * (tl.sum(g * n, axis=0) / width)
+        if CENTERED:
+            d -= tl.sum(g, axis=0) / width
+        d *= scale
+        if RESIDUAL:
+            d += tl.load(dstream + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + place, d.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dweight + program * width + column, dw, mask=inside)
+    if BIAS:
+        tl.store(dbias + program * width + column, db, mask=inside)
+
+
+def norm_forward(
+    x_NH: Tensor, residual_NH: Tensor | None, affine: tuple[Tensor, Tensor | None], eps: float, offset: float,
+    centered: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y, stream, mean, rstd); ``stream`` is empty without a residual, ``mean`` without centering."""
+    rows, width = x_NH.shape
+    weight_H, bias_H = affine
+    y_NH = torch.empty_like(x_NH)
+    stream_NH = torch.empty_like(x_NH) if residual_NH is not None else x_NH.new_empty(0)
+    rstd_N = x_NH.new_empty(rows, dtype=torch.float32)
+    mean_N = torch.empty_like(rstd_N) if centered else rstd_N.new_empty(0)
+    shape = row_shape(width)
+    if rows:
+        norm_forward_kernel[(rows,)](
+            x_NH, residual_NH, weight_H, bias_H, y_NH, stream_NH, mean_N, rstd_N, width, eps,
+            OFFSET=offset, CENTERED=centered, RESIDUAL=residual_NH is not None, BIAS=bias_H is not None,
+            BLOCK=shape.block, num_warps=shape.warps,
+        )  # fmt: skip
+    return y_NH, stream_NH, mean_N, rstd_N
+
+
+def norm_backward(
+    dy_NH: Tensor, dstream_NH: Tensor | None, stream_NH: Tensor, weight_H: Tensor, statistics: tuple[Tensor, Tensor],
+    form: tuple[float, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dweight, dbias), parameter gradients in fp32; ``form``: offset, centered, has a bias."""
+    rows, width = stream_NH.shape
+    offset, centered, biased = form
+    mean_N, rstd_N = statistics
+    programs = max(1, min(rows, 2 * processors(stream_NH.device)))
+    dx_NH = torch.empty_like(stream_NH)
+    dweight_PH = stream_NH.new_zeros((programs, width), dtype=torch.float32)
+    dbias_PH = torch.zeros_like(dweight_PH) if biased else dweight_PH.new_empty(0)
+    shape = row_shape(width, elements_per_thread=8)
+    if rows:
+        norm_backward_kernel[(programs,)](
+            dy_NH, dstream_NH, stream_NH, weight_H, mean_N, rstd_N, dx_NH, dweight_PH, dbias_PH,
+            rows, width, triton.cdiv(rows, programs),
+            OFFSET=offset, CENTERED=centered, RESIDUAL=dstream_NH is not None, BIAS=biased,
+            BLOCK=shape.block, num_warps=shape.warps,
+        )  # fmt: skip
+    return dx_NH, dweight_PH.sum(0), dbias_PH.sum(0)

@@ -1,0 +1,53 @@
+"""What Triton's interpreter gets wrong about bf16, put right, so that it and a GPU share tolerances.
+
+It keeps bf16 as bit patterns: ``tl.dot`` multiplies the patterns, a cast from fp32 cuts bits off, arithmetic gives
+nonsense. With ``repair`` a product widens its operands, the cast rounds to the nearest even number, and arithmetic on
+bf16, which our kernels do not do, is an error.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def repair() -> None:
+    """Change Triton's interpreter in this process, once."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    if getattr(InterpreterBuilder, "repaired", False):
+        return
+    dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def wide(operand: Any) -> Any:
+        if operand.dtype.scalar == tl.bfloat16:
+            bits = np.ascontiguousarray(operand.data).astype(np.uint32) << 16
+            return TensorHandle(bits.view(np.float32), tl.float32)
+        if operand.dtype.scalar == tl.float16:
+            return TensorHandle(operand.data.astype(np.float32), tl.float32)
+        return operand
+
+    def create_dot(self: Any, a: Any, b: Any, sum_: Any, *rest: Any) -> Any:
+        return dot(self, wide(a), wide(b), sum_, *rest)
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+            bits = np.ascontiguousarray(source.data).view(np.uint32)
+            rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+            rounded = np.where(np.isnan(source.data), np.uint16(0x7FC0), rounded)
+            return TensorHandle(rounded.reshape(source.data.shape), target.scalar)
+        return cast(self, source, target)
+
+    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(self: Any, x: Any, *rest: Any) -> Any:
+            if x.dtype.scalar == tl.bfloat16:
+                raise TypeError("arithmetic on bf16: load it as fp32 first")
+            return function(self, x, *rest)
+
+        return checked
+
+    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
+    InterpreterBuilder.binary_op = refusing(InterpreterBuilder.binary_op)
+    InterpreterBuilder.unary_op = refusing(InterpreterBuilder.unary_op)
+    InterpreterBuilder.repaired = True

@@ -1,0 +1,92 @@
+"""RMSNorm and LayerNorm: the reference against float64, the interpreted kernels against eager torch's error."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.kernels.choice import Kernels
+from engine.kernels.norm import Norm, add_norm, norm
+from tests.kernels.error import check_error
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FORMS = {
+    "rms": Norm(1e-6),
+    "rms, weight from 1": Norm(1e-6, offset=1.0),
+    "layer": Norm(1e-5, centered=True),
+}
+SHAPES = ((3, 5, 40), (1, 16), (0, 24), (9, 129), (2, 3))
+
+
+def eager(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -> Tensor:
+    """As models write it."""
+    if form.centered:
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, form.eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + form.eps)
+    return (form.offset + weight) * normed.to(x.dtype)
+
+
+def made(shape: tuple[int, ...], dtype: torch.dtype, biased: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    sizes = [shape, shape[-1:], *[shape[-1:]] * biased]
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+@pytest.mark.parametrize("mode", ["reference", "triton"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_error_is_at_most_twice_eager_torchs(dtype: torch.dtype, form: Norm, shape: tuple[int, ...], mode: str) -> None:
+    kernels = Kernels(mode)  # type: ignore[arg-type]
+    given = made(shape, dtype, form.centered)
+    check_error(lambda x, w, b=None: norm(x, w, b, form, kernels), lambda x, w, b=None: eager(x, w, b, form), given)
+
+
+@pytest.mark.parametrize("mode", ["reference", "triton"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_residual_sum_goes_in_and_on(dtype: torch.dtype, form: Norm, mode: str) -> None:
+    kernels = Kernels(mode)  # type: ignore[arg-type]
+    x, weight, *bias = made((2, 7, 33), dtype, form.centered)
+
+    def ours(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return add_norm(x, residual, (weight, bias), form, kernels)
+
+    def eagerly(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        stream = x + residual
+        return eager(stream, weight, bias, form), stream
+
+    check_error(ours, eagerly, [x, x.flip(0), weight, *bias])
+
+
+def test_reference_has_the_gradients_of_finite_differences() -> None:
+    x, weight, bias = (t.double().requires_grad_() for t in made((3, 6), torch.float64, biased=True))
+    for form in FORMS.values():
+        assert torch.autograd.gradcheck(partial(norm, form=form, kernels=Kernels("reference")), (x, weight, bias))
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    x, weight = made((4, 32), torch.float32, biased=False)
+    x[1, 3], x[2, 5] = float("inf"), float("nan")
+    y = norm(x, weight, None, FORMS["rms"], Kernels("triton"))
+    expected = norm(x, weight, None, FORMS["rms"], Kernels("reference"))
+    torch.testing.assert_close(y, expected, equal_nan=True)
+
+
+def test_same_bits_twice() -> None:
+    x, weight, bias = (t.requires_grad_() for t in made((37, 65), torch.bfloat16, biased=True))
+    kernels = Kernels("triton")
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(norm(x, weight, bias, FORMS["layer"], kernels).sum(), (x, weight, bias))
+
+    assert all(torch.equal(one, other) for one, other in zip(gradients(), gradients(), strict=True))
+
+
+def test_operator_is_registered_as_torch_wants_it() -> None:
+    x, weight, bias = (t.requires_grad_() for t in made((5, 32), torch.float32, biased=True))
+    torch.library.opcheck(torch.ops.trine.norm.default, (x, weight, bias, 1e-5, 0.0, True))
+    torch.library.opcheck(torch.ops.trine.add_norm.default, (x, x.detach().clone(), weight, None, 1e-5, 1.0, False))
