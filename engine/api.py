@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.durable import Durable
 from engine.engine import Engine
+from engine.forwards import change_forwards, check_kernels
 from engine.loss import LossFunction
 from engine.lr import SchedulerArgument
 from engine.measure import Costs, measures
@@ -61,8 +62,14 @@ def initialize(
     files = model_files(made)
     request = Request(loss_fn, optimizer, lr_scheduler, example_batch)
     prepare(made, resolved, request)
+    check_kernels(resolved, world.device)
+    request = replace(request, forwards=change_forwards(made, resolved, world.device))
     waits = needs_example(resolved) and example_batch is None
-    known = None if waits or measures(resolved) else plan_run(made, resolved, request, example_batch)
+    try:
+        known = None if waits or measures(resolved) else plan_run(made, resolved, request, example_batch)
+    except BaseException:
+        request.forwards.remove()
+        raise
     comm = _open_comm(resolved, world)
 
     def complete(example: Batch, problem: Exception | None = None) -> Parts:

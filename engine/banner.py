@@ -11,6 +11,7 @@ from engine.parallel.tensor.collectives import LOGITS
 from engine.parallel.tensor.cuts import Reason
 from engine.parallel.traffic import Tally, megabytes
 from engine.plan import Plan
+from engine.recognition.recognise import describe as replaced
 from engine.zero.gather_order import count_gathers
 
 
@@ -27,6 +28,7 @@ def describe(plan: Plan, device: str) -> str:
         "zero": _zero_line(plan),
         **_tensor_lines(plan),
         **_pipeline_lines(plan),
+        **_kernel_lines(plan),
         "state": _state_line(plan, rank),
         "sends": _traffic_line(rank),
         "optimizer": _optimizer_line(plan),
@@ -147,6 +149,13 @@ def reasons_table(reasons: Sequence[Reason]) -> str:
     widths = [max((len(row[column]) for row in cells), default=0) for column in (0, 1)]
     rows = [f"{what:<{widths[0]}}  {how:<{widths[1]}}  {why}" for what, how, why in cells]
     return "\n".join([f"groups of layers: {counts}", *rows])
+
+
+def _kernel_lines(plan: Plan) -> dict[str, str]:
+    lines = ["blocks run under torch.compile"] * plan.config.compile
+    if plan.replacements:
+        lines += [f"{plan.config.kernels!r}, in these modules of the model:", *replaced(plan.replacements)]
+    return {"kernels": _INDENT.join(lines)} if lines else {}
 
 
 def _pipeline_lines(plan: Plan) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """From a plan to live parts on this rank: the one place that knows all parts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from engine.config import Bf16Config, Config, OptimizerConfig
 from engine.copies import CopiesCheck
 from engine.errors import ConfigError, PlanError
 from engine.first_use import FirstUse
+from engine.forwards import Forwards, leave_out
 from engine.full_state import FullState, state_entries
 from engine.islands import Islands
 from engine.loss import LossFunction
@@ -59,6 +60,8 @@ class Request:
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerArgument | None = None
     example_batch: Batch = None
+    forwards: Forwards = field(default_factory=Forwards)
+    """What has been put on the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,9 @@ def _check_master(bf16: Bf16Config, request: Request) -> None:
 def plan_run(model: nn.Module, config: Config, request: Request, example: Batch, costs: Costs | None = None) -> Plan:
     """The plan of this run; see :func:`engine.plan.build_plan` for what it refuses."""
     program = Program(model, request.loss_fn, make_precision(config, model), torch.device("cpu"))
-    return build_plan(config, Wish(program, example, request.optimizer is not None, costs))
+    return build_plan(
+        config, Wish(program, example, request.optimizer is not None, costs, request.forwards.replacements)
+    )
 
 
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
@@ -197,6 +202,9 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     removals = [stage.close] if stage else []
     removals += [*released, recomputation.remove, islands.remove, streams.remove, reducer.remove]
     removals += [waiting.remove] if waiting else []
+    if config.compile and plan.tensor is not None:
+        removals += leave_out(model, plan.tensor.layers)
+    removals.append(request.forwards.remove)
     full = FullState(model, plan, entries, comm)
     copies, nonfinite = CopiesCheck(plan, buckets, comm), NonFinite(plan, buckets, comm, device)
     checks = copies, nonfinite, WrittenBuffers(model)
@@ -283,7 +291,6 @@ def _refuse_unbuilt(config: Config) -> None:
             zero.offload_optimizer.device != "none"
         ),
         "kernels 'triton'": config.kernels == "triton",
-        "compile true": config.compile,
     }
     asked = [setting for setting, wanted in missing.items() if wanted]
     if asked:

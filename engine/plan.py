@@ -39,6 +39,7 @@ from engine.parallel.shards import Division, ShardTable, build_table
 from engine.parallel.tensor.plan import TensorPlan, find_tensor_plan
 from engine.parallel.traffic import Tally, Traffic
 from engine.precision import Precision, make_precision
+from engine.recognition.recognise import Replacement
 from engine.sight import Sight, Wish, see
 from engine.zero.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather_order import gather_order, passes_of
@@ -73,6 +74,8 @@ class Plan:
     """Which modules gather their parameters together; None where parameters are not sharded."""
     decision: Decision | None = None
     """Why this schedule; None where the configuration names it."""
+    replacements: tuple[Replacement, ...] = ()
+    """Modules whose forwards go through operators of ours."""
 
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
@@ -198,7 +201,7 @@ def build_plan(config: Config, wish: Wish) -> Plan:
     return Plan(
         config, table, flat_layouts(table, config, precision, users), groups, precision, schedule,
         None if wish.own_optimizer else _moments(config), tuple(notes),
-        sight.tensor, sight.timeline, sight.cut, sight.traffic, gathers, sight.decision,
+        sight.tensor, sight.timeline, sight.cut, sight.traffic, gathers, sight.decision, wish.replacements,
     )  # fmt: skip
 
 

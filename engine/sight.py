@@ -26,6 +26,7 @@ from engine.parallel.tensor.loss_budget import find_logit_use
 from engine.parallel.tensor.plan import find_tensor_plan
 from engine.parallel.traffic import Tally
 from engine.program import Program
+from engine.recognition.recognise import Replacement
 from engine.recompute import recomputed_blocks
 from engine.tensor_search import check_plan, find_plan
 
@@ -40,6 +41,8 @@ class Wish:
     """The user brings the optimizer, and its state is not known."""
     costs: Costs | None = None
     """What the calls cost; None: it is counted in FLOPs."""
+    replacements: tuple[Replacement, ...] = ()
+    """Modules whose forwards go through operators of ours."""
 
 
 def needs_example(config: Config) -> bool:

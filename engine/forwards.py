@@ -1,0 +1,81 @@
+"""What takes the place of forwards of the user's model before it is planned: operators of ours, and compiled blocks.
+
+Both are there before anything looks at the model, so that a plan sees what a run does. ``remove`` undoes them.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from engine.config import Config
+from engine.errors import ConfigError
+from engine.kernels.choice import Kernels, runs_triton
+from engine.parallel.pipeline.units import find_units
+from engine.recognition.forwards import put_on
+from engine.recognition.recognise import Replacement, recognise
+
+
+@dataclass(frozen=True, slots=True)
+class Forwards:
+    """What has been done to the forwards of a model."""
+
+    kernels: Kernels = field(default_factory=lambda: Kernels("reference"))
+    replacements: tuple[Replacement, ...] = ()
+    undo: tuple[Callable[[], None], ...] = ()
+
+    def remove(self) -> None:
+        """Give every module its own forward again."""
+        for take_off in reversed(self.undo):
+            take_off()
+
+
+def check_kernels(config: Config, device: torch.device) -> None:
+    """Refuse kernels that cannot run on ``device``.
+
+    Raises:
+        ConfigError: "triton" without Triton, or without a GPU.
+    """
+    if config.kernels == "triton" and not runs_triton(device):
+        raise ConfigError(
+            f"kernels 'triton' on {device.type}: Triton and a GPU are needed to run them; pip install triton where "
+            "there is a GPU, or set kernels to 'auto', which takes them where it can."
+        )
+
+
+def change_forwards(model: nn.Module, config: Config, device: torch.device) -> Forwards:
+    """Put operators on the modules that compute the same, and compile blocks, as the configuration says.
+
+    Nothing is communicated; all ranks do the same.
+    """
+    kernels = Kernels(config.kernels)
+    found = recognise(model, kernels) if kernels.replaces(device) else ()
+    undo = [put_on() for _, put_on in found]
+    replacements = tuple(replacement for replacement, _ in found)
+    return Forwards(kernels, replacements, (*undo, *(_compile(model) if config.compile else ())))
+
+
+def leave_out(model: nn.Module, names: Iterable[str]) -> list[Callable[[], None]]:
+    """Let torch.compile pass over these modules: layers that communicate, which is nothing that could be compiled."""
+    return [
+        put_on(module, torch.compiler.disable(type(module).forward))  # type: ignore[no-untyped-call]
+        for module in map(model.get_submodule, names)
+        if "forward" not in vars(module)
+    ]
+
+
+def _compile(model: nn.Module) -> list[Callable[[], None]]:
+    """Compile every block that its owner has not compiled."""
+    units = find_units(model)
+    blocks = [units.modules[name] for name in units.blocks]
+    if not blocks:
+        raise ConfigError(
+            "compile true: the model has no chain of blocks (a ModuleList or Sequential of one class) to compile; "
+            "compile it in your code, or leave compile out."
+        )
+    own = [block for block in blocks if block._compiled_call_impl is None]
+    for block in own:
+        block.compile()
+    return [partial(setattr, block, "_compiled_call_impl", None) for block in own]

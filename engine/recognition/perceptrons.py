@@ -1,0 +1,122 @@
+"""Modules that are a gated perceptron, down(act(gate(x)) * up(x)), of three linear layers or of two.
+
+    gate, up, down       Llama, T5, Gemma ...
+    gate_up, down        Phi-3, GLM: one layer whose output is cut in half
+
+The trial has the module's own code over small layers; the layers themselves, cut by tensor ranks or not, are called as
+modules afterwards, so that hooks and parallelism stay theirs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.kernels.activations import ACTIVATIONS
+from engine.kernels.choice import Kernels
+from engine.kernels.gated import gated
+from engine.parallel.tensor.layers import has_plain_forward
+from engine.parallel.tensor.product import is_conv1d, is_linear
+from engine.recognition.trial import agrees, own_forward, random, twin
+
+_HIDDEN, _INNER = 6, 10
+"""Widths in the trial."""
+
+
+class GatedModule(NamedTuple):
+    """Which layers a gated perceptron is made of."""
+
+    gate: str
+    up: str | None
+    """None: ``gate`` has both."""
+    down: str
+    activation: str
+    gate_first: bool = True
+    """Of one layer for both: which half is the gate."""
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return f"{self.activation}({self.gate}) * {self.up or 'its other half'}, {self.down}"
+
+    def run(self, module: nn.Module, x: Tensor, kernels: Kernels) -> Tensor:
+        """What the module computes, by its layers and the operator."""
+        layers: Any = module
+        first = getattr(layers, self.gate)(x)
+        if self.up is not None:
+            gate, up = first, getattr(layers, self.up)(x)
+        else:
+            gate, up = first.chunk(2, dim=-1) if self.gate_first else reversed(first.chunk(2, dim=-1))
+        out: Tensor = getattr(layers, self.down)(gated(gate, up, self.activation, kernels))
+        return out
+
+
+def find_gated(module: nn.Module) -> GatedModule | None:
+    """What gated perceptron ``module`` is, if it is one."""
+    forward = own_forward(module)
+    linear = {name: child for name, child in module.named_children() if is_linear(child)}
+    others = [child for child in module.children() if not is_linear(child)]
+    if forward is None or len(linear) not in (2, 3) or module._parameters or module._buffers:
+        return None
+    if any(True for child in others for _ in child.parameters()) or not all(map(has_plain_forward, linear.values())):
+        return None
+    for sizes in _roles(linear):
+        copies = _small(module, linear, sizes)
+        for found in _forms(sizes):
+            operator = lambda x, f=found: f.run(copies, x, Kernels("reference"))  # noqa: B023, E731
+            if agrees(lambda x: forward(copies, x), operator, [random(2, 3, _HIDDEN)], list(copies.parameters())):  # noqa: B023
+                return found
+    return None
+
+
+def _roles(linear: Mapping[str, nn.Module]) -> Iterator[dict[str, str]]:
+    """Which layer may be what: by name "gate", "up", "down" or "both"."""
+    shapes = {name: _sizes(layer) for name, layer in linear.items()}
+    words = ("gate", "up", "down") if len(linear) == 3 else ("both", "down")
+    for names in permutations(linear):
+        roles = dict(zip(words, names, strict=True))
+        inner, hidden = shapes[roles["down"]]
+        first = [shapes[name] for name in names[:-1]]
+        if all(size == (hidden, inner if len(linear) == 3 else 2 * inner) for size in first):
+            yield roles
+
+
+def _sizes(layer: Any) -> tuple[int, int]:
+    """(inputs, outputs)."""
+    return tuple(layer.weight.shape) if is_conv1d(layer) else tuple(reversed(layer.weight.shape))
+
+
+def _small(module: nn.Module, linear: Mapping[str, nn.Module], roles: Mapping[str, str]) -> nn.Module:
+    layers: dict[str, nn.Module] = {}
+    for number, (role, name) in enumerate(roles.items()):
+        inputs, outputs = {"down": (_INNER, _HIDDEN), "both": (_HIDDEN, 2 * _INNER)}.get(role, (_HIDDEN, _INNER))
+        weights: Any = linear[name]
+        small = nn.Linear(inputs, outputs, bias=weights.bias is not None, device="meta", dtype=torch.float64)
+        for local, parameter in small.named_parameters():
+            setattr(small, local, nn.Parameter(random(*parameter.shape, seed=2 * number + len(local) % 2)))
+        layers[name] = small
+    rest = {name: copy(child).eval() for name, child in module.named_children() if name not in linear}
+    return twin(module, {}, {**rest, **layers})
+
+
+def _forms(roles: Mapping[str, str]) -> Iterator[GatedModule]:
+    for activation in ACTIVATIONS:
+        if "both" in roles:
+            yield from (GatedModule(roles["both"], None, roles["down"], activation, first) for first in (True, False))
+        else:
+            yield GatedModule(roles["gate"], roles["up"], roles["down"], activation)
+
+
+def gated_forward(found: GatedModule, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
+    """The forward of such a module through the operator; with dropout between the layers it takes its own."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drops = self.training and any(getattr(child, "p", 0) for child in self.children())
+        if len(args) != 1 or kwargs or drops or torch.is_autocast_enabled(args[0].device.type):
+            return own(self, *args, **kwargs)
+        return found.run(self, args[0], kernels)
+
+    return forward

@@ -1,0 +1,58 @@
+"""Running a copy of a module with other weights, to see what it computes."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Function = Callable[..., Any]
+
+TOLERANCE = 1e-5
+"""Relative to the largest value. Modules that compute in fp32 whatever they are given err by 1e-7."""
+
+
+def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[str, nn.Module]) -> nn.Module:
+    """``module`` with these parameters and children in place of its own; everything else is shared."""
+    other = copy.copy(module)
+    vars(other)["_parameters"] = {name: nn.Parameter(value) for name, value in parameters.items()}
+    vars(other)["_modules"] = dict(children)
+    other.training = False
+    return other
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward of the module's class, without hooks; None where the object has one of its own."""
+    return None if "forward" in vars(module) else type(module).forward
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """float64 from a generator of its own: the user's random numbers stay what they are."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def agrees(module: Function, operator: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> bool:
+    """Whether both give the same output and the same gradients of ``inputs`` and ``parameters``."""
+    try:
+        pairs = zip(_outcome(module, inputs, parameters), _outcome(operator, inputs, parameters), strict=True)
+        return all(_close(one, other) for one, other in pairs)
+    except Exception:  # whatever this module does with such inputs, it is not what the operator does
+        return False
+
+
+def _outcome(function: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    given = [x.detach().clone().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        found = function(*given)
+        outputs = list(found) if isinstance(found, tuple) else [found]
+        directions = [random(*output.shape, seed=7).to(output.dtype) for output in outputs]
+        wanted = [*given, *parameters]
+        grads = torch.autograd.grad(outputs, wanted, directions, allow_unused=True)
+    return [*outputs, *(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True))]
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool((one - other).abs().max() <= TOLERANCE * other.abs().max())
