@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from engine.kernels.choice import Kernels
 
-WIDEST = 16384
+WIDEST, WIDEST_LAYER_FP32 = 16384, 8192
 """A row that a program can hold."""
 
 
@@ -36,7 +36,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Ke
     """x [.., H] -> [.., H] in the dtype of x; weight, bias [H]. Differentiable."""
     if has_torch_function((x, weight)):
         return handle_torch_function(norm, (x, weight), x, weight, bias, form, kernels)
-    if not _fits(x, weight, bias) or not kernels.triton("norm", x, x.shape[-1]):
+    if not _fits(x, weight, bias, form) or not kernels.triton("norm", x, x.shape[-1]):
         return norm_reference(x, weight, bias, form)
     x_NH = x.reshape(-1, x.shape[-1]).contiguous()
     y_NH: Tensor = _norm(x_NH, weight, bias, form.eps, form.offset, form.centered)[0]
@@ -52,7 +52,7 @@ def add_norm(
         given = x, residual, affine, form, kernels
         return handle_torch_function(add_norm, (x, residual, weight), *given)
     alike = residual.shape == x.shape and residual.dtype == x.dtype
-    if not alike or not _fits(x, weight, bias) or not kernels.triton("norm", x, x.shape[-1]):
+    if not alike or not _fits(x, weight, bias, form) or not kernels.triton("norm", x, x.shape[-1]):
         stream = x + residual
         return norm_reference(stream, weight, bias, form), stream
     x_NH, residual_NH = (t.reshape(-1, t.shape[-1]).contiguous() for t in (x, residual))
@@ -73,8 +73,9 @@ def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)
 
 
-def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    narrow = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and 0 < x.shape[-1] <= WIDEST
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -> bool:
+    most = WIDEST_LAYER_FP32 if form.centered and x.dtype == torch.float32 else WIDEST
+    narrow = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and 0 < x.shape[-1] <= most
     return narrow and all(t.dtype == x.dtype and t.is_contiguous() for t in (weight, bias) if t is not None)
 
 

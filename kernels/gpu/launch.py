@@ -10,6 +10,7 @@ _ASSUMED_PROCESSORS = 132
 """Of an H100 or H200: for shapes on the meta device, which are compiled and not run."""
 _INTERPRETED_PROCESSORS = 2
 _ELEMENTS_PER_THREAD = 16
+_COLUMNS = 1024
 WIDEST_ROW = 16384
 """Elements that a program holds in registers at once."""
 
@@ -24,10 +25,10 @@ def processors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """How a program holds a row of a matrix."""
+    """How a program holds a row of a matrix, or a piece of it."""
 
     block: int
-    """Elements: the row's width, rounded up to a power of two."""
+    """Elements: the row's width, rounded up to a power of two, or less."""
     warps: int
 
 
@@ -35,3 +36,8 @@ def row_shape(width: int, elements_per_thread: int = _ELEMENTS_PER_THREAD) -> Ro
     """Enough warps that a thread holds about ``elements_per_thread`` elements."""
     block = triton.next_power_of_2(max(width, 16))
     return RowShape(block, min(16, max(1, block // (32 * elements_per_thread))))
+
+
+def column_shape(width: int, elements_per_thread: int = 8) -> RowShape:
+    """For pieces of a row, where elements need not meet."""
+    return row_shape(min(width, _COLUMNS), elements_per_thread)

@@ -4,7 +4,8 @@
     backward   g = dy (offset + weight), n = (s - mean) rstd
                ds = (g - mean(g) - n mean(g n)) rstd + ds of the stream                 mean terms only if centered
                dweight, dbias: a fixed number of programs walks over the rows and keeps its sums in fp32; the partial
-               sums are added afterwards in one order, so that equal inputs give equal bits
+               sums are added afterwards in one order, so that equal inputs give equal bits. Where a row and these
+               sums do not fit in registers together, a second kernel reads all again and makes the sums
 
 Shape suffixes: N rows, H width, P programs.
 """
@@ -15,6 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.gpu.launch import processors, row_shape
+
+_WIDEST_WITH_SUMS = 8192
+"""A row that leaves registers for the sums of its parameter gradients."""
+_COLUMNS = 1024
 
 
 @triton.jit
@@ -48,9 +53,10 @@ def norm_forward_kernel(
 @triton.jit
 def norm_backward_kernel(
     dy, dstream, stream, weight, mean, rstd, dx, dweight, dbias, rows, width, rows_each,
-    OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``rows_each`` rows that lie together, and the sums of their parameter gradients."""
+    """``rows_each`` rows that lie together, and the sums of their gradients of WEIGHT and BIAS, if wanted."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -66,9 +72,10 @@ def norm_backward_kernel(
         if CENTERED:
             s = tl.where(inside, s - tl.load(mean + row), 0.0)
         n = s * scale
-        dw += g * n
         if BIAS:
             db += g
+        if WEIGHT:
+            dw += g * n
         g *= w
         d = g - n * (tl.sum(g * n, axis=0) / width)
         if CENTERED:
@@ -77,6 +84,33 @@ def norm_backward_kernel(
         if RESIDUAL:
             d += tl.load(dstream + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + place, d.to(dx.dtype.element_ty), mask=inside)
+    if WEIGHT:
+        tl.store(dweight + program * width + column, dw, mask=inside)
+    if BIAS:
+        tl.store(dbias + program * width + column, db, mask=inside)
+
+
+@triton.jit
+def norm_parameters_kernel(
+    dy, stream, mean, rstd, dweight, dbias, rows, width, rows_each,
+    CENTERED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums alone: ``rows_each`` rows, BLOCK columns."""
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    dw = tl.zeros((BLOCK,), tl.float32)
+    db = tl.zeros((BLOCK,), tl.float32)
+    first = program * rows_each
+    for row in range(first, tl.minimum(first + rows_each, rows)):
+        place = row * width + column
+        g = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(stream + place, mask=inside, other=0.0).to(tl.float32)
+        if CENTERED:
+            s -= tl.load(mean + row)
+        dw += g * (s * tl.load(rstd + row))
+        if BIAS:
+            db += g
     tl.store(dweight + program * width + column, dw, mask=inside)
     if BIAS:
         tl.store(dbias + program * width + column, db, mask=inside)
@@ -110,17 +144,21 @@ def norm_backward(
     """(dx, dweight, dbias), parameter gradients in fp32; ``form``: offset, centered, has a bias."""
     rows, width = stream_NH.shape
     offset, centered, biased = form
-    mean_N, rstd_N = statistics
     programs = max(1, min(rows, 2 * processors(stream_NH.device)))
     dx_NH = torch.empty_like(stream_NH)
     dweight_PH = stream_NH.new_zeros((programs, width), dtype=torch.float32)
     dbias_PH = torch.zeros_like(dweight_PH) if biased else dweight_PH.new_empty(0)
-    shape = row_shape(width, elements_per_thread=8)
+    each, shape = triton.cdiv(rows, programs), row_shape(width, elements_per_thread=8)
+    at_once = width <= _WIDEST_WITH_SUMS
     if rows:
         norm_backward_kernel[(programs,)](
-            dy_NH, dstream_NH, stream_NH, weight_H, mean_N, rstd_N, dx_NH, dweight_PH, dbias_PH,
-            rows, width, triton.cdiv(rows, programs),
-            OFFSET=offset, CENTERED=centered, RESIDUAL=dstream_NH is not None, BIAS=biased,
+            dy_NH, dstream_NH, stream_NH, weight_H, *statistics, dx_NH, dweight_PH, dbias_PH, rows, width, each,
+            OFFSET=offset, CENTERED=centered, RESIDUAL=dstream_NH is not None, WEIGHT=at_once, BIAS=biased and at_once,
             BLOCK=shape.block, num_warps=shape.warps,
+        )  # fmt: skip
+    if rows and not at_once:
+        norm_parameters_kernel[programs, triton.cdiv(width, _COLUMNS)](
+            dy_NH, stream_NH, *statistics, dweight_PH, dbias_PH, rows, width, each,
+            CENTERED=centered, BIAS=biased, BLOCK=_COLUMNS, num_warps=4,
         )  # fmt: skip
     return dx_NH, dweight_PH.sum(0), dbias_PH.sum(0)

@@ -1,6 +1,7 @@
 """RMSNorm and LayerNorm: the reference against float64, the interpreted kernels against eager torch's error."""
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.choice import Kernels
-from engine.kernels.norm import Norm, add_norm, norm
+from engine.kernels.gpu.norm import norm_forward
+from engine.kernels.norm import WIDEST_LAYER_FP32, Norm, add_norm, norm
 from tests.kernels.error import check_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -60,6 +62,21 @@ def test_residual_sum_goes_in_and_on(dtype: torch.dtype, form: Norm, mode: str) 
         return eager(stream, weight, bias, form), stream
 
     check_error(ours, eagerly, [x, x.flip(0), weight, *bias])
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_wide_rows_have_their_parameter_gradients_from_a_second_pass(form: Norm) -> None:
+    kernels, given = Kernels("triton"), made((3, 9000), torch.bfloat16, form.centered)
+    check_error(lambda x, w, b=None: norm(x, w, b, form, kernels), lambda x, w, b=None: eager(x, w, b, form), given)
+
+
+@pytest.mark.parametrize(("width", "launches"), [(WIDEST_LAYER_FP32, 1), (WIDEST_LAYER_FP32 + 1, 0)])
+def test_rows_that_no_program_holds_go_to_torch(width: int, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Mock(wraps=norm_forward)
+    monkeypatch.setattr("engine.kernels.gpu.norm.norm_forward", launch)
+    x, weight, bias = made((1, width), torch.float32, biased=True)
+    norm(x, weight, bias, FORMS["layer"], Kernels("triton"))
+    assert launch.call_count == launches
 
 
 def test_reference_has_the_gradients_of_finite_differences() -> None:
