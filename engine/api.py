@@ -17,7 +17,7 @@ from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.durable import Durable
 from engine.engine import Engine
-from engine.forwards import change_forwards, check_kernels
+from engine.forwards import change_forwards
 from engine.loss import LossFunction
 from engine.lr import SchedulerArgument
 from engine.measure import Costs, measures
@@ -62,14 +62,9 @@ def initialize(
     files = model_files(made)
     request = Request(loss_fn, optimizer, lr_scheduler, example_batch)
     prepare(made, resolved, request)
-    check_kernels(resolved, world.device)
     request = replace(request, forwards=change_forwards(made, resolved, world.device))
     waits = needs_example(resolved) and example_batch is None
-    try:
-        known = None if waits or measures(resolved) else plan_run(made, resolved, request, example_batch)
-    except BaseException:
-        request.forwards.remove()
-        raise
+    known = None if waits or measures(resolved) else _plan(made, resolved, request)
     comm = _open_comm(resolved, world)
 
     def complete(example: Batch, problem: Exception | None = None) -> Parts:
@@ -110,6 +105,14 @@ class _Joined:
             return measure_model(self.model, self.config, self.request, example, self.device).to_bytes()
 
         return from_first(measure, self.comm, self.device)
+
+
+def _plan(model: nn.Module, config: Config, request: Request) -> Plan:
+    try:
+        return plan_run(model, config, request, request.example_batch)
+    except BaseException:
+        request.forwards.remove()
+        raise
 
 
 def _open_comm(config: Config, world: World) -> Comm:

@@ -174,6 +174,7 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     comm.link(plan.links)
     entries = state_entries(model)
     axis = TensorAxis(comm)
+    axis.kernels = request.forwards.kernels
     if plan.gather_groups is not None:
         comm.open_gathers()
     with all_or_none(comm, device):
@@ -284,19 +285,11 @@ def _gather(
 
 
 def _refuse_unbuilt(config: Config) -> None:
-    """Refuse, all at once, what the configuration can say and this version cannot do."""
-    zero = config.zero_optimization
-    missing = {
-        f"zero_optimization.offload_optimizer.device {zero.offload_optimizer.device!r}": (
-            zero.offload_optimizer.device != "none"
-        ),
-        "kernels 'triton'": config.kernels == "triton",
-    }
-    asked = [setting for setting, wanted in missing.items() if wanted]
-    if asked:
+    """Refuse what the configuration can say and this version cannot do."""
+    if (device := config.zero_optimization.offload_optimizer.device) != "none":
         raise ConfigError(
-            f"{', '.join(asked)}: not in this version, which has data, tensor and pipeline parallelism with ZeRO 0 "
-            "to 3 in fp32, bf16 and fp16; leave it out."
+            f"zero_optimization.offload_optimizer.device {device!r}: this version keeps optimizer state on the device; "
+            "leave it out."
         )
 
 

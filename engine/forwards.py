@@ -32,12 +32,7 @@ class Forwards:
             take_off()
 
 
-def check_kernels(config: Config, device: torch.device) -> None:
-    """Refuse kernels that cannot run on ``device``.
-
-    Raises:
-        ConfigError: "triton" without Triton, or without a GPU.
-    """
+def _check_kernels(config: Config, device: torch.device) -> None:
     if config.kernels == "triton" and not runs_triton(device):
         raise ConfigError(
             f"kernels 'triton' on {device.type}: Triton and a GPU are needed to run them; pip install triton where "
@@ -49,7 +44,11 @@ def change_forwards(model: nn.Module, config: Config, device: torch.device) -> F
     """Put operators on the modules that compute the same, and compile blocks, as the configuration says.
 
     Nothing is communicated; all ranks do the same.
+
+    Raises:
+        ConfigError: kernels "triton" where they cannot run; nothing to compile.
     """
+    _check_kernels(config, device)
     kernels = Kernels(config.kernels)
     found = recognise(model, kernels) if kernels.replaces(device) else ()
     undo = [put_on() for _, put_on in found]

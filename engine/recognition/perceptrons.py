@@ -10,12 +10,12 @@ modules afterwards, so that hooks and parallelism stay theirs.
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from itertools import permutations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.activations import ACTIVATIONS
+from engine.kernels.activations import ACTIVATIONS, Activation
 from engine.kernels.choice import Kernels
 from engine.kernels.gated import gated
 from engine.parallel.tensor.layers import has_plain_forward
@@ -33,7 +33,7 @@ class GatedModule(NamedTuple):
     up: str | None
     """None: ``gate`` has both."""
     down: str
-    activation: str
+    activation: Activation
     gate_first: bool = True
     """Of one layer for both: which half is the gate."""
 
@@ -103,7 +103,8 @@ def _small(module: nn.Module, linear: Mapping[str, nn.Module], roles: Mapping[st
 
 
 def _forms(roles: Mapping[str, str]) -> Iterator[GatedModule]:
-    for activation in ACTIVATIONS:
+    for name in ACTIVATIONS:
+        activation = cast(Activation, name)
         if "both" in roles:
             yield from (GatedModule(roles["both"], None, roles["down"], activation, first) for first in (True, False))
         else:

@@ -35,12 +35,12 @@ def rotary_globals(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
 def find_rotary(function: FunctionType) -> Rotary | None:
     """What rotation ``function`` computes with all that follows sin left out, if it computes one."""
     given = [random(2, heads, 5, 8, seed=heads) for heads in (3, 1)]
-    angles = [random(2, 5, 8, seed=seed) for seed in (4, 5)]
+    cos, sin = (random(2, 5, 8, seed=seed) for seed in (4, 5))
     for interleaved, heads_dim in product((False, True), (1, 2)):
         form = Rotary(interleaved, heads_dim)
         q, k = (x.transpose(1, heads_dim).contiguous() for x in given)
-        operator = lambda q, k, f=form: rotary(q, k, *angles, f, Kernels("reference"))  # noqa: E731
-        if agrees(lambda q, k: function(q, k, *angles), operator, [q, k]):
+        operator = lambda q, k, f=form: rotary(q, k, cos, sin, f, Kernels("reference"))  # noqa: E731
+        if agrees(lambda q, k: function(q, k, cos, sin), operator, [q, k]):
             return form
     return None
 

@@ -118,9 +118,21 @@ def test_failed_step_leaves_no_gradient_behind() -> None:
 
 
 def test_what_this_version_cannot_do_is_said_at_once() -> None:
-    settings = CONFIG | {"zero_optimization": {"stage": 3}, "kernels": "triton", "compile": True}
+    settings = CONFIG | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     text = message(lambda: engine.initialize(models.decoder(), settings), engine.ConfigError)
-    assert text.startswith("kernels 'triton', compile true: not in this version")
+    assert text.startswith("zero_optimization.offload_optimizer.device 'cpu': this version keeps")
+
+
+def test_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    text = message(lambda: engine.initialize(models.decoder(), CONFIG | {"kernels": "triton"}), engine.ConfigError)
+    assert text.startswith("kernels 'triton' on cpu: Triton and a GPU are needed")
+
+
+def test_compiling_needs_blocks() -> None:
+    alone = torch.nn.Linear(4, 4)
+    text = message(lambda: engine.initialize(alone, CONFIG | {"compile": True}), engine.ConfigError)
+    assert text.startswith("compile true: the model has no chain of blocks")
 
 
 def test_reduction_of_every_microbatch_needs_shards() -> None:
