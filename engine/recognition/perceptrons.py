@@ -19,8 +19,8 @@ from engine.kernels.activations import ACTIVATIONS, Activation
 from engine.kernels.choice import Kernels
 from engine.kernels.gated import gated
 from engine.parallel.tensor.layers import has_plain_forward
-from engine.parallel.tensor.product import is_conv1d, is_linear
-from engine.recognition.trial import agrees, own_forward, random, twin
+from engine.parallel.tensor.product import is_linear
+from engine.recognition.trial import agrees, own_forward, random, sizes_of, small_linear, twin
 
 _HIDDEN, _INNER = 6, 10
 """Widths in the trial."""
@@ -74,7 +74,7 @@ def find_gated(module: nn.Module) -> GatedModule | None:
 
 def _roles(linear: Mapping[str, nn.Module]) -> Iterator[dict[str, str]]:
     """Which layer may be what: by name "gate", "up", "down" or "both"."""
-    shapes = {name: _sizes(layer) for name, layer in linear.items()}
+    shapes = {name: sizes_of(layer) for name, layer in linear.items()}
     words = ("gate", "up", "down") if len(linear) == 3 else ("both", "down")
     for names in permutations(linear):
         roles = dict(zip(words, names, strict=True))
@@ -84,20 +84,11 @@ def _roles(linear: Mapping[str, nn.Module]) -> Iterator[dict[str, str]]:
             yield roles
 
 
-def _sizes(layer: Any) -> tuple[int, int]:
-    """(inputs, outputs)."""
-    return tuple(layer.weight.shape) if is_conv1d(layer) else tuple(reversed(layer.weight.shape))
-
-
 def _small(module: nn.Module, linear: Mapping[str, nn.Module], roles: Mapping[str, str]) -> nn.Module:
     layers: dict[str, nn.Module] = {}
     for number, (role, name) in enumerate(roles.items()):
         inputs, outputs = {"down": (_INNER, _HIDDEN), "both": (_HIDDEN, 2 * _INNER)}.get(role, (_HIDDEN, _INNER))
-        weights: Any = linear[name]
-        small = nn.Linear(inputs, outputs, bias=weights.bias is not None, device="meta", dtype=torch.float64)
-        for local, parameter in small.named_parameters():
-            setattr(small, local, nn.Parameter(random(*parameter.shape, seed=2 * number + len(local) % 2)))
-        layers[name] = small
+        layers[name] = small_linear(inputs, outputs, linear[name], seed=number)
     rest = {name: copy(child).eval() for name, child in module.named_children() if name not in linear}
     return twin(module, {}, {**rest, **layers})
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from engine.kernels.choice import Kernels
+from engine.recognition.activations import activated_forward, find_activated, unchanged
 from engine.recognition.forwards import put_on
 from engine.recognition.norms import find_norm, norm_forward
 from engine.recognition.perceptrons import find_gated, gated_forward
@@ -39,30 +40,41 @@ def recognise(model: nn.Module, kernels: Kernels) -> list[tuple[Replacement, Put
     No parameter is read, so that a model on the meta device will do, and no random number of the user's is drawn.
     """
     forwards: dict[object, Callable[..., Any]] = {}
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: list[tuple[Replacement, PutOn]] = []
-    for name, module in model.named_modules():
-        if (made := _made(module, kernels)) is not None:
+    for path, module in model.named_modules():
+        for part in _parts(module, kernels):
+            target = module.get_submodule(part.child)
+            if part.child and uses[id(target)] > uses[id(module)]:
+                break
             # alike modules share one function, which torch.compile then compiles once
-            forward = forwards.setdefault((type(module), made.detail), made.forward)
-            found.append((Replacement(name, made.operator, made.words), partial(put_on, module, forward)))
+            forward = forwards.setdefault((type(module), part.child, part.detail), part.forward)
+            name = ".".join(filter(None, (path, part.child)))
+            found.append((Replacement(name, part.operator, part.words), partial(put_on, target, forward)))
     return found
 
 
-class _Made(NamedTuple):
+class _Part(NamedTuple):
+    """A forward for a module, or for a child of it."""
+
     operator: str
     words: str
     detail: object
-    """Of what the forward is made, beside the class of the module."""
+    """What the forward is made of, beside the class of the module."""
     forward: Callable[..., Any]
+    child: str = ""
 
 
-def _made(module: nn.Module, kernels: Kernels) -> _Made | None:
+def _parts(module: nn.Module, kernels: Kernels) -> list[_Part]:
     own = type(module).forward
     if (norm := find_norm(module)) is not None:
-        return _Made("norm", norm.words, norm, norm_forward(norm, own, kernels))
+        return [_Part("norm", norm.words, norm, norm_forward(norm, own, kernels))]
     if (gated := find_gated(module)) is not None:
-        return _Made("gated", gated.words, gated, gated_forward(gated, own, kernels))
+        return [_Part("gated", gated.words, gated, gated_forward(gated, own, kernels))]
+    if (pair := find_activated(module)) is not None:
+        layer = _Part("linear", f"with {pair.activation}", pair, activated_forward(pair, kernels), pair.linear)
+        return [layer, _Part("linear", f"in {pair.linear}", pair, unchanged, pair.act)]
     for name, function in rotary_globals(module):
         if (form := find_rotary(function)) is not None:
-            return _Made("rotary", name, form, rotary_forward(own, name, function, form, kernels))
-    return None
+            return [_Part("rotary", name, form, rotary_forward(own, name, function, form, kernels))]
+    return []

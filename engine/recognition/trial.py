@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.parallel.tensor.product import is_conv1d
+
 Function = Callable[..., Any]
 
 TOLERANCE = 1e-5
@@ -30,6 +32,19 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 def random(*shape: int, seed: int = 0) -> Tensor:
     """float64 from a generator of its own: the user's random numbers stay what they are."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def sizes_of(layer: Any) -> tuple[int, int]:
+    """(inputs, outputs) of a linear layer."""
+    return tuple(layer.weight.shape) if is_conv1d(layer) else tuple(reversed(layer.weight.shape))
+
+
+def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
+    """A layer of these sizes and random weights, with a bias if ``like`` has one."""
+    layer = nn.Linear(inputs, outputs, like.bias is not None, device="meta", dtype=torch.float64)
+    for place, (name, parameter) in enumerate(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(random(*parameter.shape, seed=2 * seed + place)))
+    return layer
 
 
 def agrees(module: Function, operator: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> bool:

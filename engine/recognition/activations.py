@@ -1,0 +1,118 @@
+"""Linear layers whose output goes through an activation and nowhere else: both become one operator.
+
+The trial has the module's own code over small layers, once as they are, once with the activation in the linear layer and
+nothing in its place. Dropout is put in force by a stand-in that is not linear, so that one between the two is seen.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
+
+from engine.kernels.activation import activate
+from engine.kernels.activations import ACTIVATIONS, Activation
+from engine.kernels.choice import Kernels
+from engine.kernels.linear import LinearForm, linear
+from engine.parallel.tensor.layers import has_plain_forward, is_cut
+from engine.parallel.tensor.product import is_conv1d, is_linear
+from engine.recognition.trial import agrees, own_forward, random, sizes_of, small_linear, twin
+
+class ActivatedLinear(NamedTuple):
+    """Children of one module."""
+
+    linear: str
+    act: str
+    activation: Activation
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return f"{self.activation} of {self.act} with {self.linear}"
+
+
+def find_activated(module: nn.Module) -> ActivatedLinear | None:
+    """A linear layer and an activation among the children of ``module``, if the one goes into the other alone."""
+    forward = own_forward(module)
+    layers: dict[str, Any] = {name: child for name, child in module._modules.items() if is_linear_layer(child)}
+    if forward is None or len(layers) not in (1, 2) or module._parameters or module._buffers:
+        return None
+    acts = [(name, kind) for name, child in module._modules.items() if child and (kind := _kind(child)) is not None]
+    if len(acts) != 1:
+        return None
+    act, activation = acts[0]
+    children = {name: _still(child) for name, child in module._modules.items() if child} | _small(layers)
+    apart = _train(twin(module, {}, children))
+    for name in layers:
+        fused = {name: nn.Sequential(children[name], children[act]), act: nn.Identity()}
+        together = _train(twin(module, {}, children | fused))
+        given = [random(2, 3, children[name].in_features)], list(apart.parameters())  # type: ignore[arg-type]
+        if agrees(partial(forward, apart), partial(forward, together), *given):
+            return ActivatedLinear(name, act, activation)
+    return None
+
+
+def is_linear_layer(child: nn.Module | None) -> bool:
+    """Whether this is a matrix product and nothing else."""
+    return child is not None and is_linear(child) and has_plain_forward(child) and own_forward(child) is not None
+
+
+def _small(layers: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Small layers of other weights, in which equal sizes stay equal."""
+    shapes = {name: sizes_of(layer) for name, layer in layers.items()}
+    known = sorted({size for shape in shapes.values() for size in shape})
+    small = {size: 6 + 4 * rank for rank, size in enumerate(known)}
+    return {
+        name: small_linear(small[inputs], small[outputs], layers[name], seed)
+        for seed, (name, (inputs, outputs)) in enumerate(shapes.items())
+    }
+
+
+class _Bent(nn.Module):
+    """Stands for dropout: it commutes with no activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.tanh() / 4
+
+
+def _still(child: nn.Module) -> nn.Module:
+    return _Bent() if isinstance(child, nn.Dropout) else copy(child)
+
+
+def _train(module: nn.Module) -> nn.Module:
+    """With dropout that is a function in force: what draws random numbers agrees with nothing."""
+    module.training = True
+    return module
+
+
+def _kind(child: nn.Module) -> Activation | None:
+    """Which activation this child is, by what it makes of some numbers."""
+    forward = own_forward(child)
+    if forward is None or child._modules or child._parameters or child._buffers or isinstance(child, nn.Dropout):
+        return None
+    for name, function in ACTIVATIONS.items():
+        if name != "none" and agrees(lambda x: forward(child, x), function, [random(64)]):  # noqa: B023
+            return cast(Activation, name)
+    return None
+
+
+def activated_forward(found: ActivatedLinear, kernels: Kernels) -> Callable[..., Any]:
+    """The forward of the linear layer, with the activation in it."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        # whoever watches operations looks for products by torch's own names
+        watched = _get_current_function_mode() is not None or torch.is_autocast_enabled(x.device.type)
+        if watched or type(x) is not Tensor or is_cut(self):
+            return activate(type(self).forward(self, x), None, found.activation, kernels)
+        form = LinearForm(found.activation, is_conv1d(self))
+        return linear(x, self.weight, self.bias, form, kernels)
+
+    return forward
+
+
+def unchanged(self: Any, x: Tensor) -> Tensor:
+    """In place of the activation."""
+    return x
