@@ -102,23 +102,30 @@ class Kernels:
 
     def triton(self, operator: str, x: Tensor, width: int) -> bool:
         """Whether a Triton kernel is to run on ``x``; each new decision is logged once."""
-        key = operator, x.device, x.dtype, width
+        # of a width that torch.compile left open, the length of a range is a number again
+        return self._known(operator, x.device, x.dtype, len(range(width)))
+
+    def _known(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
+        key = operator, device, dtype, width
         if key not in self._made:
-            self._made[key] = self._decide(operator, x, width)
+            self._made[key] = self._decide(operator, device, dtype, width)
         return self._made[key]
 
-    def _decide(self, operator: str, x: Tensor, width: int) -> bool:
-        dtype = str(x.dtype).removeprefix("torch.")
-        if self.mode == "reference" or not runs_triton(x.device):
+    # To torch.compile the answer is a constant. torch.compiler.assume_constant_result says the same, but would import
+    # the compiler, which takes as long as torch.
+    _known._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _decide(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
+        name = str(dtype).removeprefix("torch.")
+        if self.mode == "reference" or not runs_triton(device):
             return False
         if self.mode == "triton":
             chosen, why = True, "as configured"
         else:
-            device = torch.cuda.get_device_name(x.device) if x.is_cuda else "cpu"
-            row = find_winner(self._winners, operator, device, dtype, width)
+            card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+            row = find_winner(self._winners, operator, card, name, width)
             chosen, why = (False, "not in the table") if row is None else (row.triton, row.reason)
-        if not torch.compiler.is_compiling():
-            logger.info("kernels: %s, %s, width %d: %s, %s", operator, dtype, width, _NAMES[chosen], why)
+        logger.info("kernels: %s, %s, width %d: %s, %s", operator, name, width, _NAMES[chosen], why)
         return chosen
 
 

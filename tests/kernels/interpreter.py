@@ -2,10 +2,12 @@
 
 It keeps bf16 as bit patterns: ``tl.dot`` multiplies the patterns, a cast from fp32 cuts bits off, arithmetic gives
 nonsense. With ``repair`` a product widens its operands, the cast rounds to the nearest even number, and arithmetic on
-bf16, which our kernels do not do, is an error. And it warns of infinities and NaN, which no GPU does.
+bf16, which our kernels do not do, is an error. Moreover it no longer warns of infinities and NaN, which no GPU does,
+and launches of several threads, which disturb each other, wait for each other.
 """
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -47,8 +49,10 @@ def repair() -> None:
 
         return checked
 
+    one_at_a_time = Lock()
+
     def silently(self: Any, *args: Any, **named: Any) -> Any:
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), one_at_a_time:
             return execute(self, *args, **named)
 
     GridExecutor.__call__ = silently

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.activation import activate
+from engine.kernels.gated import gated
+from engine.kernels.norm import add_norm, norm
+from engine.kernels.rotary import rotary
 from engine.parallel.tensor.views import (
     answers,
     attention,
@@ -15,6 +19,7 @@ from engine.parallel.tensor.views import (
     elementwise,
     joining,
     norms,
+    operators,
     pieces,
     products,
     reductions,
@@ -159,8 +164,13 @@ def _reduced() -> Iterator[tuple[Rule, Any]]:
     yield from ((norms.rms_norm, function) for function in (functional.rms_norm, torch.rms_norm))
 
 
+def _own() -> Iterator[tuple[Rule, Any]]:
+    yield from ((elementwise.elementwise, function) for function in (gated, activate))
+    yield from ((operators.norm, norm), (operators.add_norm, add_norm), (operators.rotary, rotary))
+
+
 def _table() -> Mapping[Any, Rule]:
-    parts = (_answered(), _by_element(), _shaped(), _multiplied(), _reduced())
+    parts = (_answered(), _by_element(), _shaped(), _multiplied(), _reduced(), _own())
     return MappingProxyType({function: rule for part in parts for rule, function in part})
 
 
