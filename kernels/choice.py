@@ -122,4 +122,6 @@ class Kernels:
         return chosen
 
 
+REFERENCE = Kernels("reference")
+"""Torch's, always."""
 _NAMES = ("torch", "triton")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.linear import linear as fused
 from engine.parallel.tensor.views import (
     answers,
     attention,
@@ -130,6 +131,7 @@ def _shaped() -> Iterator[tuple[Rule, Any]]:
 
 def _multiplied() -> Iterator[tuple[Rule, Any]]:
     yield products.linear, functional.linear
+    yield products.fused_linear, fused
     yield from ((products.matmul, function) for function in _named("matmul", "mm", "bmm", "mv", "dot", "__matmul__"))
     yield products.rmatmul, Tensor.__rmatmul__
     yield from ((products.addmm, function) for function in _named("addmm", "baddbmm", "addmv"))
