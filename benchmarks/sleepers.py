@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import engine
 from benchmarks.readme import write_section
+from engine.kernels.choice import REFERENCE, Kernels
 from engine.parallel.pipeline.check import Cost, Timeline, simulate
 from engine.parallel.pipeline.draw import draw_panels
 from engine.parallel.pipeline.schedule import KINDS
@@ -80,9 +81,9 @@ def _sleep_over_weights(seconds: float) -> Iterator[None]:
     """Within, a weight gradient that waits takes as long."""
     plain = product.weight_gradient
 
-    def late(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+    def late(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool, kernels: Kernels = REFERENCE) -> Tensor:
         time.sleep(seconds)
-        return plain(x, dy, dtype, transposed)
+        return plain(x, dy, dtype, transposed, kernels)
 
     product.weight_gradient = late
     try:

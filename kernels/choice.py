@@ -129,4 +129,6 @@ class Kernels:
         return chosen
 
 
+REFERENCE = Kernels("reference")
+"""Torch's, always."""
 _NAMES = ("torch", "triton")

@@ -9,6 +9,7 @@ import triton
 _ASSUMED_PROCESSORS = 132
 """Of an H100 or H200: for shapes on the meta device, which are compiled and not run."""
 _INTERPRETED_PROCESSORS = 2
+_ASSUMED_CAPABILITY = (9, 0)
 _ELEMENTS_PER_THREAD = 16
 _COLUMNS = 1024
 WIDEST_ROW = 16384
@@ -21,6 +22,12 @@ def processors(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return _ASSUMED_PROCESSORS if device.type == "meta" else _INTERPRETED_PROCESSORS
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of ``device``; of an H100 where there is no GPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _ASSUMED_CAPABILITY
 
 
 @dataclass(frozen=True, slots=True)

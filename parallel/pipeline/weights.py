@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.kernels.choice import REFERENCE, Kernels
+from engine.parallel.tensor.fused import followed
 from engine.parallel.tensor.layers import RowLayer, has_plain_forward, is_cut
 from engine.parallel.tensor.product import (
     Linear,
@@ -80,7 +82,8 @@ class WaitingWeights:
     Cut layers (``parallel.tensor``) are among them, so install it when the model has been cut.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kernels: Kernels = REFERENCE) -> None:
+        self.kernels = kernels
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._open: Leftover | None = None
         self._installed: list[tuple[nn.Module, str, Any]] = []
@@ -120,7 +123,7 @@ class _Layer:
     def __init__(
         self, waiting: WaitingWeights, module: nn.Module, names: Mapping[int, str], plain: Callable[[Tensor], Tensor]
     ) -> None:
-        self.waiting, self._plain = waiting, plain
+        self.waiting, self._module, self._plain = waiting, module, plain
         self._parameters = module._parameters
         self._transposed = is_conv1d(module)
         self._with_bias = not isinstance(module, RowLayer)
@@ -134,7 +137,9 @@ class _Layer:
         if weight is None or not self._can_wait(x, weight, bias):
             return self._plain(x)
         names = self._names[id(weight)], "" if bias is None else self._names[id(bias)]
-        return multiply(x, weight, bias, Linear(self._transposed, _Waits(self.waiting, names)))
+        kernels = self.waiting.kernels
+        y = multiply(x, weight, bias, Linear(self._transposed, _Waits(self.waiting, names), kernels))
+        return followed(self._module, y, kernels)
 
     def _can_wait(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return can_multiply(x, weight) and all(p is None or self._is_ours(p) for p in (weight, bias))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from engine.kernels.choice import Kernels
+from engine.kernels.choice import REFERENCE, Kernels
 from engine.parallel.backend import Reduction
 from engine.parallel.comm import Comm, Pending
 from engine.parallel.traffic import Op
@@ -47,7 +47,7 @@ class TensorAxis:
     """
 
     overlap = Overlap()
-    kernels = Kernels("reference")
+    kernels: Kernels = REFERENCE
     """Which implementation of an operator the layers on this axis run."""
     repeats: Repeats | None = None
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.collectives import COLUMN_INPUTS, ROW_OUTPUTS, gather_to
+from engine.parallel.tensor.fused import followed
 from engine.parallel.tensor.late import Shared, has_own_weights
 from engine.parallel.tensor.overlap import Pieced, choose_pieces, gather_multiply, multiply_scatter
 from engine.parallel.tensor.product import is_conv1d
@@ -39,7 +40,7 @@ class SharedInPieces(Shared):
             assert weight is not None
             pieced = Pieced(self._axis, COLUMN_INPUTS, transposed=is_conv1d(layer))
             y, self._whole = gather_multiply(self._part, weight, bias, pieced)
-            return y
+            return followed(layer, y, self._axis.kernels)
         own: Any = layer
         product: Tensor = own.multiply(self.copy)
         return product

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.choice import Kernels
 from engine.parallel.comm import Pending
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.collectives import (
@@ -37,6 +38,7 @@ from engine.parallel.tensor.collectives import (
     start_copy_to,
     start_gather_to,
 )
+from engine.parallel.tensor.fused import followed
 from engine.parallel.tensor.product import Beside, Linear, Wanted, can_multiply, is_conv1d, is_executed, multiply
 
 
@@ -83,7 +85,7 @@ def share(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
         return Shared(_enter(x, entrance))
     sum_ = _Sum(entrance.passed)
     arriving: Tensor = _Arrive.apply(x, sum_)  # type: ignore[no-untyped-call]
-    products = tuple(_LateProduct(layer, _Work(again), x) for layer in late)
+    products = tuple(_LateProduct(layer, _Work(again), x, axis.kernels) for layer in late)
     if entrance.dim is None:
         return Shared(start_copy_to(arriving, axis, entrance.owned, sum_.start), products)
     whole = start_gather_to(arriving, axis, entrance.dim, COLUMN_INPUTS, entrance.owned, sum_.start)
@@ -135,8 +137,8 @@ class _Sum:
 class _LateProduct:
     """One layer's product, and the node that computes its weight gradient: made before the copy is."""
 
-    def __init__(self, layer: nn.Module, work: "_Work", x: Tensor) -> None:
-        self.layer = layer
+    def __init__(self, layer: nn.Module, work: "_Work", x: Tensor, kernels: Kernels) -> None:
+        self.layer, self._kernels = layer, kernels
         self._weight, self._bias = layer._parameters["weight"], layer._parameters["bias"]
         self._work = work
         self._kept = None if work.again is None else x.detach()
@@ -152,8 +154,9 @@ class _LateProduct:
 
     def multiply(self, x: Tensor) -> Tensor:
         assert self._weight is not None
-        linear, beside = Linear(is_conv1d(self.layer), self._work), Beside(self._kept, self._token)
-        return multiply(x, self._weight, self._bias, linear, beside)
+        linear = Linear(is_conv1d(self.layer), self._work, self._kernels)
+        y = multiply(x, self._weight, self._bias, linear, Beside(self._kept, self._token))
+        return followed(self.layer, y, self._kernels)
 
 
 class _Again:

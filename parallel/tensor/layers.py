@@ -18,8 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.errors import PlanError
+from engine.kernels.activations import Activation
+from engine.kernels.choice import Kernels
+from engine.kernels.linear import LinearForm, linear
 from engine.parallel.shards import Range
 from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.tensor.fused import followed, fused_forward
 from engine.parallel.tensor.product import is_conv1d
 from engine.parallel.tensor.ranges import cut_parts
 from engine.parallel.tensor.region import Region
@@ -41,6 +45,11 @@ def _ours(base: type) -> bool:
     return base.__module__.startswith("engine.parallel.tensor.")
 
 
+def is_replaced(x: Tensor, kernels: Kernels) -> bool:
+    """Whether the product of a layer with ``x`` is one of ``kernels.linear``, and not the layer's own forward."""
+    return kernels.mode != "reference" and kernels.replaces(x.device)
+
+
 class ColumnLayer(nn.Module):
     """x [.., I], whole and equal on all ranks -> y [.., P], this rank's columns.
 
@@ -50,15 +59,21 @@ class ColumnLayer(nn.Module):
     """
 
     tensor_region: Region
+    tensor_plain = False
+    """Whether forward is a matrix product and nothing else."""
+    tensor_activation: Activation | None = None
+    """What the layer does to its product beside; the module that did it does nothing then."""
 
     def forward(self, x_I: Tensor) -> Tensor:
         """Run the layer's own forward on the region's copy of x."""
         return self.tensor_region.enter(self, x_I).multiply(self)
 
     def multiply(self, x_I: Tensor) -> Tensor:
-        """The layer's own product."""
-        y_P: Tensor = super().forward(x_I)
-        return y_P
+        """The layer's own product, and the activation."""
+        kernels = self.tensor_region.axis.kernels
+        if self.tensor_plain and is_replaced(x_I, kernels):
+            return fused_forward(self, x_I, self.tensor_activation or "none", kernels)
+        return followed(self, super().forward(x_I), kernels)
 
 
 class RowLayer(nn.Module):
@@ -81,6 +96,9 @@ class RowLayer(nn.Module):
     def multiply(self, x_P: Tensor) -> Tensor:
         """This rank's part of the product, without the bias."""
         weight: Any = self.weight
+        kernels = self.tensor_region.axis.kernels
+        if self.tensor_product != "own" and is_replaced(x_P, kernels):
+            return linear(x_P, weight, None, LinearForm(transposed=self.tensor_product == "conv1d"), kernels)
         if self.tensor_product == "linear":
             return functional.linear(x_P, weight)
         if self.tensor_product == "conv1d":
@@ -140,8 +158,9 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
 
 def prepare_column(module: nn.Module, region: Region) -> None:
     """Give an already cut column layer its region and its local sizes."""
-    region.add(module, plain=has_plain_forward(module))
-    module.tensor_region = region  # type: ignore[assignment]
+    plain = has_plain_forward(module)
+    region.add(module, plain)
+    module.tensor_region, module.tensor_plain = region, plain  # type: ignore[assignment]
     weight: Any = module.weight
     if is_conv1d(module):
         module.nf = weight.shape[1]

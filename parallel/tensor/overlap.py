@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.kernels.linear import LinearForm, linear
 from engine.parallel.comm import Pending
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.collectives import check_parts, join_parts, refuse_second_derivatives, split_parts
@@ -66,7 +67,7 @@ def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Rou
     axis, label = route.axis, route.label
     if route.pieces == 1:
         whole = join_parts(axis.all_gather(part.contiguous(), label), part.ndim - 2)
-        return _product(whole, matrix, bias), whole
+        return _product(whole, matrix, bias, route), whole
     pieces = part.chunk(route.pieces, -2)
     whole = part.new_empty((*part.shape[:-2], axis.size * part.shape[-2], part.shape[-1]))
     out = whole.new_empty((*whole.shape[:-1], matrix.shape[-1]), dtype=matrix.dtype)
@@ -76,7 +77,7 @@ def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Rou
         if index + 1 < route.pieces:
             coming = axis.start_all_gather(pieces[index + 1].contiguous(), label)
         pending.wait()
-        _piece(out, index, route).copy_(_product(rows, matrix, bias))
+        _piece(out, index, route).copy_(_product(rows, matrix, bias, route))
         _piece(whole, index, route).copy_(rows)
     return out, whole
 
@@ -87,7 +88,7 @@ def product_scatter(
     """:class:`ProductScatter` over the collectives of the axis."""
     sent: list[tuple[Tensor, Pending]] = []
     for index in range(route.pieces):
-        rows = _product(_piece(whole, index, route), matrix, None).to(dtype)
+        rows = _product(_piece(whole, index, route), matrix, None, route).to(dtype)
         if plus is not None:
             rows += _piece(plus, index, route)
         sent.append(route.axis.start_reduce_scatter(rows.contiguous(), route.label))
@@ -108,8 +109,8 @@ def _piece(whole: Tensor, index: int, route: Route) -> Tensor:
     return split_parts(whole, route.axis, whole.ndim - 2).chunk(route.pieces, -2)[index]
 
 
-def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(rows.to(matrix.dtype), matrix.t(), bias)
+def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> Tensor:
+    return linear(rows.to(matrix.dtype), matrix, bias, LinearForm(transposed=True), route.axis.kernels)
 
 
 class Moves(NamedTuple):
@@ -233,7 +234,7 @@ class _GatherMultiply(torch.autograd.Function):
         dw = db = None
         if needs_weight:
             whole = x if coming is None else coming()
-            dw = weight_gradient(whole.to(dy.dtype), dy, weight.dtype, pieced.transposed)
+            dw = weight_gradient(whole.to(dy.dtype), dy, weight.dtype, pieced.transposed, pieced.axis.kernels)
         if needs_bias:
             db = bias_gradient(dy, ctx.bias)
         return None if sums is None else sums(), dw, db, None
@@ -263,7 +264,7 @@ class _MultiplyScatter(torch.autograd.Function):
         else:
             whole = _start_gather(dy, route)()
         if needs_weight:
-            dw = weight_gradient(x.to(dy.dtype), whole, weight.dtype, pieced.transposed)
+            dw = weight_gradient(x.to(dy.dtype), whole, weight.dtype, pieced.transposed, pieced.axis.kernels)
         return dx, dw, None
 
 

@@ -4,9 +4,11 @@
                      dW = dy' x     may be put off: x and dy are all it needs, neither W nor the graph
                      db = sum dy
 
+The three products are those of ``kernels.linear``: the library's, or Triton's where ``Linear.kernels`` says so.
+
 What is gained by putting it off is for the caller to say: a pipeline fills its bubbles (``pipeline.weights``), a
 tensor region hides the sum of dx (``tensor.late``). Put off or not, nothing is computed twice, and results are equal
-to the bit to those of ``functional.linear``.
+to the bit to those of the same products at once.
 
 Shape suffixes: B rows (all leading dims together), I inputs, O outputs.
 """
@@ -17,6 +19,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
+
+from engine.kernels.choice import REFERENCE, Kernels
+from engine.kernels.linear import LinearForm, product
+from engine.kernels.linear import linear as kernel_linear
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -49,6 +55,7 @@ class Linear(NamedTuple):
     transposed: bool
     """Whether the weight is [I, O]."""
     later: Later
+    kernels: Kernels = REFERENCE
 
 
 class Beside(NamedTuple):
@@ -93,21 +100,21 @@ class _Product(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             w_OI = weight.to(x.dtype)
             b_O = None if bias is None else bias.to(x.dtype)
-            y = nn.functional.linear(x, w_OI.t() if linear.transposed else w_OI, b_O)
+            y = kernel_linear(x, w_OI, b_O, LinearForm(transposed=linear.transposed), linear.kernels)
         # what it was made as lives no longer: with the mark of a view nobody could write into it (ReLU(inplace=True))
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        (transposed, later), bias = ctx.linear, ctx.bias
+        (transposed, later, kernels), bias = ctx.linear, ctx.bias
         w_OI = weight.to(dy.dtype)
-        dx = dy @ (w_OI.t() if transposed else w_OI)
+        dx = product(dy, w_OI.t() if transposed else w_OI, kernels)
         token = dy.new_empty(0) if ctx.token else None
         if not torch.is_grad_enabled():
             x, dy = x.detach(), dy.detach()  # who keeps them does not keep the graph that made them
         wanted = Wanted(
-            partial(weight_gradient, x, dy, weight.dtype, transposed),
+            partial(weight_gradient, x, dy, weight.dtype, transposed, kernels),
             None if bias is None else partial(bias_gradient, dy, bias),
         )
         if later.put_off(wanted, ctx.next_functions):
@@ -115,10 +122,13 @@ class _Product(torch.autograd.Function):
         return dx, wanted.weight(), None if wanted.bias is None else wanted.bias(), None, None, token
 
 
-def weight_gradient(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+def weight_gradient(
+    x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool, kernels: Kernels = REFERENCE
+) -> Tensor:
     """dW [O, I], or [I, O] where ``transposed``, in ``dtype``."""
     x_BI, dy_BO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    return (x_BI.t() @ dy_BO if transposed else dy_BO.t() @ x_BI).to(dtype)
+    left, right = (x_BI, dy_BO) if transposed else (dy_BO, x_BI)
+    return product(left.t(), right, kernels).to(dtype)
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:

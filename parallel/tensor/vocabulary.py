@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from engine.errors import PlanError
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.collectives import EMBEDDING, gather_last, reduce_from
+from engine.parallel.tensor.fused import fused_forward
 from engine.parallel.tensor.late import Entrance, share
-from engine.parallel.tensor.layers import has_plain_forward, keep_rows
+from engine.parallel.tensor.layers import has_plain_forward, is_replaced, keep_rows
 from engine.parallel.tensor.logit_slice import Vocabulary
 from engine.parallel.tensor.product import is_conv1d
 from engine.parallel.tensor.ranges import cut_unevenly
@@ -70,6 +71,9 @@ class HeadLayer(nn.Module):
 
     def multiply(self, x_D: Tensor) -> Tensor:
         """The layer's own product."""
+        kernels = self.tensor_vocabulary.axis.kernels
+        if self.tensor_owned and is_replaced(x_D, kernels):
+            return fused_forward(self, x_D, "none", kernels)
         logits_W: Tensor = super().forward(x_D)
         return logits_W
 

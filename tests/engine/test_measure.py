@@ -17,6 +17,7 @@ from engine import measure
 from engine.alone import Alone, signatures
 from engine.build import Request, measure_model, plan_run
 from engine.config import Config, load_config
+from engine.kernels.choice import REFERENCE, Kernels
 from engine.measure import Costs
 from engine.parallel.tensor import product
 from engine.precision import Precision
@@ -94,9 +95,9 @@ def slow_weights(monkeypatch: pytest.MonkeyPatch) -> float:
     """Every weight gradient that can wait takes so many seconds."""
     plain, seconds = product.weight_gradient, 0.3
 
-    def late(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+    def late(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool, kernels: Kernels = REFERENCE) -> Tensor:
         time.sleep(seconds)
-        return plain(x, dy, dtype, transposed)
+        return plain(x, dy, dtype, transposed, kernels)
 
     monkeypatch.setattr(product, "weight_gradient", late)
     return seconds

@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.launches import activations, gateds, norms, rotaries
+from tests.kernels.launches import activations, gateds, linears, norms, rotaries
 
-OPERATORS = (norms, gateds, activations, rotaries)
+OPERATORS = (activations, gateds, linears, norms, rotaries)
 
 _TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64",
     torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1",
 }  # fmt: skip
+_TENSOR_CORES = re.compile(r"tt\.dot (?:.*inputPrecision = tf32|(?!.* : tensor<\w+xf32>))")
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
 
@@ -40,7 +41,8 @@ class Resources:
     wgmma: int
     mma: int
     dots: int
-    """Matrix products in the kernel's own code."""
+    """Matrix products in the kernel's own code, but for those of exact fp32, which no tensor core has."""
+    tma: int
 
 
 class Recorded:
@@ -78,7 +80,8 @@ class Recorded:
             spilled,
             wgmma=ptx.count("wgmma.mma_async"),
             mma=len(re.findall(r"\bmma\.sync", ptx)),
-            dots=built.asm["ttir"].count("tt.dot "),
+            dots=len(_TENSOR_CORES.findall(built.asm["ttir"])),
+            tma=ptx.count("cp.async.bulk.tensor"),
         )
 
 
@@ -145,8 +148,7 @@ def main(arch: int) -> None:
     """Compile all."""
     found = {
         f"{kernel} {case}": asdict(launch.compile(arch))
-        for module in OPERATORS
-        for case, make in module.launches()
+        for case, make in (*(case for module in OPERATORS for case in module.launches()), *linears.launches(arch))
         for kernel, launch in recorded(make).items()
     }
     print(json.dumps(found))

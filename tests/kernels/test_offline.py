@@ -66,3 +66,10 @@ def test_every_kernel_compiles_within_its_budget(arch: int, budgets: dict[str, A
 def test_matrix_products_run_on_tensor_cores(arch: int, instruction: str) -> None:
     products = {name: took for name, took in compiled(arch).items() if took["dots"]}
     assert all(took[instruction] for took in products.values()), products
+
+
+def test_tiles_come_by_tensor_memory_access_where_there_is_one() -> None:
+    products = {name: took for name, took in compiled(90).items() if name.startswith("product_kernel")}
+    narrow = {name: took for name, took in products.items() if "fp32" not in name}
+    # two operands in the loop, and the result
+    assert narrow and all(took["tma"] >= 3 for took in narrow.values()), narrow

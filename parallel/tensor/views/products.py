@@ -10,12 +10,15 @@ Every dim of every operand gets a letter; operands are cut to what each rank hol
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.kernels.activations import ACTIVATIONS
+from engine.kernels.linear import linear as fused
 from engine.parallel.tensor.views.index import Index, NoRuleError, Sets, common, covers, held_once
 from engine.parallel.tensor.views.layout import Layout, Shape
 from engine.parallel.tensor.views.moves import add_rows, whole
@@ -134,6 +137,19 @@ def linear(views: "Views", func: Function, input: Any, weight: Any, bias: Any = 
     columns = "O" if weight.ndim == 2 else ""
     product = Product((rows + "I", columns + "I"), rows + columns)
     return multiply(views, (input, weight), product, functional.linear, bias)
+
+
+def fused_linear(views: "Views", func: Function, x: Any, weight: Any, *rest: Any, residual: Any = None) -> Any:
+    """``kernels.linear``; what follows the product follows its sum over the ranks."""
+    bias, form, kernels = rest
+    rows, plain = "abcdefgh"[: x.ndim - 1], replace(form, activation="none")
+    product = Product((rows + "I", "IO" if form.transposed else "OI"), rows + "O")
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return fused(x, weight, bias, plain, kernels)
+
+    y = ACTIVATIONS[form.activation](multiply(views, (x, weight), product, run, bias))
+    return y if residual is None else y + residual
 
 
 def matmul(views: "Views", func: Function, input: Any, other: Any = None, **named: Any) -> Any:

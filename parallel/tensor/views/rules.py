@@ -12,6 +12,7 @@ from engine.kernels.activation import activate
 from engine.kernels.gated import gated
 from engine.kernels.norm import add_norm, norm
 from engine.kernels.rotary import rotary
+from engine.kernels.linear import linear as fused
 from engine.parallel.tensor.views import (
     answers,
     attention,
@@ -135,6 +136,7 @@ def _shaped() -> Iterator[tuple[Rule, Any]]:
 
 def _multiplied() -> Iterator[tuple[Rule, Any]]:
     yield products.linear, functional.linear
+    yield products.fused_linear, fused
     yield from ((products.matmul, function) for function in _named("matmul", "mm", "bmm", "mv", "dot", "__matmul__"))
     yield products.rmatmul, Tensor.__rmatmul__
     yield from ((products.addmm, function) for function in _named("addmm", "baddbmm", "addmv"))

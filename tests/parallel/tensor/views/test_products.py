@@ -9,6 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.errors import EngineError
+from engine.kernels.activations import Activation
+from engine.kernels.choice import Kernels
+from engine.kernels.linear import LinearForm, linear
 from tests.parallel.tensor.views.rig import KINDS, Given, compare, normal
 
 RANKS = (2, 4)
@@ -47,6 +50,27 @@ def test_rows_are_added(kind: str, ranks: int) -> None:
     given = {"x": Given(normal(2, 5, 24), {2: kind}), "w": weight(12, 24, {1: kind}), "b": bias(12)}
     found = compare(functional.linear, {"input": given["x"], "weight": given["w"], "bias": given["b"]}, ranks)
     assert sent(found) == [A] and not found[0].gathers and found[0].sets == [None] and not found[0].partial
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_fused_linear_layers_follow_the_same_rule(activation: Activation, transposed: bool) -> None:
+    form = LinearForm(activation, transposed)
+
+    def program(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> list[Tensor]:
+        kernels = Kernels("reference")
+        return [linear(x, w, b, form, kernels), linear(x, w, None, form, kernels, r)]
+
+    def shown(out: int, inner: int, cut: int) -> Given:
+        shape = (inner, out) if transposed else (out, inner)
+        return Given(normal(*shape, seed=1), {1 - cut if transposed else cut: "thirds"}, parameter=True)
+
+    columns = {"x": Given(normal(2, 5, 12)), "w": shown(24, 12, 0), "b": bias(24, "thirds")}
+    found = compare(program, columns | {"r": Given(normal(2, 5, 24))}, 2)
+    assert sent(found) == [R, R] and not found[0].gathers  # of x, and of the residual, which is whole
+    rows = {"x": Given(normal(2, 5, 24), {2: "thirds"}), "w": shown(12, 24, 1), "b": bias(12)}
+    found = compare(program, rows | {"r": Given(normal(2, 5, 12))}, 2)
+    assert sent(found) == [A, A] and not found[0].gathers
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,156 @@
+"""Cut layers with an activation of their own, and with kernels: the losses and gradients of one process."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.kernels.activations import ACTIVATIONS, Activation
+from engine.kernels.choice import Kernels, Mode
+from engine.parallel.pipeline.weights import Leftover, WaitingWeights
+from engine.parallel.tensor.axis import Overlap, TensorAxis
+from engine.parallel.tensor.fused import fused_forward
+from engine.parallel.tensor.install import install
+from engine.parallel.tensor.plan import find_tensor_plan
+from engine.parallel.tensor.simulate import simulate
+from tests.kernels.interpreter import repair
+from tests.parallel.tensor.sharded import assert_close, place
+
+WIDTH, HIDDEN = 8, 16
+LATE = Overlap(frozenset({"cpu"}), 0)
+PLAN = {"up": "column", "down": "row"}
+
+
+class Conv1D(nn.Module):
+    """Hugging Face's linear layer."""
+
+    def __init__(self, nx: int, nf: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) / 3), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, self.nx), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class Perceptron(nn.Module):
+    """A pair of layers, whose activation lies between them or in the first."""
+
+    def __init__(self, made: Callable[[int, int], nn.Module], activation: Activation) -> None:
+        super().__init__()
+        self.up, self.down, self.activation = made(WIDTH, HIDDEN), made(HIDDEN, WIDTH), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(ACTIVATIONS[self.activation](self.up(x)))
+        return y
+
+
+@cache
+def made(layer: str) -> Perceptron:
+    torch.manual_seed(3)
+    return Perceptron(nn.Linear if layer == "linear" else Conv1D, "none")
+
+
+def make(layer: str, activation: Activation) -> Perceptron:
+    """A copy: ranks are threads that share the generator."""
+    model = deepcopy(made(layer))
+    model.activation = activation
+    return model
+
+
+@pytest.fixture(autouse=True)
+def prepared() -> None:
+    repair()
+    for layer in ("linear", "conv1d"):
+        made(layer)
+
+
+def given() -> Tensor:
+    return torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(4)).requires_grad_()
+
+
+def trained(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    y = model(x)
+    (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+    assert x.grad is not None
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **found}
+
+
+def on_rank(axis: TensorAxis, layer: str, activation: Activation, mode: Mode, way: str) -> dict[str, Tensor]:
+    """What this rank computes, gradients of parts in their places."""
+    axis.kernels, axis.overlap = Kernels(mode), LATE if way == "late" else Overlap()
+    model = make(layer, activation)
+    plan = find_tensor_plan(model, PLAN, axis.size)
+    install(model, plan, axis)
+    model.up.tensor_activation, model.activation = activation, "none"  # type: ignore[assignment]
+    waiting, leftover = WaitingWeights(model, axis.kernels) if way == "waiting" else None, Leftover()
+    if waiting is None:
+        found = trained(model, given())
+    else:
+        with waiting.leaving(leftover):
+            found = trained(model, given())
+        assert not {"up.weight", "down.weight"} & found.keys()
+        leftover.compute(found.__setitem__)
+    for name, cut in plan.parameters.items():
+        found[name] = place(found[name], cut, max(piece.stop for piece in cut.ranges), axis.index)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["reference", "triton"])
+@pytest.mark.parametrize("way", ["plain", "late", "waiting"])
+@pytest.mark.parametrize("layer", ["linear", "conv1d"])
+def test_an_activation_in_a_column_layer_changes_nothing(layer: str, way: str, mode: Mode) -> None:
+    activation: Activation = "gelu_tanh" if layer == "conv1d" else "gelu"
+    ranks = simulate(2, partial(on_rank, layer=layer, activation=activation, mode=mode, way=way))
+    alone = trained(make(layer, activation), given())
+    for name, expected in alone.items():
+        parts = name in ("up.weight", "up.bias", "down.weight")
+        for found in (ranks[0][name] + ranks[1][name],) if parts else (rank[name] for rank in ranks):
+            assert_close(found, expected, name, bound=2e-6)
+
+
+@pytest.mark.parametrize("way", ["plain", "late"])
+def test_kernels_that_are_the_reference_give_the_same_bits_as_the_layers_own(way: str) -> None:
+    def body(axis: TensorAxis, mode: Mode) -> dict[str, Tensor]:
+        axis.kernels, axis.overlap = Kernels(mode), LATE if way == "late" else Overlap()
+        model = make("linear", "relu")
+        install(model, find_tensor_plan(model, PLAN, axis.size), axis)
+        return trained(model, given())
+
+    reference, auto = (simulate(2, partial(body, mode=mode)) for mode in ("reference", "auto"))
+    for one, other in zip(reference, auto, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("layer", ["linear", "conv1d"])
+def test_products_of_cut_layers_are_triton_kernels(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.kernels.gpu import linear as launches
+
+    launched: list[tuple[int, ...]] = []
+    own = launches.multiply
+
+    def multiply(a: Tensor, b: Tensor, *more: object) -> object:
+        launched.append((*a.shape, b.shape[1]))
+        return own(a, b, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(launches, "multiply", multiply)
+    simulate(2, partial(on_rank, layer=layer, activation="none", mode="triton", way="late"))
+    rows, part = 8, HIDDEN // 2
+    forward = [(rows, WIDTH, part), (rows, part, WIDTH)]
+    backward = [(rows, WIDTH, part), (rows, part, WIDTH)]
+    sides = [(WIDTH, rows, part), (part, rows, WIDTH)]
+    assert sorted(map(sorted, launched)) == sorted(map(sorted, 2 * (forward + backward + sides)))
+
+
+@pytest.mark.parametrize("mode", ["reference", "triton"])
+@pytest.mark.parametrize("layer", ["linear", "conv1d"])
+def test_an_uncut_layer_takes_its_activation_with_it(layer: str, mode: Mode) -> None:
+    model = make(layer, "silu")
+    expected = functional.silu(model.up(given()))
+    found = fused_forward(model.up, given(), "silu", Kernels(mode))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
