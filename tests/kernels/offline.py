@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.launches import activations, gateds, norms, rotaries
+from tests.kernels.launches import activations, gateds, norms, optimizers, rotaries
 
-OPERATORS = (norms, gateds, activations, rotaries)
+OPERATORS = (norms, gateds, activations, rotaries, optimizers)
 
 _TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64",
