@@ -18,6 +18,7 @@ from engine.first_use import FirstUse
 from engine.forwards import Forwards, leave_out
 from engine.full_state import FullState, state_entries
 from engine.islands import Islands
+from engine.kernels.choice import Kernels
 from engine.loss import LossFunction
 from engine.lr import LearningRate, SchedulerArgument, make_learning_rate
 from engine.materialize import materialize, stand_in
@@ -86,6 +87,7 @@ class Parts:
     written: WrittenBuffers
     removals: Sequence[Callable[[], None]]
     """Take off what was put on the user's model, in this order."""
+    kernels: Kernels
 
 
 def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
@@ -182,11 +184,12 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     trained = len(plan.layout(comm.grid.coord()).buckets)
     buckets, frozen = buckets[:trained], buckets[trained:]
     reducer = _reducer(model, plan, comm, buckets)
-    sharded = config.zero_optimization.stage > 0
+    sharded, kernels = config.zero_optimization.stage > 0, request.forwards.kernels
     factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped=request.optimizer is not None)
     if not plan.precision.master:
         optimizer.round(_rounding(plan, comm.grid.coord().tp))
+    optimizer.use(kernels)
     if config.tp > 1:
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
@@ -211,8 +214,9 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     checks = copies, nonfinite, WrittenBuffers(model)
     training, evaluation = (row_of(schedule, comm.grid.coord().pp) for schedule in (plan.schedule, plan.evaluation))
     return Parts(
-        plan, comm, bench, executor, training, evaluation, buckets, frozen, optimizer, rate, full, *checks, removals
-    )
+        plan, comm, bench, executor, training, evaluation, buckets, frozen, optimizer, rate, full, *checks, removals,
+        kernels,
+    )  # fmt: skip
 
 
 def place_model(

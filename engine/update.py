@@ -2,6 +2,10 @@
 
 reduce what is left -> agree -> finite?  yes: clip, update, gather
                                          no:  put buffers back, name the parameter, lower the loss scale
+
+Where the optimizer's kernels take the decision from the device, the host does not stop between the two:
+
+reduce what is left -> sum -> decide, update, gather on the device -> the host reads what was decided
 """
 
 import math
@@ -22,6 +26,7 @@ from engine.errors import EngineError
 from engine.loss_scale import make_loss_scale
 from engine.parallel.comm import Comm
 from engine.step import Control, Step
+from engine.trial import Condition, Trial
 from engine.zero.clip import clip_factor, gradient_norm
 from engine.zero.storage import squared_norm
 
@@ -70,7 +75,12 @@ class Update:
         """
         parts.bench.finish()
         step.problem = parts.copies.run(step.sent) or step.problem  # collective: also where a step has failed
-        control = self.agree(step, squared_norm(parts.buckets), parts.plan.last_rank, stop)
+        values = self._sum(step, squared_norm(parts.buckets, parts.kernels), parts.plan.last_rank, stop)
+        trial = self._launch(values, step, parts) if parts.optimizer.decides_on_device else None
+        sums, made = trial.read() if trial is not None else (values.tolist(), False)
+        if trial is not None and not made:
+            trial.put_back()
+        control = self._check(Control(*sums), step)
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._seconds
         divisor = control.weight * step.scale
@@ -83,8 +93,11 @@ class Update:
             self._in_a_row += 1
         else:
             parts.written.forget()
-            parts.learning_rate.prepare(self.made)
-            parts.optimizer.step(clip_factor(norm, self._config.gradient_clipping) / divisor)
+            if made:
+                parts.optimizer.settle()
+            else:
+                parts.learning_rate.prepare(self.made)
+                parts.optimizer.step(clip_factor(norm, self._config.gradient_clipping) / divisor)
             parts.learning_rate.done()
             self.made += 1
             self._in_a_row = 0
@@ -99,6 +112,10 @@ class Update:
 
         ``last_rank``: the pipeline rank that has the loss.
         """
+        return self._check(Control(*self._sum(step, norm, last_rank, stop).tolist()), step)
+
+    def _sum(self, step: Step, norm: Tensor | float, last_rank: int, stop: bool) -> Tensor:
+        """The sums of the control values, on the device."""
         coord = self._comm.grid.coord()
         speaks = coord.tp == 0 and coord.pp == last_rank  # one rank of each data coordinate
         values = torch.zeros(CONTROL_SCALARS, dtype=torch.float64, device=self._device)
@@ -108,7 +125,17 @@ class Update:
         values[4] = step.problem is not None
         values[5] = stop
         self._comm.all_reduce(values, "world", "control").wait()
-        control = Control(*values.tolist())
+        return values
+
+    def _launch(self, values: Tensor, step: Step, parts: Parts) -> Trial:
+        """Update as the device decides. A NaN of a pipeline's loss waits for the host, which looks at it first."""
+        clipping, looks = self._config.gradient_clipping, step.look_again is not None
+        trial = Trial(values, Condition(step.scale, clipping, self._checks, looks), parts.optimizer)
+        trial.launch(parts.learning_rate, self.made)
+        return trial
+
+    def _check(self, control: Control, step: Step) -> Control:
+        """Raise what has gone wrong on any rank; a NaN of a pipeline is looked at by all ranks together."""
         if step.problem is not None:
             raise step.problem
         if control.problems:

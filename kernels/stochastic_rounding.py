@@ -6,6 +6,8 @@ The random bits are a hash of a key and of the element's index: whoever rounds t
 gets the same number, on any rank, in any piece, in any order.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -39,3 +41,44 @@ def round_to_bf16(values: Tensor, index: Tensor, key: int) -> Tensor:
     # the 16 bits that bf16 lacks carry into those that it has; sign and magnitude: down is towards zero
     rounded = (values.view(torch.int32) + noise) & -0x10000
     return torch.where(values.isfinite(), rounded.view(torch.float32), values).to(torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """How a part of a parameter lies in the whole: it has some places along one dim, and all of the others."""
+
+    places: Tensor
+    """int32 [held]: along the cut dim, where in the whole each of its own lies."""
+    along: int
+    """Size of the cut dim in the whole."""
+    inner: int
+    """Elements behind the cut dim."""
+
+    @property
+    def held(self) -> int:
+        """Size of the cut dim here."""
+        return self.places.numel()
+
+    def index(self, own: Tensor) -> Tensor:
+        """int64 indices in the whole of elements of the part, flat."""
+        line = own // self.inner
+        outer, along = line // self.held, self.places[line % self.held].long()
+        return (outer * self.along + along) * self.inner + own % self.inner
+
+
+@dataclass(frozen=True, slots=True)
+class StochasticRounding:
+    """How a run of elements of one parameter is rounded in one update."""
+
+    keys: tuple[int, int, int]
+    """Of the weights, of the first and of the second moment."""
+    begin: int
+    """The run's first element, in the part of the parameter that is held here."""
+    lines: Lines | None = None
+    """None: the whole parameter is held."""
+
+    def round(self, values: Tensor, kind: int) -> Tensor:
+        """``values`` (fp32, flat) as bf16; ``kind``: which key."""
+        own = torch.arange(self.begin, self.begin + values.numel(), device=values.device)
+        index = own if self.lines is None else self.lines.index(own)
+        return round_to_bf16(values, index, self.keys[kind])

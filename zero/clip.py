@@ -2,6 +2,9 @@
 
 import math
 
+import torch
+from torch import Tensor
+
 from engine.errors import EngineError
 
 
@@ -18,3 +21,16 @@ def gradient_norm(sum_of_squares: float, weight: float) -> float:
     if weight == 0:
         raise EngineError("the weight of this step is 0 on all ranks: nothing to average; mask fewer labels.")
     return math.sqrt(sum_of_squares) / weight
+
+
+def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """(norm, what summed gradients are multiplied with) of fp64 scalars, where they lie; no host synchronization.
+
+    As ``gradient_norm``, and ``clip_factor`` over ``weight``, to the bit on a GPU: quotients of two tensors are rounded
+    once, where those with a number are products with a reciprocal there. (torch's root on a CPU misses the last bit of
+    one number in a hundred.)
+    """
+    one = torch.ones_like(weight)
+    norm = sum_of_squares.sqrt() / weight
+    ratio = torch.full_like(norm, max_norm) / (norm + 1e-6) if max_norm > 0 else one
+    return norm, torch.where(ratio < one, ratio, one) / weight

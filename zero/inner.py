@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from engine.kernels.optimizer_update import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
+from engine.zero.fused import FusedAdam
 from engine.zero.rounding import RoundedUpdates
 
 
@@ -34,13 +35,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             group["step"] = group.get("step", 0) + 1
-            if self.rounding is not None:
-                for weight in [weight for weight in weights if weight.dtype == torch.bfloat16]:
-                    self._update_rounded(weight, group, self.rounding)
-                weights = [weight for weight in weights if weight.dtype != torch.bfloat16]
-            if weights:
-                self._update(weights, [weight.grad for weight in weights], group)
+            self._update_group(weights, group)
         return loss
+
+    def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        if self.rounding is not None:
+            for weight in [weight for weight in weights if weight.dtype == torch.bfloat16]:
+                self._update_rounded(weight, group, self.rounding)
+            weights = [weight for weight in weights if weight.dtype != torch.bfloat16]
+        if weights:
+            self._update(weights, [weight.grad for weight in weights if weight.grad is not None], group)
 
     def _update_rounded(self, weight: Tensor, group: dict[str, Any], rounding: RoundedUpdates) -> None:
         """The same update on fp32 copies of one piece after another."""
@@ -59,15 +63,18 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _moments(self, weights: list[Tensor], name: str) -> list[Tensor]:
+    def _moments(self, weights: list[Tensor], name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
         for weight in weights:
             if name not in self.state[weight]:
-                self.state[weight][name] = torch.zeros_like(weight)
+                self.state[weight][name] = torch.zeros_like(weight, dtype=dtype)
         return [self.state[weight][name] for weight in weights]
 
 
 class FlatAdam(FlatOptimizer):
     """Adam, or AdamW with ``decoupled``; two moments an element."""
+
+    fused: FusedAdam | None = None
+    """What makes the updates of a step on which the device decides; set while there is one."""
 
     def __init__(
         self,
@@ -82,12 +89,23 @@ class FlatAdam(FlatOptimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
         )
 
+    def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        if self.fused is None:
+            super()._update_group(weights, group)
+            return
+        for weight in weights:
+            dtype = self.fused.moments(weight)
+            (first,), (second,) = (self._moments([weight], name, dtype) for name in ("exp_avg", "exp_avg_sq"))
+            self.fused.update(weight, (first, second), group["step"], _adam_rule(group))
+
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
-        rule = AdamRule(
-            float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["decoupled"]
-        )
+        rule = _adam_rule(group)
         first, second = self._moments(weights, "exp_avg"), self._moments(weights, "exp_avg_sq")
         adam_(weights, grads, first, second, group["step"], rule)
+
+
+def _adam_rule(group: dict[str, Any]) -> AdamRule:
+    return AdamRule(float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["decoupled"])
 
 
 class FlatSGD(FlatOptimizer):

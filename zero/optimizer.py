@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ConfigError
+from engine.kernels.adamw import Decision, fits
+from engine.kernels.choice import Kernels
 from engine.parallel.comm import Comm
 from engine.zero.edits import carry_over
-from engine.zero.inner import FlatOptimizer
+from engine.zero.fused import FusedAdam
+from engine.zero.inner import FlatAdam, FlatOptimizer
 from engine.zero.rounding import RoundedUpdates
 from engine.zero.storage import FlatBucket
 
@@ -45,6 +48,13 @@ class Place:
     grads: Tensor
     flat: FlatBucket
     part: slice
+
+    def narrow(self) -> Tensor | None:
+        """Where its elements go in the dtype of the computation; None where it is the master of none."""
+        if self.flat.master is None:
+            return None
+        start = self.flat.owned.start
+        return self.flat.kept[self.part.start - start : self.part.stop - start].view(self.parameter.shape)
 
     def names(self) -> list[str]:
         """The parameters of which it has elements."""
@@ -91,6 +101,7 @@ class ShardedOptimizer:
                 members[group].append(parameter)
                 self.places.append(Place(parameter, flat.gradient(part).view(shape), flat, part))
         self._rounding: RoundedUpdates | None = None
+        self._kernels = Kernels("reference")
         self._make = partial(_make, factory, groups, members)
         self.inner = self._make()
         self._begins_with_state = bool(self.inner.state)
@@ -113,6 +124,35 @@ class ShardedOptimizer:
                 rounding.add(place.parameter, place.flat, place.part)
         self._rounding = self.inner.rounding = rounding
 
+    def use(self, kernels: Kernels) -> None:
+        """Update by these from now on, where they have a kernel for the optimizer."""
+        self._kernels = kernels
+
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether ``launch`` can be called: Adam or AdamW, and a kernel for some bucket.
+
+        The same on all ranks of axis dp, whose shards are of equal sizes.
+        """
+        return type(self.inner) is FlatAdam and any(fits(flat.weights, self._kernels) for flat in self._buckets)
+
+    @torch.no_grad()
+    def launch(self, decision: Decision) -> None:
+        """As ``step``, for a decision that the host does not know yet. No host synchronization.
+
+        Buckets are gathered over dp whatever the decision is: after a step that is not made they bring the values that
+        are there. ``settle`` ends an update that was made; ``Bookkeeping`` puts back what was counted for another.
+        """
+        assert isinstance(self.inner, FlatAdam)
+        narrow: dict[Tensor, Tensor | None] = {place.parameter: place.narrow() for place in self.places}
+        self._give_gradients()
+        self.inner.fused = FusedAdam(self._kernels, decision, narrow, self._rounding)
+        try:
+            self.inner.step()
+        finally:
+            self.inner.fused = None
+        self._gather(rounded=True)
+
     def forget(self) -> None:
         """Let the state be that of a new optimizer; some (Adagrad) make it at once and not in their first step."""
         self.inner.state.clear()
@@ -130,22 +170,33 @@ class ShardedOptimizer:
                 flat.gradient(flat.owned).mul_(scale)
         if self._rounding is not None:
             self._rounding.scale = scale
+        self._give_gradients()
+        self.inner.step()
+        self._gather(rounded=False)
+        self.settle()
+
+    def settle(self) -> None:
+        """Tell autograd that parameters have changed."""
+        # our writes went past autograd, which has to refuse a backward through a graph of the old weights
+        torch.autograd.graph.increment_version([p for flat in self._buckets for p in flat.parameters])
+        torch.clear_autocast_cache()  # an autocast around several steps would go on with copies of the old weights
+
+    def _give_gradients(self) -> None:
         for place in self.places:
             place.parameter.grad = (
                 place.grads
             )  # anew each time: zero_grad() on the inner optimizer must not end the training
-        self.inner.step()
+
+    def _gather(self, rounded: bool) -> None:
+        """``rounded``: masters have been written into ``kept`` already."""
         gathers = []
         for flat in self._buckets:
-            if flat.master is not None:
+            if flat.master is not None and not rounded:
                 flat.kept.copy_(flat.master)
             if self._sharded and not flat.sharded:
                 gathers.append(self._comm.all_gather(flat.params, flat.kept, "dp", "parameters"))
         for gather in gathers:
             gather.wait()
-        # our writes went past autograd, which has to refuse a backward through a graph of the old weights
-        torch.autograd.graph.increment_version([p for flat in self._buckets for p in flat.parameters])
-        torch.clear_autocast_cache()  # an autocast around several steps would go on with copies of the old weights
 
 
 def _make(

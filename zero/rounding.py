@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.stochastic_rounding import round_to_bf16
+from engine.kernels.stochastic_rounding import Lines, StochasticRounding, round_to_bf16
 from engine.parallel.seeds import derive_seed
 from engine.parallel.shards import ShardRow
 from engine.zero.layout import Slot
@@ -49,14 +49,17 @@ class Whole:
 
     def index(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
         """int64 [stop - start]: indices in the whole parameter of elements ``start:stop`` of what is held here."""
-        row, own = self.rows[name], torch.arange(start, stop, device=device)
+        own, lines = torch.arange(start, stop, device=device), self.lines(name, device)
+        return own if lines is None else lines.index(own)
+
+    def lines(self, name: str, device: torch.device) -> Lines | None:
+        """How what is held here lies in the whole parameter; None where it is all."""
+        row = self.rows[name]
         if row.dim is None:
-            return own
-        parts = [torch.arange(r.start, r.stop, device=device) for r in row.ranges if self.tp in r.holders]
-        places, inner = torch.cat(parts), prod(row.shape[row.dim + 1 :])
-        lines = own // inner
-        outer, along = lines // len(places), places[lines % len(places)]
-        return (outer * row.shape[row.dim] + along) * inner + own % inner
+            return None
+        kept = [r for r in row.ranges if self.tp in r.holders]
+        parts = [torch.arange(r.start, r.stop, dtype=torch.int32, device=device) for r in kept]
+        return Lines(torch.cat(parts), row.shape[row.dim], prod(row.shape[row.dim + 1 :]))
 
 
 @dataclass(slots=True)
@@ -70,6 +73,7 @@ class RoundedUpdates:
     """What gradients are multiplied with, in fp32."""
     _slots: dict[Tensor, list[tuple[Slot, int, int, int]]] = field(default_factory=dict)
     """Tensor of the optimizer -> slots in it, with the elements of them and where they begin in the tensor."""
+    _lines: dict[str, Lines | None] = field(default_factory=dict)
 
     def add(self, weights: Tensor, flat: FlatBucket, part: slice) -> None:
         """``weights`` are these elements of the bucket. Padding is left out."""
@@ -89,6 +93,16 @@ class RoundedUpdates:
                 part = slice(place + start - begin, place + stop - begin)
                 index = self.whole.index(slot.name, start, stop, weights.device)
                 yield Piece(part, self.whole.numbers[slot.name], index)
+
+    def runs(self, weights: Tensor, step: int) -> Iterator[tuple[slice, StochasticRounding]]:
+        """The same elements a parameter at a time, and how update ``step`` of Adam rounds them."""
+        for slot, begin, end, place in self._slots[weights]:
+            if slot.name not in self._lines:
+                self._lines[slot.name] = self.whole.lines(slot.name, weights.device)
+            number = self.whole.numbers[slot.name]
+            weight, first, second = (derive_seed(self.seed, step, kind, number) for kind in range(3))
+            how = StochasticRounding((weight, first, second), begin, self._lines[slot.name])
+            yield slice(place, place + end - begin), how
 
     def store(self, target: Tensor, piece: Piece, values: Tensor, step: int, kind: int) -> None:
         """Write fp32 ``values`` of update ``step``; ``kind``: 0 for weights, a number of its own for each moment."""

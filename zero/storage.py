@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.choice import Kernels
+from engine.kernels.squared_norm import squared_norm as sum_of_squares
 from engine.zero.layout import Bucket, FlatLayout, Slot
-
-NORM_PIECE = 1 << 20
-"""Elements whose squares are summed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +142,15 @@ def _reserve(
     return FlatBucket(bucket, params, kept, grads, held, owned, shard, master, members, views, who.sharded_parameters)
 
 
-def squared_norm(buckets: Sequence[FlatBucket]) -> Tensor:
+def squared_norm(buckets: Sequence[FlatBucket], kernels: Kernels) -> Tensor:
     """Sum of squares of the gradients that this rank counts in its shards, as one fp64 scalar; padding is zero.
 
     Copies that other ranks count add nothing, unless they are not finite: then the sum is not a number.
-    In pieces, because torch widens all that it sums before it sums.
     """
-    norms = [
-        torch.linalg.vector_norm(piece, dtype=torch.float64) * weight
+    parts = [
+        (flat.gradient(part), counts)
         for flat in buckets
-        for weight, parts in ((1.0, flat.bucket.counted(flat.shard)), (0.0, flat.bucket.uncounted(flat.shard)))
+        for counts, parts in ((True, flat.bucket.counted(flat.shard)), (False, flat.bucket.uncounted(flat.shard)))
         for part in parts
-        for piece in torch.split(flat.gradient(part), NORM_PIECE)
     ]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    return sum_of_squares(parts, kernels)

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
 from engine.errors import EngineError
-from engine.zero.clip import clip_factor, gradient_norm
+from engine.zero.clip import clip_factor, factor_on_device, gradient_norm
 
 positive_st = st.floats(1e-6, 1e6)
 
@@ -50,3 +50,18 @@ def test_what_is_not_finite_stays_so(square: float) -> None:
 def test_nothing_to_average_is_refused_with_a_remedy() -> None:
     with pytest.raises(EngineError, match=r"the weight of this step is 0 on all ranks: .*; mask fewer labels"):
         gradient_norm(1.0, 0.0)
+
+
+@given(
+    st.floats(0),
+    st.floats(1e-3, 1e12),
+    st.sampled_from([0.0, 1.0, 0.3, 1e-20, 1e20]),
+)
+@example(math.inf, 1.0, 1.0)
+@example(math.nan, 1.0, 1.0)
+def test_the_device_finds_what_the_host_finds(squares: float, weight: float, max_norm: float) -> None:
+    norm = gradient_norm(squares, weight)
+    there = [torch.tensor(x, dtype=torch.float64) for x in (squares, weight)]
+    found = factor_on_device(there[0], there[1], max_norm)
+    assert float(found[0]) == pytest.approx(norm, rel=2**-52, nan_ok=True)  # a CPU's root may miss the last bit
+    assert str(float(found[1])) == str(clip_factor(float(found[0]), max_norm) / weight)

@@ -1,0 +1,132 @@
+"""Adam and AdamW in Triton: one pass over a flat run, with the device's own decision whether there is an update.
+
+    read      gradient, weights, moments, and the narrow weights where there is a master
+    written   weights, moments, narrow weights: 32 bytes an element with an fp32 master, fp32 gradients and bf16 weights
+
+Hyperparameters come as fp32 scalars that the host has computed in fp64. Roots and quotients are rounded to nearest.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.optimizer_update import AdamRule
+from engine.kernels.stochastic_rounding import StochasticRounding
+
+_BLOCK = 1024
+_WORD = 1 << 32
+
+
+@triton.jit
+def mix(x):
+    """The mix of ``kernels/stochastic_rounding.py`` on uint32."""
+    x = x ^ (x >> 16)
+    x = x * 0x21F0AAAD
+    x = x ^ (x >> 15)
+    x = x * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def rounded(values, index, low, high):
+    """fp32 ``values`` as bf16, by the bits of ``index`` (int64) and of a key in two words."""
+    bits = mix((index & 0xFFFFFFFF).to(tl.uint32) ^ low.to(tl.uint32, bitcast=True))
+    bits = mix(bits ^ (index >> 32).to(tl.uint32) ^ high.to(tl.uint32, bitcast=True))
+    own = values.to(tl.int32, bitcast=True)
+    carried = ((own + (bits >> 16).to(tl.int32)) & -65536).to(tl.float32, bitcast=True)
+    finite = (own & 0x7F800000) != 0x7F800000
+    return tl.where(finite, carried, values).to(tl.bfloat16)
+
+
+@triton.jit
+def whole_index(own, places, held, along, inner):
+    """Index in the whole parameter of the elements ``own`` of a part of it; see ``Lines``."""
+    line = own // inner
+    place = tl.load(places + line % held).to(tl.int64)
+    return ((line // held).to(tl.int64) * along + place) * inner + own % inner
+
+
+@triton.jit(
+    do_not_specialize=[
+        "begin", "held", "along", "inner", "low", "high", "first_low", "first_high", "second_low", "second_high",
+    ]
+)  # fmt: skip
+def adamw_kernel(
+    weights, gradient, first, second, narrow, factor, go, places,
+    count, begin, held, along, inner, low, high, first_low, first_high, second_low, second_high,
+    decay, first_rest, second_rest, step_size, root_scale, eps,
+    DECOUPLED: tl.constexpr, NARROW: tl.constexpr, ROUNDED: tl.constexpr, ROUNDED_MOMENTS: tl.constexpr,
+    CUT: tl.constexpr, SMALL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of elements."""
+    if tl.load(go) != 0.0:
+        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = place < count
+        w = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
+        if NARROW:  # what the user has written there since the last update
+            kept = tl.load(narrow + place, mask=inside, other=0.0).to(tl.float32)
+            w = tl.where(kept != w.to(narrow.dtype.element_ty).to(tl.float32), kept, w)
+        g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
+        m = tl.load(first + place, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(second + place, mask=inside, other=0.0).to(tl.float32)
+        shrunk = tl.where(decay != 0.0, decay * w, 0.0)  # 0 times infinity is not a number
+        if DECOUPLED:
+            w -= shrunk
+        else:
+            g += shrunk
+        m += first_rest * (g - m)
+        v += second_rest * (g * g - v)
+        w -= tl.div_rn(step_size * m, tl.sqrt_rn(v) * root_scale + eps)
+        if ROUNDED:
+            if CUT:
+                if SMALL:
+                    index = whole_index((begin + place).to(tl.int32), places, held, along, inner)
+                else:
+                    index = whole_index(begin + place, places, held, along, inner)
+            else:
+                index = begin + place
+            tl.store(weights + place, rounded(w, index, low, high), mask=inside)
+            if ROUNDED_MOMENTS:
+                tl.store(first + place, rounded(m, index, first_low, first_high), mask=inside)
+                tl.store(second + place, rounded(v, index, second_low, second_high), mask=inside)
+            else:
+                tl.store(first + place, m, mask=inside)
+                tl.store(second + place, v, mask=inside)
+        else:
+            tl.store(weights + place, w, mask=inside)
+            tl.store(first + place, m, mask=inside)
+            tl.store(second + place, v, mask=inside)
+            if NARROW:
+                tl.store(narrow + place, w.to(narrow.dtype.element_ty), mask=inside)
+
+
+def adamw(
+    updated: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    gradient: Tensor,
+    decision: tuple[Tensor, Tensor],
+    rule: AdamRule,
+    step: int,
+    rounding: StochasticRounding | None,
+) -> None:
+    """``updated``: weights, first and second moments, narrow weights; ``decision``: factor and go, fp64."""
+    weights, first, second, narrow = updated
+    count = weights.numel()
+    if not count:
+        return
+    (beta1, beta2), lines = rule.betas, rounding.lines if rounding else None
+    adamw_kernel[(triton.cdiv(count, _BLOCK),)](
+        weights, gradient, first, second, narrow, *decision, lines.places if lines else None,
+        count, rounding.begin if rounding else 0, *((lines.held, lines.along, lines.inner) if lines else (0, 0, 0)),
+        *(word for key in (rounding.keys if rounding else (0, 0, 0)) for word in _words(key)),
+        rule.lr * rule.weight_decay if rule.decoupled else rule.weight_decay, 1 - beta1, 1 - beta2,
+        rule.lr / (1 - beta1**step), (1 - beta2**step) ** -0.5, rule.eps,
+        DECOUPLED=rule.decoupled, NARROW=narrow is not None, ROUNDED=rounding is not None,
+        ROUNDED_MOMENTS=rounding is not None and first.itemsize == 2,
+        CUT=lines is not None, SMALL=rounding is None or rounding.begin + count + _BLOCK < 1 << 31,
+        BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+def _words(key: int) -> tuple[int, int]:
+    """The low and the high half, each as the int32 of equal bits: one type for all keys."""
+    return tuple((word ^ 1 << 31) - (1 << 31) for word in (key % _WORD, key >> 32))  # type: ignore[return-value]

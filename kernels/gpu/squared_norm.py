@@ -1,0 +1,47 @@
+"""Sums of squares in Triton: a fixed number of programs adds in fp64, and their sums are added in one order."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.gpu.launch import processors
+
+_BLOCK = 2048
+_PROGRAMS_EACH = 4
+"""Of a processor, at once."""
+
+
+@triton.jit
+def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.constexpr):
+    """``blocks_each`` blocks that lie together."""
+    program = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float64)
+    first = program * blocks_each * BLOCK
+    for number in range(0, blocks_each):
+        place = first + number * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(values + place, mask=place < count, other=0.0).to(tl.float32).to(tl.float64)
+        total += x * x
+    tl.store(sums + program, tl.sum(total, axis=0) * weight)
+
+
+def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
+    """fp64 scalar; ``parts``: (values, whether they count), one device, none empty."""
+    device = parts[0][0].device
+    shapes = [_shape(values.numel(), device) for values, _ in parts]
+    sums = torch.empty(sum(programs for programs, _ in shapes), dtype=torch.float64, device=device)
+    places = torch.split(sums, [programs for programs, _ in shapes])
+    for (values, counts), (programs, blocks_each), place in zip(parts, shapes, places, strict=True):
+        squared_norm_kernel[(programs,)](
+            values, place, values.numel(), blocks_each, 1.0 if counts else 0.0, BLOCK=_BLOCK, num_warps=8
+        )
+    return sums.sum()
+
+
+def _shape(count: int, device: torch.device) -> tuple[int, int]:
+    """(programs, blocks of each)."""
+    blocks = triton.cdiv(count, _BLOCK)
+    each = triton.cdiv(blocks, _PROGRAMS_EACH * processors(device))
+    return triton.cdiv(blocks, each), each

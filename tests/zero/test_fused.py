@@ -1,0 +1,200 @@
+"""Updates that the device decides on are those that the host decides on, in shards as in one piece."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.kernels.adamw import Decision
+from engine.kernels.choice import Kernels
+from engine.parallel.shards import Range, ShardRow
+from engine.zero.fused import Bookkeeping
+from engine.zero.inner import FlatAdam, FlatLion
+from engine.zero.layout import Item, build_layout
+from engine.zero.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
+from engine.zero.rounding import RoundedUpdates, Whole
+from engine.zero.storage import FlatBucket, Ownership, allocate
+from tests.kernels.interpreter import repair
+from tests.zero.rig import Setting, build
+
+STEPS, SCALE = 3, 0.25
+GROUPS = [GroupOptions(), GroupOptions(lr=0.01), GroupOptions(weight_decay=0.0)]
+ADAMW: OptimizerFactory = lambda groups: FlatAdam(groups, lr=0.05, weight_decay=0.1, decoupled=True)  # noqa: E731
+Step = Callable[[ShardedOptimizer], None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter() -> None:
+    repair()
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(7, 19), nn.Linear(19, 33, bias=False), nn.Linear(33, 2))
+
+
+def decision(go: bool = True) -> Decision:
+    return Decision(torch.tensor(SCALE, dtype=torch.float64), torch.tensor(float(go), dtype=torch.float64))
+
+
+def by_host(optimizer: ShardedOptimizer) -> None:
+    assert not optimizer.decides_on_device
+    optimizer.step(SCALE)
+
+
+def by_device(optimizer: ShardedOptimizer) -> None:
+    optimizer.use(Kernels("triton"))
+    assert optimizer.decides_on_device
+    optimizer.launch(decision())
+    optimizer.settle()
+
+
+def row(name: str, p: Tensor) -> ShardRow:
+    held = (Range(0, len(p), (0,)),)
+    return ShardRow(name, (), tuple(p.shape), torch.bfloat16, (0,), None, held, False, False, True, 0)
+
+
+class Rank:
+    """What one data rank holds of the model, with an optimizer over it; bf16 weights alone are rounded."""
+
+    def __init__(self, setting: Setting, rounded: torch.dtype | None = None) -> None:
+        here, named = model(), dict(model().named_parameters())
+        dtype = setting.dtype if rounded is None else "bfloat16"
+        items = [Item(name, tuple(p.shape), dtype, i % 3) for i, (name, p) in enumerate(named.items())]
+        layout = build_layout(items, setting.ranks, setting.bucket_elements)
+        who = Ownership(setting.rank, setting.ranks, setting.stage > 0, master=rounded is None)
+        self.buckets = allocate(layout, dict(here.named_parameters()), who, torch.device("cpu"))
+        comm = build(model(), setting).comm
+        self.optimizer = ShardedOptimizer(self.buckets, GROUPS, ADAMW, comm, setting.stage > 0)
+        if rounded is not None:
+            rows = {
+                name: ShardRow(
+                    name,
+                    (),
+                    tuple(p.shape),
+                    torch.bfloat16,
+                    (0,),
+                    None,
+                    (Range(0, len(p), (0,)),),
+                    False,
+                    False,
+                    True,
+                    0,
+                )
+                for name, p in named.items()
+            }
+            whole = Whole({name: number for number, name in enumerate(named)}, rows, 0)
+            self.optimizer.round(RoundedUpdates(9, whole, rounded))
+
+    def train(self, make: Step) -> None:
+        for step in range(STEPS):
+            for flat in self.buckets:
+                for slot in flat.bucket.slots:
+                    generator = torch.Generator().manual_seed(step * 1000 + sum(map(ord, slot.name)))
+                    values = torch.randn(slot.stop - slot.start, generator=generator)
+                    flat.grads[slot.start : slot.stop] = values.to(flat.grads.dtype)
+            make(self.optimizer)
+
+
+def trained(setting: Setting, make: Step, rounded: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Weights by parameter, each element from the rank that owns it."""
+    full: dict[int, Tensor] = {}
+    flat: FlatBucket
+    for number in range(setting.ranks):
+        rank = Rank(Setting(setting.ranks, number, setting.stage, setting.bucket_elements, setting.dtype), rounded)
+        rank.train(make)
+        for flat in rank.buckets:
+            whole = full.setdefault(flat.bucket.index, torch.zeros(flat.bucket.elements, dtype=flat.weights.dtype))
+            whole[flat.owned] = flat.weights
+            assert torch.equal(flat.weights.to(flat.params.dtype), flat.params[flat.owned])
+    return {
+        slot.name: full[flat.bucket.index][slot.start : slot.stop]
+        for flat in rank.buckets
+        for slot in flat.bucket.slots
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("bucket_elements", [1, 10**6])
+def test_the_device_makes_the_update_of_the_host(bucket_elements: int, dtype: str) -> None:
+    setting = Setting(1, 0, 1, bucket_elements, dtype)
+    expected = trained(setting, by_host)
+    for case in (setting, Setting(2, 0, 0, bucket_elements, dtype), Setting(3, 0, 1, bucket_elements, dtype)):
+        for name, weights in trained(case, by_device).items():
+            torch.testing.assert_close(weights, expected[name], rtol=2e-6, atol=2e-7)
+            assert (weights - dict(model().named_parameters())[name].detach().flatten()).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+def test_rounded_weights_too_and_shards_round_as_the_whole(moments: torch.dtype) -> None:
+    setting = Setting(1, 0, 1, 10**6)
+    expected, whole = (trained(setting, make, moments) for make in (by_host, by_device))
+    alike = torch.cat([whole[name] == expected[name] for name in whole]).double().mean()
+    assert float(alike) > 0.99, "a last bit of fp32 turns one rounding in many"
+    for name, weights in trained(Setting(3, 0, 1, 10**6), by_device, moments).items():
+        assert weights.dtype == torch.bfloat16 and torch.equal(weights, whole[name])
+
+
+@pytest.mark.parametrize("rounded", [None, torch.bfloat16], ids=str)
+def test_nothing_tells_of_an_update_that_was_not_made(rounded: torch.dtype | None) -> None:
+    rank, other = (Rank(Setting(1, 0, 1, 700, "bfloat16"), rounded) for _ in range(2))
+    states: list[int] = []
+
+    def poisoned(optimizer: ShardedOptimizer) -> None:
+        before = Bookkeeping.of(optimizer.inner)
+        optimizer.use(Kernels("triton"))
+        for flat in rank.buckets:
+            for slot in flat.bucket.slots:
+                flat.grads[slot.start : slot.stop] = math.nan
+        for group in optimizer.inner.param_groups:
+            group["lr"] *= 2
+        optimizer.launch(decision(go=False))
+        states.append(len(optimizer.inner.state))
+        before.put_back(optimizer.inner)
+        states.append(len(optimizer.inner.state))
+
+    rank.train(poisoned)
+    assert states == [len(rank.optimizer.places), 0] * STEPS
+    assert all(torch.equal(a.weights, b.weights) for a, b in zip(rank.buckets, other.buckets, strict=True))
+    assert [{k: v for k, v in g.items() if k != "params"} for g in rank.optimizer.inner.param_groups] == [
+        {k: v for k, v in g.items() if k != "params"} for g in other.optimizer.inner.param_groups
+    ]
+    for one in (rank, other):
+        one.train(by_device)
+    assert all(torch.equal(a.weights, b.weights) for a, b in zip(rank.buckets, other.buckets, strict=True))
+    assert all(torch.equal(a.params, b.params) for a, b in zip(rank.buckets, other.buckets, strict=True))
+
+
+def test_parameters_are_gathered_whatever_was_decided() -> None:
+    rig = build(model(), Setting(ranks=2, rank=1, stage=1, bucket_elements=700, dtype="bfloat16"))
+    optimizer = ShardedOptimizer(rig.buckets, [GroupOptions()], ADAMW, rig.comm, True)
+    optimizer.use(Kernels("triton"))
+    for go in (False, True):
+        rig.comm.records.clear()
+        optimizer.launch(decision(go))
+        assert [(r.op, r.axis, r.label, r.elements) for r in rig.comm.records] == [
+            ("all_gather", "dp", "parameters", size) for size in rig.sizes()
+        ]
+    assert len(rig.sizes()) > 1
+
+
+def test_only_adam_with_a_kernel_decides_on_the_device() -> None:
+    rig = build(model(), Setting(stage=1))
+    lion: OptimizerFactory = lambda groups: FlatLion(groups, lr=0.1)  # noqa: E731
+    plain: OptimizerFactory = lambda groups: torch.optim.AdamW(groups, lr=0.1)  # noqa: E731
+    for factory, kernels, expected in (
+        (ADAMW, Kernels("triton"), True),
+        (ADAMW, Kernels("reference"), False),
+        (ADAMW, Kernels("auto"), False),
+        (lion, Kernels("triton"), False),
+        (plain, Kernels("triton"), False),
+    ):
+        optimizer = ShardedOptimizer(rig.buckets, [GroupOptions()], factory, rig.comm, True)
+        optimizer.use(kernels)
+        assert optimizer.decides_on_device == expected
+    wide = build(model().double(), Setting(stage=1, dtype="float64"))
+    optimizer = ShardedOptimizer(wide.buckets, [GroupOptions()], ADAMW, wide.comm, True)
+    optimizer.use(Kernels("triton"))
+    assert not optimizer.decides_on_device
