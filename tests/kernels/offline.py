@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.launches import norms
+from tests.kernels.launches import losses, norms
 
-OPERATORS = (norms,)
+OPERATORS = (norms, losses)
 
 _TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64",
