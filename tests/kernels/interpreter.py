@@ -3,8 +3,11 @@
 It keeps bf16 as bit patterns: ``tl.dot`` multiplies the patterns, a cast from fp32 cuts bits off, arithmetic gives
 nonsense. With ``repair`` a product widens its operands, the cast rounds to the nearest even number, and arithmetic on
 bf16, which our kernels do not do, is an error.
+
+It also keeps what runs in globals: launches of several threads, as simulated ranks are, go one after the other.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +17,7 @@ import numpy as np
 def repair() -> None:
     """Change Triton's interpreter in this process, once."""
     import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
     if getattr(InterpreterBuilder, "repaired", False):
         return
@@ -47,6 +50,13 @@ def repair() -> None:
 
         return checked
 
+    launch, alone = GridExecutor.__call__, threading.Lock()
+
+    def one_launch(self: Any, *args: Any, **named: Any) -> Any:
+        with alone:
+            return launch(self, *args, **named)
+
+    GridExecutor.__call__ = one_launch
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
     InterpreterBuilder.binary_op = refusing(InterpreterBuilder.binary_op)
     InterpreterBuilder.unary_op = refusing(InterpreterBuilder.unary_op)
