@@ -77,12 +77,12 @@ def share(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
     axis = entrance.axis
     again = _Again(entrance) if entrance.regather and entrance.dim is not None else None
     if (again is None and not _is_worth_it(x, axis)) or not _can_travel(x, axis):
-        return Shared(_enter(x, entrance))
+        return Shared(enter(x, entrance))
     late = [layer for layer in layers if has_own_weights(layer)]
     if again is not None and late:
         again.expect(x)
     if not late or axis.dry:
-        return Shared(_enter(x, entrance))
+        return Shared(enter(x, entrance))
     sum_ = _Sum(entrance.passed)
     arriving: Tensor = _Arrive.apply(x, sum_)  # type: ignore[no-untyped-call]
     products = tuple(_LateProduct(layer, _Work(again), x, axis.kernels) for layer in late)
@@ -92,7 +92,8 @@ def share(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
     return Shared(whole, products)
 
 
-def _enter(x: Tensor, entrance: Entrance) -> Tensor:
+def enter(x: Tensor, entrance: Entrance) -> Tensor:
+    """f without products that are put off."""
     if entrance.dim is None:
         return copy_to(x, entrance.axis, entrance.owned, entrance.passed)
     return gather_to(x, entrance.axis, entrance.dim, COLUMN_INPUTS, entrance.owned, entrance.passed)

@@ -12,16 +12,19 @@ Shape suffixes: N tokens, V the vocabulary, W this rank's columns of it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.kernels.cross_entropy import CrossEntropy, Reduction, check_target
+from engine.kernels.softmax_terms import Question, place_in
 from engine.parallel.tensor.collectives import LOSS, reduce_from
+from engine.parallel.tensor.linear_loss import summed_loss
 from engine.parallel.tensor.logit_operands import share
 from engine.parallel.tensor.logit_slice import Slice, Vocabulary
-from engine.parallel.tensor.loss import Question, place_in, softmax_terms
+from engine.parallel.tensor.loss import softmax_terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +58,18 @@ class _Options:
             and 0 <= self.label_smoothing <= 1
         )
 
+    @property
+    def form(self) -> CrossEntropy:
+        """Without weights of classes."""
+        return CrossEntropy(self.ignore_index, self.label_smoothing, cast(Reduction, self.reduction))
+
     def checked_target(self) -> Tensor:
         """Labels [N]; 0 for those to leave out.
 
         Raises:
             EngineError: a label outside the vocabulary. On a GPU nobody looks, which would stop the stream.
         """
-        size = self.input.vocabulary.size
-        out = ((self.target < 0) | (self.target >= size)) & (self.target != self.ignore_index)
-        if out.device.type == "cpu" and bool(out.any()):
-            raise EngineError(
-                f"a label is outside the vocabulary of {size} rows; labels count from 0, and those to leave out are "
-                f"{self.ignore_index}."
-            )
+        check_target(self.target, self.input.vocabulary.size, self.ignore_index)
         target: Tensor = self.target.masked_fill(self.target == self.ignore_index, 0)
         return target.reshape(-1)
 
@@ -89,9 +91,14 @@ def cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not given.understood:
         return NotImplemented
     logits, smoothing, weight_V = given.input, given.label_smoothing, given.weight
-    vocabulary, logits_NW, target_N = logits.vocabulary, logits.rows(), given.checked_target()
-    weight_W = _weights(weight_V, logits_NW, vocabulary) if smoothing else None
-    terms = softmax_terms(logits_NW, Question(target_N, weight_W), vocabulary, logits.softmax)
+    vocabulary, target_N, dtype = logits.vocabulary, given.checked_target(), _given_dtype(logits, ("cpu", "cuda"))
+    if weight_V is None:
+        summed = summed_loss(logits, given.target.reshape(-1), given.form)
+        if summed is not None:
+            return summed.to(dtype)
+    weight_W = None if weight_V is None else weight_V.narrow(0, vocabulary.start, vocabulary.width)
+    question = Question(target_N, weight_W, even=weight_V is None) if smoothing else Question(target_N)
+    terms = softmax_terms(logits, question)
     assert terms.picked is not None
     losses_N = terms.log_sum - terms.picked
     if weight_V is not None:
@@ -100,7 +107,7 @@ def cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         total: Any = vocabulary.size if weight_V is None else weight_V.sum()
         even_N = (terms.log_sum * total - terms.weighted) / vocabulary.size
         losses_N = losses_N * (1 - smoothing) + even_N * smoothing
-    return given.reduced(losses_N, target_N).to(_given_dtype(logits, ("cpu", "cuda")))
+    return given.reduced(losses_N, target_N).to(dtype)
 
 
 def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +127,7 @@ def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = Fa
     dims = dim if isinstance(dim, tuple | list) else (dim,)
     if not isinstance(input, Slice) or not _is_vocabulary(input, dims) or out is not None:
         return NotImplemented
-    terms = softmax_terms(input.rows(), Question(), input.vocabulary, input.softmax)
+    terms = softmax_terms(input, Question())
     assert input.softmax.parts is not None
     found = (terms.log_sum + input.softmax.parts.largest).to(_given_dtype(input, ("cuda",))).reshape(input.leading)
     return found.unsqueeze(input.dim) if keepdim else found
@@ -136,7 +143,7 @@ def log_softmax(
         return NotImplemented
     if dtype is not None:
         input = input.now(input.local.to(dtype))
-    terms = softmax_terms(input.rows(), Question(), input.vocabulary, input.softmax)
+    terms = softmax_terms(input, Question())
     assert input.softmax.parts is not None
     largest, log_sum = (
         value_N.reshape(input.leading).unsqueeze(input.dim) for value_N in (input.softmax.parts.largest, terms[0])
@@ -160,15 +167,8 @@ def gather(func: Callable[..., Any], input: Any, dim: Any, index: Any, **kwargs:
 
 
 def _pick(local: Tensor, dim: int, index: Tensor, vocabulary: Vocabulary) -> Tensor:
-    place, elsewhere = place_in(index, vocabulary)
+    place, elsewhere = place_in(index, vocabulary.start, vocabulary.width)
     return reduce_from(local.gather(dim, place).masked_fill(elsewhere, 0), vocabulary.axis, LOSS)
-
-
-def _weights(weight_V: Tensor | None, logits_NW: Tensor, vocabulary: Vocabulary) -> Tensor:
-    if weight_V is None:
-        wide = torch.promote_types(logits_NW.dtype, torch.float32)
-        return torch.ones(vocabulary.width, dtype=wide, device=logits_NW.device)
-    return weight_V.narrow(0, vocabulary.start, vocabulary.width)
 
 
 def _is_vocabulary(logits: Slice, dims: Any) -> bool:
@@ -177,6 +177,6 @@ def _is_vocabulary(logits: Slice, dims: Any) -> bool:
 
 def _given_dtype(logits: Slice, widens: tuple[str, ...]) -> torch.dtype:
     """That of the logits; on devices that ``widens`` names, autocast computes in fp32 and gives that."""
-    dtype, device = logits.local.dtype, logits.local.device.type
+    dtype, device = logits.dtype, logits.local.device.type
     narrow = dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if narrow and device in widens and torch.is_autocast_enabled(device) else dtype

@@ -76,11 +76,11 @@ def _view(func: Callable[..., Any], x: Any, *sizes: Any, **kwargs: Any) -> Any:
         rest = 1
         for size in shape[:-1]:
             rest *= size
-        total = x.local.numel() // x.vocabulary.width * x.vocabulary.size
+        total = x.local.numel() // x.width * x.vocabulary.size
         shape[-1] = total // rest if rest else -1
     if shape[-1] != x.vocabulary.size:
         return NotImplemented
-    return x.now(func(x.local, (*shape[:-1], x.vocabulary.width)), len(shape) - 1, same=True)
+    return x.now(func(x.local, (*shape[:-1], x.width)), len(shape) - 1, same=True)
 
 
 def _flatten(func: Callable[..., Any], x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
@@ -160,15 +160,18 @@ _ELEMENTWISE = (
     "__sub__", "__rsub__", "__neg__", "__pow__", "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__",
     "__abs__", "__invert__",
 )  # fmt: skip
-_CONVERSIONS = ("float", "double", "half", "bfloat16", "to", "type", "type_as", "contiguous", "cpu", "cuda")
+CONVERSIONS = tuple(
+    getattr(Tensor, name) for name in ("float", "double", "half", "bfloat16", "to", "type", "type_as", "cpu", "cuda")
+)
+VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 _REARRANGEMENTS = (
     "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "unsqueeze", "squeeze",
 )  # fmt: skip
 
 RULES: Mapping[Callable[..., Any], Rule] = MappingProxyType(
     dict.fromkeys(_functions(*_ELEMENTWISE), _elementwise)
-    | dict.fromkeys((getattr(Tensor, name) for name in _CONVERSIONS), _converted)
-    | dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view)
+    | dict.fromkeys((*CONVERSIONS, Tensor.contiguous), _converted)
+    | dict.fromkeys(VIEWS, _view)
     | dict.fromkeys(_functions("flatten"), _flatten)
     | dict.fromkeys(_functions(*_REARRANGEMENTS), _rearranged)
     | dict.fromkeys((getattr(Tensor, name).__get__ for name in ("T", "mT")), _rearranged)
@@ -180,6 +183,9 @@ RULES: Mapping[Callable[..., Any], Rule] = MappingProxyType(
     | dict.fromkeys((*_functions("log_softmax"), functional.log_softmax, torch.special.log_softmax), log_softmax)
     | dict.fromkeys(_functions("gather"), gather)
 )
+
+SHAPES = tuple(func for func, rule in RULES.items() if rule in (_flatten, _rearranged, _split, _along, _index))
+"""Functions that look at no value."""
 
 
 def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

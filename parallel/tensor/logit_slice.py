@@ -1,10 +1,16 @@
-"""This rank's slice of logits whose vocabulary is cut over the axis "tp": what the rules for functions work on."""
+"""This rank's slice of logits whose vocabulary is cut over the axis "tp": what the rules for functions work on.
+
+Logits may wait: then the slice holds the hidden states and the head that makes logits of them, and what changes shapes
+changes those of the hidden states.
+"""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from engine.kernels.choice import Kernels
 from engine.parallel.tensor.axis import TensorAxis
 
 
@@ -56,15 +62,45 @@ class SharedSoftmax:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LateProduct:
+    """The linear layer that makes logits of hidden states [.., H], when somebody wants them."""
+
+    weight: Tensor
+    """[W, H], this rank's rows."""
+    bias: Tensor | None
+    dtype: torch.dtype
+    """Of the logits: that of the product, or a wider one that they were converted to."""
+    kernels: Kernels
+
+    def detached(self) -> "LateProduct":
+        """Without gradients."""
+        bias = None if self.bias is None else self.bias.detach()
+        return LateProduct(self.weight.detach(), bias, self.dtype, self.kernels)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Slice:
     """A tensor of which dim ``dim`` is the vocabulary, and ``local`` what this rank holds of it."""
 
     local: Tensor
+    """With a ``product`` the hidden states, whose width lies where the vocabulary will."""
     vocabulary: Vocabulary
     dim: int
     """Counted from the front."""
     softmax: SharedSoftmax = field(default_factory=SharedSoftmax)
     """Shared by all that have the same values in the same order of tokens."""
+    product: LateProduct | None = None
+    """For logits that are not computed yet."""
+
+    @property
+    def width(self) -> int:
+        """Of ``local``, in the dim of the vocabulary."""
+        return self.vocabulary.width if self.product is None else self.product.weight.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return self.local.dtype if self.product is None else self.product.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,13 +120,19 @@ class Slice:
         return self.dim == self.local.dim() - 1
 
     def rows(self) -> Tensor:
-        """``local`` as [N, W], a row for each token."""
-        return self.local.movedim(self.dim, -1).reshape(-1, self.vocabulary.width)
+        """``local`` as [N, W], a row for each token; [N, H] while the logits wait."""
+        return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "Slice":
         """Another local part; ``same``: with the same values in the same order of tokens."""
         dim = self.dim if dim is None else dim
-        return Slice(local, self.vocabulary, dim, self.softmax) if same else Slice(local, self.vocabulary, dim)
+        softmax = self.softmax if same else SharedSoftmax()
+        return Slice(local, self.vocabulary, dim, softmax, self.product)
+
+    def detached(self) -> "Slice":
+        """The same without gradients."""
+        product = None if self.product is None else self.product.detached()
+        return Slice(self.local.detach(), self.vocabulary, self.dim, self.softmax, product)
 
     def aligned(self, other: "Slice") -> bool:
         """Whether equal columns lie at equal places."""

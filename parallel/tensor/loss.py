@@ -5,7 +5,8 @@
     smoothing       log_sum sum_v w_v - weighted  weighted  sum_v w_v (x_v - max x)
 
 Maximum and terms are found on the parts and summed over the ranks with the label "loss", in fp32: the maximum in one
-all-reduce, all terms in a second one. Backward needs none: every rank has the softmax of its own columns.
+all-reduce, all terms in a second one. Backward needs none: every rank has the softmax of its own columns; torch
+keeps it, kernels compute it again (``kernels.softmax_terms``) and keep two numbers a token.
 Cross-entropy takes 3 scalars a token, with label smoothing 4, a z-loss beside it none, and alone 2.
 
 The maximum is a constant for gradients: in every formula above what it adds cancels.
@@ -18,8 +19,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.kernels.softmax_terms import (
+    Question,
+    Slopes,
+    Softmax,
+    find_gradient,
+    find_statistics,
+    fits,
+    join,
+    place_in,
+    uses_triton,
+)
 from engine.parallel.tensor.collectives import LOSS, refuse_second_derivatives
-from engine.parallel.tensor.logit_slice import SharedSoftmax, SoftmaxParts, Vocabulary
+from engine.parallel.tensor.linear_loss import OverAxis, linear_terms_of
+from engine.parallel.tensor.logit_slice import SharedSoftmax, Slice, SoftmaxParts, Vocabulary
 
 
 class Terms(NamedTuple):
@@ -30,52 +43,68 @@ class Terms(NamedTuple):
     weighted: Tensor | None
 
 
-class Question(NamedTuple):
-    """Which terms are asked for beside ``log_sum``."""
-
-    target: Tensor | None = None
-    """[N] int64, row numbers of the whole vocabulary, the same on all ranks."""
-    weight: Tensor | None = None
-    """[W], of this rank's columns."""
-
-
-def softmax_terms(logits_NW: Tensor, question: Question, vocabulary: Vocabulary, shared: SharedSoftmax) -> Terms:
-    """The terms of this rank's columns; ``shared`` is filled, and what it knows already is not sent again."""
-    found: tuple[Any, ...] = _Terms.apply(logits_NW, *question, vocabulary, shared)  # type: ignore[no-untyped-call]
+def softmax_terms(logits: Slice, question: Question) -> Terms:
+    """The terms of all tokens; what the softmax that ``logits`` share knows already is not sent again."""
+    vocabulary, shared = logits.vocabulary, logits.softmax
+    question = question._replace(start=vocabulary.start)
+    if logits.product is not None:
+        return Terms(*linear_terms_of(logits, logits.product, question)[1:])
+    logits_NW, kernels = logits.rows(), vocabulary.axis.kernels
+    fused = fits(logits_NW) and uses_triton("cross_entropy", logits_NW, vocabulary.width, kernels)
+    found: tuple[Any, ...] = (_FusedTerms if fused else _Terms).apply(  # type: ignore[no-untyped-call]
+        logits_NW, question, vocabulary, shared
+    )
     return Terms(*found)
 
 
-def place_in(target: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """(columns on this rank, where the column lies elsewhere) of row numbers of the whole vocabulary."""
-    place = target - vocabulary.start
-    elsewhere = (place < 0) | (place >= vocabulary.width)
-    return place.masked_fill_(elsewhere, 0), elsewhere
+class _FusedTerms(torch.autograd.Function):
+    """By kernels: of the softmax nothing but two numbers a token is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NW: Tensor, question: Question, vocabulary: Vocabulary, shared: SharedSoftmax
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        known = None if shared.parts is None else Softmax(*shared.parts[:2])
+        if known is not None and question.target is None and not question.weighted:
+            softmax, picked_N, weighted_N = known, None, None
+        else:
+            found = find_statistics(logits_NW, question, triton=True)
+            exchange = OverAxis(vocabulary.axis)
+            softmax, picked_N, weighted_N = join(found, question, vocabulary.width, exchange, known)
+        shared.parts = shared.parts or SoftmaxParts(*softmax, None)
+        ctx.save_for_backward(logits_NW, question.target, question.weight, *softmax)
+        ctx.question = question._replace(target=None, weight=None)
+        return softmax.log_sum.clone(), picked_N, weighted_N
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        logits_NW, target_N, weight_W, *softmax = ctx.saved_tensors
+        question = ctx.question._replace(target=target_N, weight=weight_W)
+        return find_gradient(logits_NW, question, Softmax(*softmax), Slopes(*slopes), triton=True), None, None, None
 
 
 class _Terms(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits_NW: Tensor,
-        target_N: Tensor | None,
-        weight_W: Tensor | None,
-        vocabulary: Vocabulary,
-        shared: SharedSoftmax,
+        ctx: Any, logits_NW: Tensor, question: Question, vocabulary: Vocabulary, shared: SharedSoftmax
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
+        target_N, weight_W, even, start = question
         largest_N = _largest(logits_NW, vocabulary, shared)
         shifted_NW = logits_NW - largest_N.unsqueeze(-1)  # fp32 by promotion
-        place = None if target_N is None else place_in(target_N.unsqueeze(-1), vocabulary)
+        place = None if target_N is None else place_in(target_N.unsqueeze(-1), start, vocabulary.width)
         terms = []
         if place is not None:
             terms.append(shifted_NW.gather(-1, place[0]).masked_fill_(place[1], 0).squeeze(-1))
-        if weight_W is not None:
-            terms.append((shifted_NW * weight_W).sum(-1))
+        if even or weight_W is not None:
+            terms.append((shifted_NW if weight_W is None else shifted_NW * weight_W).sum(-1))
         parts, sums = _finish(shifted_NW, largest_N, terms, vocabulary, shared, ctx.needs_input_grad[0])
         ctx.save_for_backward(parts.shares, *(place or (None, None)), weight_W)
         ctx.dtype, ctx.shared = logits_NW.dtype, shared
         picked_N = sums[0] if place is not None else None
-        return parts.log_sum.clone(), picked_N, sums[-1] if weight_W is not None else None
+        return parts.log_sum.clone(), picked_N, sums[-1] if question.weighted else None
 
     @staticmethod
     def backward(
@@ -89,8 +118,9 @@ class _Terms(torch.autograd.Function):
         if picked_N is not None:
             grad_NW.scatter_add_(-1, place_N1, picked_N.unsqueeze(-1).masked_fill(elsewhere_N1, 0))
         if weighted_N is not None:
-            grad_NW.addcmul_(weighted_N.unsqueeze(-1), weight_W)
-        return grad_NW.to(ctx.dtype), None, None, None, None
+            weighted_N1 = weighted_N.unsqueeze(-1)
+            grad_NW = grad_NW.add_(weighted_N1) if weight_W is None else grad_NW.addcmul_(weighted_N1, weight_W)
+        return grad_NW.to(ctx.dtype), None, None, None
 
 
 def _largest(logits_NW: Tensor, vocabulary: Vocabulary, shared: SharedSoftmax) -> Tensor:

@@ -60,14 +60,18 @@ class HeadLayer(nn.Module):
         vocabulary = self.tensor_vocabulary
         axis = vocabulary.axis
         plain = [self] if self.tensor_owned else []
+        logits_W = share(*self.entrance(x_D), plain).multiply(self)
+        if axis.dry:
+            return gather_last(logits_W, vocabulary.widths, axis)
+        return ShardedLogits.wrap(logits_W, vocabulary)
+
+    def entrance(self, x_D: Tensor) -> tuple[Tensor, Entrance]:
+        """What this rank has of x, and how all of it comes here."""
         dim = None
         if type(x_D) is View:
             dim = stream_dim(x_D)
             x_D = full(x_D, "head") if dim is None else x_D.local
-        logits_W = share(x_D, Entrance(axis, self.tensor_owned, dim=dim), plain).multiply(self)
-        if axis.dry:
-            return gather_last(logits_W, vocabulary.widths, axis)
-        return ShardedLogits.wrap(logits_W, vocabulary)
+        return x_D, Entrance(self.tensor_vocabulary.axis, self.tensor_owned, dim=dim)
 
     def multiply(self, x_D: Tensor) -> Tensor:
         """The layer's own product."""

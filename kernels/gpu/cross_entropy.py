@@ -1,0 +1,162 @@
+"""Softmax of rows of logits in Triton, for losses: one pass forward, one pass backward; one program a row.
+
+    forward    largest = max x      total = sum exp(x - largest)      picked = x at the target, if it lies here
+               weighted = sum w (x - largest)
+               found online: when the largest grows, what was summed is put right (Milakov and Gimelshein 2018)
+    backward   dx = d_log_sum exp(x - largest - log_sum) + d_picked at the target + d_weighted w
+               the softmax is computed again; where all three gradients of a row are 0, so is dx, and x is not read
+
+A row is read in blocks, so that no vocabulary is too wide. Where the largest is infinite, differences are taken from 0.
+
+Shape suffixes: N rows, W columns that this rank holds.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+_ELEMENTS_PER_THREAD = 16
+
+
+@triton.jit
+def statistics_kernel(
+    logits, target, weight, largest, total, picked, weighted, stride, width, start,
+    TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * stride
+    lane = tl.arange(0, BLOCK)
+    high = tl.full((), float("-inf"), tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    weights = tl.zeros((BLOCK,), tl.float32)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, width, BLOCK):
+        column = first + lane
+        inside = column < width
+        x = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(high, tl.max(x, axis=0))
+        shift = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
+        sums = sums * tl.exp(tl.where(high == float("inf"), 0.0, high) - shift) + tl.exp(x - shift)
+        if WEIGHTED:
+            before = tl.where(tl.abs(high) == float("inf"), 0.0, high)
+            w = inside.to(tl.float32)
+            if WEIGHT:
+                w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+            products += weights * (before - shift) + w * tl.where(inside, x - shift, 0.0)
+            weights += w
+        high = higher
+    tl.store(largest + row, high)
+    tl.store(total + row, tl.sum(sums, axis=0))
+    if WEIGHTED:
+        tl.store(weighted + row, tl.sum(products, axis=0))
+    if TARGET:
+        place = tl.load(target + row) - start
+        here = (place >= 0) & (place < width)
+        tl.store(picked + row, tl.load(base + place, mask=here, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def gradient_kernel(
+    logits, target, weight, largest, log_sum, d_log_sum, d_picked, d_weighted, out, stride, out_stride, width, start,
+    TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row; ``out`` may be ``logits``."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * stride
+    out_base = out + row * out_stride
+    lane = tl.arange(0, BLOCK)
+    high = tl.load(largest + row)
+    log_total = tl.load(log_sum + row)
+    slope = tl.load(d_log_sum + row)
+    size = tl.abs(slope)
+    place = tl.full((), -1, tl.int64)
+    at_target = tl.full((), 0.0, tl.float32)
+    by_weight = tl.full((), 0.0, tl.float32)
+    if TARGET:
+        place = tl.load(target + row) - start
+        at_target = tl.load(d_picked + row)
+        size += tl.abs(at_target)
+    if WEIGHTED:
+        by_weight = tl.load(d_weighted + row)
+        size += tl.abs(by_weight)
+    read = tl.where(size != 0.0, width, 0)
+    for first in range(0, width, BLOCK):
+        column = first + lane
+        inside = column < width
+        wanted = column < read
+        x = tl.load(base + column, mask=wanted, other=0.0).to(tl.float32)
+        d = slope * tl.exp(x - high - log_total)
+        if TARGET:
+            d += tl.where(column == place, at_target, 0.0)
+        if WEIGHTED:
+            if WEIGHT:
+                d += by_weight * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+            else:
+                d += by_weight
+        d = tl.where(wanted, d, 0.0)
+        tl.store(out_base + column, d.to(out.dtype.element_ty), mask=inside)
+
+
+class Asked(NamedTuple):
+    """What is looked for beside the softmax; ``even``: ``weighted`` with the weight 1 everywhere."""
+
+    target: Tensor | None
+    weight: Tensor | None
+    even: bool
+    start: int
+
+    @property
+    def weighted(self) -> bool:
+        """Whether there are weights."""
+        return self.even or self.weight is not None
+
+
+class Slopes(NamedTuple):
+    """Gradients of a row's terms, [N] fp32, contiguous."""
+
+    log_sum: Tensor
+    picked: Tensor | None
+    weighted: Tensor | None
+
+
+def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(largest, total, picked, weighted), [N] fp32; the last two empty where nobody asks. Rows may have a stride."""
+    rows, width = logits_NW.shape
+    largest_N = logits_NW.new_empty(rows, dtype=torch.float32)
+    total_N = torch.empty_like(largest_N)
+    picked_N = torch.empty_like(largest_N) if asked.target is not None else largest_N.new_empty(0)
+    weighted_N = torch.empty_like(largest_N) if asked.weighted else largest_N.new_empty(0)
+    block, warps = _shape(width)
+    if rows:
+        statistics_kernel[(rows,)](
+            logits_NW, asked.target, asked.weight, largest_N, total_N, picked_N, weighted_N,
+            logits_NW.stride(0), width, asked.start,
+            TARGET=asked.target is not None, WEIGHTED=asked.weighted, WEIGHT=asked.weight is not None,
+            BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    return largest_N, total_N, picked_N, weighted_N
+
+
+def softmax_gradient(
+    logits_NW: Tensor, asked: Asked, softmax: tuple[Tensor, Tensor], slopes: Slopes, out_NW: Tensor
+) -> None:
+    """Write the gradient of ``logits_NW`` to ``out_NW``, which may be itself; ``softmax``: largest and log_sum."""
+    rows, width = logits_NW.shape
+    block, warps = _shape(width)
+    if rows:
+        gradient_kernel[(rows,)](
+            logits_NW, asked.target, asked.weight, *softmax, *slopes, out_NW,
+            logits_NW.stride(0), out_NW.stride(0), width, asked.start,
+            TARGET=slopes.picked is not None, WEIGHTED=slopes.weighted is not None,
+            WEIGHT=asked.weight is not None, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+
+
+def _shape(width: int) -> tuple[int, int]:
+    block = min(_BLOCK, triton.next_power_of_2(max(width, 16)))
+    return block, max(1, block // (32 * _ELEMENTS_PER_THREAD))

@@ -1,0 +1,122 @@
+"""A head whose logits wait for the loss: cross-entropy then goes through tokens in chunks and never stores them all.
+
+    logits = head(x)                      nothing is computed: x, weight and bias are kept
+    logits.float().view(-1, V) ...        still nothing; shapes change as code wants them (``late_rules``)
+    cross_entropy(logits, labels)         by chunks (``kernels.linear_cross_entropy``)
+    logits.argmax(-1), anything else      computes them, once, and goes on as with any tensor
+
+The model and its loss function stay as they are. With a head cut over "tp" everything is sent that would be sent, with
+the same labels.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
+
+from engine.errors import PlanError
+from engine.kernels.choice import Kernels
+from engine.kernels.linear_cross_entropy import as_autocast
+from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.tensor.late import enter
+from engine.parallel.tensor.layers import has_plain_forward
+from engine.parallel.tensor.logit_slice import LateProduct, Slice, Vocabulary
+from engine.parallel.tensor.product import is_conv1d
+from engine.parallel.tensor.sharded_logits import ShardedLogits
+from engine.parallel.tensor.views.view import View
+from engine.parallel.tensor.vocabulary import HeadLayer
+from engine.parallel.tensor.waiting import Weights, product_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """What a late head knows."""
+
+    vocabulary: Vocabulary
+    kernels: Kernels
+    weights: Weights = field(default_factory=Weights)
+
+
+class LateHead(nn.Module):
+    """x [.., D] -> logits [.., V] that wait, while gradients are wanted; otherwise what the head was before gives."""
+
+    tensor_late: _Late
+
+    def forward(self, x_D: Tensor) -> Tensor:
+        """Keep x; a cut head lets it arrive as for its product."""
+        late, own = self.tensor_late, self._parameters
+        weight, bias = own.get("weight"), own.get("bias")
+        if weight is None or not _can_wait(x_D, weight, late.vocabulary.axis):
+            logits: Tensor = super().forward(x_D)
+            return logits
+        if isinstance(self, HeadLayer):
+            x_D = enter(*self.entrance(x_D))
+        x_D, weight_WD, bias_W = as_autocast(x_D, weight, bias)
+        hidden = Slice(
+            x_D, late.vocabulary, x_D.dim() - 1, product=LateProduct(weight_WD, bias_W, x_D.dtype, late.kernels)
+        )
+        return ShardedLogits.late(hidden, product_of(hidden, late.weights))
+
+
+class LateLinear(LateHead, nn.Linear):
+    """A whole head that is a plain ``nn.Linear``."""
+
+
+def install_late_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels) -> Callable[[], None]:
+    """Let the logits of ``module`` wait; returns what makes it the head it was. Communicates nothing.
+
+    ``module``: a linear layer to the vocabulary, whole on an axis of one rank (or equal on all ranks, outside tensor
+    parallelism: give an axis of size 1), or one that ``install`` has cut as a head. ``kernels`` choose how a chunk is
+    computed.
+
+    The caller must know:
+        - Weights are read when the loss is computed, after the module has returned. Where they are gone by then, or
+          replaced (ZeRO 3 gathers them for the module's forward only), a head must not be late.
+        - Call :func:`weights_changed` after each update of the weights: logits that nobody has looked at by then
+          cannot be had any more, and say so.
+        - Gradients of the weight come from the loss's backward, not from the module's: hooks on the module's backward
+          do not see them; hooks on parameters do.
+        - What is no training (no gradients, a dry axis, the meta device, a function mode as in probes, compilation)
+          gets the logits as before.
+
+    Raises:
+        PlanError: the module computes more than a matrix product.
+    """
+    if not has_plain_forward(module) or is_conv1d(module):
+        raise PlanError(
+            f"a {type(module).__name__} was given as a head whose logits may wait; only a layer with the forward of "
+            "nn.Linear can: leave this one as it is."
+        )
+    own: type[nn.Module] = type(module)
+    cut = getattr(module, "tensor_vocabulary", None)
+    vocabulary = cut if isinstance(cut, Vocabulary) else Vocabulary(axis, (module.out_features,))
+    module.__class__ = LateLinear if own is nn.Linear else type(f"Late{own.__name__}", (LateHead, own), {})
+    object.__setattr__(module, "tensor_late", _Late(vocabulary, kernels))
+
+    def undo() -> None:
+        module.__class__ = own  # type: ignore[assignment]
+        object.__delattr__(module, "tensor_late")
+
+    return undo
+
+
+def weights_changed(module: nn.Module) -> None:
+    """Logits of this late head that wait still must wait for ever."""
+    late: Any = getattr(module, "tensor_late", None)
+    if late is not None:
+        late.weights.changes += 1
+
+
+def _can_wait(x: Tensor, weight: Tensor, axis: TensorAxis) -> bool:
+    if axis.dry or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    # who looks at operations by name sees the same in the probe and in a run
+    if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
+        return False
+    seen = x.local if type(x) is View else x
+    plain = type(seen) in (Tensor, nn.Parameter) and seen.device.type != "meta" and weight.device == seen.device
+    same = seen.dtype == weight.dtype or torch.is_autocast_enabled(seen.device.type)
+    return plain and same and (seen.requires_grad or weight.requires_grad)
