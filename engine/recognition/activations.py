@@ -1,7 +1,7 @@
 """Linear layers whose output goes through an activation and nowhere else: both become one operator.
 
-The trial has the module's own code over small layers, once as they are, once with the activation in the linear layer and
-nothing in its place. Dropout is put in force by a stand-in that is not linear, so that one between the two is seen.
+The trial has the module's own code over small layers, once as they are, once with the activation in the linear layer
+and nothing in its place. A stand-in for dropout is in force that is not linear, so that one between the two is seen.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +20,7 @@ from engine.kernels.linear import LinearForm, linear
 from engine.parallel.tensor.layers import has_plain_forward, is_cut
 from engine.parallel.tensor.product import is_conv1d, is_linear
 from engine.recognition.trial import agrees, own_forward, random, sizes_of, small_linear, twin
+
 
 class ActivatedLinear(NamedTuple):
     """Children of one module."""
@@ -94,7 +95,7 @@ def _kind(child: nn.Module) -> Activation | None:
     if forward is None or child._modules or child._parameters or child._buffers or isinstance(child, nn.Dropout):
         return None
     for name, function in ACTIVATIONS.items():
-        if name != "none" and agrees(lambda x: forward(child, x), function, [random(64)]):  # noqa: B023
+        if name != "none" and agrees(lambda x: forward(child, x), function, [random(64)]):
             return cast(Activation, name)
     return None
 
@@ -104,7 +105,8 @@ def activated_forward(found: ActivatedLinear, kernels: Kernels) -> Callable[...,
 
     def forward(self: Any, x: Tensor) -> Any:
         # whoever watches operations looks for products by torch's own names
-        watched = _get_current_function_mode() is not None or torch.is_autocast_enabled(x.device.type)
+        watched = _get_current_function_mode() is not None  # type: ignore[no-untyped-call]
+        watched |= torch.is_autocast_enabled(x.device.type)
         if watched or type(x) is not Tensor or is_cut(self):
             return activate(type(self).forward(self, x), None, found.activation, kernels)
         form = LinearForm(found.activation, is_conv1d(self))

@@ -6,7 +6,6 @@ bf16, which our kernels do not do, is an error. Moreover it no longer warns of i
 and launches of several threads, which disturb each other, wait for each other.
 """
 
-import threading
 from collections.abc import Callable
 from threading import Lock
 from typing import Any
@@ -60,18 +59,4 @@ def repair() -> None:
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
     InterpreterBuilder.binary_op = refusing(InterpreterBuilder.binary_op)
     InterpreterBuilder.unary_op = refusing(InterpreterBuilder.unary_op)
-    _launch_one_at_a_time()
     InterpreterBuilder.repaired = True
-
-
-def _launch_one_at_a_time() -> None:
-    """A launch changes ``triton.language`` for as long as it runs, and ranks of a simulation are threads."""
-    from triton.runtime.interpreter import GridExecutor
-
-    launch, turn = GridExecutor.__call__, threading.Lock()
-
-    def launch_in_turn(self: Any, *args: Any, **named: Any) -> Any:
-        with turn:
-            return launch(self, *args, **named)
-
-    GridExecutor.__call__ = launch_in_turn
