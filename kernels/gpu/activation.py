@@ -79,7 +79,7 @@ def activation_backward(dy_NH: Tensor, x_NH: Tensor, bias_H: Tensor | None, kind
     rows, width = x_NH.shape
     shape = column_shape(width)
     columns = triton.cdiv(width, shape.block)
-    programs = max(1, min(rows, triton.cdiv(8 * processors(x_NH.device), columns)))
+    programs = max(1, min(rows, triton.cdiv(16 * processors(x_NH.device), columns)))
     dx_NH = x_NH.new_empty(x_NH.shape)
     dbias_PH = x_NH.new_zeros((programs, width if bias_H is not None else 0), dtype=torch.float32)
     if rows:

@@ -17,6 +17,18 @@ _ELEMENTS = 1024
 
 
 @triton.jit
+def _load_pairs(x, inside, second: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr):
+    """x1, x2 [HEADS, PAIRS] in fp32; neighbours are read together and parted in registers."""
+    if INTERLEAVED:
+        both = tl.load(x + tl.arange(0, 2 * PAIRS)[None, :], mask=inside, other=0.0).to(tl.float32)
+        x1, x2 = tl.split(tl.reshape(both, (HEADS, PAIRS, 2)))
+    else:
+        x1 = tl.load(x + tl.arange(0, PAIRS)[None, :], mask=inside, other=0.0).to(tl.float32)
+        x2 = tl.load(x + tl.arange(0, PAIRS)[None, :] + second, mask=inside, other=0.0).to(tl.float32)
+    return x1, x2
+
+
+@triton.jit
 def _turn_heads(
     x, y, heads, features, x_head, y_head, angles,
     TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
@@ -24,22 +36,29 @@ def _turn_heads(
 ):  # fmt: skip
     """All heads of one position; ``x`` and ``y`` point to its first head."""
     cos1, sin1, cos2, sin2 = angles
-    pair = tl.arange(0, PAIRS)
-    first = pair * 2 if INTERLEAVED else pair
-    second = first + (1 if INTERLEAVED else TURNED // 2)
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * PAIRS)[None, :]
+        turned = column < TURNED
+    else:
+        column = tl.arange(0, PAIRS)[None, :]
+        turned = column < TURNED // 2
     for start in range(0, heads, HEADS):
         head = (start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-        inside = (head < heads) & (pair < TURNED // 2)[None, :]
-        x1 = tl.load(x + head * x_head + first[None, :], mask=inside, other=0.0).to(tl.float32)
-        x2 = tl.load(x + head * x_head + second[None, :], mask=inside, other=0.0).to(tl.float32)
+        inside = (head < heads) & turned
+        x1, x2 = _load_pairs(x + head * x_head, inside, TURNED // 2, INTERLEAVED, HEADS, PAIRS)
         if TRANSPOSED:
             y1 = x1 * cos1 + x2 * sin2
             y2 = x2 * cos2 - x1 * sin1
         else:
             y1 = x1 * cos1 - x2 * sin1
             y2 = x2 * cos2 + x1 * sin2
-        tl.store(y + head * y_head + first[None, :], y1.to(y.dtype.element_ty), mask=inside)
-        tl.store(y + head * y_head + second[None, :], y2.to(y.dtype.element_ty), mask=inside)
+        place = y + head * y_head + column
+        if INTERLEAVED:
+            both = tl.reshape(tl.join(y1, y2), (HEADS, 2 * PAIRS))
+            tl.store(place, both.to(y.dtype.element_ty), mask=inside)
+        else:
+            tl.store(place, y1.to(y.dtype.element_ty), mask=inside)
+            tl.store(place + TURNED // 2, y2.to(y.dtype.element_ty), mask=inside)
         if REST > 0:
             kept = (TURNED + tl.arange(0, REST))[None, :]
             inside = (head < heads) & (kept < features)
@@ -57,14 +76,10 @@ def rotary_kernel(
     """One position of one sequence."""
     row = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
-    pair = tl.arange(0, PAIRS)
-    inside = pair < TURNED // 2
-    place = batch * angle_batch + row * TURNED + (pair * 2 if INTERLEAVED else pair)
-    other = place + (1 if INTERLEAVED else TURNED // 2)
-    cos1 = tl.load(cos + place, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin1 = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)[None, :]
-    cos2 = tl.load(cos + other, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin2 = tl.load(sin + other, mask=inside, other=0.0).to(tl.float32)[None, :]
+    place = batch * angle_batch + row * TURNED
+    inside = (tl.arange(0, 2 * PAIRS) < TURNED if INTERLEAVED else tl.arange(0, PAIRS) < TURNED // 2)[None, :]
+    cos1, cos2 = _load_pairs(cos + place, inside, TURNED // 2, INTERLEAVED, 1, PAIRS)
+    sin1, sin2 = _load_pairs(sin + place, inside, TURNED // 2, INTERLEAVED, 1, PAIRS)
     angles = (cos1, sin1, cos2, sin2)
     _turn_heads(
         q + batch * q_batch + row * q_row, q_out + batch * qo_batch + row * qo_row, q_heads, features, q_head, qo_head,
