@@ -71,8 +71,11 @@ def no_more_than(elements: int) -> Iterator[None]:
 
 
 def head(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(WIDTH, SIZE, bias).to(dtype)
+    layer, generator = nn.Linear(WIDTH, SIZE, bias), torch.Generator().manual_seed(0)  # of its own: ranks are threads
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return layer.to(dtype)
 
 
 def given(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
