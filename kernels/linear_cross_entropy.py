@@ -3,7 +3,8 @@
 
     a chunk    logits_CW = x W' + b  ->  terms of the softmax  ->  gradient written over the logits  ->  dx, dW, db
 
-The size of a chunk is such that its logits take about the bytes of all hidden states: C W ~ N H.
+The size of a chunk is such that its logits take about the bytes of all hidden states, C W ~ N H, and at least those of
+a quarter of dW, C ~ H / 2: dW goes through memory once a chunk, which must hide behind the chunk's products.
 
 Gradients come in one of two ways:
     at once      a whole vocabulary, a loss summed over the tokens: dx and dW are found with the loss, for a gradient
@@ -17,6 +18,7 @@ Shape suffixes: N tokens, C tokens of a chunk, H width, V vocabulary, W rows of 
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +43,8 @@ from engine.kernels.softmax_terms import (
 
 LEAST_CHUNK = 256
 """Tokens: fewer would leave a matrix product without work."""
+_SLAB = 8192
+"""Rows of dW that are added at once where a product cannot add for itself."""
 
 
 class Head(NamedTuple):
@@ -74,9 +78,9 @@ class LinearTerms(NamedTuple):
 
 
 def chunk_tokens(tokens: int, width: int, columns: int) -> int:
-    """Tokens of a chunk: a power of two, so that its logits take as many bytes as the hidden states, or just more."""
-    wanted = -(-tokens * width // max(columns, 1))
-    return max(LEAST_CHUNK, 1 << max(wanted - 1, 0).bit_length())
+    """Tokens of a chunk, a power of two: the larger of what the two rules above give, or just more."""
+    wanted = max(-(-tokens * width // max(columns, 1)), width // 2, LEAST_CHUNK)
+    return 1 << (wanted - 1).bit_length()
 
 
 def linear_cross_entropy(
@@ -96,7 +100,7 @@ def linear_cross_entropy(
     hidden_NH, weight_VH, bias_V = as_autocast(hidden_NH, weight_VH, bias_V)
     counted_N = target_N != form.ignore_index
     if form.reduction != "none" and torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        total: Tensor = _Summed.apply(hidden_NH, weight_VH, bias_V, target_N, form, kernels)  # type: ignore[no-untyped-call]
+        total: Tensor = _Summed.apply(hidden_NH, weight_VH, bias_V, target_N, (form, kernels))  # type: ignore[no-untyped-call]
         return total
     question = Question(target_N, even=form.label_smoothing > 0)
     terms = linear_terms(hidden_NH, Head(weight_VH, bias_V), question, Conditions(kernels))
@@ -162,10 +166,25 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, products of narrow numbers summed as wide ones."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda:
+    elif not a.is_cuda:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    elif _adds_wide(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        for rows, its in zip(torch.split(total, _SLAB), torch.split(a, _SLAB), strict=True):
+            rows += torch.mm(its, b, out_dtype=total.dtype)
+
+
+@cache
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch adds a product of ``dtype`` to fp32 in place; older ones want a sum of ``dtype``."""
+    narrow = torch.zeros((16, 16), dtype=dtype, device=device)
+    wide = torch.zeros_like(narrow, dtype=torch.float32)
+    try:
+        torch.addmm(wide, narrow, narrow, out_dtype=wide.dtype, out=wide)
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Terms(torch.autograd.Function):
@@ -219,9 +238,9 @@ class _Summed(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         target_N: Tensor,
-        form: CrossEntropy,
-        kernels: Kernels,
+        how: tuple[CrossEntropy, Kernels],
     ) -> Tensor:
+        form, kernels = how
         head, counted_N = Head(weight_VH, bias_V), target_N != form.ignore_index
         triton = _columns_like(hidden_NH, head, kernels)
         sums = _Sums(hidden_NH, head, ctx.needs_input_grad[:3])
@@ -252,7 +271,7 @@ class _Summed(torch.autograd.Function):
             slope = slope / counted_N.sum().clamp_(min=1)
         weight, bias = ctx.dtypes
         scaled = _scaled(dhidden_NH, slope), _scaled(dweight_VH, slope, weight), _scaled(dbias_V, slope, bias)
-        return *scaled, None, None, None
+        return *scaled, None, None
 
 
 def _statistics(hidden_NH: Tensor, head: Head, question: Question, triton: bool) -> Statistics:

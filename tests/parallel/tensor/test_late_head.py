@@ -71,8 +71,11 @@ def no_more_than(elements: int) -> Iterator[None]:
 
 
 def head(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(WIDTH, SIZE, bias).to(dtype)
+    layer, generator = nn.Linear(WIDTH, SIZE, bias), torch.Generator().manual_seed(0)  # of its own: ranks are threads
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return layer.to(dtype)
 
 
 def given(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -339,9 +342,12 @@ def test_hugging_face_models_train_as_they_are(name: str, mode: Any, own: bool) 
         assert_close(grad, theirs[parameter], parameter, floor=1e-2)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama-kv2", "gpt2", "decoder-tied"])
-def test_a_cut_head_waits_and_sends_what_it_would_send(name: str, mode: Any) -> None:
+CUTS = [("llama-kv2", MODES[0], False), ("llama-kv2", MODES[1], True), ("gpt2", MODES[1], False),
+        ("decoder-tied", MODES[0], True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mode", "sequence"), CUTS)
+def test_a_cut_head_waits_and_sends_what_it_would_send(name: str, mode: Any, sequence: bool) -> None:
     plain, ids = build(name), tokens(rows=2)
     models = [build(name) for _ in range(4)]
     named = "head" if name.startswith("decoder") else "lm_head"
@@ -355,7 +361,7 @@ def test_a_cut_head_waits_and_sends_what_it_would_send(name: str, mode: Any) -> 
         sent = []
         for late in (False, True):
             model = models[axis.index + 2 * late]
-            plan = find_tensor_plan(model, written_plan(model), axis.size)
+            plan = find_tensor_plan(model, written_plan(model), axis.size, sequence)
             install(model, plan, axis)
             if late:
                 install_late_head(model.get_submodule(named), axis, Kernels(mode))  # type: ignore[arg-type]
@@ -364,7 +370,10 @@ def test_a_cut_head_waits_and_sends_what_it_would_send(name: str, mode: Any) -> 
             torch.autograd.backward(loss)
             sent.append(sorted(call[:3] for call in axis.called))  # type: ignore[attr-defined]
         assert sent[0] == sent[1]
-        found = gradients(model)
+        found, early = gradients(model), gradients(models[axis.index])
+        assert found.keys() == early.keys()
+        for parameter, grad in found.items():
+            assert_close(grad, early[parameter], parameter, 2e-6, floor=1e-2)
         for parameter, grad in found.items():
             cut = plan.parameters.get(parameter)
             if cut is not None:
@@ -379,7 +388,7 @@ def test_a_cut_head_waits_and_sends_what_it_would_send(name: str, mode: Any) -> 
     for loss, found, _ in simulate(2, body):
         assert_close(loss, expected, "loss")
         assert found.keys() == theirs.keys()
-        for parameter, grad in found.items():
+        for parameter, grad in found.items() if not sequence else ():  # the engine sums what runs show to be partial
             assert_close(grad, theirs[parameter], parameter, 2e-6, floor=1e-2)
 
 

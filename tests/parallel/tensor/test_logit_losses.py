@@ -1,6 +1,6 @@
 """Losses of cut logits against torch on the whole ones: all tensor ranks as threads; what is sent against its plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.errors import EngineError
+from engine.kernels.choice import Kernels
 from engine.parallel.pipeline.probe import probe
 from engine.parallel.tensor.axis import TensorAxis
 from engine.parallel.tensor.logit_slice import Vocabulary
@@ -17,6 +18,7 @@ from engine.parallel.tensor.plan import find_tensor_plan
 from engine.parallel.tensor.ranges import cut_unevenly
 from engine.parallel.tensor.sharded_logits import ShardedLogits, whole
 from engine.parallel.tensor.simulate import simulate
+from tests.kernels.interpreter import repair
 from tests.parallel.tensor.sharded import assert_close
 
 Use = Callable[[Tensor, Tensor], Any]
@@ -155,9 +157,10 @@ def sent(axis: Any) -> float:
     return float(sum(torch.Size(call.shape).numel() * call.dtype.itemsize for call in axis.called)) / 4 / TOKENS
 
 
-def compare(axis: TensorAxis, size: int) -> None:
-    """Body of a rank: every loss, its gradient, and its traffic."""
-    for name, (use, scalars) in LOSSES.items():
+def compare(axis: TensorAxis, size: int, names: Iterable[str] = LOSSES) -> None:
+    """Body of a rank: losses, their gradients, and their traffic."""
+    for name in names:
+        use, scalars = LOSSES[name]
         axis.called.clear()  # type: ignore[attr-defined]
         full, local, vocabulary, labels = rank_of(axis, size)
         expected, found = use(full, labels), use(ShardedLogits.wrap(local * 1, vocabulary), labels)
@@ -176,6 +179,23 @@ def compare(axis: TensorAxis, size: int) -> None:
 @pytest.mark.parametrize(("tp", "size"), [(2, 11), (2, 3), (4, 61), (4, 7), (4, 12), (3, 3)])
 def test_losses_have_the_value_the_gradient_and_the_traffic(tp: int, size: int) -> None:
     simulate(tp, lambda axis: compare(axis, size))
+
+
+def by_kernels(body: Callable[[Any], Any]) -> Callable[[TensorAxis], Any]:
+    """The body of a rank whose losses Triton computes, interpreted."""
+    repair()
+
+    def run(axis: TensorAxis) -> Any:
+        axis.kernels = Kernels("triton")
+        return body(axis)
+
+    return run
+
+
+def test_losses_by_kernels_have_them_too() -> None:
+    """Every term, alone and together, shared and not."""
+    names = ("ignored", "smooth weighted none", "dims smooth", "z", "penalized", "z first", "log_softmax nll")
+    simulate(2, by_kernels(lambda axis: compare(axis, 11, names)))
 
 
 def odd(axis: TensorAxis) -> list[Any]:
@@ -210,6 +230,33 @@ def odd(axis: TensorAxis) -> list[Any]:
 
 def test_nothing_to_count_masks_and_narrow_logits() -> None:
     assert simulate(2, odd) == [[0.0]] * 2
+    assert simulate(2, by_kernels(odd)) == [[0.0]] * 2
+
+
+class Stored:
+    """Elements of what autograd keeps for a backward."""
+
+    def __init__(self) -> None:
+        self.elements: list[int] = []
+
+    def pack(self, x: Tensor) -> Tensor:
+        self.elements.append(x.numel() * (x.dtype == torch.float32))
+        return x
+
+
+def test_kernels_keep_no_softmax() -> None:
+    def body(axis: TensorAxis, mode: Any) -> int:
+        axis.kernels = Kernels(mode)
+        _, local, vocabulary, labels = rank_of(axis, 11)
+        stored = Stored()
+        with torch.autograd.graph.saved_tensors_hooks(stored.pack, lambda x: x):
+            labelled()(ShardedLogits.wrap(local.detach().bfloat16().requires_grad_(), vocabulary), labels)
+        return max(stored.elements)
+
+    repair()
+    widths = [6 * TOKENS, 5 * TOKENS]
+    assert simulate(2, lambda axis: body(axis, "reference")) == widths
+    assert simulate(2, lambda axis: body(axis, "triton")) == [TOKENS] * 2
 
 
 def wrong(axis: TensorAxis) -> None:
