@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.engine import test_nonfinite
 from tests.engine.test_fp16 import POWER
 from tests.engine.test_parity import config_for, train_both
 from tests.kernels.interpreter import repair
+from tests.zero import small
 
 RunRanks = Callable[..., list[Any]]
 TRITON = {"kernels": "triton"}
@@ -52,6 +54,26 @@ def test_two_data_ranks_keep_the_promise(run_ranks: RunRanks, stage: int) -> Non
     result = run_ranks(on_grid, 2, "decoder tied", 2, stage, env=INTERPRETED)[0]
     assert isinstance(result, Parity) and result.holds(), str(result)
     assert all(norm > 0.5 for norm in result.reference.norms), "clipping must be active"
+
+
+def awkward(mode: str) -> tuple[list[float], dict[str, Tensor], list[float]]:
+    """Losses, weights and rates of a model with an fp64 parameter, under a scheduler of torch."""
+    torch.manual_seed(5)
+    config = {"train_micro_batch_size_per_gpu": small.ROWS, "gradient_accumulation_steps": 2, "kernels": mode}
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5}}}
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    with optimizer_alone(), engine.initialize(small.Small(), config, lr_scheduler=schedule) as eng:
+        assert eng._parts.optimizer.decides_on_device == (mode == "triton")
+        reports = [eng.train_batch(small.batch(eng, step)) for step in range(3)]
+        return [report.loss for report in reports], eng.full_state_dict(), [report.lr for report in reports]
+
+
+def test_what_no_kernel_fits_is_updated_with_the_rest() -> None:
+    (ours, weights, rates), (theirs, expected, _) = awkward("triton"), awkward("reference")
+    assert ours == pytest.approx(theirs, rel=1e-6) and rates == [3e-3, 1.5e-3, 0.75e-3]
+    assert weights["wide"].dtype == torch.float64 and float(weights["wide"][0]) != 1
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5)
 
 
 # steps that are not made
@@ -138,6 +160,7 @@ def fails() -> list[Any]:
     batch = {key: value[:4] for key, value in models.batches_for("decoder", 8, 1)[0].items()}
     found: list[Any] = []
     with optimizer_alone(), engine.initialize(models.decoder(layers=1), settings, loss_sum) as eng:
+        assert eng._parts.optimizer.decides_on_device
         for bad in (True, False):
             before = test_nonfinite.traces(eng)
             step = eng._open(batch)[0]  # no microbatch: its weight is 0
