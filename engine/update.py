@@ -71,6 +71,9 @@ class Update:
     def run(self, step: Step, parts: Parts, stop: bool = False) -> Outcome:
         """Reduce, agree, update or skip. Collective; a step that has failed on any rank raises on all.
 
+        Where the device decides, a skipped or failed step sends what one with an update sends: parameters are gathered
+        before the host knows.
+
         ``stop``: this rank was asked to stop after this step.
         """
         parts.bench.finish()

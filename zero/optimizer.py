@@ -141,7 +141,8 @@ class ShardedOptimizer:
         """As ``step``, for a decision that the host does not know yet. No host synchronization.
 
         Buckets are gathered over dp whatever the decision is: after a step that is not made they bring the values that
-        are there. ``settle`` ends an update that was made; ``Bookkeeping`` puts back what was counted for another.
+        are there. ``settle`` ends an update that was made; ``Bookkeeping`` puts back what was counted for another. The
+        gradients that the inner optimizer sees are the reduced sums themselves: kernels multiply what they read.
         """
         assert isinstance(self.inner, FlatAdam)
         narrow: dict[Tensor, Tensor | None] = {place.parameter: place.narrow() for place in self.places}

@@ -1,7 +1,9 @@
 """Steps whose update the device decides on: the same training, the same skipped steps, and no stop of the host."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
+from engine import forwards
 from engine.decoder import loss_sum
 from engine.errors import EngineError
 from engine.kernels.gpu import adamw as launcher
@@ -19,28 +22,58 @@ from tests.engine import test_nonfinite
 from tests.engine.test_fp16 import POWER
 from tests.engine.test_parity import config_for, train_both
 from tests.kernels.interpreter import repair
+from tests.zero import small
 
 RunRanks = Callable[..., list[Any]]
 TRITON = {"kernels": "triton"}
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
-def on_grid(stage: int) -> Parity | None:
+@contextmanager
+def optimizer_alone() -> Iterator[None]:
+    """Modules keep their forwards: interpreting all of a model takes its time, and other tests do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forwards, "recognise", lambda model, kernels: ())
+        yield
+
+
+def on_grid(name: str, dp: int, stage: int) -> Parity | None:
     """Body of a rank."""
-    return train_both("decoder tied", config_for(2, stage) | TRITON)
+    with optimizer_alone():
+        return train_both(name, config_for(dp, stage) | TRITON)
 
 
 def test_one_process_keeps_the_promise() -> None:
-    result = train_both("decoder", config_for(1, 1) | TRITON)
+    result = on_grid("decoder", 1, 1)
     assert result is not None and result.holds(), str(result)
     assert all(norm > 0.5 for norm in result.reference.norms), "clipping must be active"
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_data_ranks_keep_the_promise(run_ranks: RunRanks, stage: int) -> None:
-    result = run_ranks(on_grid, 2, stage, env=INTERPRETED)[0]
+    result = run_ranks(on_grid, 2, "decoder tied", 2, stage, env=INTERPRETED)[0]
     assert isinstance(result, Parity) and result.holds(), str(result)
     assert all(norm > 0.5 for norm in result.reference.norms), "clipping must be active"
+
+
+def awkward(mode: str) -> tuple[list[float], dict[str, Tensor], list[float]]:
+    """Losses, weights and rates of a model with an fp64 parameter, under a scheduler of torch."""
+    torch.manual_seed(5)
+    config = {"train_micro_batch_size_per_gpu": small.ROWS, "gradient_accumulation_steps": 2, "kernels": mode}
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5}}}
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    with optimizer_alone(), engine.initialize(small.Small(), config, lr_scheduler=schedule) as eng:
+        assert eng._parts.optimizer.decides_on_device == (mode == "triton")
+        reports = [eng.train_batch(small.batch(eng, step)) for step in range(3)]
+        return [report.loss for report in reports], eng.full_state_dict(), [report.lr for report in reports]
+
+
+def test_what_no_kernel_fits_is_updated_with_the_rest() -> None:
+    (ours, weights, rates), (theirs, expected, _) = awkward("triton"), awkward("reference")
+    assert ours == pytest.approx(theirs, rel=1e-6) and rates == [3e-3, 1.5e-3, 0.75e-3]
+    assert weights["wide"].dtype == torch.float64 and float(weights["wide"][0]) != 1
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5)
 
 
 # steps that are not made
@@ -48,7 +81,8 @@ def test_two_data_ranks_keep_the_promise(run_ranks: RunRanks, stage: int) -> Non
 
 def skips(stage: int, kind: str) -> dict[str, Any]:
     """Body of a rank."""
-    return test_nonfinite.train("dp2", stage, kind, TRITON)
+    with optimizer_alone():
+        return test_nonfinite.train("dp2", stage, kind, TRITON)
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(1, "gradient"), (3, "activation")])
@@ -67,7 +101,7 @@ def run(changes: dict[str, Any], steps: int, loss: Any = loss_sum) -> tuple[list
     batches = models.batches_for("decoder", 8, steps)
     found = []
     example = {key: value[:2] for key, value in batches[0].items()}
-    with engine.initialize(models.decoder(layers=2), settings, loss, example) as eng:
+    with optimizer_alone(), engine.initialize(models.decoder(layers=2), settings, loss, example) as eng:
         assert eng._parts.optimizer.decides_on_device == (changes["kernels"] == "triton")
         rows = slice(eng.grid.coord().dp * 8 // eng.grid.dp, (eng.grid.coord().dp + 1) * 8 // eng.grid.dp)
         for batch in batches:
@@ -125,7 +159,8 @@ def fails() -> list[Any]:
     settings = {"train_batch_size": 8, "zero_optimization": {"stage": 1}} | TRITON
     batch = {key: value[:4] for key, value in models.batches_for("decoder", 8, 1)[0].items()}
     found: list[Any] = []
-    with engine.initialize(models.decoder(layers=1), settings, loss_sum) as eng:
+    with optimizer_alone(), engine.initialize(models.decoder(layers=1), settings, loss_sum) as eng:
+        assert eng._parts.optimizer.decides_on_device
         for bad in (True, False):
             before = test_nonfinite.traces(eng)
             step = eng._open(batch)[0]  # no microbatch: its weight is 0
@@ -177,6 +212,7 @@ def events_of_update(monkeypatch: pytest.MonkeyPatch, mode: str) -> list[str]:
     """Reads of the host and updates of the optimizer, in order, from the end of the last backward."""
     settings = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "kernels": mode, "gradient_clipping": 0.5}
     batch, events = models.batches_for("decoder", 8, 1)[0], list[str]()
+    monkeypatch.setattr(forwards, "recognise", lambda model, kernels: ())
     with engine.initialize(models.decoder(layers=1), settings, loss_sum) as eng, monkeypatch.context() as patch:
         eng.train_batch(batch)
         optimizer, update = eng.optimizer, eng._update.run
