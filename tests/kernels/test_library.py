@@ -1,5 +1,7 @@
 """Operators of the library: against float64, and where it has none."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -65,9 +67,9 @@ def test_who_looks_at_functions_sees_one() -> None:
     seen: list[object] = []
 
     class Seen(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(func)
-            return func(*args, **(kwargs or {}))  # type: ignore[operator, misc]
+            return func(*args, **(kwargs or {}))
 
     query = torch.randn(1, 2, 3, 4)
     with Seen():
