@@ -11,9 +11,9 @@ from torch.nn import functional
 from engine.kernels import library
 from engine.kernels.activation import activate
 from engine.kernels.gated import gated
+from engine.kernels.linear import linear as fused
 from engine.kernels.norm import add_norm, norm
 from engine.kernels.rotary import rotary
-from engine.kernels.linear import linear as fused
 from engine.parallel.tensor.views import (
     answers,
     attention,

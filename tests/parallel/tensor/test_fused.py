@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -185,12 +186,12 @@ def gpt2(axis: TensorAxis, whole: nn.Module, mode: Mode, overlap: Overlap) -> di
     model = deepcopy(whole)
     install(model, find_tensor_plan(model, written_plan(model), axis.size, sequence=True), axis)
     if mode == "triton":
-        for module in model.modules():
-            if hasattr(module, "c_fc"):
-                fuse(module.c_fc, "gelu_tanh", axis.kernels)
-                module.act = nn.Identity()
+        perceptrons: list[Any] = [module for module in model.modules() if hasattr(module, "c_fc")]
+        for perceptron in perceptrons:
+            fuse(perceptron.c_fc, "gelu_tanh", axis.kernels)
+            perceptron.act = nn.Identity()
     ids = tokens()
-    nn.functional.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), ids.flatten()).backward()
+    torch.autograd.backward(nn.functional.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), ids.flatten()))
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
