@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.kernels.choice import REFERENCE, Kernels
-from engine.parallel.tensor.fused import followed
+from engine.parallel.tensor.fused import FusedForward, followed
 from engine.parallel.tensor.layers import RowLayer, has_plain_forward, is_cut
 from engine.parallel.tensor.product import (
     Linear,
@@ -86,14 +86,17 @@ class WaitingWeights:
         self.kernels = kernels
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._open: Leftover | None = None
-        self._installed: list[tuple[nn.Module, str, Any]] = []
+        self._installed: list[tuple[nn.Module, str, Any, FusedForward | None]] = []
         for module in model.modules():
             slot = "multiply" if is_cut(module) else "forward"
+            fused = vars(module).get(slot)
+            if fused is not None and not isinstance(fused, FusedForward):
+                continue
             # one that shows its weight as a view has no product of its own: its gradient does not wait
-            if is_linear(module) and has_plain_forward(module) and slot not in vars(module) and hasattr(module, slot):
+            if is_linear(module) and has_plain_forward(module) and hasattr(module, slot):
                 product = _Layer(self, module, names, getattr(module, slot)).multiply
                 object.__setattr__(module, slot, product)
-                self._installed.append((module, slot, product))
+                self._installed.append((module, slot, product, fused))
 
     @contextmanager
     def leaving(self, leftover: Leftover) -> Iterator[None]:
@@ -111,9 +114,11 @@ class WaitingWeights:
 
     def remove(self) -> None:
         """Put the layers' own products back."""
-        for module, slot, product in self._installed:
+        for module, slot, product, fused in self._installed:
             if vars(module).get(slot) == product:
                 object.__delattr__(module, slot)
+                if fused is not None:
+                    object.__setattr__(module, slot, fused)
         self._installed = []
 
 

@@ -1,9 +1,10 @@
-"""Linear layers that compute the activation behind them: as the end of their product's kernel, or in one pass over it.
+"""Linear layers that compute the activation behind them: at the end of their product's kernel, or in one pass over it.
 
-A cut layer that has ``tensor_activation`` gives act(x W' + b). Whoever sets it makes the model's own module for the
-activation do nothing.
+``fuse`` a column layer or one that is not cut, when the model has been cut; whoever does it makes the model's own
+module for the activation do nothing. ``unfuse`` puts back what was.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,3 +26,30 @@ def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
     """What a layer gives whose product with its bias is ``y``."""
     kind: Activation | None = getattr(layer, "tensor_activation", None)
     return y if kind is None else activate(y, None, kind, kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedForward:
+    """The forward of a layer that is not cut."""
+
+    module: nn.Module
+    activation: Activation
+    kernels: Kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [.., I] -> [.., O]."""
+        return fused_forward(self.module, x, self.activation, self.kernels)
+
+
+def fuse(layer: nn.Module, activation: Activation, kernels: Kernels) -> None:
+    """Let a layer, a matrix product and nothing else, compute ``activation`` too. A cut one has its axis' kernels."""
+    layer.tensor_activation = activation  # type: ignore[assignment]
+    if not hasattr(layer, "multiply"):  # which cut layers have
+        object.__setattr__(layer, "forward", FusedForward(layer, activation, kernels))
+
+
+def unfuse(layer: nn.Module) -> None:
+    """Undo :func:`fuse`."""
+    for name in ("tensor_activation", "forward"):
+        if name in vars(layer):
+            object.__delattr__(layer, name)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.library import attend
 from engine.parallel.tensor.views.dropping import draws_alone
 from engine.parallel.tensor.views.index import NoRuleError, Sets
 from engine.parallel.tensor.views.layout import repeated
@@ -42,6 +43,11 @@ def attention(views: "Views", func: Function, *args: Any, **options: Any) -> Any
     local = _attend(views, func, parts, options, joined.sets)
     shape = (*joined.shape[:-2], query.shape[-2], value.shape[-1])
     return View(local, shape, joined.sets, views)
+
+
+def fused_attention(views: "Views", func: Function, *args: Any, **options: Any) -> Any:
+    """``kernels.library.attention``, which is the function above."""
+    return attend(*args, **options)
 
 
 def _attend(views: "Views", func: Function, parts: list[Tensor], options: dict[str, Any], sets: Sets) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels import library
 from engine.kernels.activation import activate
 from engine.kernels.gated import gated
 from engine.kernels.linear import linear as fused
@@ -145,6 +146,7 @@ def _multiplied() -> Iterator[tuple[Rule, Any]]:
     yield from ((products.grouped_mm, function) for function in grouped if function is not None)
     yield products.embedding, functional.embedding
     yield attention.attention, functional.scaled_dot_product_attention
+    yield attention.fused_attention, library.attention
     yield attention.multi_head, functional.multi_head_attention_forward
 
 

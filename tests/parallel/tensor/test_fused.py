@@ -3,21 +3,23 @@
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from engine.kernels.activations import ACTIVATIONS, Activation
 from engine.kernels.choice import Kernels, Mode
 from engine.parallel.pipeline.weights import Leftover, WaitingWeights
 from engine.parallel.tensor.axis import Overlap, TensorAxis
-from engine.parallel.tensor.fused import fused_forward
+from engine.parallel.tensor.fused import FusedForward, fuse, unfuse
 from engine.parallel.tensor.install import install
 from engine.parallel.tensor.plan import find_tensor_plan
 from engine.parallel.tensor.simulate import simulate
 from tests.kernels.interpreter import repair
+from tests.parallel.tensor.models import build, tokens
+from tests.parallel.tensor.plans import written_plan
 from tests.parallel.tensor.sharded import assert_close, place
 
 WIDTH, HIDDEN = 8, 16
@@ -87,7 +89,8 @@ def on_rank(axis: TensorAxis, layer: str, activation: Activation, mode: Mode, wa
     model = make(layer, activation)
     plan = find_tensor_plan(model, PLAN, axis.size)
     install(model, plan, axis)
-    model.up.tensor_activation, model.activation = activation, "none"  # type: ignore[assignment]
+    fuse(model.up, activation, axis.kernels)
+    model.activation = "none"
     waiting, leftover = WaitingWeights(model, axis.kernels) if way == "waiting" else None, Leftover()
     if waiting is None:
         found = trained(model, given())
@@ -150,7 +153,53 @@ def test_products_of_cut_layers_are_triton_kernels(layer: str, monkeypatch: pyte
 @pytest.mark.parametrize("mode", ["reference", "triton"])
 @pytest.mark.parametrize("layer", ["linear", "conv1d"])
 def test_an_uncut_layer_takes_its_activation_with_it(layer: str, mode: Mode) -> None:
-    model = make(layer, "silu")
-    expected = functional.silu(model.up(given()))
-    found = fused_forward(model.up, given(), "silu", Kernels(mode))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    expected = trained(make(layer, "silu"), given())
+    model = make(layer, "none")
+    fuse(model.up, "silu", Kernels(mode))
+    copied = deepcopy(model)
+    for name, found in trained(copied, given()).items():
+        assert_close(found, expected[name], name, bound=2e-6)
+    assert all(p.grad is None for p in model.parameters()), "a copy has its own weights"
+    unfuse(model.up)
+    plain = make(layer, "none")
+    assert torch.equal(model(given()), plain(given())) and vars(model.up).keys() == vars(plain.up).keys()
+
+
+def test_the_weight_gradient_of_a_fused_layer_can_wait() -> None:
+    expected = trained(make("linear", "gelu"), given())
+    model, leftover = make("linear", "none"), Leftover()
+    fuse(model.up, "gelu", Kernels("triton"))
+    waiting = WaitingWeights(model, Kernels("triton"))
+    with waiting.leaving(leftover):
+        found = trained(model, given())
+    assert not {"up.weight", "up.bias"} & found.keys()
+    leftover.compute(found.__setitem__)
+    for name, mine in found.items():
+        assert_close(mine, expected[name], name, bound=2e-6)
+    waiting.remove()
+    assert isinstance(model.up.forward, FusedForward)
+
+
+def gpt2(axis: TensorAxis, whole: nn.Module, mode: Mode, overlap: Overlap) -> dict[str, Tensor]:
+    """Body of a rank: gradients of GPT-2 on a stream that is cut, its activations in the layers before them."""
+    axis.kernels, axis.overlap = Kernels(mode), overlap
+    model = deepcopy(whole)
+    install(model, find_tensor_plan(model, written_plan(model), axis.size, sequence=True), axis)
+    if mode == "triton":
+        perceptrons: list[Any] = [module for module in model.modules() if hasattr(module, "c_fc")]
+        for perceptron in perceptrons:
+            fuse(perceptron.c_fc, "gelu_tanh", axis.kernels)
+            perceptron.act = nn.Identity()
+    ids = tokens()
+    torch.autograd.backward(nn.functional.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), ids.flatten()))
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_rows_that_travel_in_pieces_meet_kernels_and_activations() -> None:
+    whole, overlap = build("gpt2"), Overlap(frozenset({"cpu"}), 1)
+    expected = simulate(2, partial(gpt2, whole=whole, mode="reference", overlap=overlap))
+    found = simulate(2, partial(gpt2, whole=whole, mode="triton", overlap=overlap))
+    for theirs, ours in zip(expected, found, strict=True):
+        assert theirs.keys() == ours.keys()
+        for name, grad in theirs.items():
+            assert_close(ours[name], grad, name, bound=2e-5, floor=1e-3)
