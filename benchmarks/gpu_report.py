@@ -144,10 +144,11 @@ def _losses(model: str, rows: Sequence[Row]) -> Verdict:
 def formula(job: Job, peak: float | None) -> str:
     """What TFLOP/s and MFU count, with the numbers in it."""
     sizes = job.sizes
+    weights = f"{multiplied_parameters(sizes):,}"
     over = "no peak is known for this device: give --peak-tflops" if peak is None else f"MFU over {peak / 1e12} TFLOP/s"
     return (
         f"{sizes.name}: {job.micro} x {sizes.sequence} tokens x {job.accumulation} microbatches a step; "
-        f"operations a token = 6 x {multiplied_parameters(sizes):,} multiplied weights (not looked-up embeddings, norms, "
+        f"operations a token = 6 x {weights} multiplied weights (not looked-up embeddings, norms, "
         f"biases) + 6 x {sizes.layers} layers x {sizes.width} width x {sizes.sequence} tokens "
         f"(causal attention, half of 12); recomputation not counted; {over}."
     )

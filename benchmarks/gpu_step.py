@@ -13,7 +13,8 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,17 +82,14 @@ def choose_scale(sizes: Sizes, memory_bytes: int | None) -> Scale:
 def run_wave(jobs: Sequence[Job], effort: Effort, budget: Budget) -> list[dict[str, Any]]:
     """What each of ``jobs`` answered; all at once in memory, timed in turns."""
     found: list[dict[str, Any]] = [{"turns": []} for _ in jobs]
-    workers = [Worker(make_runner, (job,)) for job in jobs]
-    try:
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker(make_runner, (job,))) for job in jobs]
         for key, request in (("start", ("start",)), ("warm_up", ("steps", effort.warm_up))):
             _ask_all(workers, found, key, request, budget)
         order = random.Random(0)
         for _ in range(effort.rounds):
             for place in order.sample(range(len(jobs)), len(jobs)):
                 _turn(workers[place], found[place], effort.steps, budget)
-    finally:
-        for worker in workers:
-            worker.close()
     return found
 
 
@@ -101,11 +99,11 @@ def _ask_all(
     """The same of all at the same time; who fails is asked no more."""
     asked = [(worker, one) for worker, one in zip(workers, found, strict=True) if "error" not in one]
     for worker, one in asked:
-        with _Noted(one):
+        with _noted(one):
             worker.post(request)
     for worker, one in asked:
         if "error" not in one:
-            with _Noted(one):
+            with _noted(one):
                 one[key] = worker.receive(budget.left)
 
 
@@ -115,24 +113,17 @@ def _turn(worker: Worker, one: dict[str, Any], steps: int, budget: Budget) -> No
     if not budget.left:
         one["error"] = NO_TIME if not one["turns"] else f"{len(one['turns'])} turns: no time left"
         return
-    with _Noted(one):
+    with _noted(one):
         one["turns"].append(worker.ask(("steps", steps), budget.left))
 
 
-class _Noted:
+@contextmanager
+def _noted(one: dict[str, Any]) -> Iterator[None]:
     """An error of a worker inside becomes the error of its answers."""
-
-    def __init__(self, one: dict[str, Any]) -> None:
-        self._one = one
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
-        if not isinstance(error, WorkerError):
-            return False
-        self._one.update(error=str(error), trace=error.trace)
-        return True
+    try:
+        yield
+    except WorkerError as error:
+        one.update(error=str(error), trace=error.trace)
 
 
 def run_model(jobs: Sequence[Job], at_once: int, effort: Effort, budget: Budget) -> list[dict[str, Any]]:

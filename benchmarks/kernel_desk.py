@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,26 +9,13 @@ import torch
 
 from benchmarks.kernel_checks import check_operator
 from benchmarks.kernel_clock import make_clock
-from benchmarks.kernel_lineup import Scale, measured
+from benchmarks.kernel_lineup import Order, Scale, measured
 from benchmarks.kernel_rates import about, clocks, measure_rates
 from benchmarks.kernel_trial import Bench, BrokenDeviceError, Effort, case_error, measure_case, settle
 from benchmarks.kernel_tuning import tune
 from benchmarks.worker import last_line
 
 TINY_EFFORT = Effort(rounds=2, samples=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What the command line asked for."""
-
-    device: str
-    quick: bool
-
-    @property
-    def tiny(self) -> bool:
-        """On a CPU kernels are interpreted."""
-        return self.device == "cpu"
 
 
 def make_desk(order: Order) -> Callable[..., Any]:
@@ -65,7 +51,7 @@ def make_desk(order: Order) -> Callable[..., Any]:
 
 
 def _measure(order: Order, bench: Bench, name: str, seconds: float, without: Mapping[str, str]) -> dict[str, Any]:
-    case = next(case for case in measured(order.quick, order.tiny) if case.name == name)
+    case = next(case for case in measured(order) if case.name == name)
     found = measure_case(case, bench, seconds, without)
     try:
         found["accuracy"] = case_error(case, bench.device)

@@ -1,7 +1,7 @@
 """Which cases there are: those to be measured, the heads of all operators first, and those to be checked."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Literal
@@ -60,12 +60,27 @@ Scale = Literal["tiny", "some", "all"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def measured(quick: bool, tiny: bool) -> list[Case]:
-    """bf16, every operator's first slice before any second one; ``quick``: the first alone; ``tiny``: on a CPU."""
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the command line asked for."""
+
+    device: str = "cuda"
+    quick: bool = False
+    """The first slice of an operator alone."""
+    operators: tuple[str, ...] = tuple(MAKERS)
+
+    @property
+    def tiny(self) -> bool:
+        """On a CPU kernels are interpreted."""
+        return self.device == "cpu"
+
+
+def measured(order: Order) -> list[Case]:
+    """bf16, every operator's first slice before any second one."""
     by_operator = []
-    for operator, maker in MAKERS.items():
-        slices = (TINY,) if tiny else _SLICES.get(operator, _CUT)[: 1 if quick else None]
-        by_operator.append([list(maker(where, torch.bfloat16)) for where in slices])
+    for operator in order.operators:
+        slices = (TINY,) if order.tiny else _SLICES.get(operator, _CUT)[: 1 if order.quick else None]
+        by_operator.append([list(MAKERS[operator](where, torch.bfloat16)) for where in slices])
     first, *rest = zip_longest(*by_operator, fillvalue=[])
     later = (replace(case, compiled=False) for turn in rest for cases in turn for case in cases)
     return [*(case for cases in first for case in cases), *later]

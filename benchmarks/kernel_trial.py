@@ -148,8 +148,8 @@ def case_error(case: Case, device: torch.device) -> dict[str, Any]:
     given = case.make(device, min(CHECKED_ROWS, case.rows))
     found = deviations(case.ours(Kernels("triton")), case.eager, given)
     return {
-        "error": max(one.error / one.scale for one in found if one.scale),
-        "eager_error": max(one.eager / one.scale for one in found if one.scale),
+        "error": max((one.error / one.scale for one in found if one.scale), default=0.0),
+        "eager_error": max((one.eager / one.scale for one in found if one.scale), default=0.0),
         "holds": all(one.holds for one in found),
         "results": [asdict(one) for one in found],
     }

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_cases import Case
-from benchmarks.kernel_lineup import checked, measured
+from benchmarks.kernel_lineup import Order, checked, measured
 from benchmarks.kernel_trial import TRITON, Bench, Trial, contenders
 from benchmarks.worker import last_line
 
@@ -30,7 +30,6 @@ PRODUCTS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
 )
 """M, N, K"""
 ROW_KERNELS = ("norm", "gated", "activation")
-TUNED = (*(f"product {name}" for name in PRODUCTS), *(f"warps {name}" for name in ROW_KERNELS))
 WARP_FACTORS = (0.5, 1.0, 2.0)
 _SHAPES = ("row_shape", "column_shape")
 """How a launcher asks for its warps."""
@@ -38,7 +37,7 @@ _MOST_WARPS = 32
 
 
 def tune(bench: Bench, tiny: bool, name: str) -> dict[str, Any]:
-    """What was tried under ``name`` of TUNED, and what won."""
+    """What was tried under a ``name`` of ``tuned``, and what won."""
     kind, _, what = name.partition(" ")
     if kind == "product":
         return tune_product((16, 48, 32) if tiny else PRODUCTS[what], bench)
@@ -46,8 +45,15 @@ def tune(bench: Bench, tiny: bool, name: str) -> dict[str, Any]:
     return tune_warps(case, bench)
 
 
+def tuned(order: Order) -> list[str]:
+    """What there is to tune."""
+    products = [f"product {name}" for name in PRODUCTS][: 1 if order.tiny else None]
+    rows = [f"warps {name}" for name in ROW_KERNELS if name in order.operators]
+    return [*(products if "linear" in order.operators else ()), *rows]
+
+
 def _first(operator: str) -> Case:
-    return next(case for case in measured(quick=True, tiny=False) if case.operator == operator)
+    return next(case for case in measured(Order(quick=True, operators=(operator,))))
 
 
 def tune_product(sizes: tuple[int, int, int], bench: Bench) -> dict[str, Any]:

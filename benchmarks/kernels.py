@@ -1,6 +1,6 @@
 """Every kernel on one GPU: is it right, how fast is it beside its peers, does it reach its targets.
 
-    python -m benchmarks.kernels --out DIR [--quick] [--minutes 8.5] [--device cpu]
+    python -m benchmarks.kernels --out DIR [--quick] [--minutes 8.5] [--operators NAME..] [--device cpu]
 
 Needs a source checkout, torch and Triton; Liger and others are measured where they can be imported. Writes
 DIR/kernels.json (all figures), DIR/kernels.md (the table) and DIR/winners.json, which may replace
@@ -21,10 +21,10 @@ import torch
 
 from benchmarks.budget import Budget
 from benchmarks.kernel_cases import Case, short
-from benchmarks.kernel_desk import Order, make_desk
-from benchmarks.kernel_lineup import DTYPES, MAKERS, measured
+from benchmarks.kernel_desk import make_desk
+from benchmarks.kernel_lineup import DTYPES, MAKERS, Order, measured
 from benchmarks.kernel_report import failures, judge, losses, table
-from benchmarks.kernel_tuning import TUNED
+from benchmarks.kernel_tuning import tuned
 from benchmarks.kernel_winners import propose_winners, speedups, winners_json
 from benchmarks.worker import Worker, WorkerError
 from engine.kernels.choice import shipped_winners
@@ -33,7 +33,7 @@ START_SECONDS = 90.0
 """A process may take this long to import and to find the GPU."""
 SHARES = {"check": 0.3, "tune": 0.15}
 """Of the time, at most; the measurements have the rest."""
-PATIENCE = {"check": 60.0, "tune": 45.0, "measure": 60.0, "rates": 60.0}
+PATIENCE = {"check": 60.0, "tune": 45.0, "measure": 90.0, "rates": 60.0}
 """Seconds for one task."""
 SAMPLING_SECONDS = 20.0
 """For one case; one that is slower gives fewer samples."""
@@ -72,11 +72,11 @@ class Desk:
         self._worker = None
 
 
-def check_all(ask: Ask, budget: Budget) -> list[dict[str, Any]]:
+def check_all(operators: Sequence[str], ask: Ask, budget: Budget) -> list[dict[str, Any]]:
     """Every operator in every dtype."""
     rows = []
     for dtype in DTYPES:
-        for operator in MAKERS:
+        for operator in operators:
             what = {"operator": operator, "dtype": short(dtype)}
             rows.append(what | _within(budget, ask, "check", operator, short(dtype)) | what)
     return rows
@@ -109,12 +109,12 @@ def _within(budget: Budget, ask: Ask, task: str, *arguments: Any) -> dict[str, A
 
 def run(order: Order, minutes: float, ask: Ask) -> dict[str, Any]:
     """Everything, in plain data."""
-    budget, cases = Budget(60 * minutes), measured(order.quick, order.tiny)
+    budget, cases = Budget(60 * minutes), measured(order)
     found: dict[str, Any] = {"about": ask("about", seconds=START_SECONDS)}
     checking = budget.part(SHARES["check"] * budget.seconds)
-    found["checks"] = check_all(ask, checking)
+    found["checks"] = check_all(order.operators, ask, checking)
     tuning = budget.part(SHARES["tune"] * budget.seconds)
-    found["tuned"] = {name: _within(tuning, ask, "tune", name) for name in TUNED}
+    found["tuned"] = {name: _within(tuning, ask, "tune", name) for name in tuned(order)}
     found["rates"] = ask("rates", seconds=min(PATIENCE["rates"], budget.left))
     found["cases"] = measure_all(cases, ask, budget)
     found["clocks_after"] = ask("clocks", seconds=PATIENCE["rates"])
@@ -124,7 +124,7 @@ def run(order: Order, minutes: float, ask: Ask) -> dict[str, Any]:
 
 def conclude(order: Order, found: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
     """(Markdown, JSON, the proposed table of winners)."""
-    cases, rates = measured(order.quick, order.tiny), found["rates"]
+    cases, rates = measured(order), found["rates"]
     judged = [] if order.tiny else cases  # tiny shapes on a CPU reach nothing, and shall not
     verdicts = [verdict for case in judged for verdict in judge(case, found["cases"][case.name], rates)]
     wrong = [one for one in found["checks"] if not one.get("passed")]
@@ -180,8 +180,9 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the first slice of every operator alone")
     parser.add_argument("--minutes", type=float, default=8.5, help="in all; what does not fit is not measured")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: interpreted, tiny")
+    parser.add_argument("--operators", nargs="+", choices=tuple(MAKERS), default=tuple(MAKERS), help="all by default")
     arguments = parser.parse_args(command)
-    order = Order(arguments.device, arguments.quick)
+    order = Order(arguments.device, arguments.quick, tuple(arguments.operators))
     if order.device == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU is here; --device cpu runs tiny shapes in Triton's interpreter")
     desk = Desk(order)

@@ -33,7 +33,9 @@ class Worker:
     def __init__(self, make: Callable[..., Answerer], arguments: tuple[Any, ...]) -> None:
         context = multiprocessing.get_context("spawn")
         self._end, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, make, arguments)
+        )  # no daemon: compilers have children
         self._process.start()
         theirs.close()
         self._farewell_seconds = FAREWELL_SECONDS
