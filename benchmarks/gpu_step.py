@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +145,10 @@ def run_model(jobs: Sequence[Job], at_once: int, effort: Effort, budget: Budget)
 
 
 def make_jobs(sizes: Sizes, arguments: argparse.Namespace, scale: Scale) -> list[Job]:
-    """One a contender."""
+    """One a contender; DeepSpeed where it is installed."""
     names = QUICK if arguments.quick and not arguments.contenders else arguments.contenders
-    chosen = [one for one in CONTENDERS if not names or one.name in names]
+    absent = ["deepspeed"] if find_spec("deepspeed") is None else []
+    chosen = [one for one in CONTENDERS if one.kind not in absent and (not names or one.name in names)]
     return [Job(one, sizes, arguments.device, scale.micro, arguments.accumulation) for one in chosen]
 
 

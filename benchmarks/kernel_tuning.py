@@ -58,10 +58,9 @@ def _first(operator: str) -> Case:
 
 def tune_product(sizes: tuple[int, int, int], bench: Bench) -> dict[str, Any]:
     """TFLOP/s of every shipped tile, and of torch's product, in the layouts of forward (ab') and backward (ab, a'b)."""
+    from engine.kernels.gpu.launch import capability, processors
     from engine.kernels.gpu.linear import Follows, multiply
     from engine.kernels.gpu.tiles import choose_tile, tiles_for
-
-    from engine.kernels.gpu.launch import capability, processors
 
     rows, columns, depth = sizes
     tiles = tiles_for(2, False, capability(bench.device))

@@ -15,13 +15,14 @@ from benchmarks import kernels
 from benchmarks.budget import Budget
 from benchmarks.kernel_cases import Case, Cost, Slice, Target, llama
 from benchmarks.kernel_checks import check_case
-from benchmarks.kernel_clock import WallClock
+from benchmarks.kernel_clock import EventClock, WallClock
 from benchmarks.kernel_desk import make_desk
 from benchmarks.kernel_lineup import MAKERS, TINY, Order, checked, measured
 from benchmarks.kernel_report import Verdict, failures, judge, losses, share, table
 from benchmarks.kernel_trial import EAGER, REFERENCE, TRITON, Bench, BrokenDeviceError, Effort, measure_case
 from benchmarks.kernel_winners import Speedup, propose_winners, speedups, winners_json
 from engine.kernels.choice import Winner, find_winner, read_winners, shipped_winners
+from engine.kernels.gpu.tiles import tiles_for
 from tests.kernels.interpreter import repair
 
 CPU = torch.device("cpu")
@@ -263,6 +264,39 @@ def test_tasks_answer_with_their_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer("measure", name, 1.0, {}) == {"broken": "triton"}
 
 
+def test_tuning_tells_what_won() -> None:
+    answer = make_desk(Order("cpu"))
+    product = answer("tune", "product square")
+    shipped = {f"{tile.rows}x{tile.columns}x{tile.depth}" for tile in tiles_for(2, False, (9, 0))}
+    for found in product["layouts"].values():
+        assert set(found["tflops"]) == shipped | {"torch"} and found["won"] in shipped
+    warps = answer("tune", "warps activation")
+    assert set(warps["milliseconds_by_factor"]) == {"0.5", "1.0", "2.0"}
+    assert set(warps["won"]) == {"forward", "backward"}
+
+
+def test_a_gpu_is_timed_by_events_after_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("event")
+
+        def elapsed_time(self, end: "Event") -> float:
+            assert done[-1] == "wait"  # nobody waits between samples
+            return 2.0
+
+    monkeypatch.setattr("benchmarks.kernel_clock.FLUSH_BYTES", 4)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))
+    seconds = EventClock(CPU).sample(lambda: done.append("prepare"), lambda: done.append("work"), 2)
+    assert seconds == [2e-3, 2e-3]
+    assert done == [*["prepare", "event", "work", "event"] * 2, "wait"]
+
+
 class Inline:
     """A worker without a process."""
 
@@ -280,7 +314,7 @@ def test_a_tiny_run_writes_table_figures_and_winners(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kernels, "Worker", Inline)
-    operators = ["linear", "squared_norm"]
+    operators = ["activation", "squared_norm"]
     assert kernels.main(["--device", "cpu", "--out", str(tmp_path), "--operators", *operators]) == 0
     figures = json.loads((tmp_path / "kernels.json").read_text())
     assert {"about", "checks", "tuned", "rates", "cases", "clocks_after", "seconds", "verdicts"} == set(figures)
@@ -288,7 +322,7 @@ def test_a_tiny_run_writes_table_figures_and_winners(
     assert {(one["operator"], one["dtype"], one["passed"]) for one in figures["checks"]} == {
         (operator, dtype, True) for operator in operators for dtype in ("bfloat16", "float16", "float32")
     }
-    assert figures["tuned"]["product square"]["layouts"]["ab'"]["won"]
+    assert set(figures["tuned"]) == {"warps activation"}
     for case in measured(Order("cpu", operators=tuple(operators))):
         own = figures["cases"][case.name]
         assert own["contenders"][TRITON]["seconds"]["both"] > 0 and own["accuracy"]["holds"]
@@ -296,7 +330,7 @@ def test_a_tiny_run_writes_table_figures_and_winners(
     text = (tmp_path / "kernels.md").read_text()
     assert "says anything about speed" in text and text == capsys.readouterr().out[: len(text)]
     rows = read_winners((tmp_path / "winners.json").read_text())
-    assert {row.operator for row in rows if row.device == "cpu"} == {"linear", "linear_backward", "squared_norm"}
+    assert {row.operator for row in rows if row.device == "cpu"} == {"activation", "squared_norm"}
     assert set(shipped_winners()) <= set(rows)
 
 
