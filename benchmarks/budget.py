@@ -1,0 +1,31 @@
+"""Wall time that a command may take, in all and for each of its parts."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Seconds from now on."""
+
+    seconds: float
+    clock: Callable[[], float] = time.monotonic
+    start: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", self.clock())
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the start."""
+        return self.clock() - self.start
+
+    @property
+    def left(self) -> float:
+        """Seconds to the end; never negative."""
+        return max(0.0, self.seconds - self.spent)
+
+    def part(self, seconds: float) -> "Budget":
+        """So many seconds of it, or what is left."""
+        return Budget(min(seconds, self.left), self.clock)

@@ -1,0 +1,106 @@
+"""A process that answers requests one at a time and may fail, hang or die without taking the command with it.
+
+    with Worker(make, arguments) as worker:         make(*arguments) runs in the process and gives what answers
+        worker.ask(("measure", 3), seconds=90)
+
+An error inside comes back as ``WorkerError`` with its last line, and the process goes on; after one that it cannot
+go on from (``WorkerError.ended``) a new one has to be started.
+"""
+
+import multiprocessing
+import pickle
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+Answerer = Callable[..., Any]
+FAREWELL_SECONDS = 5.0
+
+
+class WorkerError(Exception):
+    """A request failed; ``ended``: the process is gone."""
+
+    def __init__(self, message: str, ended: bool = False, trace: str = "") -> None:
+        super().__init__(message)
+        self.ended = ended
+        self.trace = trace
+
+
+class Worker:
+    """``make(*arguments)`` in a process of its own; its result is called with what ``ask`` is given."""
+
+    def __init__(self, make: Callable[..., Answerer], arguments: tuple[Any, ...]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._end, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, make, arguments)
+        )  # no daemon: compilers have children
+        self._process.start()
+        theirs.close()
+        self._farewell_seconds = FAREWELL_SECONDS
+
+    def post(self, request: tuple[Any, ...]) -> None:
+        """Ask without waiting for the answer, which ``receive`` gives."""
+        try:
+            self._end.send(request)
+        except OSError:
+            raise WorkerError("the process died before it was asked", ended=True) from None
+
+    def receive(self, seconds: float) -> Any:
+        """The answer to the oldest open request.
+
+        Raises:
+            WorkerError: it raised, died, or did not answer in time; in the last two cases it is ended.
+        """
+        if not self._end.poll(max(seconds, 0.0)):
+            self._farewell_seconds = 0.0
+            self.close()
+            raise WorkerError(f"no answer within {seconds:.0f} s", ended=True)
+        try:
+            ok, answer = pickle.loads(self._end.recv_bytes())
+        except (EOFError, OSError):
+            self._process.join()
+            raise WorkerError(f"the process died, exit code {self._process.exitcode}", ended=True) from None
+        if not ok:
+            raise WorkerError(answer[0], trace=answer[1])
+        return answer
+
+    def ask(self, request: tuple[Any, ...], seconds: float) -> Any:
+        """``post`` and ``receive``."""
+        self.post(request)
+        return self.receive(seconds)
+
+    def close(self) -> None:
+        """End the process: it goes when nobody asks any more, and is killed when it does not."""
+        self._end.close()
+        self._process.join(self._farewell_seconds)
+        self._process.kill()
+        self._process.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _serve(end: Connection, make: Callable[..., Answerer], arguments: tuple[Any, ...]) -> None:
+    answerer: Answerer | None = None
+    while True:
+        try:
+            request = end.recv()
+        except EOFError:
+            return
+        try:
+            answerer = answerer or make(*arguments)
+            answer = True, answerer(*request)
+        except Exception as error:
+            answer = False, (last_line(error), traceback.format_exc())
+        end.send_bytes(pickle.dumps(answer))
+
+
+def last_line(error: BaseException) -> str:
+    """An error in one line."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:400]

@@ -1,0 +1,27 @@
+"""Every kernel as a GPU compiles it, at sizes that several programs share; run by hand: pytest -m gpu tests/kernels.
+
+What is compared is what ``benchmarks.kernels`` checks before it measures, here on more shapes and forms.
+"""
+
+import pytest
+import torch
+
+from benchmarks.kernel_cases import Case
+from benchmarks.kernel_checks import check_case
+from benchmarks.kernel_lineup import DTYPES, MAKERS, checked
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # compilers warn of themselves
+
+CASES = [case for dtype in DTYPES for operator in MAKERS for case in checked(operator, dtype, "all")]
+
+
+@pytest.fixture(autouse=True)
+def exact_matmul() -> None:
+    """TF32 would spoil what is compared with."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_error_is_at_most_twice_eager_torchs_and_bits_come_twice(case: Case) -> None:
+    found = check_case(case, torch.device("cuda"))
+    assert found["passed"], found
