@@ -142,6 +142,8 @@ def _enter(end: Connection, env: dict[str, str], function: Callable[..., None], 
     import torch
 
     torch.set_num_threads(1)
+    # a shell lets what it starts in the background, pytest too, ignore Ctrl-C, and children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     line = Line(end)
     try:
         function(line, *arguments)

@@ -1,7 +1,7 @@
 """Run a function on several gloo ranks of this machine, in well under two seconds.
 
-Processes are forked from a server that has imported torch but has no threads, so that a rank starts
-without importing it again. Ranks meet in a file, not at a port. The first failing rank's traceback
+Processes are forked from a server that has imported torch and the engine but has no threads, so that a rank starts
+without importing them again. Ranks meet in a file, not at a port. The first failing rank's traceback
 is raised; ranks that do not end are named and killed.
 """
 
@@ -16,27 +16,47 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
-# Never the engine or triton: they must see the environment that the test sets.
+ROOT = Path(__file__).parents[1]
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.device_mesh", "transformers")
-# The first optimizer and the first Hugging Face model of a process import these, a second and more of CPU time in
-# every rank; but they import triton where it is installed.
+# The first optimizer and the first Hugging Face model of a process import these, more than two seconds of CPU time in
+# every rank; they import triton where it is installed, and a GPU must not be touched before the fork.
 MODELS = ("gemma2", "gpt2", "llama", "qwen2", "qwen3", "stablelm", "t5")
 LATER = ("torch._dynamo", "pytest", *(f"transformers.models.{name}.modeling_{name}" for name in MODELS))
+# Another half second a rank. It sees the environment of its rank all the same: its modules read none when they are
+# imported (test_architecture.py).
+ENGINE = ("engine.engine", "engine.verify")
+GRACE_SECONDS = 2.0
+"""How long the others have to tell of it when a rank has failed."""
 
 
 class RankError(Exception):
     """A rank raised, died or did not end."""
 
 
+class _Answer(NamedTuple):
+    """What a rank has to say at its end."""
+
+    ok: bool
+    value: Any
+    """The result, or a traceback."""
+    at: float
+    """When, on the clock of this machine; 0 for a rank that died without a word, which the others only hear of."""
+
+
 def start_server() -> None:
-    """Choose what the fork server imports; it starts with the first ranks."""
+    """Choose what the fork server imports, and let it begin."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    preload = PRELOAD if find_spec("triton") else PRELOAD + LATER
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    here = Path.cwd() == ROOT  # the server searches its folder first; from another one it may find another engine
+    more = LATER + ENGINE if here else LATER
+    preload = PRELOAD + more if interpreted or not find_spec("triton") else PRELOAD
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+    ensure_running()
 
 
 def run_ranks(
@@ -74,29 +94,33 @@ def run_ranks(
 
 
 def _collect(ends: list[Connection], processes: list[ForkServerProcess], seconds: float) -> list[Any]:
-    results: dict[int, Any] = {}
+    answers: dict[int, _Answer] = {}
     deadline = time.monotonic() + seconds
-    while len(results) < len(ends):
-        waiting = {end: rank for rank, end in enumerate(ends) if rank not in results}
-        ready = wait(list(waiting), timeout=deadline - time.monotonic())
+    while len(answers) < len(ends):
+        waiting = {end: rank for rank, end in enumerate(ends) if rank not in answers}
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankError(f"ranks {sorted(waiting.values())} did not end within {seconds} s")
+            break
         for end in ready:
             rank = waiting[end]  # type: ignore[index]
-            ok, value = _receive(end, processes[rank])  # type: ignore[arg-type]
-            if not ok:
-                raise RankError(f"rank {rank} failed:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(ends))]
+            answers[rank] = _receive(end, processes[rank])  # type: ignore[arg-type]
+            if not answers[rank].ok:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    failed = [rank for rank, answer in answers.items() if not answer.ok]
+    if failed:
+        first = min(failed, key=lambda rank: answers[rank].at)
+        raise RankError(f"rank {first} failed:\n{answers[first].value}")
+    if late := [rank for rank in range(len(ends)) if rank not in answers]:
+        raise RankError(f"ranks {late} did not end within {seconds} s")
+    return [answers[rank].value for rank in range(len(ends))]
 
 
-def _receive(end: Connection, process: ForkServerProcess) -> tuple[bool, Any]:
+def _receive(end: Connection, process: ForkServerProcess) -> _Answer:
     try:
-        ok, value = pickle.loads(end.recv_bytes())
-        return ok, value
+        return _Answer(*pickle.loads(end.recv_bytes()))
     except EOFError:
         process.join()
-        return False, f"it died with exit code {process.exitcode}"
+        return _Answer(False, f"it died with exit code {process.exitcode}", 0.0)
 
 
 def _enter(
@@ -113,10 +137,10 @@ def _enter(
     warnings.filterwarnings("error", module=r"engine\.")
     try:
         dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size)
-        message = (True, function(*args))
+        answer = _Answer(True, function(*args), time.monotonic())
         dist.barrier()
     except BaseException:
-        message = (False, traceback.format_exc())
-    end.send_bytes(pickle.dumps(message))
+        answer = _Answer(False, traceback.format_exc(), time.monotonic())
+    end.send_bytes(pickle.dumps(tuple(answer)))
     end.close()
     os._exit(0)  # the result is out; interpreter shutdown would only cost time

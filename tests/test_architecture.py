@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -127,6 +127,27 @@ def test_no_forbidden_names() -> None:
     words = {"util", "utils", "helper", "helpers", "manager", "common", "misc"}
     for path in product_files():
         assert not words & set(path.stem.lower().split("_")), name_of(path)
+
+
+def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """What of ``node`` an import evaluates: of functions only decorators and defaults."""
+    yield node
+    children: Iterable[ast.AST | None] = ast.iter_child_nodes(node)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        children = (*node.decorator_list, *node.args.defaults, *node.args.kw_defaults)
+    elif isinstance(node, ast.Lambda):
+        children = (*node.args.defaults, *node.args.kw_defaults)
+    for child in children:
+        if child is not None:
+            yield from run_at_import(child)
+
+
+@pytest.mark.parametrize("path", product_files(), ids=name_of)
+def test_imports_do_not_read_the_environment(path: Path) -> None:
+    """Whoever imports the engine early, as the tests' fork server does, gets the same engine."""
+    for node in run_at_import(ast.parse(path.read_text(encoding="utf-8"))):
+        word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        assert word not in ("environ", "getenv"), f"{name_of(path)} reads the environment when it is imported"
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)

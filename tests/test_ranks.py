@@ -1,15 +1,18 @@
 """The test ground itself: ranks start fast, failures and hangs are named."""
 
 import os
+import pickle
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError
+from tests.ranks import RankError, _collect
 
 RunRanks = Callable[..., list[Any]]
 
@@ -40,6 +43,14 @@ def die_on_zero() -> None:
         os._exit(7)
 
 
+def part_then_die_on_zero() -> None:
+    """The others hear that rank 0 is gone some time before it is."""
+    if dist.get_rank() == 0:
+        dist.destroy_process_group()
+        time.sleep(0.5)
+        os._exit(7)
+
+
 def test_results_come_by_rank_and_the_environment_arrives(run_ranks: RunRanks) -> None:
     results = run_ranks(who, 4, "hello", env={"TRINE_TEST": "set"})
     assert results == [(rank, 6, "hello", "set") for rank in range(4)]
@@ -61,3 +72,16 @@ def test_a_hang_names_the_ranks_that_do_not_end(run_ranks: RunRanks) -> None:
 def test_a_rank_that_dies_is_named_with_its_exit_code(run_ranks: RunRanks) -> None:
     with pytest.raises(RankError, match="rank 0 failed:\nit died with exit code 7"):
         run_ranks(die_on_zero, 2)
+
+
+def test_it_is_named_though_another_tells_of_it_first(run_ranks: RunRanks) -> None:
+    with pytest.raises(RankError, match="rank 0 failed:\nit died with exit code 7"):
+        run_ranks(part_then_die_on_zero, 2)
+
+
+def test_of_two_failures_the_earlier_is_raised() -> None:
+    lines = [Pipe(duplex=False) for _ in range(3)]
+    for (_, theirs), answer in zip(lines, [(False, "gone", 3.0), (True, 5, 1.0), (False, "cause", 2.0)], strict=True):
+        theirs.send_bytes(pickle.dumps(answer))
+    with pytest.raises(RankError, match="rank 2 failed:\ncause"):
+        _collect([ours for ours, _ in lines], [Mock()] * 3, seconds=5.0)
