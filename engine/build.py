@@ -15,7 +15,7 @@ from engine.config import Bf16Config, Config, OptimizerConfig
 from engine.copies import CopiesCheck
 from engine.errors import ConfigError, PlanError
 from engine.first_use import FirstUse
-from engine.forwards import Forwards, leave_out
+from engine.forwards import Forwards, delay_heads, leave_out
 from engine.full_state import FullState, state_entries
 from engine.islands import Islands
 from engine.kernels.choice import Kernels
@@ -206,6 +206,7 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     removals = [stage.close] if stage else []
     removals += [*released, recomputation.remove, islands.remove, streams.remove, reducer.remove]
     removals += [waiting.remove] if waiting else []
+    removals += delay_heads(model, request.forwards.heads, axis)
     if config.compile and plan.tensor is not None:
         removals += leave_out(model, plan.tensor.layers)
     removals.append(request.forwards.remove)

@@ -10,11 +10,17 @@ from functools import partial
 import torch
 from torch import nn
 
+from engine.budget import shards_parameters
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.kernels.choice import Kernels, runs_triton
+from engine.parallel.pipeline.absent import is_expanded
 from engine.parallel.pipeline.units import find_units
+from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.tensor.late_head import install_late_head
+from engine.parallel.tensor.vocabulary import HeadLayer
 from engine.recognition.forwards import put_on
+from engine.recognition.heads import find_heads
 from engine.recognition.recognise import Replacement, recognise
 
 
@@ -25,6 +31,8 @@ class Forwards:
     kernels: Kernels = field(default_factory=lambda: Kernels("reference"))
     replacements: tuple[Replacement, ...] = ()
     undo: tuple[Callable[[], None], ...] = ()
+    heads: tuple[str, ...] = ()
+    """Layers whose logits are to wait for the loss."""
 
     def remove(self) -> None:
         """Give every module its own forward again."""
@@ -53,7 +61,22 @@ def change_forwards(model: nn.Module, config: Config, device: torch.device) -> F
     found = recognise(model, kernels) if kernels.replaces(device) else ()
     undo = [put_on() for _, put_on in found]
     replacements = tuple(replacement for replacement, _ in found)
-    return Forwards(kernels, replacements, (*undo, *(_compile(model) if config.compile else ())))
+    # at ZeRO 3 the weights have gone when the loss is computed
+    heads = tuple(find_heads(model)) if kernels.replaces(device) and not shards_parameters(config) else ()
+    late = tuple(Replacement(name, "loss", "logits in chunks of tokens, never all") for name in heads)
+    undo += _compile(model) if config.compile else []
+    return Forwards(kernels, (*replacements, *late), tuple(undo), heads)
+
+
+def delay_heads(model: nn.Module, heads: Iterable[str], axis: TensorAxis) -> list[Callable[[], None]]:
+    """Let the logits of ``heads`` wait for their loss, where the head is here, and whole or cut as a head."""
+    modules = [module for module in map(model.get_submodule, heads) if isinstance(module, nn.Linear)]
+    here = [module for module in modules if not is_expanded(module.weight)]
+    return [
+        install_late_head(module, axis, axis.kernels)
+        for module in here
+        if axis.size == 1 or isinstance(module, HeadLayer)
+    ]
 
 
 def leave_out(model: nn.Module, names: Iterable[str]) -> list[Callable[[], None]]:

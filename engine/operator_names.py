@@ -13,7 +13,7 @@ from engine.config_rules import RefusedError, Text
 
 KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "matmul": ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", "aten._grouped_mm"),
+        "matmul": ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", "aten._grouped_mm", "trine.linear", "trine.library_linear"),
         "attention": (
             "aten._scaled_dot_product_flash_attention",
             "aten._scaled_dot_product_flash_attention_for_cpu",
@@ -27,6 +27,8 @@ KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "aten.native_layer_norm",
             "aten.native_group_norm",
             "aten._fused_rms_norm",
+            "trine.norm",
+            "trine.add_norm",
         ),
         "softmax": ("aten._softmax",),
         "dropout": ("aten.native_dropout",),

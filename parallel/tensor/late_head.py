@@ -10,8 +10,7 @@ the same labels.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from engine.parallel.tensor.product import is_conv1d
 from engine.parallel.tensor.sharded_logits import ShardedLogits
 from engine.parallel.tensor.views.view import View
 from engine.parallel.tensor.vocabulary import HeadLayer
-from engine.parallel.tensor.waiting import Weights, product_of
+from engine.parallel.tensor.waiting import product_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,6 @@ class _Late:
 
     vocabulary: Vocabulary
     kernels: Kernels
-    weights: Weights = field(default_factory=Weights)
 
 
 class LateHead(nn.Module):
@@ -58,7 +56,7 @@ class LateHead(nn.Module):
         hidden = Slice(
             x_D, late.vocabulary, x_D.dim() - 1, product=LateProduct(weight_WD, bias_W, x_D.dtype, late.kernels)
         )
-        return ShardedLogits.late(hidden, product_of(hidden, late.weights))
+        return ShardedLogits.late(hidden, product_of(hidden, weight))
 
 
 class LateLinear(LateHead, nn.Linear):
@@ -75,8 +73,8 @@ def install_late_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels) -> 
     The caller must know:
         - Weights are read when the loss is computed, after the module has returned. Where they are gone by then, or
           replaced (ZeRO 3 gathers them for the module's forward only), a head must not be late.
-        - Call :func:`weights_changed` after each update of the weights: logits that nobody has looked at by then
-          cannot be had any more, and say so.
+        - Logits that nobody has looked at when the weights are updated cannot be had any more, and say so. The
+          version of the parameter tells, so who writes past autograd must increment it.
         - Gradients of the weight come from the loss's backward, not from the module's: hooks on the module's backward
           do not see them; hooks on parameters do.
         - What is no training (no gradients, a dry axis, the meta device, a function mode as in probes, compilation)
@@ -101,13 +99,6 @@ def install_late_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels) -> 
         object.__delattr__(module, "tensor_late")
 
     return undo
-
-
-def weights_changed(module: nn.Module) -> None:
-    """Logits of this late head that wait still must wait for ever."""
-    late: Any = getattr(module, "tensor_late", None)
-    if late is not None:
-        late.weights.changes += 1
 
 
 def _can_wait(x: Tensor, weight: Tensor, axis: TensorAxis) -> bool:

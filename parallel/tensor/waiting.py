@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from engine.errors import EngineError
@@ -37,24 +38,19 @@ class Waiting:
     source: Source | None = None
 
 
-class Weights:
-    """Counts the changes of a head's weights."""
-
-    def __init__(self) -> None:
-        self.changes = 0
-
-
-def product_of(hidden: Slice, weights: Weights) -> Callable[[], Slice]:
+def product_of(hidden: Slice, weight: Tensor) -> Callable[[], Slice]:
     """Computes the logits of ``hidden``, with gradients; under no autocast, which has been done to its tensors.
+
+    ``weight``: the parameter, whose version tells whether it has been updated.
 
     Raises:
         EngineError: the weights have changed since.
     """
-    product, before = hidden.product, weights.changes
+    product, before = hidden.product, weight._version
     assert product is not None
 
     def compute() -> Slice:
-        if weights.changes != before:
+        if weight._version != before:
             raise EngineError(
                 "logits were looked at for the first time after the weights of their step had been updated, and they "
                 "are computed when they are looked at: look before the step, or keep output.logits.clone()."
