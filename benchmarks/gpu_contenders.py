@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_models import Sizes, loss_of, make_batch, make_model, mean_loss
+from benchmarks.interpreted import interpret
 from engine.metrics import peak_memory
 
 LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -172,6 +173,8 @@ def make_runner(job: Job) -> Callable[..., Any]:
     """The process of a contender: ("start",) builds, ("steps", n) trains and tells time, losses and peak memory."""
     if job.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or the engine would take the GPU
+        if job.contender.kernels == "triton":
+            interpret()
     device = torch.device(job.device)
     started = time.perf_counter()
     trainer = _KINDS[job.contender.kind](job, device)

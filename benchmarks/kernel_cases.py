@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from benchmarks.kernel_errors import Operator
 from engine.kernels.choice import Kernels
-from tests.kernels.error import Operator
 
 TOKENS = 8192
 """Of a microbatch: two sequences of 4096."""

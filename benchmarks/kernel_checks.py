@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_cases import Case, short
+from benchmarks.kernel_errors import deviations, results
 from benchmarks.kernel_lineup import Scale, checked
 from engine.kernels.choice import Kernels
-from tests.kernels.error import deviations, results
 
 
 def check_case(case: Case, device: torch.device) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Seconds of a piece of work: events on a GPU, whose L2 is flushed before each; the wall clock on a CPU."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -7,7 +8,10 @@ from typing import Protocol
 import torch
 
 FLUSH_BYTES = 512 << 20
-"""Written before each sample: several times any L2, and long enough that the host is ahead of the GPU again."""
+"""Written before each sample: several times any L2."""
+FIRST_HOST_SECONDS = 1e-3
+"""What the host is taken to need for a piece of work that it has not seen."""
+AHEAD, LONGEST_SECONDS = 1.5, 3e-3
 
 Work = Callable[[], object]
 
@@ -34,25 +38,44 @@ class WallClock:
 
 
 class EventClock:
-    """For what runs on a GPU. All samples are queued before the host waits, so that none contains the host's delays."""
+    """For what runs on a GPU. Writes over the L2 keep the GPU busy while the host prepares a piece of work, so that
+    the time between the events has none of the host's delays; the host waits after all samples."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+        self._flush.zero_()
+        start, end = _event(), _event()
+        start.record()
+        self._flush.zero_()
+        end.record()
+        torch.cuda.synchronize(device)
+        self._flush_seconds = start.elapsed_time(end) * 1e-3
 
     def sample(self, prepare: Work, work: Work, count: int) -> list[float]:
         """As the protocol says."""
-        pairs = []
+        pairs, host = [], FIRST_HOST_SECONDS
         for _ in range(count):
             prepare()
-            self._flush.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            for _ in range(self._writes(host)):
+                self._flush.zero_()
+            start, end = _event(), _event()
             start.record()
+            before = time.perf_counter()
             work()
+            host = time.perf_counter() - before
             end.record()
             pairs.append((start, end))
         torch.cuda.synchronize(self._device)
         return [start.elapsed_time(end) * 1e-3 for start, end in pairs]
+
+    def _writes(self, host: float) -> int:
+        """As many as last longer than the host took for the work before."""
+        return max(1, math.ceil(min(AHEAD * host, LONGEST_SECONDS) / max(self._flush_seconds, 1e-6)))
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def make_clock(device: torch.device) -> Clock:

@@ -1,12 +1,12 @@
 """The process that works on the device for ``benchmarks.kernels``: one task after the other, answers in plain data."""
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks.interpreted import interpret
 from benchmarks.kernel_checks import check_operator
 from benchmarks.kernel_clock import make_clock
 from benchmarks.kernel_lineup import Order, Scale, measured
@@ -21,7 +21,7 @@ TINY_EFFORT = Effort(rounds=2, samples=1)
 def make_desk(order: Order) -> Callable[..., Any]:
     """(task, arguments) -> answer; answers that hold "broken" come from a device that only a new process revives."""
     if order.tiny:
-        _interpret()
+        interpret()
     device = torch.device(order.device)
     bench = Bench(device, make_clock(device), TINY_EFFORT if order.tiny else Effort())
     scale: Scale = "tiny" if order.tiny else "some"
@@ -59,11 +59,3 @@ def _measure(order: Order, bench: Bench, name: str, seconds: float, without: Map
         found["accuracy"] = {"failed": last_line(error)}
     settle(bench.device, "accuracy")
     return found
-
-
-def _interpret() -> None:
-    """Kernels run in Triton's interpreter, with bf16 put right; no kernel has been defined yet."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    from tests.kernels.interpreter import repair
-
-    repair()

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_cases import Case, Cost, Inputs, Slice, Target, random
+from benchmarks.kernel_errors import Operator
 from engine.kernels.choice import Kernels
 from engine.kernels.optimizer_update import AdamRule, adam_
-from tests.kernels.error import Operator
 
 RULE = AdamRule(3e-4, (0.9, 0.95), 1e-8, 0.1, decoupled=True)
 FACTOR = 0.5

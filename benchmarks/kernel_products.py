@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernel_cases import Case, Cost, Inputs, Slice, Target, random
+from benchmarks.kernel_errors import Operator
 from engine.kernels.activations import ACTIVATIONS, Activation
 from engine.kernels.choice import Kernels
-from tests.kernels.error import Operator
 
 CUBLAS = "cuBLAS"
 PUBLISHED = "8192^3"

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernel_cases import Case, Cost, Inputs, Slice, Target, random
+from benchmarks.kernel_errors import Operator
 from engine.kernels.activations import Activation
 from engine.kernels.choice import Kernels
-from tests.kernels.error import Operator
 
 EPS = 1e-5
 BEATS_TORCH_UP_TO = 4096

@@ -16,9 +16,9 @@ from torch import Tensor
 from benchmarks.budget import Budget
 from benchmarks.kernel_cases import Case, Inputs
 from benchmarks.kernel_clock import Clock
+from benchmarks.kernel_errors import Operator, deviations
 from benchmarks.worker import last_line
 from engine.kernels.choice import Kernels
-from tests.kernels.error import Operator, deviations
 
 TRITON, REFERENCE, EAGER, COMPILED = "triton", "reference", "eager", "torch.compile"
 CHECKED_ROWS = 64

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_cases import Case, Cost, Inputs, Slice, Target, random
+from benchmarks.kernel_errors import Operator
 from engine.kernels.choice import Kernels
-from tests.kernels.error import Operator
 
 BASE = 500000.0
 """Of the wave lengths, as Llama 3 has it."""

@@ -31,9 +31,9 @@ from engine.kernels.choice import shipped_winners
 
 START_SECONDS = 90.0
 """A process may take this long to import and to find the GPU."""
-SHARES = {"check": 0.3, "tune": 0.15}
+SHARES = {"check": 0.35, "tune": 0.15}
 """Of the time, at most; the measurements have the rest."""
-PATIENCE = {"check": 60.0, "tune": 45.0, "measure": 90.0, "rates": 60.0}
+PATIENCE = {"check": 90.0, "tune": 45.0, "measure": 90.0, "rates": 60.0}
 """Seconds for one task."""
 SAMPLING_SECONDS = 20.0
 """For one case; one that is slower gives fewer samples."""

@@ -1,6 +1,7 @@
 """The benchmark of kernels: its formulas, verdicts and winners, its patience with what fails, and a tiny run."""
 
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -289,12 +290,23 @@ def test_a_gpu_is_timed_by_events_after_a_flush(monkeypatch: pytest.MonkeyPatch)
             assert done[-1] == "wait"  # nobody waits between samples
             return 2.0
 
+    writes: list[int] = []
     monkeypatch.setattr("benchmarks.kernel_clock.FLUSH_BYTES", 4)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))
-    seconds = EventClock(CPU).sample(lambda: done.append("prepare"), lambda: done.append("work"), 2)
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda flush: writes.append(1))
+    clock = EventClock(CPU)  # a write lasts 2 ms
+    done.clear()
+    writes.clear()
+
+    def work() -> None:
+        time.sleep(0.01)
+        done.append("work")
+
+    seconds = clock.sample(lambda: done.append("prepare"), work, 2)
     assert seconds == [2e-3, 2e-3]
     assert done == [*["prepare", "event", "work", "event"] * 2, "wait"]
+    assert len(writes) == 1 + 2  # for 1.5 ms, what is not known; then for 3 ms, the longest
 
 
 class Inline:

@@ -1,78 +1,13 @@
-"""How far an operator is from the truth: against float64, and against what eager torch loses in the same dtype."""
+"""How far an operator may be from the truth."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-_ULP = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-
-Operator = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Deviation:
-    """Of one output or gradient: root mean square differences from float64 on the same inputs and gradients."""
-
-    error: float
-    eager: float
-    """What eager torch errs in the same dtype."""
-    scale: float
-    """Root mean square of the true result."""
-    ulp: float
-    """One unit in the last place, relative."""
-
-    @property
-    def allowed(self) -> float:
-        """Twice eager's; one unit in the last place where eager torch happens to be exact."""
-        return max(2 * self.eager, self.ulp * self.scale)
-
-    @property
-    def holds(self) -> bool:
-        """Whether the error is allowed; what is not a number is not."""
-        return self.error <= self.allowed
-
-
-def results(operator: Operator, inputs: Sequence[Tensor], narrow: torch.dtype | None = None) -> list[Tensor]:
-    """Outputs of ``operator`` and the gradients of its floating inputs, for random gradients of the outputs.
-
-    Outputs alone where none has a gradient. ``narrow``: the dtype that the gradients of the outputs are rounded to
-    first, so that runs in several dtypes get equal ones.
-    """
-    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    given = operator(*leaves)
-    every = list(given) if isinstance(given, tuple) else [given]
-    outputs = [out for out in every if out.requires_grad]
-    if not outputs:
-        return every
-    generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn(out.shape, generator=generator).to(narrow or out.dtype).to(out) for out in outputs]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    found = torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
-    return [*(out.detach() for out in outputs), *(g for g in found if g is not None)]
-
-
-def deviations(ours: Operator, eager: Operator, inputs: Sequence[Tensor]) -> list[Deviation]:
-    """How far every result of ``ours`` and of ``eager`` is from ``eager`` in float64."""
-    narrow = next(x.dtype for x in inputs if x.is_floating_point())
-    truth = results(eager, [x.double() if x.is_floating_point() else x for x in inputs], narrow)
-    mine, its = results(ours, inputs, narrow), results(eager, inputs, narrow)
-    assert len(truth) == len(mine) == len(its)
-    found = []
-    for number, (true, own, eagers) in enumerate(zip(truth, mine, its, strict=True)):
-        assert own.shape == true.shape and own.dtype == eagers.dtype, number
-        error, eager_error = _rms(own.double() - true), _rms(eagers.double() - true)
-        found.append(Deviation(error, eager_error, _rms(true), _ULP[own.dtype]))
-    return found
+from benchmarks.kernel_errors import Operator, deviations
 
 
 def check_error(ours: Operator, eager: Operator, inputs: Sequence[Tensor]) -> None:
     """Assert that each output and gradient of ``ours`` errs at most twice as much as ``eager`` in the same dtype."""
     for number, one in enumerate(deviations(ours, eager, inputs)):
         assert one.holds, f"result {number}: error {one.error:.3g}, allowed {one.allowed:.3g}"
-
-
-def _rms(x: Tensor) -> float:
-    return float(x.square().mean().sqrt()) if x.numel() else 0.0
