@@ -71,7 +71,7 @@ class EventClock:
 
     def _writes(self, host: float) -> int:
         """As many as last longer than the host took for the work before."""
-        return max(1, math.ceil(min(AHEAD * host, LONGEST_SECONDS) / max(self._flush_seconds, 1e-6)))
+        return int(max(1, math.ceil(min(AHEAD * host, LONGEST_SECONDS) / max(self._flush_seconds, 1e-6))))
 
 
 def _event() -> torch.cuda.Event:

@@ -15,7 +15,7 @@ from engine.config import Bf16Config, Config, OptimizerConfig
 from engine.copies import CopiesCheck
 from engine.errors import ConfigError, PlanError
 from engine.first_use import FirstUse
-from engine.forwards import Forwards, delay_heads, leave_out
+from engine.forwards import Forwards, agree_on_kernels, delay_heads, leave_out
 from engine.full_state import FullState, state_entries
 from engine.islands import Islands
 from engine.kernels.choice import Kernels
@@ -177,6 +177,7 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     entries = state_entries(model)
     axis = TensorAxis(comm)
     axis.kernels = request.forwards.kernels
+    agree_on_kernels(axis.kernels, comm, device)
     if plan.gather_groups is not None:
         comm.open_gathers()
     with all_or_none(comm, device):

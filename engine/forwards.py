@@ -10,10 +10,12 @@ from functools import partial
 import torch
 from torch import nn
 
+from engine.agreement import all_or_none, from_first
 from engine.budget import shards_parameters
 from engine.config import Config
 from engine.errors import ConfigError
-from engine.kernels.choice import Kernels, runs_triton
+from engine.kernels.choice import Kernels, card_of, runs_triton
+from engine.parallel.comm import Comm
 from engine.parallel.pipeline.absent import is_expanded
 from engine.parallel.pipeline.units import find_units
 from engine.parallel.tensor.axis import TensorAxis
@@ -66,6 +68,27 @@ def change_forwards(model: nn.Module, config: Config, device: torch.device) -> F
     late = tuple(Replacement(name, "loss", "logits in chunks of tokens, never all") for name in heads)
     undo += _compile(model) if config.compile else []
     return Forwards(kernels, (*replacements, *late), tuple(undo), heads)
+
+
+def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None:
+    """Let all ranks choose by the GPU of rank 0: ranks of one step must not differ in what they run, and some of it
+    decides what is sent.
+
+    Collective where "auto" chooses on GPUs.
+
+    Raises:
+        ConfigError: rank 0 has Triton and this rank has not; on all ranks.
+    """
+    if kernels.mode != "auto" or device.type != "cuda":
+        return
+    card = from_first(lambda: (card_of(device) if runs_triton(device) else "").encode(), comm, device).decode()
+    with all_or_none(comm, device):
+        if card and not runs_triton(device):
+            raise ConfigError(
+                "kernels 'auto': rank 0 has Triton and this rank has not; install the same on every node, or set "
+                "kernels to 'reference'."
+            )
+    kernels.card = card
 
 
 def delay_heads(model: nn.Module, heads: Iterable[str], axis: TensorAxis) -> list[Callable[[], None]]:

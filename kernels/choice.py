@@ -88,6 +88,11 @@ def runs_triton(device: torch.device) -> bool:
     return has_triton() and (device.type == "cuda" or (device.type == "cpu" and is_interpreted()))
 
 
+def card_of(device: torch.device) -> str:
+    """Name of a GPU, as rows of the table have it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 class Kernels:
     """The decisions of one run."""
 
@@ -95,6 +100,8 @@ class Kernels:
         self.mode = mode
         self._winners = shipped_winners() if winners is None else winners
         self._made: dict[tuple[Any, ...], bool] = {}
+        self.card: str | None = None
+        """GPU whose rows of the table hold, "" for none; None: the one that a tensor lies on."""
 
     def replaces(self, device: torch.device) -> bool:
         """Whether modules of a model get our operators at all; "auto" leaves what runs on a CPU as it is."""
@@ -117,13 +124,12 @@ class Kernels:
 
     def _decide(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
         name = str(dtype).removeprefix("torch.")
-        if self.mode == "reference" or not runs_triton(device):
+        if self.mode == "reference" or self.card == "" or not runs_triton(device):
             return False
         if self.mode == "triton":
             chosen, why = True, "as configured"
         else:
-            card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-            row = find_winner(self._winners, operator, card, name, width)
+            row = find_winner(self._winners, operator, self.card or card_of(device), name, width)
             chosen, why = (False, "not in the table") if row is None else (row.triton, row.reason)
         logger.info("kernels: %s, %s, width %d: %s, %s", operator, name, width, _NAMES[chosen], why)
         return chosen

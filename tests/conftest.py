@@ -86,6 +86,12 @@ def unseen_models_table(request: pytest.FixtureRequest) -> Iterator[Table]:
     yield from _deviations("tensor-unseen", request, "family")
 
 
+@pytest.fixture(scope="session")
+def kernels_models_table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """Modules that go through operators of ours by model, and the same deviation with them in place."""
+    yield from _deviations("kernels-models", request, "model")
+
+
 def _deviations(
     name: str, request: pytest.FixtureRequest, corner: str = "largest relative deviation of a loss"
 ) -> Iterator[Table]:

@@ -1,5 +1,6 @@
 """Operators and compiled blocks under an engine: training stays that of one process of plain torch."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,14 @@ from torch import nn
 
 import engine
 from engine.banner import describe
+from engine.config import load_config
+from engine.forwards import change_forwards
 from tests.engine.launches import Compared, compare, settings
-from tests.engine.tensor_models import HEADS
+from tests.engine.tensor_models import FOUR, HEADS, UNSEEN
+from tests.readme import Table
 
 RunRanks = Callable[..., list[Any]]
+CPU = torch.device("cpu")
 
 TENSOR = {"tensor": 2, "pipeline": 1}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
@@ -128,3 +133,34 @@ def test_a_plan_that_fails_leaves_the_model_alone() -> None:
     with pytest.raises(engine.ConfigError):
         engine.initialize(model, wrong)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+OPERATORS = ("norm", "gated", "rotary", "linear", "loss")
+INTERPRETED = tuple(
+    f"{name}{HEADS}" for name in ("GPT-2", "Llama", "Qwen3", "Gemma", "Phi-3", "GPT-NeoX", "BERT", "T5")
+)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # of a model without a type of token
+def test_the_table_of_models(run_ranks: RunRanks, kernels_models_table: Table) -> None:
+    cells = kernels_models_table.cells
+    models = {**FOUR, **UNSEEN}
+    config = load_config(settings(1, kernels="reference"), 1)
+    for name, architecture in models.items():
+        found = Counter(r.operator for r in change_forwards(architecture.build(), config, CPU).replacements)
+        for operator in OPERATORS:
+            cells[name.removesuffix(HEADS), operator] = str(found[operator] or "")
+    columns = {
+        "torch": (tuple(models), settings(1, kernels="reference")),
+        "torch, tp2 + sequence": (tuple(FOUR), settings(1, kernels="reference", parallel=SEQUENCE)),
+        "Triton, interpreted": (INTERPRETED, settings(1, kernels="triton")),
+    }
+    for column, (names, chosen) in columns.items():
+        for name, result in compare(run_ranks, names, chosen).items():
+            if isinstance(result, str):
+                assert "sequence" in result, f"{name}: {result}"
+                cells[name.removesuffix(HEADS), column] = "refused"
+            else:
+                check({name: result})
+                cells[name.removesuffix(HEADS), column] = f"{result.parity.loss:.0e}"
