@@ -13,7 +13,15 @@ from engine.config_rules import RefusedError, Text
 
 KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "matmul": ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", "aten._grouped_mm", "trine.linear", "trine.library_linear"),
+        "matmul": (
+            "aten.mm",
+            "aten.addmm",
+            "aten.linear",
+            "aten._scaled_mm",
+            "aten._grouped_mm",
+            "trine.linear",
+            "trine.library_linear",
+        ),
         "attention": (
             "aten._scaled_dot_product_flash_attention",
             "aten._scaled_dot_product_flash_attention_for_cpu",
