@@ -20,6 +20,7 @@ from engine.errors import PlanError
 from engine.kernels.choice import Kernels
 from engine.kernels.linear_cross_entropy import as_autocast
 from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.tensor.fused import FusedForward
 from engine.parallel.tensor.late import enter
 from engine.parallel.tensor.layers import has_plain_forward
 from engine.parallel.tensor.logit_slice import LateProduct, Slice, Vocabulary
@@ -47,8 +48,9 @@ class LateHead(nn.Module):
         """Keep x; a cut head lets it arrive as for its product."""
         late, own = self.tensor_late, self._parameters
         weight, bias = own.get("weight"), own.get("bias")
-        if weight is None or not _can_wait(x_D, weight, late.vocabulary.axis):
-            logits: Tensor = super().forward(x_D)
+        planned = "multiply" in vars(self)  # as by a pipeline that splits its backward
+        if weight is None or planned or not _can_wait(x_D, weight, late.vocabulary.axis):
+            logits: Tensor = super().forward(x_D) if isinstance(self, HeadLayer) else self.multiply(x_D)
             return logits
         if isinstance(self, HeadLayer):
             x_D = enter(*self.entrance(x_D))
@@ -57,6 +59,12 @@ class LateHead(nn.Module):
             x_D, late.vocabulary, x_D.dim() - 1, product=LateProduct(weight_WD, bias_W, x_D.dtype, late.kernels)
         )
         return ShardedLogits.late(hidden, product_of(hidden, weight))
+
+    def multiply(self, x_D: Tensor) -> Tensor:
+        """The layer's own product."""
+        own: Any = super()
+        logits: Tensor = own.multiply(x_D) if isinstance(self, HeadLayer) else own.forward(x_D)
+        return logits
 
 
 class LateLinear(LateHead, nn.Linear):
@@ -73,6 +81,7 @@ def install_late_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels) -> 
     The caller must know:
         - Weights are read when the loss is computed, after the module has returned. Where they are gone by then, or
           replaced (ZeRO 3 gathers them for the module's forward only), a head must not be late.
+        - Logits that wait cannot be sent to another pipeline stage: only a head whose stage has the loss may be late.
         - Logits that nobody has looked at when the weights are updated cannot be had any more, and say so. The
           version of the parameter tells, so who writes past autograd must increment it.
         - Gradients of the weight come from the loss's backward, not from the module's: hooks on the module's backward
@@ -81,9 +90,11 @@ def install_late_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels) -> 
           gets the logits as before.
 
     Raises:
-        PlanError: the module computes more than a matrix product.
+        PlanError: the module computes more than a matrix product, or somebody has replaced its forward.
     """
-    if not has_plain_forward(module) or is_conv1d(module):
+    fused = vars(module).get("forward")
+    product = fused is None or (isinstance(fused, FusedForward) and fused.activation == "none")
+    if not has_plain_forward(module) or is_conv1d(module) or not product:
         raise PlanError(
             f"a {type(module).__name__} was given as a head whose logits may wait; only a layer with the forward of "
             "nn.Linear can: leave this one as it is."
@@ -93,8 +104,11 @@ def install_late_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels) -> 
     vocabulary = cut if isinstance(cut, Vocabulary) else Vocabulary(axis, (module.out_features,))
     module.__class__ = LateLinear if own is nn.Linear else type(f"Late{own.__name__}", (LateHead, own), {})
     object.__setattr__(module, "tensor_late", _Late(vocabulary, kernels))
+    vars(module).pop("forward", None)
 
     def undo() -> None:
+        if fused is not None:
+            object.__setattr__(module, "forward", fused)
         module.__class__ = own  # type: ignore[assignment]
         object.__delattr__(module, "tensor_late")
 

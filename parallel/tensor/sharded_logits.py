@@ -130,7 +130,7 @@ class ShardedLogits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ABOUT_IT and not _is_plain(args[0]):
+        if func in _ABOUT_IT and (func is Tensor.__hash__ or not _is_plain(args[0])):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         result = _late(func, args, kwargs)

@@ -44,16 +44,23 @@ def product_of(hidden: Slice, weight: Tensor) -> Callable[[], Slice]:
     ``weight``: the parameter, whose version tells whether it has been updated.
 
     Raises:
-        EngineError: the weights have changed since.
+        EngineError: the weight, the bias or the hidden states have changed since.
     """
-    product, before = hidden.product, weight._version
+    product = hidden.product
     assert product is not None
+    kept = weight, hidden.local, product.bias
+
+    def state() -> tuple[int, ...]:
+        return tuple(tensor._version for tensor in kept if tensor is not None)
+
+    before = state()
 
     def compute() -> Slice:
-        if weight._version != before:
+        if state() != before:
             raise EngineError(
-                "logits were looked at for the first time after the weights of their step had been updated, and they "
-                "are computed when they are looked at: look before the step, or keep output.logits.clone()."
+                "logits were looked at for the first time after the weights or hidden states that they are made of had "
+                "been written, and they are computed when looked at: look before the step, or keep "
+                "output.logits.clone()."
             )
         with torch.enable_grad(), torch.autocast(hidden.local.device.type, enabled=False):
             local = functional.linear(hidden.local, product.weight, product.bias)

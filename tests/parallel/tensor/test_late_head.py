@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 from engine.errors import EngineError, PlanError
 from engine.kernels import linear_cross_entropy as chunks
 from engine.kernels.choice import Kernels
+from engine.parallel.pipeline.weights import Leftover, WaitingWeights
 from engine.parallel.tensor.axis import DryAxis, TensorAxis
+from engine.parallel.tensor.fused import FusedForward, fuse, unfuse
 from engine.parallel.tensor.install import install
 from engine.parallel.tensor.late_head import install_late_head
 from engine.parallel.tensor.logit_slice import Vocabulary
@@ -227,11 +229,12 @@ def test_what_is_written_is_seen_by_all_who_look() -> None:
     plain = layer(x)
     install_late_head(layer, Lonely(), Kernels("reference"))
     logits: Any = layer(x)
+    known = {logits: 1}
     rows, copy = logits.view(-1, SIZE), (logits + 0)
     logits[0, 0] = 7.0
     logits.mul_(2)
     assert bool((rows[0] == 14).all()) and torch.equal(rows[LENGTH:], 2 * plain[1])
-    assert torch.equal(copy, plain) and bool((whole(logits)[0, 0] == 14).all())
+    assert known[logits] == 1 and torch.equal(copy, plain) and bool((whole(logits)[0, 0] == 14).all())
     other = layer(x)
     other.retain_grad()
     torch.autograd.backward(flat()(other, labels))
@@ -300,7 +303,42 @@ def test_logits_nobody_looked_at_are_gone_with_their_weights() -> None:
     assert torch.equal(early.argmax(-1), values)
     with pytest.raises(EngineError, match="look before the step"):
         late.argmax(-1)
+    written = layer(x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(EngineError, match="look before the step"):
+        written.argmax(-1)
     assert type(layer(x).sum()) is Tensor
+
+
+def test_a_backward_that_is_split_has_plain_logits_and_its_products() -> None:
+    layer, (x, labels) = head(), given()
+    flat()(layer(x), labels).backward()  # type: ignore[no-untyped-call]
+    expected, layer.weight.grad = layer.weight.grad, None
+    install_late_head(layer, Lonely(), Kernels("reference"))
+    taken: dict[str, Tensor] = {}
+    waiting, leftover = WaitingWeights(layer), Leftover()
+    logits = layer(x)
+    with waiting.leaving(leftover):
+        flat()(logits, labels).backward()  # type: ignore[no-untyped-call]
+    leftover.compute(taken.__setitem__)
+    assert type(logits) is Tensor and expected is not None and taken.keys() == {"weight", "bias"}
+    assert_close(taken["weight"], expected, "put off")
+    waiting.remove()
+    assert layer(x).waits
+
+
+def test_a_head_by_kernels_can_wait_and_becomes_itself_again() -> None:
+    layer, (x, _) = head(), given()
+    fuse(layer, "none", Kernels("reference"))
+    undo = install_late_head(layer, Lonely(), Kernels("reference"))
+    assert layer(x).waits
+    undo()
+    assert type(layer(x)) is Tensor and isinstance(vars(layer)["forward"], FusedForward)
+    unfuse(layer)
+    fuse(layer, "gelu", Kernels("reference"))
+    with pytest.raises(PlanError):
+        install_late_head(layer, Lonely(), Kernels("reference"))
 
 
 def test_only_a_plain_product_can_wait() -> None:
