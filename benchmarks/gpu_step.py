@@ -44,6 +44,8 @@ MICROBATCHES = (4, 2, 1)
 WANTED_AT_ONCE = 3
 USABLE_MEMORY = 0.92
 """Of a GPU's: contexts and fragments take the rest."""
+PATIENCE_SECONDS = 180.0
+"""For one answer; the first steps compile."""
 NO_TIME = "not measured: no time left"
 
 
@@ -105,7 +107,7 @@ def _ask_all(
     for worker, one in asked:
         if "error" not in one:
             with _noted(one):
-                one[key] = worker.receive(budget.left)
+                one[key] = worker.receive(min(PATIENCE_SECONDS, budget.left))
 
 
 def _turn(worker: Worker, one: dict[str, Any], steps: int, budget: Budget) -> None:
@@ -115,7 +117,7 @@ def _turn(worker: Worker, one: dict[str, Any], steps: int, budget: Budget) -> No
         one["error"] = NO_TIME if not one["turns"] else f"{len(one['turns'])} turns: no time left"
         return
     with _noted(one):
-        one["turns"].append(worker.ask(("steps", steps), budget.left))
+        one["turns"].append(worker.ask(("steps", steps), min(PATIENCE_SECONDS, budget.left)))
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class EventClock:
         self._flush.zero_()
         end.record()
         torch.cuda.synchronize(device)
-        self._flush_seconds = start.elapsed_time(end) * 1e-3
+        self._flush_seconds: float = start.elapsed_time(end) * 1e-3
 
     def sample(self, prepare: Work, work: Work, count: int) -> list[float]:
         """As the protocol says."""
@@ -71,7 +71,8 @@ class EventClock:
 
     def _writes(self, host: float) -> int:
         """As many as last longer than the host took for the work before."""
-        return int(max(1, math.ceil(min(AHEAD * host, LONGEST_SECONDS) / max(self._flush_seconds, 1e-6))))
+        wanted = min(AHEAD * host, LONGEST_SECONDS)
+        return max(1, math.ceil(wanted / max(self._flush_seconds, 1e-6)))
 
 
 def _event() -> torch.cuda.Event:

@@ -31,6 +31,8 @@ from engine.kernels.choice import shipped_winners
 
 START_SECONDS = 90.0
 """A process may take this long to import and to find the GPU."""
+GRACE_SECONDS = 30.0
+"""Of it, beyond the time of the task that the process was started for."""
 SHARES = {"check": 0.35, "tune": 0.15}
 """Of the time, at most; the measurements have the rest."""
 PATIENCE = {"check": 90.0, "tune": 45.0, "measure": 90.0, "rates": 60.0}
@@ -56,7 +58,7 @@ class Desk:
         try:
             if self._worker is None:
                 self._worker = Worker(make_desk, (self._order,))
-                self._worker.ask(("clocks",), START_SECONDS)
+                self._worker.ask(("clocks",), min(START_SECONDS, seconds + GRACE_SECONDS))
             answer = self._worker.ask((task, *arguments), seconds)
         except WorkerError as error:
             self.close()
