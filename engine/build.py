@@ -15,7 +15,7 @@ from engine.config import Bf16Config, Config, OptimizerConfig
 from engine.copies import CopiesCheck
 from engine.errors import ConfigError, PlanError
 from engine.first_use import FirstUse
-from engine.forwards import Forwards, agree_on_kernels, delay_heads, leave_out
+from engine.forwards import Forwards, agree_on_kernels, delay_heads, fuse_activations, leave_out
 from engine.full_state import FullState, state_entries
 from engine.islands import Islands
 from engine.kernels.choice import Kernels
@@ -195,7 +195,8 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
     program = Program(model, request.loss_fn, plan.precision, device)
-    waiting = WaitingWeights(model) if plan.schedule.splits else None
+    fused = fuse_activations(model, request.forwards)
+    waiting = WaitingWeights(model, kernels) if plan.schedule.splits else None
     islands = Islands(model, plan.precision.kept.modules, plan.precision.compute)
     streams = Streams(model, device)
     recomputation = Recomputation(model, config.activation_checkpointing, axis)
@@ -207,10 +208,11 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     removals = [stage.close] if stage else []
     removals += [*released, recomputation.remove, islands.remove, streams.remove, reducer.remove]
     removals += [waiting.remove] if waiting else []
-    removals += delay_heads(model, request.forwards.heads, axis)
+    heads = [name for name in request.forwards.heads if plan.is_last(f"{name}.weight")]
+    removals += delay_heads(model, heads, axis)
     if config.compile and plan.tensor is not None:
         removals += leave_out(model, plan.tensor.layers)
-    removals.append(request.forwards.remove)
+    removals += [*fused, request.forwards.remove]
     full = FullState(model, plan, entries, comm)
     copies, nonfinite = CopiesCheck(plan, buckets, comm), NonFinite(plan, buckets, comm, device)
     checks = copies, nonfinite, WrittenBuffers(model)

@@ -6,6 +6,7 @@ Both are there before anything looks at the model, so that a plan sees what a ru
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,9 @@ from engine.parallel.comm import Comm
 from engine.parallel.pipeline.absent import is_expanded
 from engine.parallel.pipeline.units import find_units
 from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.tensor.fused import fuse, unfuse
 from engine.parallel.tensor.late_head import install_late_head
+from engine.parallel.tensor.layers import ColumnLayer, is_cut
 from engine.parallel.tensor.vocabulary import HeadLayer
 from engine.recognition.forwards import put_on
 from engine.recognition.heads import find_heads
@@ -89,6 +92,23 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
                 "kernels to 'reference'."
             )
     kernels.card = card
+
+
+def fuse_activations(model: nn.Module, forwards: Forwards) -> list[Callable[[], None]]:
+    """One kernel for linear layers and the activation behind them, where the layer is whole or cut by columns."""
+    undo: list[Callable[[], None]] = []
+    for found in forwards.replacements:
+        layer = model.get_submodule(found.module)
+        if found.activation != "none" and (isinstance(layer, ColumnLayer) or not is_cut(layer)):
+            forward = vars(layer).pop("forward")
+            fuse(layer, found.activation, forwards.kernels)
+            undo.append(partial(_unfuse, layer, forward))
+    return undo
+
+
+def _unfuse(layer: nn.Module, forward: Callable[..., Any]) -> None:
+    unfuse(layer)
+    object.__setattr__(layer, "forward", forward)
 
 
 def delay_heads(model: nn.Module, heads: Iterable[str], axis: TensorAxis) -> list[Callable[[], None]]:

@@ -101,6 +101,10 @@ class Plan:
         """The pipeline rank that has the last stage, and with it the loss."""
         return self.schedule.rank_of_stage[-1]
 
+    def is_last(self, parameter: str) -> bool:
+        """Whether the stage that has the loss has this parameter."""
+        return self.cut is None or self.schedule.stages - 1 in self.cut.owners.get(parameter, ())
+
     def stages(self, pp: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, ascending."""
         return self.schedule.stages_of_rank[pp]

@@ -9,16 +9,13 @@ from copy import copy
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
 
 from engine.kernels.activation import activate
 from engine.kernels.activations import ACTIVATIONS, Activation
 from engine.kernels.choice import Kernels
-from engine.kernels.linear import LinearForm, linear
-from engine.parallel.tensor.layers import has_plain_forward, is_cut
-from engine.parallel.tensor.product import is_conv1d, is_linear
+from engine.parallel.tensor.layers import has_plain_forward
+from engine.parallel.tensor.product import is_linear
 from engine.recognition.trial import agrees, own_forward, random, sizes_of, small_linear, twin
 
 
@@ -101,16 +98,13 @@ def _kind(child: nn.Module) -> Activation | None:
 
 
 def activated_forward(found: ActivatedLinear, kernels: Kernels) -> Callable[..., Any]:
-    """The forward of the linear layer, with the activation in it."""
+    """The forward of the linear layer with the activation behind it, whatever becomes of the layer.
 
-    def forward(self: Any, x: Tensor) -> Any:
-        # whoever watches operations looks for products by torch's own names
-        watched = _get_current_function_mode() is not None  # type: ignore[no-untyped-call]
-        watched |= torch.is_autocast_enabled(x.device.type)
-        if watched or type(x) is not Tensor or is_cut(self):
-            return activate(type(self).forward(self, x), None, found.activation, kernels)
-        form = LinearForm(found.activation, is_conv1d(self))
-        return linear(x, self.weight, self.bias, form, kernels)
+    When the model is placed, layers that are whole or cut by columns get a kernel for both (``tensor.fused``).
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return activate(type(self).forward(self, *args, **kwargs), None, found.activation, kernels)
 
     return forward
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from engine.kernels.activations import Activation
 from engine.kernels.choice import Kernels
 from engine.recognition.activations import activated_forward, find_activated, unchanged
 from engine.recognition.forwards import put_on
@@ -26,6 +27,8 @@ class Replacement(NamedTuple):
     operator: str
     detail: str
     """What exactly it computes, for people."""
+    activation: Activation = "none"
+    """Of a linear layer: what it computes beside."""
 
 
 def describe(replacements: Sequence[Replacement]) -> list[str]:
@@ -50,7 +53,9 @@ def recognise(model: nn.Module, kernels: Kernels) -> list[tuple[Replacement, Put
             # alike modules share one function, which torch.compile then compiles once
             forward = forwards.setdefault((type(module), part.child, part.detail), part.forward)
             name = ".".join(filter(None, (path, part.child)))
-            found.append((Replacement(name, part.operator, part.words), partial(put_on, target, forward)))
+            found.append(
+                (Replacement(name, part.operator, part.words, part.activation), partial(put_on, target, forward))
+            )
     return found
 
 
@@ -63,6 +68,7 @@ class _Part(NamedTuple):
     """What the forward is made of, beside the class of the module."""
     forward: Callable[..., Any]
     child: str = ""
+    activation: Activation = "none"
 
 
 def _parts(module: nn.Module, kernels: Kernels) -> list[_Part]:
@@ -72,7 +78,9 @@ def _parts(module: nn.Module, kernels: Kernels) -> list[_Part]:
     if (gated := find_gated(module)) is not None:
         return [_Part("gated", gated.words, gated, gated_forward(gated, own, kernels))]
     if (pair := find_activated(module)) is not None:
-        layer = _Part("linear", f"with {pair.activation}", pair, activated_forward(pair, kernels), pair.linear)
+        layer = _Part(
+            "linear", f"with {pair.activation}", pair, activated_forward(pair, kernels), pair.linear, pair.activation
+        )
         return [layer, _Part("linear", f"in {pair.linear}", pair, unchanged, pair.act)]
     for name, function in rotary_globals(module):
         if (form := find_rotary(function)) is not None:

@@ -16,11 +16,11 @@ from tests.engine.architectures import find
 
 FOUND = {
     "Llama": {"norm": 9, "gated": 4, "rotary": 4},
-    "GPT-2": {"norm": 9},
+    "GPT-2": {"norm": 9, "linear": 8},
     "Gemma": {"norm": 9, "gated": 4, "rotary": 4},
     "Phi-3": {"norm": 9, "gated": 4, "rotary": 4},
-    "GPT-NeoX": {"norm": 9, "rotary": 4},
-    "T5": {"norm": 22},
+    "GPT-NeoX": {"norm": 9, "rotary": 4, "linear": 8},
+    "T5": {"norm": 22, "linear": 16},
     "Qwen3": {"norm": 17, "gated": 4, "rotary": 4},
 }
 
