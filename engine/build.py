@@ -175,9 +175,9 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
         comm.connect(stages)
     comm.link(plan.links)
     entries = state_entries(model)
-    axis = TensorAxis(comm)
-    axis.kernels = request.forwards.kernels
-    agree_on_kernels(axis.kernels, comm, device)
+    axis, kernels = TensorAxis(comm), request.forwards.kernels
+    axis.kernels = kernels
+    agree_on_kernels(kernels, comm, device)
     if plan.gather_groups is not None:
         comm.open_gathers()
     with all_or_none(comm, device):
@@ -185,14 +185,7 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     trained = len(plan.layout(comm.grid.coord()).buckets)
     buckets, frozen = buckets[:trained], buckets[trained:]
     reducer = _reducer(model, plan, comm, buckets)
-    sharded, kernels = config.zero_optimization.stage > 0, request.forwards.kernels
-    factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
-    optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped=request.optimizer is not None)
-    if not plan.precision.master:
-        optimizer.round(_rounding(plan, comm.grid.coord().tp))
-    optimizer.use(kernels)
-    if config.tp > 1:
-        check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
+    optimizer = _optimizer(plan, buckets, comm, request)
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
     program = Program(model, request.loss_fn, plan.precision, device)
     fused = fuse_activations(model, request.forwards)
@@ -221,6 +214,19 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
         plan, comm, bench, executor, training, evaluation, buckets, frozen, optimizer, rate, full, *checks, removals,
         kernels,
     )  # fmt: skip
+
+
+def _optimizer(plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request) -> ShardedOptimizer:
+    config, shaped = plan.config, request.optimizer is not None
+    factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
+    sharded = config.zero_optimization.stage > 0
+    optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped)
+    if not plan.precision.master:
+        optimizer.round(_rounding(plan, comm.grid.coord().tp))
+    optimizer.use(request.forwards.kernels)
+    if config.tp > 1:
+        check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
+    return optimizer
 
 
 def place_model(
