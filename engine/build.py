@@ -188,7 +188,9 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     optimizer = _optimizer(plan, buckets, comm, request)
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
     program = Program(model, request.loss_fn, plan.precision, device)
-    fused = fuse_activations(model, request.forwards)
+    heads = [name for name in request.forwards.heads if plan.is_last(f"{name}.weight")]
+    with all_or_none(comm, device):
+        fused = [*fuse_activations(model, request.forwards), *delay_heads(model, heads, axis)]
     waiting = WaitingWeights(model, kernels) if plan.schedule.splits else None
     islands = Islands(model, plan.precision.kept.modules, plan.precision.compute)
     streams = Streams(model, device)
@@ -201,8 +203,6 @@ def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
     removals = [stage.close] if stage else []
     removals += [*released, recomputation.remove, islands.remove, streams.remove, reducer.remove]
     removals += [waiting.remove] if waiting else []
-    heads = [name for name in request.forwards.heads if plan.is_last(f"{name}.weight")]
-    removals += delay_heads(model, heads, axis)
     if config.compile and plan.tensor is not None:
         removals += leave_out(model, plan.tensor.layers)
     removals += [*fused, request.forwards.remove]

@@ -6,6 +6,7 @@ Both are there before anything looks at the model, so that a plan sees what a ru
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -124,11 +125,12 @@ def delay_heads(model: nn.Module, heads: Iterable[str], axis: TensorAxis) -> lis
 
 def leave_out(model: nn.Module, names: Iterable[str]) -> list[Callable[[], None]]:
     """Let torch.compile pass over these modules: layers that communicate, which is nothing that could be compiled."""
-    return [
-        put_on(module, torch.compiler.disable(type(module).forward))  # type: ignore[no-untyped-call]
-        for module in map(model.get_submodule, names)
-        if "forward" not in vars(module)
-    ]
+    undo = []
+    for module in map(model.get_submodule, names):
+        forward = vars(module).get("forward")
+        own = forward.__func__ if isinstance(forward, MethodType) else type(module).forward
+        undo.append(put_on(module, torch.compiler.disable(own)))  # type: ignore[no-untyped-call]
+    return undo
 
 
 def _compile(model: nn.Module) -> list[Callable[[], None]]:

@@ -217,6 +217,8 @@ def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 def _linear_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
     x, matrix, bias, needed = ctx.saved_tensors
+    if not any(ctx.needs_input_grad[:3]):  # then what the slope needs was not kept
+        return None, None, None, dy if ctx.needs_input_grad[3] else None, None, None, None
     d, dbias = dy.contiguous(), None
     if ctx.activation != "none":
         d, dbias = torch.ops.trine.activate_backward(d, needed, bias, ctx.activation)

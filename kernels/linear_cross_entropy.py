@@ -43,6 +43,9 @@ from engine.kernels.softmax_terms import (
 
 LEAST_CHUNK = 256
 """Tokens: fewer would leave a matrix product without work."""
+_FP16_SLOPE = 256.0
+"""What fp16 gradients of logits are multiplied with until they are summed: a share of the softmax below 6e-8 would be
+0, whatever the loss scale is, which comes later."""
 _SLAB = 8192
 """Rows of dW that are added at once where a product cannot add for itself."""
 
@@ -245,6 +248,7 @@ class _Summed(torch.autograd.Function):
         triton = _columns_like(hidden_NH, head, kernels)
         sums = _Sums(hidden_NH, head, ctx.needs_input_grad[:3])
         parts: list[Tensor] = []
+        unit = _FP16_SLOPE if hidden_NH.dtype == torch.float16 else 1.0
         with _without_autocast(hidden_NH):
             for part in _chunks(hidden_NH, len(weight_VH)):
                 logits_CV = head.logits(hidden_NH[part])
@@ -254,10 +258,11 @@ class _Summed(torch.autograd.Function):
                 assert picked_C is not None
                 losses_C = form.losses(softmax.log_sum, picked_C, weighted_C, len(weight_VH))
                 parts.append(losses_C.masked_fill_(~counted_N[part], 0))
-                slopes = form.slopes(counted_N[part].to(losses_C.dtype), len(weight_VH))
+                slopes = form.slopes(counted_N[part].to(losses_C.dtype) * unit, len(weight_VH))
                 sums.add(part, find_gradient(logits_CV, question, softmax, slopes, triton, inplace=True))
                 del logits_CV  # before the next chunk's are made
         ctx.save_for_backward(sums.hidden, sums.weight, sums.bias, counted_N)
+        ctx.unit = unit
         ctx.mean, ctx.dtypes = form.reduction == "mean", (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
         losses_N = torch.cat(parts) if parts else hidden_NH.new_empty(0, dtype=wide)
@@ -267,6 +272,7 @@ class _Summed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_NH, dweight_VH, dbias_V, counted_N = ctx.saved_tensors
+        slope = slope / ctx.unit
         if ctx.mean:
             slope = slope / counted_N.sum().clamp_(min=1)
         weight, bias = ctx.dtypes

@@ -5,8 +5,8 @@ and nothing in its place. A stand-in for dropout is in force that is not linear,
 """
 
 from collections.abc import Callable, Mapping
-from copy import copy
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -16,7 +16,18 @@ from engine.kernels.activations import ACTIVATIONS, Activation
 from engine.kernels.choice import Kernels
 from engine.parallel.tensor.layers import has_plain_forward
 from engine.parallel.tensor.product import is_linear
-from engine.recognition.trial import agrees, own_forward, random, sizes_of, small_linear, twin
+from engine.recognition.trial import (
+    SCALES,
+    agrees,
+    agrees_in_use,
+    is_hooked,
+    own_forward,
+    random,
+    sizes_of,
+    small_linear,
+    stand_in,
+    twin,
+)
 
 
 class ActivatedLinear(NamedTuple):
@@ -38,17 +49,23 @@ def find_activated(module: nn.Module) -> ActivatedLinear | None:
     layers: dict[str, Any] = {name: child for name, child in module._modules.items() if is_linear_layer(child)}
     if forward is None or len(layers) not in (1, 2) or module._parameters or module._buffers:
         return None
+    if len(signature(forward).parameters) != 2:  # itself and x: other arguments may ask for other things
+        return None
     acts = [(name, kind) for name, child in module._modules.items() if child and (kind := _kind(child)) is not None]
     if len(acts) != 1:
         return None
     act, activation = acts[0]
-    children = {name: _still(child) for name, child in module._modules.items() if child} | _small(layers)
-    apart = _train(twin(module, {}, children))
+    if any(is_hooked(child) for child in (module._modules[act], *layers.values())):
+        return None
+    small = _small(layers)
+    children = {name: stand_in(child) for name, child in module._modules.items() if child} | small
+    apart = twin(module, {}, children)
+    sizes = {name: layer.in_features for name, layer in small.items()}
     for name in layers:
         fused = {name: nn.Sequential(children[name], children[act]), act: nn.Identity()}
-        together = _train(twin(module, {}, children | fused))
-        given = [random(2, 3, children[name].in_features)], list(apart.parameters())  # type: ignore[arg-type]
-        if agrees(partial(forward, apart), partial(forward, together), *given):
+        together, width = twin(module, {}, children | fused), sizes[name]
+        operator = partial(_both_modes, forward, apart, together)
+        if agrees_in_use(apart, partial(forward, apart), operator, width):
             return ActivatedLinear(name, act, activation)
     return None
 
@@ -58,7 +75,13 @@ def is_linear_layer(child: nn.Module | None) -> bool:
     return child is not None and is_linear(child) and has_plain_forward(child) and own_forward(child) is not None
 
 
-def _small(layers: Mapping[str, Any]) -> dict[str, nn.Module]:
+def _both_modes(forward: Callable[..., Any], leader: nn.Module, follower: nn.Module, x: Tensor) -> Any:
+    """``follower`` in the mode of ``leader``; what they share is in it already."""
+    follower.training = leader.training
+    return forward(follower, x)
+
+
+def _small(layers: Mapping[str, Any]) -> dict[str, nn.Linear]:
     """Small layers of other weights, in which equal sizes stay equal."""
     shapes = {name: sizes_of(layer) for name, layer in layers.items()}
     known = sorted({size for shape in shapes.values() for size in shape})
@@ -69,30 +92,13 @@ def _small(layers: Mapping[str, Any]) -> dict[str, nn.Module]:
     }
 
 
-class _Bent(nn.Module):
-    """Stands for dropout: it commutes with no activation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x.tanh() / 4
-
-
-def _still(child: nn.Module) -> nn.Module:
-    return _Bent() if isinstance(child, nn.Dropout) else copy(child)
-
-
-def _train(module: nn.Module) -> nn.Module:
-    """With dropout that is a function in force: what draws random numbers agrees with nothing."""
-    module.training = True
-    return module
-
-
 def _kind(child: nn.Module) -> Activation | None:
     """Which activation this child is, by what it makes of some numbers."""
     forward = own_forward(child)
     if forward is None or child._modules or child._parameters or child._buffers or isinstance(child, nn.Dropout):
         return None
     for name, function in ACTIVATIONS.items():
-        if name != "none" and agrees(lambda x: forward(child, x), function, [random(64)]):
+        if name != "none" and all(agrees(partial(forward, child), function, [random(64) * scale]) for scale in SCALES):
             return cast(Activation, name)
     return None
 

@@ -11,7 +11,7 @@ from engine.kernels.choice import Kernels
 from engine.kernels.norm import Norm, norm
 from engine.recognition.trial import agrees, own_forward, random, twin
 
-_SCALES = (1.0, 1e-3, 1e2)
+_SCALES = (1.0, 1e-3, 1e2, 0.0)
 """Of the trial's rows: among small values eps can be told from another."""
 
 
@@ -47,7 +47,8 @@ def find_norm(module: nn.Module) -> NormModule | None:
 
 
 def _forms(module: nn.Module, names: list[str]) -> Iterator[NormModule]:
-    numbers = {value for value in vars(module).values() if type(value) is float and 0 <= value < 0.01}
+    named = vars(module).items()
+    numbers = {value for name, value in named if "eps" in name and type(value) is float and 0 < value < 0.01}
     for eps, centered, offset in product(sorted(numbers), (False, True), (0.0, 1.0)):
         for weight, *bias in permutations(names):
             yield NormModule(Norm(eps, centered, offset), weight, bias[0] if bias else None)

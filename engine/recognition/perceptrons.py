@@ -8,7 +8,7 @@ modules afterwards, so that hooks and parallelism stay theirs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from copy import copy
+from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +20,7 @@ from engine.kernels.choice import Kernels
 from engine.kernels.gated import gated
 from engine.parallel.tensor.layers import has_plain_forward
 from engine.parallel.tensor.product import is_linear
-from engine.recognition.trial import agrees, own_forward, random, sizes_of, small_linear, twin
+from engine.recognition.trial import agrees_in_use, is_hooked, own_forward, sizes_of, small_linear, stand_in, twin
 
 _HIDDEN, _INNER = 6, 10
 """Widths in the trial."""
@@ -63,11 +63,13 @@ def find_gated(module: nn.Module) -> GatedModule | None:
         return None
     if any(True for child in others for _ in child.parameters()) or not all(map(has_plain_forward, linear.values())):
         return None
+    if any(map(is_hooked, others)):
+        return None
     for sizes in _roles(linear):
         copies = _small(module, linear, sizes)
         for found in _forms(sizes):
             operator = lambda x, f=found: f.run(copies, x, Kernels("reference"))  # noqa: B023, E731
-            if agrees(lambda x: forward(copies, x), operator, [random(2, 3, _HIDDEN)], list(copies.parameters())):  # noqa: B023
+            if agrees_in_use(copies, partial(forward, copies), operator, _HIDDEN):
                 return found
     return None
 
@@ -89,7 +91,7 @@ def _small(module: nn.Module, linear: Mapping[str, nn.Module], roles: Mapping[st
     for number, (role, name) in enumerate(roles.items()):
         inputs, outputs = {"down": (_INNER, _HIDDEN), "both": (_HIDDEN, 2 * _INNER)}.get(role, (_HIDDEN, _INNER))
         layers[name] = small_linear(inputs, outputs, linear[name], seed=number)
-    rest = {name: copy(child).eval() for name, child in module.named_children() if name not in linear}
+    rest = {name: stand_in(child) for name, child in module.named_children() if name not in linear}
     return twin(module, {}, {**rest, **layers})
 
 
@@ -103,11 +105,10 @@ def _forms(roles: Mapping[str, str]) -> Iterator[GatedModule]:
 
 
 def gated_forward(found: GatedModule, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-    """The forward of such a module through the operator; with dropout between the layers it takes its own."""
+    """The forward of such a module through the operator."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        drops = self.training and any(getattr(child, "p", 0) for child in self.children())
-        if len(args) != 1 or kwargs or drops or torch.is_autocast_enabled(args[0].device.type):
+        if len(args) != 1 or kwargs or torch.is_autocast_enabled(args[0].device.type):
             return own(self, *args, **kwargs)
         return found.run(self, args[0], kernels)
 

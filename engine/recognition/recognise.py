@@ -46,16 +46,16 @@ def recognise(model: nn.Module, kernels: Kernels) -> list[tuple[Replacement, Put
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: list[tuple[Replacement, PutOn]] = []
     for path, module in model.named_modules():
-        for part in _parts(module, kernels):
-            target = module.get_submodule(part.child)
-            if part.child and uses[id(target)] > uses[id(module)]:
-                break
+        parts = _parts(module, kernels)
+        targets = [module.get_submodule(part.child) for part in parts]
+        if any(uses[id(target)] > uses[id(module)] for target in targets):
+            continue  # somebody else calls it too
+        for part, target in zip(parts, targets, strict=True):
             # alike modules share one function, which torch.compile then compiles once
             forward = forwards.setdefault((type(module), part.child, part.detail), part.forward)
             name = ".".join(filter(None, (path, part.child)))
-            found.append(
-                (Replacement(name, part.operator, part.words, part.activation), partial(put_on, target, forward))
-            )
+            what = Replacement(name, part.operator, part.words, part.activation)
+            found.append((what, partial(put_on, target, forward)))
     return found
 
 

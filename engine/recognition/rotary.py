@@ -6,6 +6,7 @@ copy of its forward in which the function's name stands for our operator; the so
 
 import inspect
 from collections.abc import Callable, Iterator
+from dis import get_instructions
 from itertools import product
 from types import FunctionType
 from typing import Any
@@ -26,6 +27,8 @@ def rotary_globals(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
     forward = own_forward(module)
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return
+    if any(step.opname == "STORE_GLOBAL" for step in get_instructions(forward)):
+        return  # it would write into the copy
     for name in forward.__code__.co_names:
         value = forward.__globals__.get(name)
         if isinstance(value, FunctionType) and list(inspect.signature(value).parameters)[:4] == _PARAMETERS:

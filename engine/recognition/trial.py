@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from engine.parallel.tensor.product import is_conv1d
 
 Function = Callable[..., Any]
 
+SCALES = (1.0, 30.0, 1e4)
+"""Of inputs: what is clamped agrees with what is not among small values."""
 TOLERANCE = 1e-5
 """Relative to the largest value. Modules that compute in fp32 whatever they are given err by 1e-7."""
 
@@ -20,8 +23,32 @@ def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[
     other = copy.copy(module)
     vars(other)["_parameters"] = {name: nn.Parameter(value) for name, value in parameters.items()}
     vars(other)["_modules"] = dict(children)
-    other.training = False
     return other
+
+
+def stand_in(child: nn.Module) -> nn.Module:
+    """A copy of a child without parameters; dropout in it, at any depth, becomes something that commutes with nothing,
+    so that a trial sees where it stands."""
+    if isinstance(child, _DropoutNd):
+        return _Bent()
+    other = copy.deepcopy(child)
+    for name, inner in list(other.named_modules()):
+        if isinstance(inner, _DropoutNd):
+            other.set_submodule(name, _Bent())
+    return other
+
+
+class _Bent(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.tanh() / 4
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody looks at the calls of this module or of one in it."""
+    return any(
+        inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks or inner._backward_pre_hooks
+        for inner in module.modules()
+    )
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
@@ -47,11 +74,25 @@ def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
     return layer
 
 
+def agrees_in_use(module: nn.Module, forward: Function, operator: Function, width: int) -> bool:
+    """Whether the twin ``module`` and ``operator`` agree for inputs of all scales, in training and in evaluation."""
+    parameters = list(module.parameters())
+    for training in (True, False):
+        module.train(training)
+        if not all(agrees(forward, operator, [random(2, 3, width) * scale], parameters) for scale in SCALES):
+            return False
+    return True
+
+
 def agrees(module: Function, operator: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> bool:
-    """Whether both give the same output and the same gradients of ``inputs`` and ``parameters``."""
+    """Whether both give the same output and the same gradients of ``inputs`` and ``parameters``.
+
+    Random numbers are drawn anew by each, so that what draws any agrees with nothing; the user's stay what they are.
+    """
     try:
-        pairs = zip(_outcome(module, inputs, parameters), _outcome(operator, inputs, parameters), strict=True)
-        return all(_close(one, other) for one, other in pairs)
+        with torch.random.fork_rng(devices=[]):
+            pairs = zip(_outcome(module, inputs, parameters), _outcome(operator, inputs, parameters), strict=True)
+            return all(_close(one, other) for one, other in pairs)
     except Exception:  # whatever this module does with such inputs, it is not what the operator does
         return False
 

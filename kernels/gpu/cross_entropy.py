@@ -117,7 +117,7 @@ class Asked(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Gradients of a row's terms, [N] fp32, contiguous."""
+    """Gradients of a row's terms, [N] fp32."""
 
     log_sum: Tensor
     picked: Tensor | None
@@ -134,7 +134,7 @@ def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor,
     block, warps = _shape(width)
     if rows:
         statistics_kernel[(rows,)](
-            logits_NW, asked.target, asked.weight, largest_N, total_N, picked_N, weighted_N,
+            logits_NW, _dense(asked.target), _dense(asked.weight), largest_N, total_N, picked_N, weighted_N,
             logits_NW.stride(0), width, asked.start,
             TARGET=asked.target is not None, WEIGHTED=asked.weighted, WEIGHT=asked.weight is not None,
             BLOCK=block, num_warps=warps,
@@ -150,11 +150,16 @@ def softmax_gradient(
     block, warps = _shape(width)
     if rows:
         gradient_kernel[(rows,)](
-            logits_NW, asked.target, asked.weight, *softmax, *slopes, out_NW,
+            logits_NW, _dense(asked.target), _dense(asked.weight), *map(_dense, (*softmax, *slopes)), out_NW,
             logits_NW.stride(0), out_NW.stride(0), width, asked.start,
             TARGET=slopes.picked is not None, WEIGHTED=slopes.weighted is not None,
             WEIGHT=asked.weight is not None, BLOCK=block, num_warps=warps,
         )  # fmt: skip
+
+
+def _dense(values: Tensor | None) -> Tensor | None:
+    """One number after the other, as kernels read them: labels may be a column of a matrix, gradients one number."""
+    return None if values is None else values.contiguous()
 
 
 def _shape(width: int) -> tuple[int, int]:

@@ -151,8 +151,15 @@ GRIDS = [{"data": 2}, {"tensor": 2}, {"tensor": 4}, {"pipeline": 2}, {"pipeline"
          {"data": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 2}, {"data": 2, "tensor": 2, "pipeline": 2}]  # fmt: skip
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+TIED = ({"pipeline": 2}, {"data": 2, "tensor": 2, "pipeline": 2})
+
+
+@pytest.mark.parametrize(
+    ("grid", "tied"),
+    [(grid, False) for grid in GRIDS]
+    + [pytest.param(grid, True, marks=[pytest.mark.long] * (grid not in TIED)) for grid in GRIDS],
+    ids=str,
+)
 def test_a_decoder_sends_what_the_formulas_say(run_ranks: RunRanks, grid: dict[str, int], tied: bool) -> None:
     mode = "full" if tied and "tensor" in grid else "none"
     config = config_for(grid.get("data", 1), 1, parallel={"data": 1} | grid, activation_checkpointing={"mode": mode})

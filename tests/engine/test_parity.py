@@ -52,8 +52,10 @@ def parity(run_ranks: RunRanks, name: str, config: dict[str, Any], dp: int) -> P
     return result
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("dp", "stage"),
+    [(1, 0), (2, 0), (2, 1), (4, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 1), (4, 0)))],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_equals_one_process(run_ranks: RunRanks, parity_table: Table, name: str, dp: int, stage: int) -> None:
     result = parity(run_ranks, name, config_for(dp, stage), dp)

@@ -121,6 +121,18 @@ def test_rows_may_lie_apart() -> None:
     )
 
 
+@pytest.mark.parametrize("form", [FORMS["plain"], FORMS["smooth"]], ids=str)
+def test_targets_may_lie_apart_and_gradients_be_one_number(form: CrossEntropy) -> None:
+    logits, _ = made(6, 37)
+    table = torch.randint(0, 37, (6, 5), generator=torch.Generator().manual_seed(2))
+    for target in (table[:, 2], table[0, :1].expand(6)):
+        check_error(
+            lambda x, t=target: cross_entropy(x, t, form, kernels("triton")).sum(),
+            lambda x, t=target: eager(x, t, form).sum(),
+            [logits],
+        )
+
+
 INFINITE = {
     "masked": (-torch.inf, slice(0, 5)),
     "masked to the target": (-torch.inf, slice(0, 9)),

@@ -95,6 +95,34 @@ def test_a_mean_is_scaled_by_what_comes_in(scale: float, mode: Any) -> None:
         torch.testing.assert_close(mine.grad, its.grad)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_targets_may_lie_apart(reduction: Any, mode: Any) -> None:
+    (hidden, weight, bias), _ = made((21, 16, 37), torch.float32)
+    target = torch.randint(0, 37, (21, 3), generator=torch.Generator().manual_seed(2))[:, 1]
+    form = CrossEntropy(reduction=reduction)
+    found = linear_cross_entropy(hidden.requires_grad_(), weight, bias, target, form, Kernels(mode))
+    expected = eager(hidden, weight, target, form, bias)
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(loss.sum(), hidden)[0] for loss in (found, expected)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_small_shares_of_the_softmax_count_in_fp16_as_they_do_with_a_loss_scale(mode: Any) -> None:
+    hidden, weight = torch.ones(4, 8, dtype=torch.float16), torch.zeros(64, 8, dtype=torch.float16)
+    weight[0] = 2.25  # the other 63 rows have a share of e^-18, less than the least of fp16's numbers
+    target, scale = torch.zeros(4, dtype=torch.int64), 65536.0
+    leaf = weight.clone().requires_grad_()
+    loss = linear_cross_entropy(hidden, leaf, None, target, CrossEntropy(), Kernels(mode))
+    (found,) = torch.autograd.grad(scale * loss, leaf)
+    wide = weight.double().requires_grad_()
+    exact = functional.cross_entropy(hidden.double() @ wide.t(), target)
+    (expected,) = torch.autograd.grad(scale * exact, wide)
+    # of the target's own row nothing is left but the rounding of 1 - 1
+    torch.testing.assert_close(found[1:].double(), expected[1:], rtol=0.05, atol=0)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_nothing_to_count_has_torchs_value_and_no_gradient(reduction: Any) -> None:
     given, target = made((9, 8, 11), torch.float32)

@@ -109,7 +109,9 @@ def planned_and_sent(name: str) -> tuple[dict[Any, Any], dict[Any, Any]]:
     return told, found
 
 
-@pytest.mark.parametrize("name", ["HeadFirst", "ReadsOutside", "PassesOn"])
+@pytest.mark.parametrize(
+    "name", ["ReadsOutside", *(pytest.param(name, marks=pytest.mark.long) for name in ("HeadFirst", "PassesOn"))]
+)
 def test_with_an_example_the_plan_knows_in_which_order_modules_run(run_ranks: RunRanks, name: str) -> None:
     for planned, sent in run_ranks(planned_and_sent, 2, name):
         assert planned == sent

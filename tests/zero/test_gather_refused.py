@@ -81,7 +81,7 @@ def writes(name: str, gather: str) -> str:
         return message(lambda: eng.train_batch(batch(eng, 0)))
 
 
-@pytest.mark.parametrize("gather", ["microbatch", "step"])
+@pytest.mark.parametrize("gather", ["microbatch", pytest.param("step", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", WRITES)
 def test_what_a_forward_writes_into_parameters_is_not_lost_in_silence(
     run_ranks: RunRanks, name: str, gather: str

@@ -93,26 +93,37 @@ class Scaled(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """A gated one in ways that are none."""
+    """A gated one, and ways in which it is none."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
-        self.how, self.drop = how, nn.Dropout(0.5)
+        self.how, self.drop, self.drop_prob = how, nn.Identity() if how != "dropout" else nn.Dropout(0.5), 0.5
+        self.nested = nn.Sequential(nn.Identity(), nn.Dropout(0.5)) if how == "nested" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
+        a, b = self.a(x), self.b(x)
         match self.how:
             case "sum":
-                return self.c(functional.silu(self.a(x)) + self.b(x))  # type: ignore[no-any-return]
+                inner = functional.silu(a) + b
             case "limit":
-                return self.c(functional.silu(self.a(x)) * self.b(x).clamp(max=1.0))  # type: ignore[no-any-return]
-            case "residual":
-                return x + self.c(functional.silu(self.a(x)) * self.b(x))  # type: ignore[no-any-return]
+                inner = functional.silu(a) * b.clamp(max=1.0)
             case "other activation":
-                return self.c(functional.mish(self.a(x)) * self.b(x))  # type: ignore[no-any-return]
+                inner = functional.mish(a) * b
+            case "clamped":
+                inner = functional.hardtanh(a, 0.0, 20.0) * b
             case "swapped":
-                return self.c(self.a(x) * functional.silu(self.b(x)))  # type: ignore[no-any-return]
-        return self.c(self.drop(functional.silu(self.a(x)) * self.b(x)))  # type: ignore[no-any-return]
+                inner = a * functional.silu(b)
+            case "functional":
+                inner = functional.dropout(functional.silu(a) * b, self.drop_prob, self.training)
+            case "training":
+                inner = functional.silu(a) * b * (1.1 if self.training else 1.0)
+            case _:
+                inner = self.nested(self.drop(functional.silu(a) * b))
+        return x + self.c(inner) if self.how == "residual" else self.c(inner)  # type: ignore[no-any-return]
+
+
+NO_GATES = ("sum", "limit", "residual", "other activation", "clamped", "dropout", "nested", "functional", "training")
 
 
 @pytest.mark.parametrize("how", ["", "detached", "eps outside", "scaled", "clamped", "other dtype"])
@@ -121,20 +132,138 @@ def test_what_only_looks_like_a_norm_is_none(how: str) -> None:
     assert [r.operator for r in found] == ["norm"] * (how == "")
 
 
-@pytest.mark.parametrize("how", ["", "sum", "limit", "residual", "other activation", "swapped"])
+@pytest.mark.parametrize("how", ["", "swapped", *NO_GATES])
 def test_what_only_looks_like_a_gated_perceptron_is_none(how: str) -> None:
     found = put_all_on(nn.Sequential(Perceptron(how)), "reference")[0]
     assert [r.operator for r in found] == ["gated"] * (how in ("", "swapped"))
     assert not found or found[0].detail == ("silu(a) * b, c" if how == "" else "silu(b) * a, c")
 
 
-def test_dropout_between_the_layers_stays() -> None:
-    model = nn.Sequential(Perceptron(""))
+@pytest.mark.parametrize("how", ["dropout", "nested", "functional"])
+def test_dropout_stays_as_it_is(how: str) -> None:
+    model = nn.Sequential(Perceptron(how))
+    before = torch.get_rng_state()
     put_all_on(model, "reference")
+    assert torch.equal(torch.get_rng_state(), before) and all(module.training for module in model.modules())
     x = torch.randn(64, 16)
     assert not torch.equal(model(x), model(x))
-    model.eval()
-    torch.testing.assert_close(model(x), model(x), rtol=0, atol=0)
+
+
+class Plain(nn.Module):
+    """A perceptron of two layers, and ways in which its first one cannot take the activation."""
+
+    def __init__(self, how: str = "", act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.how, self.act, self.up, self.down = how, act or nn.GELU(), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.drop = nn.Dropout(0.5) if how.startswith("dropout") else nn.Identity()
+        if how == "hook":
+            self.up.register_forward_hook(lambda module, args, y: y * 2)
+        if how == "hooked activation":
+            self.act.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        match self.how:
+            case "dropout before":
+                h = self.act(self.drop(h))
+            case "twice":
+                h = self.act(self.act(h))
+            case "read":
+                h = self.act(h) + h
+            case "evaluation":
+                h = self.act(h) if self.training else h
+            case _:
+                h = self.drop(self.act(h))
+        return self.down(h)  # type: ignore[no-any-return]
+
+
+class Asked(Plain):
+    """One that can be asked for something else."""
+
+    def forward(self, x: Tensor, pre: bool = False) -> Tensor:
+        return self.up(x) if pre else super().forward(x)
+
+
+NO_PAIRS = ("dropout before", "read", "evaluation", "hook", "hooked activation")
+
+
+def pairs(model: nn.Module) -> list[str]:
+    found = put_all_on(model, "reference")[0]
+    return [f"{r.module} {r.activation}" for r in found if r.operator == "linear" and r.activation != "none"]
+
+
+def test_a_linear_layer_takes_the_activation_behind_it() -> None:
+    for how in ("", "dropout behind"):
+        model, x = nn.Sequential(Plain(how)).eval(), torch.randn(5, 16) * 10
+        expected = model(x)
+        assert pairs(model) == ["0.up gelu"], how
+        torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("how", NO_PAIRS)
+def test_what_stands_between_layer_and_activation_is_seen(how: str) -> None:
+    assert pairs(nn.Sequential(Plain(how))) == []
+
+
+def test_other_arguments_may_ask_for_other_things() -> None:
+    assert pairs(nn.Sequential(Asked())) == []
+
+
+@pytest.mark.parametrize("act", [nn.ReLU6(), nn.Hardtanh(0.0, 20.0), nn.LeakyReLU(1e-3), nn.GELU("tanh")], ids=str)
+def test_an_activation_is_known_at_all_scales(act: nn.Module) -> None:
+    assert pairs(nn.Sequential(Plain(act=act))) == (["0.up gelu_tanh"] if isinstance(act, nn.GELU) else [])
+
+
+def test_an_activation_that_two_modules_share_stays() -> None:
+    act = nn.GELU()
+    model, x = nn.Sequential(Plain(act=act), Plain(act=act)), torch.randn(5, 16)
+    expected = model(x)
+    assert pairs(model) == []
+    assert torch.equal(model(x), expected)
+
+
+def test_eps_is_what_is_called_so() -> None:
+    class Dropping(nn.LayerNorm):
+        """Has another float."""
+
+        def __init__(self) -> None:
+            super().__init__(16, eps=1e-12)
+            self.dropout = 0.0
+
+    replacements = put_all_on(nn.Sequential(Dropping()), "reference")[0]
+    assert [r.detail for r in replacements] == ["LayerNorm, eps 1e-12"]
+
+
+COUNT = 0
+
+
+class Counting(nn.Module):
+    """Attention that counts its calls."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        global COUNT
+        COUNT += 1
+        return apply_rotary(q, k, cos, sin)
+
+
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def turned(x: Tensor) -> Tensor:
+        one, two = x.chunk(2, dim=-1)
+        return x * cos.unsqueeze(1) + torch.cat((-two, one), dim=-1) * sin.unsqueeze(1)
+
+    return turned(q), turned(k)
+
+
+class Attending(nn.Module):
+    """The same without the count."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return apply_rotary(q, k, cos, sin)
+
+
+def test_a_forward_that_writes_globals_keeps_them() -> None:
+    found = put_all_on(nn.Sequential(Counting(), Attending()), "reference")[0]
+    assert [(r.module, r.operator) for r in found] == [("1", "rotary")]
 
 
 def test_under_autocast_modules_run_their_own_code() -> None:
