@@ -49,7 +49,7 @@ def _is_in_library(x: Tensor, weight: Tensor, by_rows: bool, dtype: torch.dtype)
     if any(size % _SIZES or not size for size in sizes) or not x.numel() or not weight.is_contiguous():
         return False
     if x.device.type != "cuda":
-        return x.device.type == "cpu"
+        return x.device.type == "cpu" and not by_rows  # which not every version does there
     return torch.cuda.get_device_capability(x.device) >= _SCALED_FROM and (not by_rows or dtype == torch.bfloat16)
 
 

@@ -63,7 +63,9 @@ def copies(grid: str) -> list[dict[str, Tensor]]:
     return [train(settings(grid, stage), tied)[2] for tied in (False, True) for stage in (0, 1)]
 
 
-@pytest.mark.parametrize("grid", ["dp2", "tp2", "pp2", "tp2 x pp2"])
+@pytest.mark.parametrize(
+    "grid", ["dp2", "tp2 x pp2", *(pytest.param(g, marks=pytest.mark.long) for g in ("tp2", "pp2"))]
+)
 def test_all_copies_of_a_weight_stay_equal(run_ranks: RunRanks, grid: str) -> None:
     ranks = 4 if " x " in grid else 2
     results = run_ranks(copies, ranks, grid)

@@ -151,12 +151,14 @@ GRIDS = [{"data": 2}, {"tensor": 2}, {"tensor": 4}, {"pipeline": 2}, {"pipeline"
          {"data": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 2}, {"data": 2, "tensor": 2, "pipeline": 2}]  # fmt: skip
 
 
+SINGLE = ({"tensor": 2}, {"pipeline": 2})
+"""Grids of which larger ones are tried."""
 TIED = ({"pipeline": 2}, {"data": 2, "tensor": 2, "pipeline": 2})
 
 
 @pytest.mark.parametrize(
     ("grid", "tied"),
-    [(grid, False) for grid in GRIDS]
+    [pytest.param(g, False, marks=[pytest.mark.long] * (g in SINGLE)) for g in GRIDS]
     + [pytest.param(grid, True, marks=[pytest.mark.long] * (grid not in TIED)) for grid in GRIDS],
     ids=str,
 )
@@ -190,8 +192,16 @@ def test_sharded_parameters_send_what_the_formulas_say(
         assert rank.held == rank.state, rank.coord
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("grid", [{"tensor": 4}, {"tensor": 2, "pipeline": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [
+        ("llama", {"tensor": 2, "pipeline": 2}),
+        ("gpt2", {"tensor": 4}),
+        pytest.param("llama", {"tensor": 4}, marks=pytest.mark.long),
+        pytest.param("gpt2", {"tensor": 2, "pipeline": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_hugging_face_models_send_what_their_plan_says(run_ranks: RunRanks, name: str, grid: dict[str, int]) -> None:
     config = config_for(1, 1, parallel={"data": 1} | grid)
     for rank in run_ranks(train, 4, name, config):

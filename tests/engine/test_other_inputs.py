@@ -130,7 +130,7 @@ def test_looking_for_a_plan_leaves_buffers_alone(run_ranks: RunRanks) -> None:
     assert parity.holds(), parity
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.long), True])
 def test_split_backward_of_views(run_ranks: RunRanks, sequence: bool) -> None:
     config = settings(sequence_parallel=sequence, pipeline=2, schedule="zb-h1")
     parity = run_ranks(compare, 4, partial(models.nano, layers=4), config, pairs())[0]
