@@ -121,7 +121,7 @@ def train_all(grid: str) -> list[tuple[Any, dict[str, Any]]]:
     return [((stage, kind), train(grid, stage, kind, changes)) for stage, kind, changes in cases]
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", [pytest.param(g, marks=[pytest.mark.long] * (g == "dp2")) for g in GRIDS])
 def test_a_skipped_step_leaves_no_bit_and_names_the_first_parameter(run_ranks: RunRanks, grid: str) -> None:
     for rank, cases in enumerate(run_ranks(train_all, math.prod(GRIDS[grid].values()), grid)):
         for (stage, kind), found in cases:

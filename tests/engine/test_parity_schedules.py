@@ -111,6 +111,7 @@ def test_every_kind_with_a_zero_stage(run_ranks: RunRanks, schedules_table: Tabl
     note(schedules_table, "p2 dp2, ZeRO", check(run_ranks, "decoder tied", {"data": 2, "pipeline": 2}, cases))
 
 
+@pytest.mark.long
 def test_every_kind_with_two_tensor_ranks(run_ranks: RunRanks, schedules_table: Table) -> None:
     results = check(run_ranks, "gpt2", {"tensor": 2, "pipeline": 2}, [Case(kind, 4) for kind in KINDS])
     note(schedules_table, "p2 tp2", results)
