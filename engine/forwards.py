@@ -64,11 +64,12 @@ def change_forwards(model: nn.Module, config: Config, device: torch.device) -> F
     """
     _check_kernels(config, device)
     kernels = Kernels(config.kernels)
-    found = recognise(model, kernels) if kernels.replaces(device) else ()
+    replaces = kernels.replaces(device)
+    found = recognise(model, kernels) if replaces else ()
     undo = [put_on() for _, put_on in found]
     replacements = tuple(replacement for replacement, _ in found)
     # at ZeRO 3 the weights have gone when the loss is computed
-    heads = tuple(find_heads(model)) if kernels.replaces(device) and not shards_parameters(config) else ()
+    heads = tuple(find_heads(model)) if replaces and not shards_parameters(config) else ()
     late = tuple(Replacement(name, "loss", "logits in chunks of tokens, never all") for name in heads)
     undo += _compile(model) if config.compile else []
     return Forwards(kernels, (*replacements, *late), tuple(undo), heads)

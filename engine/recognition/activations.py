@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from engine.kernels.activation import activate
 from engine.kernels.activations import ACTIVATIONS, Activation
 from engine.kernels.choice import Kernels
-from engine.parallel.tensor.layers import has_plain_forward
-from engine.parallel.tensor.product import is_linear
 from engine.recognition.trial import (
     SCALES,
     agrees,
     agrees_in_use,
     is_hooked,
+    is_linear_layer,
     own_forward,
     random,
     sizes_of,
@@ -36,11 +35,6 @@ class ActivatedLinear(NamedTuple):
     linear: str
     act: str
     activation: Activation
-
-    @property
-    def words(self) -> str:
-        """For people."""
-        return f"{self.activation} of {self.act} with {self.linear}"
 
 
 def find_activated(module: nn.Module) -> ActivatedLinear | None:
@@ -68,11 +62,6 @@ def find_activated(module: nn.Module) -> ActivatedLinear | None:
         if agrees_in_use(apart, partial(forward, apart), operator, width):
             return ActivatedLinear(name, act, activation)
     return None
-
-
-def is_linear_layer(child: nn.Module | None) -> bool:
-    """Whether this is a matrix product and nothing else."""
-    return child is not None and is_linear(child) and has_plain_forward(child) and own_forward(child) is not None
 
 
 def _both_modes(forward: Callable[..., Any], leader: nn.Module, follower: nn.Module, x: Tensor) -> Any:

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from engine.parallel.tensor.layers import has_plain_forward
-from engine.recognition.trial import own_forward
+from engine.recognition.trial import is_linear_layer
 
 
 def find_heads(model: nn.Module) -> Iterator[str]:
@@ -15,6 +14,7 @@ def find_heads(model: nn.Module) -> Iterator[str]:
     """
     vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
-        plain = isinstance(module, nn.Linear) and has_plain_forward(module) and own_forward(module) is not None
-        if plain and module.out_features in vocabularies and module.out_features > module.in_features:
+        if not isinstance(module, nn.Linear) or not is_linear_layer(module):
+            continue
+        if module.out_features in vocabularies and module.out_features > module.in_features:
             yield name

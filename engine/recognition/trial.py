@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from engine.parallel.tensor.product import is_conv1d
+from engine.parallel.tensor.layers import has_plain_forward
+from engine.parallel.tensor.product import is_conv1d, is_linear
 
 Function = Callable[..., Any]
 
@@ -54,6 +55,11 @@ def is_hooked(module: nn.Module) -> bool:
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The forward of the module's class, without hooks; None where the object has one of its own."""
     return None if "forward" in vars(module) else type(module).forward
+
+
+def is_linear_layer(child: nn.Module | None) -> bool:
+    """Whether this is a matrix product and nothing else."""
+    return child is not None and is_linear(child) and has_plain_forward(child) and own_forward(child) is not None
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
