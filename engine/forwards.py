@@ -4,7 +4,7 @@ Both are there before anything looks at the model, so that a plan sees what a ru
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -16,7 +16,7 @@ from engine.agreement import all_or_none, from_first
 from engine.budget import shards_parameters
 from engine.config import Config
 from engine.errors import ConfigError
-from engine.kernels.choice import Kernels, card_of, runs_triton
+from engine.kernels.choice import REFERENCE, Kernels, card_of, runs_triton
 from engine.parallel.comm import Comm
 from engine.parallel.pipeline.absent import is_expanded
 from engine.parallel.pipeline.units import find_units
@@ -34,7 +34,7 @@ from engine.recognition.recognise import Replacement, recognise
 class Forwards:
     """What has been done to the forwards of a model."""
 
-    kernels: Kernels = field(default_factory=lambda: Kernels("reference"))
+    kernels: Kernels = REFERENCE
     replacements: tuple[Replacement, ...] = ()
     undo: tuple[Callable[[], None], ...] = ()
     heads: tuple[str, ...] = ()

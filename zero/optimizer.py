@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine.errors import ConfigError
 from engine.kernels.adamw import Decision, fits
-from engine.kernels.choice import Kernels
+from engine.kernels.choice import REFERENCE, Kernels
 from engine.parallel.comm import Comm
 from engine.zero.edits import carry_over
 from engine.zero.fused import FusedAdam
@@ -101,7 +101,7 @@ class ShardedOptimizer:
                 members[group].append(parameter)
                 self.places.append(Place(parameter, flat.gradient(part).view(shape), flat, part))
         self._rounding: RoundedUpdates | None = None
-        self._kernels = Kernels("reference")
+        self._kernels = REFERENCE
         self._make = partial(_make, factory, groups, members)
         self.inner = self._make()
         self._begins_with_state = bool(self.inner.state)

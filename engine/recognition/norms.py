@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.choice import Kernels
+from engine.kernels.choice import REFERENCE, Kernels
 from engine.kernels.norm import Norm, norm
 from engine.recognition.trial import agrees, own_forward, random, twin
 
@@ -57,7 +57,7 @@ def _forms(module: nn.Module, names: list[str]) -> Iterator[NormModule]:
 def _operator(module: nn.Module, found: NormModule) -> Callable[[Tensor], Tensor]:
     weight: Any = getattr(module, found.weight)
     bias: Any = None if found.bias is None else getattr(module, found.bias)
-    return lambda x: norm(x, weight, bias, found.form, Kernels("reference"))
+    return lambda x: norm(x, weight, bias, found.form, REFERENCE)
 
 
 def _rounds_alike(copy: nn.Module, forward: Callable[..., Any], x: Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.activations import ACTIVATIONS, Activation
-from engine.kernels.choice import Kernels
+from engine.kernels.choice import REFERENCE, Kernels
 from engine.kernels.gated import gated
 from engine.parallel.tensor.layers import has_plain_forward
 from engine.parallel.tensor.product import is_linear
@@ -68,7 +68,7 @@ def find_gated(module: nn.Module) -> GatedModule | None:
     for sizes in _roles(linear):
         copies = _small(module, linear, sizes)
         for found in _forms(sizes):
-            operator = lambda x, f=found: f.run(copies, x, Kernels("reference"))  # noqa: B023, E731
+            operator = lambda x, f=found: f.run(copies, x, REFERENCE)  # noqa: B023, E731
             if agrees_in_use(copies, partial(forward, copies), operator, _HIDDEN):
                 return found
     return None

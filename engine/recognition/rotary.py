@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.choice import Kernels
+from engine.kernels.choice import REFERENCE, Kernels
 from engine.kernels.rotary import Rotary, rotary
 from engine.recognition.forwards import with_global
 from engine.recognition.trial import agrees, own_forward, random
@@ -42,7 +42,7 @@ def find_rotary(function: FunctionType) -> Rotary | None:
     for interleaved, heads_dim in product((False, True), (1, 2)):
         form = Rotary(interleaved, heads_dim)
         q, k = (x.transpose(1, heads_dim).contiguous() for x in given)
-        operator = lambda q, k, f=form: rotary(q, k, cos, sin, f, Kernels("reference"))  # noqa: E731
+        operator = lambda q, k, f=form: rotary(q, k, cos, sin, f, REFERENCE)  # noqa: E731
         if agrees(lambda q, k: function(q, k, cos, sin), operator, [q, k]):
             return form
     return None
