@@ -13,14 +13,14 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from engine.launch.options import training_options
+from engine.launch.train_options import training_options
 
 
 def main() -> None:
     """Read the options, run, and if that fails let torchrun end with the traceback of the rank that began it."""
     options = training_options()
 
-    from engine.parallel.world import leave_traceback  # torch from here on, so that --help answers at once
+    from engine.parallel.comm.world import leave_traceback  # torch from here on, so that --help answers at once
 
     leave_traceback(lambda: run(options))
 
@@ -29,8 +29,10 @@ def run(options: Namespace) -> None:
     """Train, validate, let the model write, and compare planned with measured bytes."""
     import engine
     from engine.data import Batches, Sampler, window_count
-    from engine.decoder import Decoder, loss_sum
-    from engine.launch import progress, run_folder, train
+    from engine.launch import progress_line as progress
+    from engine.launch import reference_run as train
+    from engine.launch import run_folder
+    from engine.models.decoder import Decoder, loss_sum
 
     settings = train.read_settings(options, root=Path(__file__).parent)
     training_text, validation_text = train.read_corpus(options)
@@ -53,7 +55,7 @@ def run(options: Namespace) -> None:
         begun = eng.step_count
         if first:
             progress.say(*run_folder.go_on(options, begun))
-        line = progress.Progress(options.steps, eng.config.monitor.every)
+        line = progress.ProgressLine(options.steps, eng.config.monitor.every)
         while eng.step_count < options.steps:
             report = eng.train_batch(next(batches))
             if first:
@@ -64,7 +66,7 @@ def run(options: Namespace) -> None:
         text = train.sample_text(eng, shape, options.sample)
         if first and text is not None:
             progress.say(f"validation loss {loss:.3f}, {progress.bits_per_byte(loss):.3f} bits per byte")
-            progress.say(f"--- sample\n{progress.printable(text)}\n---")
+            progress.say(f"--- sample\n{progress.decode_for_terminal(text)}\n---")
             if eng.step_count > begun:
                 progress.say(eng.traffic_report())
 

@@ -54,9 +54,8 @@ from benchmarks.checkpoint_formats import (
 )
 from benchmarks.checkpoint_report import GIGABYTE, Goal, Rounds, Sample, as_json, judge, table
 from benchmarks.readme import write_section
-from engine.checkpoint.files import Files
-from engine.checkpoint.image import Image, ImageMemory, kind_of, make_image
-from engine.checkpoint.write import write_file
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.host_image import HostImage, ImageMemory, kind_of, make_image, write_file
 
 BASES = {
     "stall": "memcpy", "write": "raw O_DIRECT", "read cold": "raw", "read warm": "raw", "rows cold": "raw",
@@ -222,7 +221,7 @@ class Bench:
         return Sample(part, mode, seconds, cpu_seconds, wanted or self._bytes, disk_bytes() - disk)
 
 
-def make_filled_image(tensors: Tensors) -> Image:
+def make_filled_image(tensors: Tensors) -> HostImage:
     """The file in memory, as a snapshot leaves it."""
     image = make_image({name: kind_of(values) for name, values in tensors.items()}, {}, ImageMemory(), "all")
     for name, values in tensors.items():
@@ -230,7 +229,7 @@ def make_filled_image(tensors: Tensors) -> Image:
     return image
 
 
-def write_image(image: Image, folder: Path) -> None:
+def write_image(image: HostImage, folder: Path) -> None:
     """The second half of a save."""
     write_file(Files(), folder / "image.safetensors", image.memory, image.layout.size)
     sync_folder(folder)

@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import engine
-from engine.checkpoint.committed import committed
-from engine.checkpoint.files import Files
-from engine.checkpoint.image import as_bytes
-from engine.checkpoint.pieces import Part, Piece
-from engine.checkpoint.reader import StepReader, Wanted
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.host_image import as_bytes
+from engine.checkpoint.format.pieces import Part, Piece
+from engine.checkpoint.format.step_folders import committed
+from engine.checkpoint.format.step_reader import ReadRequest, StepReader
 
 RAW_CHUNK = 1 << 25
 """Bytes of one write or read of the bare disk; larger ones were no faster."""
@@ -328,7 +328,7 @@ def read_rows(landing: Landing, folder: Path) -> int:
     files = Files()
     reader = StepReader(files, committed(files, folder)[-1])
     reader.read(
-        Wanted(f"param/{name}", _rows(landing.tensors[name], *landing.quarter()[name]), as_bytes(rows))
+        ReadRequest(f"param/{name}", _rows(landing.tensors[name], *landing.quarter()[name]), as_bytes(rows))
         for name, rows in landing.rows().items()
     )
     return reader.bytes_read

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.deepspeed_peer import announce, make_config
 from benchmarks.parallel_peers import Entry
 from benchmarks.peers import Mode, Workload, make_adamw, make_model, mean_loss
-from engine.decoder import Block, Decoder, DecoderConfig, Projection
+from engine.models.decoder import Block, Decoder, DecoderConfig, Projection
 
 
 class DeepSpeedPipeline:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from benchmarks.peers import Plain
-from engine.decoder import Decoder
+from engine.models.decoder import Decoder
 
 
 class FsdpPeer(Plain):

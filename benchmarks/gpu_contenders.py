@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu_models import Sizes, loss_of, make_batch, make_model, mean_loss
 from benchmarks.interpreted import interpret
-from engine.metrics import peak_memory
+from engine.reporting.step_report import peak_memory
 
 LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 

@@ -1,6 +1,6 @@
 """The two models of ``benchmarks.gpu_step``, what a step of them computes, and what it takes of a GPU.
 
-    decoder    engine.decoder: GPT-2's architecture, LayerNorm, GELU, biases; the loss is made outside
+    decoder    engine.models.decoder: GPT-2's architecture, LayerNorm, GELU, biases; the loss is made outside
     llama      Hugging Face's LlamaForCausalLM unchanged, sizes of Llama 3.2 1B; the loss is its own
 
 Operations of a step, of forward and backward, recomputation not counted:
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from engine.decoder import Decoder, DecoderConfig, loss_sum
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 
 Name = Literal["decoder", "llama"]
 _STATE_BYTES = 18

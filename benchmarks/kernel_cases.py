@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_errors import Operator
-from engine.kernels.choice import Kernels
+from engine.kernels.dispatch import Kernels
 
 TOKENS = 8192
 """Of a microbatch: two sequences of 4096."""

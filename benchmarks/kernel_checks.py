@@ -7,7 +7,7 @@ import torch
 from benchmarks.kernel_cases import Case, short
 from benchmarks.kernel_errors import deviations, results
 from benchmarks.kernel_lineup import Scale, checked
-from engine.kernels.choice import Kernels
+from engine.kernels.dispatch import Kernels
 
 
 def check_case(case: Case, device: torch.device) -> dict[str, Any]:

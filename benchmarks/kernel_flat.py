@@ -8,8 +8,8 @@ from torch import Tensor
 
 from benchmarks.kernel_cases import Case, Cost, Inputs, Slice, Target, random
 from benchmarks.kernel_errors import Operator
-from engine.kernels.choice import Kernels
-from engine.kernels.optimizer_update import AdamRule, adam_
+from engine.kernels.dispatch import Kernels
+from engine.kernels.optim.update_rules import AdamRule, adam_
 
 RULE = AdamRule(3e-4, (0.9, 0.95), 1e-8, 0.1, decoupled=True)
 FACTOR = 0.5
@@ -54,14 +54,14 @@ def _states(dtype: torch.dtype, device: torch.device, elements: int) -> Inputs:
 
 
 def _adamw(kernels: Kernels) -> Operator:
-    from engine.kernels.adamw import AdamRun, Decision, adamw_
+    from engine.kernels.optim.adamw import AdamRun, DeviceDecision, adamw_
 
     def update(*given: Tensor) -> tuple[Tensor, ...]:
         gradient, *state = (x.detach() for x in given)
         weights, first, second, *narrow = state
         factor, go = (torch.full((), value, dtype=torch.float64, device=weights.device) for value in (FACTOR, 1.0))
         run = AdamRun(weights, gradient, first, second, *narrow)
-        adamw_(run, RULE, STEP, Decision(factor, go), kernels)
+        adamw_(run, RULE, STEP, DeviceDecision(factor, go), kernels)
         return tuple(state)
 
     return update
@@ -77,7 +77,7 @@ def _eager_adamw(*given: Tensor) -> tuple[Tensor, ...]:
 
 
 def _squared_norm(kernels: Kernels) -> Operator:
-    from engine.kernels.squared_norm import squared_norm
+    from engine.kernels.optim.squared_norm import squared_norm
 
     return lambda gradient: squared_norm([(gradient.detach(), True)], kernels)
 

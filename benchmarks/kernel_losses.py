@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from benchmarks.kernel_cases import Case, Cost, Inputs, Slice, Target, random
 from benchmarks.kernel_errors import Operator
-from engine.kernels.choice import Kernels
+from engine.kernels.dispatch import Kernels
 
 NARROW = "F.cross_entropy"
 
@@ -38,7 +38,7 @@ def linear_cross_entropies(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
 
 def _memory(where: Slice, dtype: torch.dtype) -> int:
     """Bytes: the logits of a chunk, the weight's gradient in fp32, both gradients as they are given out."""
-    from engine.kernels.linear_cross_entropy import chunk_tokens
+    from engine.kernels.ops.linear_cross_entropy import chunk_tokens
 
     chunk = min(where.tokens, chunk_tokens(where.tokens, where.width, where.vocabulary))
     hidden, weight = where.tokens * where.width, where.vocabulary * where.width
@@ -64,14 +64,14 @@ def _targets(where: Slice, device: torch.device, rows: int) -> Tensor:
 
 
 def _cross_entropy(kernels: Kernels) -> Operator:
-    from engine.kernels.cross_entropy import CrossEntropy, cross_entropy
+    from engine.kernels.ops.cross_entropy import CrossEntropy, cross_entropy
 
     return lambda logits, target: cross_entropy(logits, target, CrossEntropy(), kernels)
 
 
 def _linear_cross_entropy(kernels: Kernels) -> Operator:
-    from engine.kernels.cross_entropy import CrossEntropy
-    from engine.kernels.linear_cross_entropy import linear_cross_entropy
+    from engine.kernels.ops.cross_entropy import CrossEntropy
+    from engine.kernels.ops.linear_cross_entropy import linear_cross_entropy
 
     return lambda hidden, weight, target: linear_cross_entropy(hidden, weight, None, target, CrossEntropy(), kernels)
 

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from benchmarks.kernel_cases import Case, Cost, Inputs, Slice, Target, random
 from benchmarks.kernel_errors import Operator
-from engine.kernels.activations import ACTIVATIONS, Activation
-from engine.kernels.choice import Kernels
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
 
 CUBLAS = "cuBLAS"
 PUBLISHED = "8192^3"
@@ -80,7 +80,7 @@ def _parts(form: Form, rest: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor 
 
 
 def _ours(form: Form, kernels: Kernels) -> Operator:
-    from engine.kernels.linear import LinearForm, linear
+    from engine.kernels.ops.linear import LinearForm, linear
 
     def operator(x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
         bias, residual = _parts(form, rest)

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from benchmarks.kernel_cases import Case, Cost, Inputs, Slice, Target, random
 from benchmarks.kernel_errors import Operator
-from engine.kernels.activations import Activation
-from engine.kernels.choice import Kernels
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.activation_functions import Activation
 
 EPS = 1e-5
 BEATS_TORCH_UP_TO = 4096
@@ -89,31 +89,31 @@ def _plain(dtype: torch.dtype, widths: tuple[int, ...], device: torch.device, ro
 
 
 def _norm(kernels: Kernels) -> Operator:
-    from engine.kernels.norm import Norm, norm
+    from engine.kernels.ops.norm import Norm, norm
 
     return lambda x, weight: norm(x, weight, None, Norm(EPS), kernels)
 
 
 def _add_norm(kernels: Kernels) -> Operator:
-    from engine.kernels.norm import Norm, add_norm
+    from engine.kernels.ops.norm import Norm, add_norm
 
     return lambda x, residual, weight: add_norm(x, residual, (weight, None), Norm(EPS), kernels)
 
 
 def _layer(kernels: Kernels) -> Operator:
-    from engine.kernels.norm import Norm, norm
+    from engine.kernels.ops.norm import Norm, norm
 
     return lambda x, weight, bias: norm(x, weight, bias, Norm(EPS, centered=True), kernels)
 
 
 def _gated(kind: Activation, kernels: Kernels) -> Operator:
-    from engine.kernels.gated import gated as operator
+    from engine.kernels.ops.gated_unit import gated as operator
 
     return lambda gate, up: operator(gate, up, kind, kernels)
 
 
 def _activate(kernels: Kernels) -> Operator:
-    from engine.kernels.activation import activate
+    from engine.kernels.ops.bias_activation import activate
 
     return lambda x, bias: activate(x, bias, "gelu_tanh", kernels)
 

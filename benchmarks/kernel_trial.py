@@ -18,7 +18,7 @@ from benchmarks.kernel_cases import Case, Inputs
 from benchmarks.kernel_clock import Clock
 from benchmarks.kernel_errors import Operator, deviations
 from benchmarks.worker import last_line
-from engine.kernels.choice import Kernels
+from engine.kernels.dispatch import Kernels
 
 TRITON, REFERENCE, EAGER, COMPILED = "triton", "reference", "eager", "torch.compile"
 CHECKED_ROWS = 64

@@ -1,6 +1,6 @@
 """Which of the tiles that ``linear`` ships is fastest for a product, and how many warps suit a row kernel.
 
-Nothing is changed: what won stands beside what was chosen, for who edits ``kernels/gpu/tiles.py`` and ``launch.py``.
+Nothing is changed: what won stands beside what was chosen, for whoever edits ``kernels/gpu/launch_shapes.py``.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,9 +58,8 @@ def _first(operator: str) -> Case:
 
 def tune_product(sizes: tuple[int, int, int], bench: Bench) -> dict[str, Any]:
     """TFLOP/s of every shipped tile, and of torch's product, in the layouts of forward (ab') and backward (ab, a'b)."""
-    from engine.kernels.gpu.launch import capability, processors
-    from engine.kernels.gpu.linear import Follows, multiply
-    from engine.kernels.gpu.tiles import choose_tile, tiles_for
+    from engine.kernels.gpu.launch_shapes import capability, choose_tile, processors, tiles_for
+    from engine.kernels.gpu.linear import Follows, launch_matmul
 
     rows, columns, depth = sizes
     tiles = tiles_for(2, False, capability(bench.device))
@@ -70,7 +69,9 @@ def tune_product(sizes: tuple[int, int, int], bench: Bench) -> dict[str, Any]:
         a = _random(depth, rows, bench).t() if layout == "a'b" else _random(rows, depth, bench)
         b = _random(columns, depth, bench).t() if layout == "ab'" else _random(depth, columns, bench)
         works: dict[str, Callable[[], object]] = {
-            f"{tile.rows}x{tile.columns}x{tile.depth}": lambda tile=tile, a=a, b=b: multiply(a, b, Follows(), tile=tile)  # type: ignore[misc]
+            f"{tile.rows}x{tile.columns}x{tile.depth}": lambda tile=tile, a=a, b=b: launch_matmul(
+                a, b, Follows(), tile=tile
+            )  # type: ignore[misc]
             for tile in tiles
         }
         works["torch"] = lambda a=a, b=b: torch.mm(a, b)  # type: ignore[misc]
@@ -112,7 +113,7 @@ def tune_warps(case: Case, bench: Bench) -> dict[str, Any]:
 
 
 def _scaled(shape: Callable[..., Any], factor: float) -> Callable[..., Any]:
-    from engine.kernels.gpu.launch import RowShape
+    from engine.kernels.gpu.launch_shapes import RowShape
 
     def scaled(*args: Any, **named: Any) -> RowShape:
         usual = shape(*args, **named)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.kernel_cases import Case, Cost, Inputs, Slice, Target, random
 from benchmarks.kernel_errors import Operator
-from engine.kernels.choice import Kernels
+from engine.kernels.dispatch import Kernels
 
 BASE = 500000.0
 """Of the wave lengths, as Llama 3 has it."""
@@ -38,7 +38,7 @@ def _make(where: Slice, dtype: torch.dtype, device: torch.device, rows: int) -> 
 
 
 def _ours(kernels: Kernels) -> Operator:
-    from engine.kernels.rotary import Rotary, rotary
+    from engine.kernels.ops.rotary import Rotary, rotary
 
     return lambda q, k, cos, sin: rotary(q, k, cos.detach(), sin.detach(), Rotary(), kernels)
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from benchmarks.kernel_cases import Case, short
 from benchmarks.kernel_report import Measured, seconds
 from benchmarks.kernel_trial import REFERENCE, TRITON
-from engine.kernels.choice import Winner
+from engine.kernels.dispatch import TunedChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def speedups(cases: Sequence[Case], found: Mapping[str, Measured], wrong: Collec
     return rows
 
 
-def propose_winners(measured: Sequence[Speedup], device: str, shipped: Sequence[Winner]) -> list[Winner]:
+def propose_winners(measured: Sequence[Speedup], device: str, shipped: Sequence[TunedChoice]) -> list[TunedChoice]:
     """The shipped table, and rows of ``device`` in place of its old ones: Triton where it is right and faster than the
     reference in every case of an operator, dtype and width."""
     groups: dict[tuple[str, str, int], list[float | None]] = {}
@@ -47,13 +47,13 @@ def propose_winners(measured: Sequence[Speedup], device: str, shipped: Sequence[
     return [*rows, *(row for row in shipped if row.device != device or (row.operator, row.dtype) not in replaced)]
 
 
-def _winner(device: str, key: tuple[str, str, int], values: Sequence[float | None]) -> Winner:
+def _winner(device: str, key: tuple[str, str, int], values: Sequence[float | None]) -> TunedChoice:
     known = [value for value in values if value is not None]
     least = round(min(known), 3) if known else None
-    return Winner(key[0], device, *key[1:], len(known) == len(values) and least is not None and least > 1, least)
+    return TunedChoice(key[0], device, *key[1:], len(known) == len(values) and least is not None and least > 1, least)
 
 
-def winners_json(rows: Sequence[Winner]) -> str:
-    """As ``kernels/winners.json`` is written, a line a row."""
+def winners_json(rows: Sequence[TunedChoice]) -> str:
+    """As ``kernels/tuned.json`` is written, a line a row."""
     lines = (json.dumps({name: value for name, value in asdict(row).items() if value is not None}) for row in rows)
     return '{\n  "winners": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}\n"

@@ -3,8 +3,8 @@
     python -m benchmarks.kernels --out DIR [--quick] [--minutes 8.5] [--operators NAME..] [--device cpu]
 
 Needs a source checkout, torch and Triton; Liger and others are measured where they can be imported. Writes
-DIR/kernels.json (all figures), DIR/kernels.md (the table) and DIR/winners.json, which may replace
-kernels/winners.json. What fails is reported by name and the rest goes on, in a new process where the device
+DIR/kernels.json (all figures), DIR/kernels.md (the table) and DIR/tuned.json, which may replace
+kernels/tuned.json. What fails is reported by name and the rest goes on, in a new process where the device
 is broken; what there is no time for is reported as not measured. ``--device cpu`` runs the same in Triton's
 interpreter on tiny shapes: that shows that the command works, and nothing about speed.
 """
@@ -27,7 +27,7 @@ from benchmarks.kernel_report import failures, judge, losses, table
 from benchmarks.kernel_tuning import tuned
 from benchmarks.kernel_winners import propose_winners, speedups, winners_json
 from benchmarks.worker import Worker, WorkerError
-from engine.kernels.choice import shipped_winners
+from engine.kernels.dispatch import shipped_choices
 
 START_SECONDS = 90.0
 """A process may take this long to import and to find the GPU."""
@@ -132,7 +132,7 @@ def conclude(order: Order, found: Mapping[str, Any]) -> tuple[str, dict[str, Any
     wrong = [one for one in found["checks"] if not one.get("passed")]
     names = {(one["operator"], one["dtype"]) for one in wrong}
     device = found["about"].get("device", "unknown")
-    winners = propose_winners(speedups(cases, found["cases"], names), device, shipped_winners())
+    winners = propose_winners(speedups(cases, found["cases"], names), device, shipped_choices())
     parts = {
         "Checks": [_check_line(one) for one in found["checks"]],
         "Failures": failures(found["cases"]),
@@ -178,7 +178,7 @@ def _part(title: str, lines: Sequence[str]) -> str:
 def main(command: Sequence[str] | None = None) -> int:
     """Measure, print, write; 0 when every check passed and every kernel ran."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description="Kernels beside their peers.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for kernels.json, kernels.md, winners.json")
+    parser.add_argument("--out", type=Path, required=True, help="folder for kernels.json, kernels.md, tuned.json")
     parser.add_argument("--quick", action="store_true", help="the first slice of every operator alone")
     parser.add_argument("--minutes", type=float, default=8.5, help="in all; what does not fit is not measured")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: interpreted, tiny")
@@ -196,7 +196,7 @@ def main(command: Sequence[str] | None = None) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "kernels.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     (arguments.out / "kernels.md").write_text(text, encoding="utf-8")
-    (arguments.out / "winners.json").write_text(winners, encoding="utf-8")
+    (arguments.out / "tuned.json").write_text(winners, encoding="utf-8")
     print(text)
     ran = all("seconds" in one.get("contenders", {}).get("triton", {}) for one in found["cases"].values())
     return 0 if ran and all(one.get("passed") for one in found["checks"]) else 1

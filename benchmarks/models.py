@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.decoder import DecoderConfig
+from engine.models.decoder import DecoderConfig
 
 Name = Literal["llama", "fused"]
 TENSOR_MODELS: tuple[Name, ...] = get_args(Name)

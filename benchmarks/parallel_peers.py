@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.peers import Plain, Schedule, mean_loss
-from engine.decoder import Decoder
+from engine.models.decoder import Decoder
 
 
 class _OneDataRank(Plain):

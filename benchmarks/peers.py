@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import models
 from benchmarks.models import Name
-from engine.decoder import Decoder, DecoderConfig
+from engine.models.decoder import Decoder, DecoderConfig
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1

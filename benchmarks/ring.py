@@ -46,7 +46,7 @@ class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self._watched = ExitStack()
 
     def __enter__(self) -> Self:
-        module = sys.modules.get("engine.parallel.shared_memory")  # whoever has not imported it does not use it
+        module = sys.modules.get("engine.parallel.comm.shared_memory")  # whoever has not imported it does not use it
         owner: Any = getattr(module, "SharedMemory", None)
         for name in ("all_reduce", "all_gather", "reduce_scatter") if owner else ():
             seen = self._seen(name, getattr(owner, name))

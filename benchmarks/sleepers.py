@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 import engine
 from benchmarks.readme import write_section
-from engine.kernels.choice import REFERENCE, Kernels
-from engine.parallel.pipeline.check import Cost, Timeline, simulate
-from engine.parallel.pipeline.draw import draw_panels
-from engine.parallel.pipeline.schedule import KINDS
-from engine.parallel.pipeline.summary import Panel
-from engine.parallel.pipeline.svg import svg
-from engine.parallel.tensor import product
+from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.parallel.pipeline.report.svg import svg
+from engine.parallel.pipeline.report.text import Panel, draw_panels
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS
+from engine.parallel.pipeline.schedule.simulate import Cost, StepTimeline, simulate
+from engine.parallel.tensor import deferred_linear as product
 
 RANKS, MICROBATCHES, BLOCKS = 4, 8, 8
 
@@ -92,11 +91,11 @@ def _sleep_over_weights(seconds: float) -> Iterator[None]:
         product.weight_gradient = plain
 
 
-def run_asleep(kind: str, virtual_stages: int, seconds: float) -> Timeline:
+def run_asleep(kind: str, virtual_stages: int, seconds: float) -> StepTimeline:
     """Body of a rank: the second step. A microbatch of a rank takes ``seconds`` forward and twice that backward."""
     torch.manual_seed(1)
     block = seconds * RANKS / BLOCKS
-    splits = KINDS[kind].splits
+    splits = SCHEDULE_KINDS[kind].splits
     each = BLOCKS // (RANKS * virtual_stages)  # by FLOPs, of which sleep has none, stages would not be even
     starts = [f"blocks.{number}" for number in range(each, BLOCKS, each)]
     config = {
@@ -112,7 +111,7 @@ def run_asleep(kind: str, virtual_stages: int, seconds: float) -> Timeline:
         return eng.timeline()
 
 
-def predict(measured: Timeline, virtual_stages: int, seconds: float) -> Timeline:
+def predict(measured: StepTimeline, virtual_stages: int, seconds: float) -> StepTimeline:
     """The same schedule as its data says it goes."""
     chunk = seconds / virtual_stages
     return simulate(measured.schedule, Cost(chunk, 2 * chunk, chunk, chunk))

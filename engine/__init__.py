@@ -16,15 +16,8 @@ if TYPE_CHECKING:
     from engine.api import initialize
     from engine.config import Config, load_config
     from engine.engine import Engine
-    from engine.errors import (
-        CheckpointError,
-        ConfigError,
-        EngineError,
-        GridError,
-        PlanError,
-        ScheduleError,
-    )
-    from engine.metrics import StepReport
+    from engine.errors import CheckpointError, ConfigError, EngineError, GridError, PlanError, ScheduleError
+    from engine.reporting.step_report import StepReport
 
 __all__ = [
     "CheckpointError",
@@ -44,7 +37,7 @@ _HOMES = MappingProxyType(
     {
         "Config": "engine.config",
         "Engine": "engine.engine",
-        "StepReport": "engine.metrics",
+        "StepReport": "engine.reporting.step_report",
         "initialize": "engine.api",
         "load_config": "engine.config",
     }

@@ -9,24 +9,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.agreement import all_or_none, from_first
-from engine.banner import describe
-from engine.batch import Batch
-from engine.build import ModelSource, Parts, Request, build, make_model, measure_model, plan_run, prepare
+from engine.build.assemble import build, measure_model, plan_run
+from engine.build.forward_changes import change_forwards
+from engine.build.place_model import make_model
+from engine.build.request import ModelSource, Request
+from engine.build.validate import prepare
+from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
-from engine.durable import Durable
 from engine.engine import Engine
-from engine.forwards import change_forwards
-from engine.loss import LossFunction
-from engine.lr import SchedulerArgument
-from engine.measure import Costs, measures
-from engine.parallel.comm import Comm, TorchBackend
+from engine.optim.lr_schedules import SchedulerArgument
+from engine.parallel.comm.agreement import all_or_none, from_first
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.torch_backend import TorchBackend
+from engine.parallel.comm.world import World, open_world, read_world
 from engine.parallel.grid import Grid
-from engine.parallel.world import World, open_world, read_world
-from engine.plan import Plan
-from engine.sight import needs_example
-from engine.zero.optimizer import OptimizerFactory
+from engine.planning.analysis import needs_example
+from engine.planning.plan import Plan
+from engine.planning.profile_calls import Costs, needs_profiling
+from engine.program.batch import Batch
+from engine.program.loss import LossFunction
+from engine.reporting.banner import banner_text
+from engine.step.runtime import Parts
+from engine.zero.optim.sharded_optimizer import OptimizerFactory
 
 logger = logging.getLogger("trine")
 
@@ -64,17 +69,17 @@ def initialize(
     prepare(made, resolved, request)
     request = replace(request, forwards=change_forwards(made, resolved, world.device))
     waits = needs_example(resolved) and example_batch is None
-    known = None if waits or measures(resolved) else _plan(made, resolved, request)
+    known = None if waits or needs_profiling(resolved) else _plan(made, resolved, request)
     comm = _open_comm(resolved, world)
 
     def complete(example: Batch, problem: Exception | None = None) -> Parts:
         plan = _Joined(made, resolved, request, comm, world.device).plan(known, example, problem)
         parts = build(made, plan, comm, world.device, request, example)
         if world.rank == 0:
-            logger.info(describe(plan, str(world.device)))
+            logger.info(banner_text(plan, str(world.device)))
         return parts
 
-    engine = Engine(made, resolved, comm, complete, Durable(made, resolved, comm, world.device, files))
+    engine = Engine(made, resolved, comm, complete, CheckpointCoordinator(made, resolved, comm, world.device, files))
     if not waits:
         engine.complete(example_batch)
     return engine
@@ -92,7 +97,7 @@ class _Joined:
 
     def plan(self, known: Plan | None, example: Batch, problem: Exception | None) -> Plan:
         """The plan, made now unless it is known; ``problem``, or one that comes up, is raised on all ranks."""
-        costs = Costs.from_bytes(self._measured(example, problem)) if measures(self.config) else None
+        costs = Costs.from_bytes(self._measured(example, problem)) if needs_profiling(self.config) else None
         with all_or_none(self.comm, self.device):
             if problem is not None:
                 raise problem

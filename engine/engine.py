@@ -14,34 +14,35 @@ from typing import Any, Literal, Self, overload
 import torch
 from torch import Tensor, nn
 
-from engine.attached import Attachment
-from engine.banner import compare_traffic
-from engine.batch import Batch, is_text, join_outputs
-from engine.build import Parts
-from engine.checkpoint.background import PendingSave
+from engine.checkpoint.coordinator import CheckpointCoordinator
+from engine.checkpoint.writer import PendingSave
 from engine.config import Config
-from engine.durable import Durable
 from engine.errors import EngineError
-from engine.full_parameters import full_parameters
-from engine.loss import check_pair, check_trainable
-from engine.measured import measured_timeline
-from engine.metrics import StepReport
-from engine.modes import evaluating
-from engine.outputs import Carrier
-from engine.parallel.comm import Comm
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.traffic import Tally
 from engine.parallel.grid import Grid
-from engine.parallel.pipeline.check import Timeline
-from engine.parallel.traffic import Tally
-from engine.plan import Plan
-from engine.play import play
-from engine.replica import check_batch, take_batch
-from engine.reporting import Reports
-from engine.step import Step
-from engine.update import Outcome, Update
-from engine.work import Work
-from engine.zero.reduce import Backward
+from engine.parallel.pipeline.report.measured import measured_timeline
+from engine.parallel.pipeline.runtime.outputs import Carrier
+from engine.parallel.pipeline.schedule.simulate import StepTimeline
+from engine.planning.plan import Plan
+from engine.program.batch import Batch, is_text, join_outputs
+from engine.program.loss import check_pair, check_trainable
+from engine.program.program import evaluating
+from engine.reporting.banner import compare_traffic
+from engine.reporting.sinks import StepReporter
+from engine.reporting.step_report import StepReport
+from engine.step.batch_check import check_batch, take_batch
+from engine.step.runner import StepRunner, run_schedule
+from engine.step.runtime import Parts
+from engine.step.state import StepState
+from engine.step.update import Update, UpdateOutcome
+from engine.zero.attachment import Attachment
+from engine.zero.gather.full_parameters import full_parameters
+from engine.zero.reduce.reducer import Backward
 
 Path_ = str | os.PathLike[str]
+
+
 BuildParts = Callable[[Batch, Exception | None], Parts]
 
 
@@ -51,17 +52,19 @@ class Engine:
     Where a plan needs to see a batch and none was given, the parts are built when the first one comes.
     """
 
-    def __init__(self, model: nn.Module, config: Config, comm: Comm, build: BuildParts, durable: Durable) -> None:
+    def __init__(
+        self, model: nn.Module, config: Config, comm: Comm, build: BuildParts, durable: CheckpointCoordinator
+    ) -> None:
         self._model, self._config, self._comm = model, config, comm
         self._grid, self._device = comm.grid, durable.device
         self._build: BuildParts = build
         self._built: Parts | None = None
-        self._step: Step | None = None
+        self._step: StepState | None = None
         self._forwarded: Batch = None
         self._forwards = 0
         self._loop_started: float | None = None
         self._update = Update(config, comm, self._device)
-        self._reports = Reports(config, comm, self._device)
+        self._reports = StepReporter(config, comm, self._device)
         self._durable = durable
 
     def complete(self, example: Batch, problem: Exception | None = None) -> None:
@@ -133,7 +136,7 @@ class Engine:
         """Everything this rank has sent so far, by axis and label."""
         return self._comm.tally.copy()
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> StepTimeline:
         """When each rank of this pipeline did what in the last ``train_batch``; collective over axis pp.
 
         ``draw`` shows it beside what ``simulate(plan.schedule)`` of ``engine.parallel.pipeline`` predicts.
@@ -166,8 +169,8 @@ class Engine:
         if not torch.is_grad_enabled():
             raise EngineError("train_batch under torch.no_grad, where nothing is learned; call it outside.")
         step, microbatches = self._open(batch)
-        work = Work(self._parts.bench, step, microbatches, self._random_key)
-        play(self._parts, self._carrier, step, work, self._parts.training)
+        work = StepRunner(self._parts.bench, step, microbatches, self._random_key)
+        run_schedule(self._parts, self._carrier, step, work, self._parts.training)
         return self._finish(step)
 
     @overload
@@ -186,12 +189,14 @@ class Engine:
         """
         step, microbatches = self._open(batch)
         kind = "output" if return_output else "evaluate"
-        work = Work(self._parts.bench, step, microbatches, self._random_key, kind)
+        work = StepRunner(self._parts.bench, step, microbatches, self._random_key, kind)
         with evaluating(self._model):
-            play(self._parts, self._carrier, step, work, self._parts.evaluation)
+            run_schedule(self._parts, self._carrier, step, work, self._parts.evaluation)
         control = self._update.agree(step, 0.0, self.plan.last_rank)
         step.seconds = time.perf_counter() - step.started
-        report = self._reports.make(step, Outcome(control, math.nan, self.lr, 1.0, None), self.plan, self._update.made)
+        report = self._reports.make(
+            step, UpdateOutcome(control, math.nan, self.lr, 1.0, None), self.plan, self._update.made
+        )
         if not return_output:
             return report
         return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
@@ -355,15 +360,15 @@ class Engine:
         if self._step is not None:
             raise EngineError(f"{call} inside an unfinished accumulation; call step() first.")
 
-    def _begin(self) -> Step:
+    def _begin(self) -> StepState:
         comm = self._parts.comm
         self._attachment.check()
         self._durable.refuse_spoiled()
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         started, self._loop_started = self._loop_started or time.perf_counter(), None
-        return Step(started, comm.tally.copy(), zero, zero.clone(), scale=self._update.scale.value)
+        return StepState(started, comm.tally.copy(), zero, zero.clone(), scale=self._update.scale.value)
 
-    def _open(self, batch: Batch | Iterator[Batch]) -> tuple[Step, list[Batch]]:
+    def _open(self, batch: Batch | Iterator[Batch]) -> tuple[StepState, list[Batch]]:
         """Start a step; a bad batch is kept as its problem, so that the other ranks do not wait for ever."""
         if self._built is None:
             seen, problem = take_batch(batch, self._config, self._comm, self._device)
@@ -385,7 +390,7 @@ class Engine:
         """(seed, step, global microbatch): the same whatever the grid is."""
         return self.config.seed, self._update.made, self.grid.coord().dp * self.config.accumulation + index
 
-    def _finish(self, step: Step) -> StepReport:
+    def _finish(self, step: StepState) -> StepReport:
         step.problem = step.problem or self._durable.problem()
         outcome = self._update.run(step, self._parts, stop=self._durable.stop_asked)
         report = self._reports.record(step, outcome, self.plan, self._update.made)

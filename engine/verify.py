@@ -13,24 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from engine.api import initialize
-from engine.batch import Batch, call_model, map_tensors, take_rows
-from engine.build import make_model
+from engine.build.place_model import make_model
 from engine.config import Config, load_config
-from engine.groups import assign_groups
-from engine.islands import Islands
-from engine.loss import LossFunction, find_loss
-from engine.loss_scale import make_loss_scale
-from engine.lr import SchedulerArgument, make_learning_rate
-from engine.materialize import materialize
-from engine.parallel.world import read_world
-from engine.precision import make_precision, place_rest
-from engine.randomness import Streams
-from engine.zero.inner import FlatLion
-from engine.zero.optimizer import OptimizerFactory
+from engine.optim.lr_schedules import SchedulerArgument, make_learning_rate
+from engine.optim.param_groups import assign_groups
+from engine.parallel.comm.world import read_world
+from engine.parallel.model.materialize import materialize
+from engine.parallel.model.rng_streams import RandomStreams
+from engine.precision.dtypes import make_precision, place_rest
+from engine.precision.fp32_modules import Fp32Modules
+from engine.precision.loss_scaler import make_loss_scale
+from engine.program.batch import Batch, call_model, map_tensors, take_rows
+from engine.program.loss import LossFunction, find_loss
+from engine.zero.optim.flat_optimizers import FlatLion
+from engine.zero.optim.sharded_optimizer import OptimizerFactory
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingRecord:
     """What a training run leaves behind."""
 
     losses: tuple[float, ...]
@@ -42,8 +42,8 @@ class Run:
 class Parity:
     """Deviations of the engine from one process."""
 
-    engine: Run
-    reference: Run
+    engine: TrainingRecord
+    reference: TrainingRecord
 
     @property
     def loss(self) -> float:
@@ -99,14 +99,14 @@ def verify(
     Returns:
         The comparison on rank 0, None elsewhere.
     """
-    ours = train_on_grid(build_model, config, batches, Wishes(loss_fn, optimizer, lr_scheduler))
+    ours = train_on_grid(build_model, config, batches, VerifyOptions(loss_fn, optimizer, lr_scheduler))
     if read_world().rank:
         return None
-    return Parity(ours, train_alone(build_model, config, batches, Wishes(loss_fn, optimizer, lr_scheduler)))
+    return Parity(ours, train_alone(build_model, config, batches, VerifyOptions(loss_fn, optimizer, lr_scheduler)))
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class VerifyOptions:
     """What :func:`engine.initialize` is given beside model and configuration."""
 
     loss_fn: LossFunction | None = None
@@ -115,10 +115,10 @@ class Wishes:
 
 
 def train_on_grid(
-    build_model: Callable[[], nn.Module], config: Any, batches: Sequence[Batch], wishes: Wishes | None = None
-) -> Run:
+    build_model: Callable[[], nn.Module], config: Any, batches: Sequence[Batch], wishes: VerifyOptions | None = None
+) -> TrainingRecord:
     """Train with the engine; called on every rank with the same global batches. Weights are on rank 0."""
-    wishes = wishes or Wishes()
+    wishes = wishes or VerifyOptions()
     resolved = load_config(config, read_world().size)
     example = take_rows(batches[0], 0, resolved.micro)
     arguments = (wishes.loss_fn, example, wishes.optimizer, wishes.lr_scheduler)
@@ -126,12 +126,12 @@ def train_on_grid(
         rank, rows = engine.grid.coord().dp, resolved.micro * resolved.accumulation
         reports = [engine.train_batch(take_rows(batch, rank * rows, rows)) for batch in batches]
         weights = engine.full_state_dict()
-    return Run(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), weights)
+    return TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), weights)
 
 
 def train_alone(
-    build_model: Callable[[], nn.Module], config: Any, batches: Sequence[Batch], wishes: Wishes | None = None
-) -> Run:
+    build_model: Callable[[], nn.Module], config: Any, batches: Sequence[Batch], wishes: VerifyOptions | None = None
+) -> TrainingRecord:
     """Train the same microbatches in order in one process of plain torch."""
     world = read_world()
     resolved = load_config(config, world.size)
@@ -139,7 +139,7 @@ def train_alone(
     everything = [name for name, _ in model.named_parameters()]
     materialize(model, everything, resolved.seed, world.device, lambda name, full: full)
     model.to(world.device)
-    return _Reference(model, resolved, wishes or Wishes()).train(batches)
+    return _Reference(model, resolved, wishes or VerifyOptions()).train(batches)
 
 
 class _Reference:
@@ -153,7 +153,7 @@ class _Reference:
         self,
         model: nn.Module,
         config: Config,
-        wishes: Wishes,
+        wishes: VerifyOptions,
     ) -> None:
         self.model, self.config, self.loss_fn = model, config, wishes.loss_fn
         self.updates = 0
@@ -165,9 +165,9 @@ class _Reference:
         for name, parameter in self.parameters.items():
             parameter.data = parameter.data.to(self.precision.parameter(name, parameter.dtype))
         place_rest(model, self.precision, self.device)
-        Islands(model, self.precision.kept.modules, self.precision.compute)
+        Fp32Modules(model, self.precision.kept.modules, self.precision.compute)
         self.scale = make_loss_scale(config.fp16)
-        self.streams = Streams(model, self.device)
+        self.streams = RandomStreams(model, self.device)
         assigned, groups = assign_groups(model, config.optimizer)
         members: list[list[nn.Parameter]] = [[] for _ in groups]
         for name, group in assigned.items():
@@ -176,14 +176,14 @@ class _Reference:
         self.optimizer = wishes.optimizer(options) if wishes.optimizer else _plain_optimizer(config, options)
         self.rate = make_learning_rate(self.optimizer, config.scheduler, wishes.lr_scheduler)
 
-    def train(self, batches: Sequence[Batch]) -> Run:
+    def train(self, batches: Sequence[Batch]) -> TrainingRecord:
         """All steps; the weights are the masters, in the dtypes of the model as given."""
         steps = [self._step(batch) for batch in batches]
         with torch.no_grad():
             for name, master in self.masters.items():
                 self.parameters[name].data = master.detach()
         state = {key: value.to("cpu", self.dtypes[key]) for key, value in self.model.state_dict().items()}
-        return Run(tuple(loss for loss, _ in steps), tuple(norm for _, norm in steps), state)
+        return TrainingRecord(tuple(loss for loss, _ in steps), tuple(norm for _, norm in steps), state)
 
     def _step(self, batch: Batch) -> tuple[float, float]:
         total = weight = 0.0

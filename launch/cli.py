@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import load_config
-from engine.config_schema import schema
+from engine.config.json_schema import schema
 from engine.errors import EngineError
-from engine.launch import schedule
+from engine.launch import schedule_command as schedule
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,13 +85,13 @@ def _check(options: Namespace) -> None:
 def _plan(options: Namespace) -> None:
     import torch
 
-    from engine.banner import describe
-    from engine.decoder import Decoder, DecoderConfig, loss_sum
-    from engine.measure import measure_run, measures
-    from engine.plan import build_plan, stages_wanted
-    from engine.precision import make_precision
-    from engine.program import Program
-    from engine.sight import Wish
+    from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+    from engine.planning.analysis import PlanRequest
+    from engine.planning.plan import build_plan, stages_wanted
+    from engine.planning.profile_calls import needs_profiling, profile_run
+    from engine.precision.dtypes import make_precision
+    from engine.program.program import Program
+    from engine.reporting.banner import banner_text
 
     config = load_config(options.config, options.world)
     shape = DecoderConfig(
@@ -103,25 +103,25 @@ def _plan(options: Namespace) -> None:
     program = Program(model, loss_sum, make_precision(config, model), torch.device("cpu"))
     example = {"input_ids": ids, "labels": ids}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    costs = measure_run(program, example, config, stages_wanted(config), device) if measures(config) else None
-    wish = Wish(program, example, costs=costs)
-    print(describe(build_plan(config, wish), "no device: a plan"))
+    costs = profile_run(program, example, config, stages_wanted(config), device) if needs_profiling(config) else None
+    wish = PlanRequest(program, example, costs=costs)
+    print(banner_text(build_plan(config, wish), "no device: a plan"))
 
 
 def _checkpoint_info(options: Namespace) -> None:
-    from engine.launch.checkpoint import info  # here and below: numpy, which the other commands do without
+    from engine.launch.checkpoint_command import info  # here and below: numpy, which the other commands do without
 
     info(options.folder)
 
 
 def _checkpoint_verify(options: Namespace) -> None:
-    from engine.launch.checkpoint import verify
+    from engine.launch.checkpoint_command import verify_checkpoint
 
-    verify(options.folder, options.all)
+    verify_checkpoint(options.folder, options.all)
 
 
 def _checkpoint_export(options: Namespace) -> None:
-    from engine.launch.checkpoint import export
+    from engine.launch.checkpoint_command import export
 
     export(options.folder, options.out, options.single)
 

@@ -18,13 +18,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.checkpoint.committed import committed
-from engine.checkpoint.files import Files
-from engine.corpus import Corpus
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_folders import committed
+from engine.data.corpus import Corpus
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
-    from engine.decoder import DecoderConfig
+    from engine.models.decoder import DecoderConfig
+
 
 RECORD, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
 

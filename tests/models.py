@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.decoder import Decoder, DecoderConfig
+from engine.models.decoder import Decoder, DecoderConfig
 
 VOCABULARY = 61
 LENGTH = 12

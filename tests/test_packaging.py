@@ -45,7 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_has_one_top_level_name_and_real_files(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"engine"}
-    for folder in ("parallel/grid.py", "zero/layout.py", "kernels/optimizer_update.py", "launch/cli.py", "config.py"):
+    for folder in ("parallel/grid.py", "zero/layout.py", "kernels/optim/update_rules.py", "launch/cli.py", "config.py"):
         assert f"engine/{folder}" in names
 
 
@@ -62,7 +62,7 @@ def test_installed_wheel_imports_away_from_the_checkout(wheel: Path, tmp_path: P
 def test_another_package_called_kernels_is_not_hidden(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("name = 'the other one'\n")
-    code = "import kernels, engine.kernels.optimizer_update; print(kernels.name)"
+    code = "import kernels, engine.kernels.optim.update_rules; print(kernels.name)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)},
         check=True, capture_output=True, text=True,

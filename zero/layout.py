@@ -31,6 +31,7 @@ from typing import NamedTuple, TypeVar
 
 _Key = TypeVar("_Key")
 
+
 # 64 elements are 128 bytes in bf16: full memory transactions, and what tensor cores and vector
 # instructions ask of a matrix that starts inside a larger buffer.
 ALIGNMENT = 64

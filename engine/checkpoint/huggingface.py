@@ -13,21 +13,23 @@ from typing import Any
 
 from torch import nn
 
-from engine.checkpoint.files import Files, opened, read_all, resolved
-from engine.checkpoint.json_text import Fields, parse
-from engine.checkpoint.pieces import Part, runs
-from engine.checkpoint.reader import Wanted, copies
-from engine.checkpoint.tensor_file import HEADER_LIMIT, Kind, read_header
+from engine.checkpoint.format.filesystem import Files, opened, read_all, resolved
+from engine.checkpoint.format.pieces import Part, runs
+from engine.checkpoint.format.safetensors_file import HEADER_LIMIT, TensorKind, read_header
+from engine.checkpoint.format.step_reader import ReadRequest, copies
+from engine.checkpoint.format.strict_json import Fields, parse
 from engine.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
     file: str
-    kind: Kind
+    kind: TensorKind
     start: int
 
 
@@ -61,7 +63,7 @@ class PretrainedFolder:
             )
         self.kinds = {name: tensor.kind for name, tensor in self._tensors.items()}
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
+    def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Fill all targets, reading nothing else."""
         for want in wanted:
             tensor = self._tensors[want.tensor]
@@ -93,7 +95,7 @@ class PretrainedFolder:
         path = resolved(self.name / name)
         return opened(self._files, path.parent, path.name)
 
-    def _header(self, name: str) -> dict[str, tuple[Kind, int]]:
+    def _header(self, name: str) -> dict[str, tuple[TensorKind, int]]:
         if "/" in name or name not in self._files.names(self.name):
             raise CheckpointError(f"{self.name / INDEX} names {name[:80]!r}, which is not in the folder.")
         with self._opened(name) as file:

@@ -17,34 +17,38 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.checkpoint.held import Held, Holdings
-from engine.checkpoint.image import as_bytes, torch_dtype
-from engine.checkpoint.optimizer_state import Families, Moments
-from engine.checkpoint.pieces import Part
-from engine.checkpoint.reader import Wanted
-from engine.checkpoint.tensor_file import Kind
+from engine.checkpoint.contents.local_tensors import Held, LocalTensors
+from engine.checkpoint.contents.optimizer_state import Families, Moments
+from engine.checkpoint.format.host_image import as_bytes, torch_dtype
+from engine.checkpoint.format.pieces import Part
+from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.checkpoint.format.step_reader import ReadRequest
 from engine.errors import CheckpointError
-from engine.parallel.comm import Comm
-from engine.zero.storage import FlatBucket
+from engine.parallel.comm.comm import Comm
+from engine.zero.flat_buckets import FlatBucket
 
 LABEL = "checkpoint"
+
+
 _REMEDY = "build the model that was saved, or load another checkpoint."
+
+
 AT_ONCE = 1 << 28
 """Bytes that may be on their way through memory of their own."""
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """What tensors can be read from."""
 
     @property
-    def kinds(self) -> Mapping[str, Kind]:
+    def kinds(self) -> Mapping[str, TensorKind]:
         """All tensors: "param/...", "buffer/..." and more."""
 
     @property
     def name(self) -> Path:
         """Where it lies."""
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
+    def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Fill all targets."""
 
 
@@ -52,8 +56,8 @@ class Source(Protocol):
 class Loader:
     """Loads into what one rank holds."""
 
-    source: Source
-    holdings: Holdings
+    source: TensorSource
+    holdings: LocalTensors
     buffers: Mapping[str, Tensor]
     """"buffer/..." -> the live buffer."""
 
@@ -143,12 +147,12 @@ class Loader:
                 if values.device.type != "cpu" or values.dtype != dtype or not values.is_contiguous():
                     values = torch.empty(values.shape, dtype=dtype)
                     moved.append((held.values, values))
-                wanted.append(Wanted(held.tensor, held.own, as_bytes(values)))
+                wanted.append(ReadRequest(held.tensor, held.own, as_bytes(values)))
             self.source.read(wanted)
             for target, values in moved:
                 target.copy_(values)
 
-    def _kind(self, tensor: str) -> Kind:
+    def _kind(self, tensor: str) -> TensorKind:
         kind = self.source.kinds.get(tensor)
         if kind is None:
             raise CheckpointError(
@@ -159,7 +163,7 @@ class Loader:
 
     def _read_one(self, name: str, part: Part, target: Tensor) -> None:
         values = torch.empty(target.shape, dtype=torch_dtype(self.source.kinds[name]))
-        self.source.read([Wanted(name, part.whole(), as_bytes(values))])
+        self.source.read([ReadRequest(name, part.whole(), as_bytes(values))])
         target.copy_(values)
 
 
@@ -183,7 +187,7 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
 
 
 @torch.no_grad()
-def share_moments(holdings: Holdings, moments: Moments, comm: Comm) -> None:
+def share_moments(holdings: LocalTensors, moments: Moments, comm: Comm) -> None:
     """At ZeRO 0 every data rank keeps all moments: gather what each has read."""
     if comm.grid.dp == 1:
         return

@@ -19,26 +19,33 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.blocks import BLOCK, DEFAULT_ALGORITHM
-from engine.checkpoint.committed import commit, make_run_folder, point_to, retain, sweep, temporary, write_manifest
-from engine.checkpoint.files import PAGE, Files, remove_tree
+from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership
+from engine.checkpoint.contents.snapshot import Contents, Ours, Snapshot, Snapshots
+from engine.checkpoint.format.checked_blocks import BLOCK, DEFAULT_ALGORITHM
+from engine.checkpoint.format.filesystem import PAGE, Files, remove_tree
+from engine.checkpoint.format.host_image import HostImage, write_file
+from engine.checkpoint.format.manifest import CHECKSUMS, Checksum, Manifest, StoredPiece
+from engine.checkpoint.format.pieces import Part
+from engine.checkpoint.format.safetensors_file import TensorKind, lay_out
+from engine.checkpoint.format.step_folders import (
+    commit,
+    make_run_folder,
+    point_to,
+    retain,
+    sweep,
+    temporary,
+    write_manifest,
+)
+from engine.checkpoint.format.strict_json import Fields, dump, parse
 from engine.checkpoint.huggingface import INDEX, SINGLE
-from engine.checkpoint.image import Image
-from engine.checkpoint.json_text import Fields, dump, parse
-from engine.checkpoint.manifest import CHECKSUMS, Checksum, Manifest, StoredPiece
-from engine.checkpoint.pieces import Part
-from engine.checkpoint.report import Report, digests, failure, merge
-from engine.checkpoint.shares import ModelTensor, Shares
-from engine.checkpoint.snapshot import Contents, Ours, Snapshot, Snapshots
-from engine.checkpoint.tensor_file import Kind, lay_out
-from engine.checkpoint.write import write_file
+from engine.checkpoint.rank_report import Report, digests, failure, merge
 from engine.errors import CheckpointError, EngineError
-from engine.parallel.host import HostGroup, announce, collect
+from engine.parallel.comm.host_group import HostGroup, announce, collect
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
-Reports = Callable[[], list[bytes]]
+RankReports = Callable[[], list[bytes]]
 """Gets the reports of all ranks, on rank 0."""
 
 
@@ -51,7 +58,7 @@ class Saver:
         host: takes weights to their owners, and the verdict to all.
     """
 
-    def __init__(self, shares: Shares, tensors: tuple[ModelTensor, ...], host: HostGroup, files: Files) -> None:
+    def __init__(self, shares: SaveOwnership, tensors: tuple[ModelTensor, ...], host: HostGroup, files: Files) -> None:
         self._tensors, self._host, self._files = tensors, host, files
         self._snapshots = Snapshots(shares, tensors, host.rank)
         self._held = ExitStack()
@@ -86,7 +93,7 @@ class Saver:
         snapshot, written = self._begin(snapshot, folder.parent, swept=False)
         self._on_first(self._report(snapshot, written), lambda reports: self._move(written, folder, reports))
 
-    def _move(self, written: Path, folder: Path, reports: Reports) -> Mapping[str, Any]:
+    def _move(self, written: Path, folder: Path, reports: RankReports) -> Mapping[str, Any]:
         try:
             merge(reports())
             make_run_folder(self._files, folder)
@@ -116,7 +123,7 @@ class Saver:
         assert isinstance(snapshot, Snapshot), "rank 0 has refused what is none"
         return snapshot, Path(opened.text("folder"))
 
-    def _on_first(self, report: bytes, action: Callable[[Reports], Mapping[str, Any]], last: bool = True) -> Fields:
+    def _on_first(self, report: bytes, action: Callable[[RankReports], Mapping[str, Any]], last: bool = True) -> Fields:
         """Rank 0 gets all reports and acts; all ranks get what came of it, or raise its problem.
 
         ``last``: this ends the save. Before, a rank that cannot be told does not keep rank 0 from hearing the others,
@@ -140,7 +147,7 @@ class Saver:
             raise CheckpointError(answer.text("problem"))
         return answer
 
-    def _open(self, folder: Path, step: int, swept: bool, reports: Reports) -> Mapping[str, Any]:
+    def _open(self, folder: Path, step: int, swept: bool, reports: RankReports) -> Mapping[str, Any]:
         merge(reports())
         written = temporary(folder, step, secrets.token_hex(4))
         self._held.close()
@@ -213,7 +220,7 @@ class Saver:
         writers = self._snapshots.writers
         return f"model/model-{writers.index(owner) + 1:05d}-of-{len(writers):05d}.safetensors"
 
-    def _write(self, written: Path, file: str, image: Image, report: Report) -> None:
+    def _write(self, written: Path, file: str, image: HostImage, report: Report) -> None:
         hashes = write_file(self._files, written / file, image.memory, image.layout.size)
         report.file(file, image.layout.size, hashes)
 
@@ -239,7 +246,7 @@ class Saver:
 
     # ------------------------------------------------------------------ rank 0
 
-    def _commit(self, contents: Contents, written: Path, reports: Reports, keep: int | None) -> Mapping[str, Any]:
+    def _commit(self, contents: Contents, written: Path, reports: RankReports, keep: int | None) -> Mapping[str, Any]:
         with self._whole_or_gone(written, "all"):
             received = reports()
         with self._whole_or_gone(written, f"about {sum(map(len, received))}"):
@@ -257,7 +264,7 @@ class Saver:
         return {"folder": str(step)}
 
     def _write_checksums(self, written: Path, merged: Report) -> Checksum:
-        layout = lay_out({name: Kind("U64", (len(hashes),)) for name, hashes in merged.hashes.items()})
+        layout = lay_out({name: TensorKind("U64", (len(hashes),)) for name, hashes in merged.hashes.items()})
         data = bytearray(layout.size)
         data[: len(layout.header)] = layout.header
         for name, (kind, start) in layout.places.items():

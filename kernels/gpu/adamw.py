@@ -10,16 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.optimizer_update import AdamRule
-from engine.kernels.stochastic_rounding import StochasticRounding
+from engine.kernels.optim.stochastic_rounding import StochasticRounding
+from engine.kernels.optim.update_rules import AdamRule
 
 _BLOCK = 1024
+
+
 _WORD = 1 << 32
 
 
 @triton.jit
 def mix(x):
-    """The mix of ``kernels/stochastic_rounding.py`` on uint32."""
+    """The mix of ``kernels/optim/stochastic_rounding.py`` on uint32."""
     x = x ^ (x >> 16)
     x = x * 0x21F0AAAD
     x = x ^ (x >> 15)

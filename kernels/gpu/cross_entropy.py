@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
+
+
 _ELEMENTS_PER_THREAD = 16
 
 
@@ -116,7 +118,7 @@ class Asked(NamedTuple):
         return self.even or self.weight is not None
 
 
-class Slopes(NamedTuple):
+class SlopeBuffers(NamedTuple):
     """Gradients of a row's terms, [N] fp32."""
 
     log_sum: Tensor
@@ -143,7 +145,7 @@ def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor,
 
 
 def softmax_gradient(
-    logits_NW: Tensor, asked: Asked, softmax: tuple[Tensor, Tensor], slopes: Slopes, out_NW: Tensor
+    logits_NW: Tensor, asked: Asked, softmax: tuple[Tensor, Tensor], slopes: SlopeBuffers, out_NW: Tensor
 ) -> None:
     """Write the gradient of ``logits_NW`` to ``out_NW``, which may be itself; ``softmax``: largest and log_sum."""
     rows, width = logits_NW.shape

@@ -11,9 +11,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.gpu.launch import capability, processors
-from engine.kernels.gpu.products import product_kernel
-from engine.kernels.gpu.tiles import GROUP, Tile, choose_tile, tiles_for
+from engine.kernels.gpu.launch_shapes import GROUP, Tile, capability, choose_tile, processors, tiles_for
+from engine.kernels.gpu.matmul import product_kernel
 
 _ALIGNED = 16
 """Bytes: a tensor descriptor wants them of a matrix and of its rows."""
@@ -32,7 +31,7 @@ class Follows:
     """Whether the product is stored too, before the bias."""
 
 
-def multiply(
+def launch_matmul(
     a_MK: Tensor, b_KN: Tensor, follows: Follows, out_MN: Tensor | None = None, tile: Tile | None = None,
     tf32: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

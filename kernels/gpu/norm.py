@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu.launch import processors, row_shape
+from engine.kernels.gpu.launch_shapes import processors, row_shape
 
 _WIDEST_WITH_SUMS = 8192
 """A row that leaves registers for the sums of its parameter gradients."""
+
+
 _COLUMNS = 1024
 
 

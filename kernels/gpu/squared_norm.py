@@ -7,9 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu.launch import processors
+from engine.kernels.gpu.launch_shapes import processors
 
 _BLOCK = 2048
+
+
 _PROGRAMS_EACH = 4
 """Of a processor, at once."""
 

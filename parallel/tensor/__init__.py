@@ -12,11 +12,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.parallel.tensor.axis import TensorAxis
-    from engine.parallel.tensor.gathered import GatheredColumnLinear
-    from engine.parallel.tensor.layers import ColumnLinear, RowLinear
-    from engine.parallel.tensor.region import Region
-    from engine.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHead
+    from engine.parallel.tensor.layers.linear import ColumnLinear, GatheredColumnLinear, RowLinear
+    from engine.parallel.tensor.layers.parallel_region import Region
+    from engine.parallel.tensor.layers.vocab_parallel import VocabularyEmbedding, VocabularyHead
+    from engine.parallel.tensor.logits.sharded_logits import gather_logits
+    from engine.parallel.tensor.tp_axis import TensorAxis
 
 __all__ = [
     "ColumnLinear",
@@ -26,14 +26,17 @@ __all__ = [
     "TensorAxis",
     "VocabularyEmbedding",
     "VocabularyHead",
+    "gather_logits",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for: modules of this package must not wait for all of it."""
     homes = {
-        "TensorAxis": "axis", "GatheredColumnLinear": "gathered", "ColumnLinear": "layers", "RowLinear": "layers",
-        "Region": "region", "VocabularyEmbedding": "vocabulary", "VocabularyHead": "vocabulary",
+        "TensorAxis": "tp_axis", "GatheredColumnLinear": "layers.linear", "ColumnLinear": "layers.linear",
+        "RowLinear": "layers.linear", "Region": "layers.parallel_region",
+        "VocabularyEmbedding": "layers.vocab_parallel", "VocabularyHead": "layers.vocab_parallel",
+        "gather_logits": "logits.sharded_logits",
     }  # fmt: skip
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

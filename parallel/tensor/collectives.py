@@ -28,13 +28,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.errors import EngineError
-from engine.parallel.comm import Pending
-from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.comm.comm import Pending
+from engine.parallel.tensor.tp_axis import TensorAxis
 
 COLUMN_INPUTS = "column inputs"
+
+
 ROW_OUTPUTS = "row outputs"
+
+
 EMBEDDING = "embedding"
+
+
 LOGITS = "logits"
+
+
 LOSS = "loss"
 
 

@@ -22,8 +22,8 @@ from benchmarks.kernel_lineup import MAKERS, TINY, Order, checked, measured
 from benchmarks.kernel_report import Verdict, failures, judge, losses, share, table
 from benchmarks.kernel_trial import EAGER, REFERENCE, TRITON, Bench, BrokenDeviceError, Effort, measure_case
 from benchmarks.kernel_winners import Speedup, propose_winners, speedups, winners_json
-from engine.kernels.choice import Winner, find_winner, read_winners, shipped_winners
-from engine.kernels.gpu.tiles import tiles_for
+from engine.kernels.dispatch import TunedChoice, find_choice, read_choices, shipped_choices
+from engine.kernels.gpu.launch_shapes import tiles_for
 from tests.kernels.interpreter import repair
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def test_operations_follow_the_formulas() -> None:
 
 def test_every_row_of_the_table_of_winners_is_decided_by_a_case() -> None:
     cases = measured(Order())
-    assert {row for case in cases for row in case.decides} >= {row.operator for row in shipped_winners()}
+    assert {row for case in cases for row in case.decides} >= {row.operator for row in shipped_choices()}
     assert max(Counter(case.name for case in cases).values()) == 1
     first = [case.operator for case in measured(Order(quick=True))]
     assert [
@@ -174,13 +174,13 @@ def test_triton_is_proposed_only_where_it_wins_everywhere() -> None:
         Speedup("gated", "bfloat16", 8192, None),
         Speedup("gated", "bfloat16", 8192, 3.0),
     ]
-    old = [Winner("norm", "NVIDIA H200", "bfloat16", 1, True, 9.0), Winner("norm", "*", "*", 1, True)]
-    rows = read_winners(winners_json(propose_winners(measured_all, "NVIDIA H200", old)))
-    assert Winner("norm", "NVIDIA H200", "bfloat16", 1, True, 9.0) not in rows
-    answers = [find_winner(rows, "norm", device, "bfloat16", width) for device, width in
+    old = [TunedChoice("norm", "NVIDIA H200", "bfloat16", 1, True, 9.0), TunedChoice("norm", "*", "*", 1, True)]
+    rows = read_choices(winners_json(propose_winners(measured_all, "NVIDIA H200", old)))
+    assert TunedChoice("norm", "NVIDIA H200", "bfloat16", 1, True, 9.0) not in rows
+    answers = [find_choice(rows, "norm", device, "bfloat16", width) for device, width in
                (("NVIDIA H200", 4096), ("NVIDIA H200", 9000), ("NVIDIA A100", 4096))]  # fmt: skip
     assert [(row.triton, row.speedup) for row in answers if row] == [(True, 1.5), (False, 0.9), (True, None)]
-    lost = find_winner(rows, "gated", "NVIDIA H200", "bfloat16", 8192)
+    lost = find_choice(rows, "gated", "NVIDIA H200", "bfloat16", 8192)
     assert lost is not None and not lost.triton
 
 
@@ -341,9 +341,9 @@ def test_a_tiny_run_writes_table_figures_and_winners(
         assert own["contenders"]["torch.compile"]["seconds"]["forward"] > 0
     text = (tmp_path / "kernels.md").read_text()
     assert "says anything about speed" in text and text == capsys.readouterr().out[: len(text)]
-    rows = read_winners((tmp_path / "winners.json").read_text())
+    rows = read_choices((tmp_path / "tuned.json").read_text())
     assert {row.operator for row in rows if row.device == "cpu"} == {"activation", "squared_norm"}
-    assert set(shipped_winners()) <= set(rows)
+    assert set(shipped_choices()) <= set(rows)
 
 
 @pytest.mark.long

@@ -16,9 +16,9 @@ from benchmarks.report import loss_spread, medians
 from benchmarks.ring import RingCounter, ring_bytes
 from benchmarks.rows import make_lineup
 from benchmarks.step import Effort, measure
-from engine.decoder import Decoder, DecoderConfig
-from engine.parallel.backend import Wait
-from engine.parallel.shared_memory import SharedMemory, shared_bytes
+from engine.models.decoder import Decoder, DecoderConfig
+from engine.parallel.comm.backend import Wait
+from engine.parallel.comm.shared_memory import SharedMemory, shared_bytes
 from tests.parallel.threads import neighbours
 
 TINY = Workload(DecoderConfig(layers=2, width=32, heads=2, context=16), sequences=4, clip=0.05)

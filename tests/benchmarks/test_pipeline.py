@@ -11,7 +11,7 @@ from benchmarks.report import Comparison, Sample, loss_spread, medians
 from benchmarks.rows import AGAIN, ONE, SCHEDULES, make_pipeline_lineup
 from benchmarks.step import Effort, conclude, measure
 from engine.config import load_config
-from engine.decoder import DecoderConfig
+from engine.models.decoder import DecoderConfig
 
 TINY = Workload(DecoderConfig(layers=4, width=32, heads=2, context=16), sequences=8, clip=0.05, epsilon=EPSILON)
 MODES = make_pipeline_lineup(2, 4).modes

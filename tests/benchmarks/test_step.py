@@ -12,7 +12,7 @@ from benchmarks.report import Comparison, Sample, Verdict, judge, loss_spread, m
 from benchmarks.rows import AGAIN, DDP, ONE, make_lineup
 from benchmarks.step import Effort, conclude, main, measure, profile
 from benchmarks.timing import RankError, Team
-from engine.decoder import DecoderConfig
+from engine.models.decoder import DecoderConfig
 
 CONTROL = DDP + AGAIN
 LIMITED = Comparison("Trine ZeRO-1", DDP, CONTROL, 1.03)

@@ -10,7 +10,7 @@ from benchmarks.peers import Mode, Workload, make_rows
 from benchmarks.report import Comparison, Sample, loss_spread, medians
 from benchmarks.rows import ONE, TENSOR_LOSS_TOLERANCE, make_tensor_lineup
 from benchmarks.step import Effort, conclude, measure
-from engine.decoder import DecoderConfig
+from engine.models.decoder import DecoderConfig
 
 SIZES = DecoderConfig(layers=2, width=32, heads=4, context=16)
 HIDDEN = 4 * 16 * 32 * 4

@@ -16,7 +16,7 @@ from benchmarks.ring import RingCounter
 from benchmarks.rows import AGAIN, DDP, make_zero_lineup
 from benchmarks.step import Effort, measure
 from engine.config import load_config
-from engine.decoder import DecoderConfig
+from engine.models.decoder import DecoderConfig
 
 TINY = Workload(DecoderConfig(layers=2, width=32, heads=2, context=16), sequences=8)
 TRINE = tuple(mode for mode in make_zero_lineup(2, 2, peers=()).modes if mode.kind == "trine")
@@ -91,7 +91,7 @@ def check_memory(rows: dict[str, Footprint], payload: int) -> None:
 
 def parameters() -> int:
     """Of the tiny decoder."""
-    from engine.decoder import Decoder
+    from engine.models.decoder import Decoder
 
     return sum(parameter.numel() for parameter in Decoder(TINY.decoder).parameters())
 

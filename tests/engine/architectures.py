@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.parallel.pipeline.units import find_units
+from engine.parallel.model.blocks import find_units
 from tests import models
 from tests.models import LENGTH, VOCABULARY
 from tests.parallel.pipeline.zoo import SMALL, UNet, hugging_face

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.config import Config
-from engine.config_deepspeed import KEYS
-from engine.config_reader import paths
+from engine.config.deepspeed import KEYS
+from engine.config.reader import paths
 from tests.engine.odd_values import NAMES, Odd, any_value, holds_foreign, shown
 from tests.engine.valid_configs import VALID, Tree
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
-from engine.checkpoint.files import Files
-from engine.parallel.host import TorchHostGroup, Wait
+from engine.checkpoint.format.filesystem import Files
+from engine.parallel.comm.host_group import TorchHostGroup, Wait
 
 SAVING = ("make_folder", "create", "write", "truncate", "sync", "sync_folder", "rename", "unlink", "remove_folder")
 LOADING = ("names", "open", "read_into")
@@ -112,7 +112,7 @@ def fatal_host(fate: Fate) -> Callable[[int, int, float], TorchHostGroup]:
 def doomed(fate: Fate) -> Iterator[None]:
     """Engines that are made inside save and load through fatal files and messages."""
     with (
-        patch("engine.durable.Files", lambda: FatalFiles(fate)),
-        patch("engine.durable.TorchHostGroup", fatal_host(fate)),
+        patch("engine.checkpoint.format.filesystem.Files", lambda: FatalFiles(fate)),
+        patch("engine.parallel.comm.host_group.TorchHostGroup", fatal_host(fate)),
     ):
         yield

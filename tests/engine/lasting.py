@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.batch import Batch, take_rows
 from engine.data import Sampler
-from engine.decoder import loss_sum
-from engine.metrics import StepReport
-from engine.parallel.world import read_world
+from engine.models.decoder import loss_sum
+from engine.parallel.comm.world import read_world
+from engine.program.batch import Batch, take_rows
+from engine.reporting.step_report import StepReport
 from tests import models
 
 ROWS = 8

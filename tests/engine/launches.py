@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import engine
-from engine.batch import take_rows
-from engine.parallel.tensor.cuts import Reason
-from engine.parallel.traffic import Tally
-from engine.verify import Parity, Run, Wishes, train_alone
+from engine.parallel.comm.traffic import Tally
+from engine.parallel.tensor.plan.tensor_plan import Reason
+from engine.program.batch import take_rows
+from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
 from tests.engine.architectures import ALL, ROWS, Architecture, find
 from tests.engine.tensor_models import FOUR, UNSEEN
 
@@ -35,7 +35,7 @@ def settings(pp: int, **changes: Any) -> dict[str, Any]:
 class Trained:
     """A run of one model, and what its stages receive for one microbatch."""
 
-    run: Run
+    run: TrainingRecord
     values: tuple[int, ...]
     """Values received by each stage but the first."""
     bytes: tuple[int, ...]
@@ -64,7 +64,7 @@ def train(name: str, config: Mapping[str, Any]) -> Trained | str:
         before = eng.sent
         reports += [eng.train_batch(batch) for batch in mine[1:]]
         uncounted = differences(eng, before, len(batches) - 1)
-        run = Run(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), eng.full_state_dict())
+        run = TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), eng.full_state_dict())
         received, values = [], eng.plan.timeline.values if eng.plan.timeline else ()
         for plan in eng.plan.cut.stages[1:] if eng.plan.cut else ():
             received.append([values[number].bytes for number in plan.receives])
@@ -90,7 +90,7 @@ def train_each(names: Sequence[str], config: Mapping[str, Any]) -> list[Trained 
     return [train(name, config) for name in names]
 
 
-def train_each_alone(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, Run]:
+def train_each_alone(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, TrainingRecord]:
     """Body of a rank: this rank's share of the models, in one process each."""
     import torch.distributed as dist
 
@@ -98,11 +98,13 @@ def train_each_alone(names: Sequence[str], config: Mapping[str, Any]) -> dict[st
     for name in names[dist.get_rank() :: dist.get_world_size()]:
         architecture = find(name, EVERY)
         batches = architecture.batches(config["train_batch_size"])
-        found[name] = train_alone(architecture.build, dict(config), batches, Wishes(architecture.loss_fn))
+        found[name] = train_alone(architecture.build, dict(config), batches, VerifyOptions(architecture.loss_fn))
     return found
 
 
-def train_both(names: Sequence[str], config: Mapping[str, Any]) -> tuple[list[Trained | str], dict[str, Run]]:
+def train_both(
+    names: Sequence[str], config: Mapping[str, Any]
+) -> tuple[list[Trained | str], dict[str, TrainingRecord]]:
     """Body of a rank."""
     return train_each(names, config), train_each_alone(names, config)
 

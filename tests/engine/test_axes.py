@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.decoder import loss_sum
-from engine.verify import Parity, Wishes, train_alone, train_on_grid
+from engine.models.decoder import loss_sum
+from engine.verify import Parity, VerifyOptions, train_alone, train_on_grid
 from tests import models
 
 RunRanks = Callable[..., list[Any]]
@@ -267,7 +267,7 @@ def lengths(name: str) -> list[Any]:
 
 def on_grid(build: Build, settings: dict[str, Any], given: Sequence[Any], loss: Any) -> tuple[Any, Any]:
     """Body of a rank: training on the grid, and on rank 0 alone."""
-    wishes = Wishes(loss)
+    wishes = VerifyOptions(loss)
     run = train_on_grid(build, settings, given, wishes)
     return (run, train_alone(build, settings, given, wishes)) if run.weights else (run, None)
 

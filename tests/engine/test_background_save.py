@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 import pytest
 
-from engine.checkpoint.committed import committed
-from engine.checkpoint.files import Files
-from engine.checkpoint.reader import StepReader
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_folders import committed
+from engine.checkpoint.format.step_reader import StepReader
 from tests.engine.lasting import course, digest, settings, world_of
 from tests.launches import Launch, Line
 
@@ -40,7 +40,7 @@ class Gate(Files):
 def gated() -> Iterator[Gate]:
     """Engines made inside write through a closed gate."""
     gate = Gate()
-    with patch("engine.durable.Files", lambda: gate):
+    with patch("engine.checkpoint.format.filesystem.Files", lambda: gate):
         yield gate
 
 
@@ -117,7 +117,7 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from unittest.mock import patch
-from engine.checkpoint.files import Files
+from engine.checkpoint.format.filesystem import Files
 from tests.engine.lasting import course, settings
 
 class SlowFiles(Files):
@@ -125,7 +125,7 @@ class SlowFiles(Files):
         time.sleep(0.2)
         return super().create(path)
 
-with patch("engine.durable.Files", SlowFiles):
+with patch("engine.checkpoint.format.filesystem.Files", SlowFiles):
     kept = course(settings("dp2"))
     run = kept.__enter__()
 run.until(1)

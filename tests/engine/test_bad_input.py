@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.decoder import loss_sum
+from engine.models.decoder import loss_sum
 from tests import models
 from tests.engine.test_engine import CONFIG, batches
 

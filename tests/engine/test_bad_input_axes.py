@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import engine
-from engine.decoder import Decoder, DecoderConfig, loss_sum
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from tests import models
 from tests.parallel.tensor.plans import written_plan
 

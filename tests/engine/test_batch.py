@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import count_tokens, join_outputs, named_tensors, take_microbatches
 from engine.errors import EngineError
-from engine.loss import find_loss
+from engine.program.batch import count_tokens, join_outputs, named_tensors, take_microbatches
+from engine.program.loss import find_loss
 
 
 class Pair(NamedTuple):

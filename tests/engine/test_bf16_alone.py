@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.batch import take_rows
-from engine.decoder import loss_sum
 from engine.errors import ConfigError
+from engine.models.decoder import loss_sum
+from engine.program.batch import take_rows
 from tests import models
 from tests.engine.test_axes import GRIDS
 from tests.engine.test_parity import config_for

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import engine
-from engine.batch import take_rows
-from engine.decoder import loss_sum
+from engine.models.decoder import loss_sum
+from engine.program.batch import take_rows
 from engine.zero.layout import FlatLayout, Turn
 from tests import models
 from tests.engine.test_parity import config_for

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import engine
-from engine.checkpoint.files import Files
+from engine.checkpoint.format.filesystem import Files
 from engine.data import Sampler
-from engine.decoder import loss_sum
+from engine.models.decoder import loss_sum
 from tests import models
 from tests.engine.test_axes import same
 

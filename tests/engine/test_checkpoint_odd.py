@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
 
 import engine
 from engine.data import Sampler
-from engine.decoder import loss_sum
+from engine.models.decoder import loss_sum
 from tests import models
 from tests.engine.test_axes import same
 from tests.engine.test_checkpoint import settings, train

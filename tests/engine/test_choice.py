@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.build import Request, plan_run
-from engine.choice import Choice, choose_schedule
+from engine.build.assemble import plan_run
+from engine.build.request import Request
 from engine.config import Config, load_config
 from engine.errors import PlanError, ScheduleError
-from engine.measure import Costs, counted
-from engine.parallel.pipeline.cost import CallCost
-from engine.parallel.pipeline.probe import probe
-from engine.parallel.pipeline.schedule import make_schedule
-from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.pipeline.partition.cost_model import CallCost
+from engine.parallel.pipeline.schedule.kinds import make_schedule
+from engine.parallel.trace.model_trace import ModelTrace
+from engine.parallel.trace.tracer import trace_model
+from engine.planning.analysis import ScheduleChoice, choose_schedule
+from engine.planning.profile_calls import Costs, flop_costs_only
 
 WIDTH, ROWS, BLOCKS = 8, 4, 8
 
@@ -38,9 +39,9 @@ def config(world: int = 2, microbatches: int = 4, **parallel: Any) -> Config:
     return load_config(sizes | {"parallel": {"pipeline": world, "schedule": "auto", **parallel}}, world)
 
 
-def timeline() -> Timeline:
+def timeline() -> ModelTrace:
     model = Chain()
-    return probe(model, lambda: model(torch.ones(ROWS, WIDTH)))
+    return trace_model(model, lambda: model(torch.ones(ROWS, WIDTH)))
 
 
 def seconds(*, of_block: float, first: float = 1.0, kept: int = 100) -> Costs:
@@ -48,7 +49,7 @@ def seconds(*, of_block: float, first: float = 1.0, kept: int = 100) -> Costs:
     return Costs(tuple(f"blocks.{index}" for index in range(BLOCKS)), tuple(calls), measured=True, device="cpu")
 
 
-def choose(settings: Config, costs: Costs) -> Choice:
+def choose(settings: Config, costs: Costs) -> ScheduleChoice:
     return choose_schedule(settings, timeline(), costs)
 
 
@@ -93,7 +94,7 @@ def test_links_count_where_time_was_measured() -> None:
     assert costs.transfer_seconds(10**9) > 1 > costs.transfer_seconds(0) > 0
     slow = choose(config(activation_limit_bytes=10**9), seconds(of_block=1e-6, first=1e-6))
     assert slow.decision.virtual_stages == 1  # messages take longer than blocks
-    assert counted(timeline()).transfer_seconds(10**9) == 0
+    assert flop_costs_only(timeline()).transfer_seconds(10**9) == 0
 
 
 def test_a_plan_has_the_choice_of_what_can_run() -> None:

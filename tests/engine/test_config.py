@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import Config, OptimizerConfig, ParallelConfig, load_config
+from engine.config import Config, load_config
+from engine.config.sections import OptimizerConfig, ParallelConfig
 from engine.errors import ConfigError
 
 DESIGN: dict[str, Any] = json.loads("""{
@@ -294,7 +295,7 @@ def test_unsettled_sizes_ask_for_the_world(name: str) -> None:
 
 def test_bare_import_needs_no_torch() -> None:
     script = (
-        "import sys; from engine.config import load_config; from engine.config_schema import schema; "
+        "import sys; from engine.config import load_config; from engine.config.json_schema import schema; "
         "load_config({}); schema(); print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
     root = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from engine.config import Config, load_config
-from engine.config_deepspeed import TABLE, Noted
-from engine.config_reader import paths
+from engine.config.deepspeed import TABLE, Noted
+from engine.config.reader import paths
 from engine.errors import ConfigError
 
 ZERO2: dict[str, Any] = json.loads("""{

@@ -11,10 +11,10 @@ import jsonschema
 import pytest
 
 from engine.config import Config, load_config
-from engine.config_deepspeed import KEYS
-from engine.config_reader import Section, Sections, Typed, settings
-from engine.config_rules import Rule
-from engine.config_schema import schema
+from engine.config.deepspeed import KEYS
+from engine.config.json_schema import schema
+from engine.config.reader import Section, Sections, Typed, settings
+from engine.config.rules import Rule
 from engine.errors import ConfigError
 from tests.engine.test_config import DESIGN
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import Config, OptimizerConfig, load_config
+from engine.config import Config, load_config
+from engine.config.sections import OptimizerConfig
 from engine.errors import ConfigError
 from tests.engine.config_mutations import Edit, Mutant, mutant, plain
 from tests.engine.odd_values import DEEP, any_value

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.committed import committed, step_of
-from engine.checkpoint.files import Files
-from engine.checkpoint.reader import StepReader
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_folders import committed, step_of
+from engine.checkpoint.format.step_reader import StepReader
 from tests.engine.fatal import LOADING, MESSAGES, SAVING, Fate, doomed
 from tests.engine.lasting import course, digest, settings, world_of
 from tests.launches import Ended, Launch, Line

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.corpus import Corpus, Split, builtin_corpus, text_corpus
 from engine.data import Batches, Sampler, evaluation_batches, window_count
+from engine.data.corpus import Corpus, Split, builtin_corpus, text_corpus
 from engine.errors import EngineError
 
 windows_st = st.integers(1, 60)
@@ -287,7 +287,7 @@ def test_evaluation_errors_come_at_the_call() -> None:
 
 def test_corpus_and_sampler_need_no_torch() -> None:
     program = (
-        "import sys; from engine.corpus import builtin_corpus; from engine.data import Sampler\n"
+        "import sys; from engine.data.corpus import builtin_corpus; from engine.data import Sampler\n"
         "next(Sampler(9, 3)); sys.exit('torch' in sys.modules)"
     )
     root = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.decoder import Block, Decoder, DecoderConfig, generate, loss_sum
+from engine.models.decoder import Block, Decoder, DecoderConfig, generate, loss_sum
 
 SMALL = DecoderConfig(vocabulary=256, layers=2, width=32, heads=4, context=8)
 

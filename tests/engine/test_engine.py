@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import engine
-from engine.decoder import loss_sum
+from engine.models.decoder import loss_sum
 from tests import models
 
 CONFIG: dict[str, Any] = {

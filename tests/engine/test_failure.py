@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from engine.errors import EngineError
-from engine.parallel import comm
-from engine.parallel.comm import Pending
+from engine.parallel.comm import comm
+from engine.parallel.comm.comm import Pending
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
@@ -22,8 +22,8 @@ SCRIPT = """
 import os, sys, time
 import torch
 import engine
-from engine.decoder import Decoder, DecoderConfig, loss_sum
-from engine.parallel.world import leave_traceback
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.parallel.comm.world import leave_traceback
 
 where, rank = sys.argv[1], int(os.environ["RANK"])
 grid = {"loss": {"tensor": 2, "pipeline": 2}, "block": {"pipeline": 4}, "tensor": {"data": 2, "tensor": 2}}[where]
@@ -126,7 +126,8 @@ def dies() -> None:
     """Rank 1 leaves the process group; there is no launcher."""
     import torch.distributed as dist
 
-    from engine.parallel.comm import Comm, TorchBackend
+    from engine.parallel.comm.comm import Comm
+    from engine.parallel.comm.torch_backend import TorchBackend
     from engine.parallel.grid import Grid
 
     made = Comm(Grid(1, 2, 1, dist.get_rank()), TorchBackend(Grid(1, 2, 1, dist.get_rank()), torch.device("cpu")))

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import engine
-from engine.banner import describe
+from engine.build.forward_changes import change_forwards
 from engine.config import load_config
-from engine.forwards import change_forwards
+from engine.reporting.banner import banner_text
 from tests.engine.launches import Compared, compare, settings
 from tests.engine.tensor_models import FOUR, HEADS, UNSEEN
 from tests.readme import Table
@@ -103,7 +103,7 @@ def test_the_plan_tells_what_it_replaces_and_close_puts_it_back() -> None:
             ("blocks.0.0", "norm"),
             ("blocks.1.0", "norm"),
         ]
-        text = describe(eng.plan, "cpu")
+        text = banner_text(eng.plan, "cpu")
         assert "norm    blocks.*.* (2): LayerNorm, eps 1e-05" in text and "torch.compile" in text
     for module in model.modules():
         assert "forward" not in vars(module) and module._compiled_call_impl is None

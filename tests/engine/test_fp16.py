@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.decoder import loss_sum
+from engine.models.decoder import loss_sum
 from engine.verify import Parity, verify
 from tests import models
 from tests.engine.test_parity import config_for

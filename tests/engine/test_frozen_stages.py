@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor, nn
 
 import engine
-from engine.batch import take_rows
-from engine.verify import Parity, Run, Wishes, train_alone
+from engine.program.batch import take_rows
+from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
 from tests import models
 from tests.engine.launches import settings
 
@@ -41,15 +41,15 @@ def batches() -> list[Any]:
     return [(t[:, :-1], t[:, 1:]) for t in models.token_batches(8, 4)]
 
 
-def train(case: str, config: dict[str, Any], folder: str) -> tuple[Run, Run]:
+def train(case: str, config: dict[str, Any], folder: str) -> tuple[TrainingRecord, TrainingRecord]:
     """Body of a rank: four steps in one go, and two steps, a checkpoint and two more in another engine."""
     build, steps = partial(partly, TRAINED[case]), batches()
 
-    def play(eng: engine.Engine, some: list[Any], before: tuple[Any, ...] = ((), ())) -> Run:
+    def play(eng: engine.Engine, some: list[Any], before: tuple[Any, ...] = ((), ())) -> TrainingRecord:
         rows, first = eng.config.micro * eng.config.accumulation, eng.grid.coord().dp
         reports = [eng.train_batch(take_rows(batch, first * rows, rows)) for batch in some]
         losses, norms = [r.loss for r in reports], [r.grad_norm for r in reports]
-        return Run((*before[0], *losses), (*before[1], *norms), eng.full_state_dict())
+        return TrainingRecord((*before[0], *losses), (*before[1], *norms), eng.full_state_dict())
 
     def start() -> engine.Engine:
         return engine.initialize(build, config, example_batch=take_rows(steps[0], 0, 2))
@@ -71,7 +71,7 @@ def train_all(config: dict[str, Any], folder: str) -> dict[str, list[Parity]]:
     for index, case in enumerate(TRAINED):
         runs = train(case, config, str(Path(folder) / str(index)))
         if runs[0].weights:
-            alone = train_alone(partial(partly, TRAINED[case]), config, batches(), Wishes())
+            alone = train_alone(partial(partly, TRAINED[case]), config, batches(), VerifyOptions())
             found[case] = [Parity(run, alone) for run in runs]
     return found
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import engine
-from engine.decoder import loss_sum
+from engine.models.decoder import loss_sum
 from engine.verify import verify
 from tests import models
 from tests.engine.test_parity import config_for

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.batch import take_rows
-from engine.decoder import loss_sum
 from engine.errors import ConfigError
-from engine.islands import Islands, find_islands
+from engine.models.decoder import loss_sum
+from engine.precision.fp32_modules import Fp32Modules, find_fp32_modules
+from engine.program.batch import take_rows
 from engine.verify import Parity, verify
 from tests import models
 from tests.engine.test_axes import GRIDS
@@ -107,7 +107,7 @@ def measure_all(name: str, grid: str) -> list[dict[str, Any]]:
 def test_bytes_sent_and_held_meet_the_plan_and_recomputation_changes_no_bit(
     run_ranks: RunRanks, name: str, grid: str
 ) -> None:
-    kept = find_islands(build(), PATTERNS[name]).tensors
+    kept = find_fp32_modules(build(), PATTERNS[name]).tensors
     for rank, found in enumerate(run_ranks(measure_all, prod(GRIDS[grid].values()), name, grid)):
         for run in found:
             assert run["sent"] == run["planned"], rank
@@ -135,7 +135,7 @@ class Spy(nn.Module):
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
 def test_casts_reach_into_nests_and_leave_what_is_no_narrow_number(compute: torch.dtype) -> None:
     model = nn.ModuleDict({"spy": Spy()})
-    islands = Islands(model, ["spy"], compute)
+    islands = Fp32Modules(model, ["spy"], compute)
     x = torch.ones(2, 3, dtype=compute, requires_grad=True)
     y, rest = model["spy"](x, {"ids": torch.ones(2, dtype=torch.int64), "wide": x.double(), "narrow": x})
     assert model["spy"].seen == [torch.float32, torch.int64, torch.float64, torch.float32]
@@ -195,6 +195,6 @@ def test_a_tied_parameter_half_kept_is_one_sentence() -> None:
 
 
 def test_only_the_outermost_modules_are_wrapped() -> None:
-    kept = find_islands(build(), ("blocks.1", "*norm1", "blocks.*.attention"))
+    kept = find_fp32_modules(build(), ("blocks.1", "*norm1", "blocks.*.attention"))
     assert [name for name in kept.modules if name.startswith("blocks.1")] == ["blocks.1"]
     assert {"blocks.0.norm1", "blocks.0.attention"} <= set(kept.modules) and "blocks.0.up.weight" not in kept.tensors

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import Fp16Config, load_config
+from engine.config import load_config
+from engine.config.sections import Fp16Config
 from engine.errors import ConfigError
-from engine.loss_scale import LossScale, make_loss_scale
+from engine.precision.loss_scaler import LossScale, make_loss_scale
 
 
 def values(scale: LossScale, overflows: str) -> list[float]:

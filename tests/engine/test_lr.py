@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import load_config
-from engine.lr import LearningRate, make_learning_rate
-from engine.zero.inner import FlatAdam
+from engine.optim.lr_schedules import LearningRate, make_learning_rate
+from engine.zero.optim.flat_optimizers import FlatAdam
 
 
 def rate(kind: str, lr: float = 0.1, **params: Any) -> LearningRate:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.verify import Wishes, train_alone
+from engine.verify import VerifyOptions, train_alone
 from tests import models
 from tests.engine.test_axes import batches, config, loss_of, same, share
 from tests.zero.small import forget_the_living
@@ -90,7 +90,7 @@ def test_weights_do_not_depend_on_the_grid_and_training_is_that_of_one_process(r
         model.load_state_dict(alone["state"])
         return model
 
-    expected = train_alone(in_memory, settings("alone"), batches(name), Wishes(loss_of(name)))
+    expected = train_alone(in_memory, settings("alone"), batches(name), VerifyOptions(loss_of(name)))
     assert alone["losses"] == pytest.approx(expected.losses, rel=1e-6), "buffers are those of a model built in memory"
     assert list(alone["state"]) == list(in_memory().state_dict())
     launches = [(2, list(GRIDS)[:4]), (4, list(GRIDS)[4:])]

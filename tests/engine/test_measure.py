@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import engine
-from engine import measure
-from engine.alone import Alone, signatures
-from engine.build import Request, measure_model, plan_run
+from engine.build.assemble import measure_model, plan_run
+from engine.build.request import Request
 from engine.config import Config, load_config
-from engine.kernels.choice import REFERENCE, Kernels
-from engine.measure import Costs
-from engine.parallel.tensor import product
-from engine.precision import Precision
+from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.parallel.tensor import deferred_linear as product
+from engine.planning import profile_calls as measure
+from engine.planning.isolated_block import IsolatedBlock, signatures
+from engine.planning.profile_calls import Costs
+from engine.precision.dtypes import Precision
 
 RunRanks = Callable[..., list[Any]]
 WIDTH, ROWS = 8, 4
@@ -363,7 +364,7 @@ def test_a_copy_takes_the_memory_of_one_unit() -> None:
     first: Any = Block()
     model = Chain(first, Block())
     first.other = [model]
-    copied: Any = Alone(model, "blocks.0", Precision(None, None), CPU)._module
+    copied: Any = IsolatedBlock(model, "blocks.0", Precision(None, None), CPU)._module
     tensors = {id(p): p for p in copied.other[0].parameters()}.values()
     assert sum(p.numel() for p in tensors if not p.is_meta) == WIDTH * WIDTH + WIDTH
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.bits import bit_sum
-from engine.decoder import Block, loss_sum
 from engine.errors import EngineError
-from engine.launch.progress import Progress
-from engine.nonfinite import LABEL
+from engine.launch.progress_line import ProgressLine
+from engine.models.decoder import Block, loss_sum
+from engine.parallel.comm.agreement import bit_sum
+from engine.zero.reduce.replica_check import NON_FINITE
 from tests import models
 
 RunRanks = Callable[..., list[Any]]
@@ -105,7 +105,7 @@ def train(grid: str, stage: int, kind: str, changes: dict[str, Any]) -> dict[str
                     found["kept"].append(traces(eng) == before)
                     found["reports"].append((report.skipped, report.nonfinite))
                     rows_sent = eng.sent.since(sent).rows()
-                    found["extra"] += sum(row.calls for row in rows_sent if row.label == LABEL)
+                    found["extra"] += sum(row.calls for row in rows_sent if row.label == NON_FINITE)
                 else:
                     losses.append(report.loss)
             found["skipped"] = found.get("skipped", eng.skipped_steps)
@@ -135,7 +135,7 @@ def test_a_skipped_step_leaves_no_bit_and_names_the_first_parameter(run_ranks: R
 def test_progress_and_logs_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log.jsonl"
     reports = alone(Settings(monitor={"jsonl": str(log), "every": 1}), [1.0, math.nan])
-    progress = Progress(steps=9, every=9)
+    progress = ProgressLine(steps=9, every=9)
     for report in reports:
         progress.show(report)
     assert capsys.readouterr().out.rstrip().endswith("SKIPPED: weight not finite")

@@ -13,12 +13,12 @@ from torch.nn.utils import parametrizations
 
 from engine.config import load_config
 from engine.errors import PlanError
-from engine.parallel.tensor.auto.groups import Group
+from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters
 from engine.parallel.tensor.auto.search import Decided, Search
-from engine.parallel.tensor.auto.ways import Way
-from engine.precision import make_precision
-from engine.program import Program
-from engine.tensor_search import find_plan
+from engine.parallel.tensor.auto.strategies import Strategy
+from engine.planning.tensor_plan_search import find_plan
+from engine.precision.dtypes import make_precision
+from engine.program.program import Program
 from engine.verify import Parity, train_alone, train_on_grid
 from tests import models
 from tests.engine.test_parity import config_for
@@ -141,9 +141,9 @@ def test_sizes_that_do_not_share_the_sequence_of_the_example_are_passed_over(mon
     """What is asked of others is only whether they would fit: 12 tokens say nothing about 8 ranks."""
     original = Search._decide
 
-    def nothing_fits(self: Any, group: Group, before: Any, tp: int) -> Decided:
+    def nothing_fits(self: Any, group: CoupledParameters, before: Any, tp: int) -> Decided:
         found = original(self, group, before, tp)
-        return replace(found, way=Way("replicate", {}))
+        return replace(found, way=Strategy("replicate", {}))
 
     monkeypatch.setattr(Search, "_decide", nothing_fits)
     model = models.nano()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.decoder import loss_sum
+from engine.models.decoder import loss_sum
 from engine.verify import Parity, verify
 from tests import models
 from tests.readme import Table

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from engine.decoder import loss_sum
-from engine.verify import Parity, Wishes, train_alone, train_on_grid
+from engine.models.decoder import loss_sum
+from engine.verify import Parity, VerifyOptions, train_alone, train_on_grid
 from tests import models
 from tests.engine.test_parity import config_for
 from tests.readme import Table
@@ -64,7 +64,7 @@ def settings(grid: str, way: Way) -> dict[str, Any]:
 
 def train_all(name: str, grid: str, ways: Sequence[Way]) -> list[Parity]:
     """Body of a rank: every way on the grid, and once in one process."""
-    wishes = Wishes(loss_sum if name.startswith("decoder") else None)
+    wishes = VerifyOptions(loss_sum if name.startswith("decoder") else None)
     batches = models.batches_for(name.split()[0], 16)
     runs = [train_on_grid(ALL[name], settings(grid, way), batches, wishes) for way in ways]
     if not runs[0].weights:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from torch import nn
 
-from engine.decoder import loss_sum
-from engine.verify import Parity, Run, Wishes, train_alone, train_on_grid, verify
+from engine.models.decoder import loss_sum
+from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone, train_on_grid, verify
 from tests import models
 from tests.engine.test_parity import config_for
 from tests.readme import Table
@@ -61,9 +61,9 @@ class Case(NamedTuple):
         )
 
 
-def train_all(name: str, sizes: dict[str, int], cases: Sequence[Case]) -> list[tuple[Run, Run]]:
+def train_all(name: str, sizes: dict[str, int], cases: Sequence[Case]) -> list[tuple[TrainingRecord, TrainingRecord]]:
     """Body of a rank: every case on the grid, and once in one process for each number of microbatches."""
-    wishes = Wishes(loss_sum if name.startswith("decoder") else None)
+    wishes = VerifyOptions(loss_sum if name.startswith("decoder") else None)
     rows = {case.microbatches: 2 * case.microbatches * sizes.get("data", 1) for case in cases}
     batches = {count: models.batches_for(name.split()[0], size) for count, size in rows.items()}
     runs = [train_on_grid(MODELS[name], case.settings(sizes), batches[case.microbatches], wishes) for case in cases]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from engine.decoder import loss_sum
-from engine.verify import Parity, Run, Wishes, train_alone, train_on_grid
+from engine.models.decoder import loss_sum
+from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone, train_on_grid
 from tests import models
 from tests.engine.test_parity import config_for
 from tests.engine.test_parity_axes import ALL, SHARED
@@ -53,9 +53,9 @@ def settings(grid: str, way: Way, number: int) -> dict[str, Any]:
     )
 
 
-def train_all(name: str, grid: str, ways: Sequence[int]) -> list[Run]:
+def train_all(name: str, grid: str, ways: Sequence[int]) -> list[TrainingRecord]:
     """Body of a rank: every way on the grid, and at the end once in one process."""
-    wishes = Wishes(loss_sum if name.startswith("decoder") else None)
+    wishes = VerifyOptions(loss_sum if name.startswith("decoder") else None)
     batches = models.batches_for(name.split()[0], 16)
     runs = [train_on_grid(ALL[name], settings(grid, WAYS[way], way), batches, wishes) for way in ways]
     if not runs[0].weights:

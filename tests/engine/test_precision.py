@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from engine.banner import describe
 from engine.config import load_config
-from engine.plan import build_plan
-from engine.precision import Widths, make_precision
-from engine.program import Program
-from engine.sight import Wish
+from engine.planning.analysis import PlanRequest
+from engine.planning.plan import build_plan
+from engine.precision.dtypes import Widths, make_precision
+from engine.program.program import Program
+from engine.reporting.banner import banner_text
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ALONE = {"enabled": True, "bf16_master_weights_and_grads": True}
@@ -56,5 +56,5 @@ def test_widths_and_banner(run: str) -> None:
     assert precision.widths(narrow) == widths
     assert precision.widths("float32") == Widths(F32, F32, None, F32), "of islands"
     assert precision.widths("float64") == Widths(F64, F64, None, F64)
-    plan = build_plan(config, Wish(Program(model, None, precision, torch.device("cpu"))))
-    assert f"  precision  {line}\n" in describe(plan, "cpu")
+    plan = build_plan(config, PlanRequest(Program(model, None, precision, torch.device("cpu"))))
+    assert f"  precision  {line}\n" in banner_text(plan, "cpu")

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.batch import Batch, take_rows
-from engine.decoder import loss_sum
-from engine.loss import LossFunction
-from engine.lr import SchedulerArgument
-from engine.zero.optimizer import OptimizerFactory
+from engine.models.decoder import loss_sum
+from engine.optim.lr_schedules import SchedulerArgument
+from engine.program.batch import Batch, take_rows
+from engine.program.loss import LossFunction
+from engine.zero.optim.sharded_optimizer import OptimizerFactory
 from tests import models
 from tests.engine.lasting import digest
 

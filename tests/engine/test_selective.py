@@ -11,14 +11,14 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import engine
-from engine.batch import take_rows
-from engine.config_sections import ActivationCheckpointingConfig
-from engine.decoder import loss_sum
+from engine.config.sections import ActivationCheckpointingConfig
 from engine.errors import ConfigError, EngineError
-from engine.parallel.tensor.layers import ColumnLinear, RowLinear
-from engine.parallel.tensor.simulate import simulate
-from engine.recompute import Recomputation, find_operators, recomputed_in_part
-from engine.selective import Kept, Selective
+from engine.models.decoder import loss_sum
+from engine.parallel.activation_checkpointing.blocks import Recomputation, find_operators, recomputed_in_part
+from engine.parallel.activation_checkpointing.selective import SavedActivations, Selective
+from engine.parallel.tensor.layers.linear import ColumnLinear, RowLinear
+from engine.parallel.tensor.thread_ranks import run_tensor_ranks
+from engine.program.batch import take_rows
 from tests import models
 from tests.engine.test_parity import config_for
 
@@ -161,8 +161,10 @@ def summed(axis: Any, mode: Settings) -> tuple[int, list[Tensor]]:
 def test_a_sum_with_a_bias_is_made_once_and_kept(mode: str, sums: int) -> None:
     changes: Settings = {"nothing": {"save": []}, "bias": {"save": ["aten.add.Tensor"]}}
     settings = {"mode": mode} if mode not in changes else {"mode": "selective"} | changes[mode]
-    expected = simulate(2, lambda axis: summed(axis, {"mode": "none"}))
-    for (count, found), (_, plain) in zip(simulate(2, lambda axis: summed(axis, settings)), expected, strict=True):
+    expected = run_tensor_ranks(2, lambda axis: summed(axis, {"mode": "none"}))
+    for (count, found), (_, plain) in zip(
+        run_tensor_ranks(2, lambda axis: summed(axis, settings)), expected, strict=True
+    ):
         assert count == sums
         assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
 
@@ -190,7 +192,7 @@ def scattered(axis: Any, keeps: bool) -> tuple[int, Tensor, int]:
     apply: Any = Scattered.apply
     block.forward = lambda x: apply(x @ weight, axis).tanh().square()
     config = ActivationCheckpointingConfig(mode="selective", save=("matmul",))
-    started = list[Kept]()
+    started = list[SavedActivations]()
     forward = recomputed_in_part(block, Selective(find_operators(config), axis), started) if keeps else block.forward
     y = forward(torch.linspace(0, 1, 24).view(6, 4) * (axis.index + 1))
     kept = sum(outputs.bytes for outputs in started)
@@ -200,9 +202,9 @@ def scattered(axis: Any, keeps: bool) -> tuple[int, Tensor, int]:
 
 
 def test_a_scattered_sum_is_kept_in_place_of_the_product() -> None:
-    plain = simulate(2, lambda axis: scattered(axis, keeps=False))
+    plain = run_tensor_ranks(2, lambda axis: scattered(axis, keeps=False))
     for (count, gradient, kept), (_, expected, _) in zip(
-        simulate(2, lambda axis: scattered(axis, keeps=True)), plain, strict=True
+        run_tensor_ranks(2, lambda axis: scattered(axis, keeps=True)), plain, strict=True
     ):
         assert count == 1 and kept == 3 * 4 * 4 and torch.equal(gradient, expected)
 
@@ -249,7 +251,7 @@ def test_written_and_random_outputs_are_kept_as_they_were(save: list[str]) -> No
     x, block = torch.randn(5, 8), Block()
     expected = gradients(block, block.forward, x)
     operators = find_operators(ActivationCheckpointingConfig(mode="selective", save=tuple(save)))
-    started = list[Kept]()
+    started = list[SavedActivations]()
     found = gradients(block, recomputed_in_part(block, Selective(operators), started), x)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert [kept.bytes for kept in started] == [0], "what was kept has gone with the backward"
@@ -314,10 +316,10 @@ def held(settings: Settings) -> int:
         return tree
 
     config = engine.load_config({"activation_checkpointing": settings}).activation_checkpointing
-    started: list[Kept] = []
+    started: list[SavedActivations] = []
     contexts = Selective.contexts
 
-    def noted(self: Selective, kept: Kept) -> Any:
+    def noted(self: Selective, kept: SavedActivations) -> Any:
         started.append(kept)
         return contexts(self, kept)
 

@@ -15,10 +15,10 @@ from unittest.mock import patch
 import pytest
 
 import engine
-from engine.checkpoint.committed import committed
-from engine.checkpoint.files import Files
-from engine.checkpoint.reader import StepReader
-from engine.stopping import EXIT_CODE, ONE_WISH_SECONDS
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_folders import committed
+from engine.checkpoint.format.step_reader import StepReader
+from engine.checkpoint.preemption import EXIT_CODE, ONE_WISH_SECONDS
 from tests.engine.lasting import Course, course, digest, settings, world_of
 from tests.launches import Ended, Launch, Line
 
@@ -142,7 +142,7 @@ class SlowFiles(Files):
 def saves_slowly(line: Line, folder: str, seconds: float) -> None:
     """Body of a rank: a save begins after update 2; then wait for the test before update 3."""
     with (
-        patch("engine.durable.Files", lambda: SlowFiles(line, seconds)),
+        patch("engine.checkpoint.format.filesystem.Files", lambda: SlowFiles(line, seconds)),
         course(settings("dp2", Path(folder))) as run,
     ):
         run.until(2)
@@ -212,7 +212,7 @@ class FullDisk(Files):
 def test_stopped_with_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with course(settings("dp1", tmp_path)) as run:
         run.until(2)
-    with patch("engine.durable.Files", FullDisk), course(settings("dp1", tmp_path)) as run:
+    with patch("engine.checkpoint.format.filesystem.Files", FullDisk), course(settings("dp1", tmp_path)) as run:
         run.eng.load_checkpoint()
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(engine.CheckpointError, match="No space left on device"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.stopping import ONE_WISH_SECONDS, StopSignal
+from engine.checkpoint.preemption import ONE_WISH_SECONDS, StopSignal
 
 
 @pytest.fixture

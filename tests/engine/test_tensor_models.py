@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.parallel.tensor.cuts import Reason
+from engine.parallel.tensor.plan.tensor_plan import Reason
 from tests.engine.launches import Compared, compare, settings
 from tests.engine.tensor_models import FOUR, HEADS, UNSEEN
 from tests.readme import Table

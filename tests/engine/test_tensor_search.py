@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.banner import reasons_table
-from engine.batch import Batch, take_rows
 from engine.config import load_config
-from engine.decoder import Decoder, DecoderConfig, loss_sum
 from engine.errors import PlanError
-from engine.parallel.tensor.cuts import Reason, TensorPlan
-from engine.parallel.tensor.plan import find_tensor_plan
-from engine.precision import make_precision
-from engine.program import Program
-from engine.tensor_search import as_patterns, find_plan
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
+from engine.planning.tensor_plan_search import as_patterns, find_plan
+from engine.precision.dtypes import make_precision
+from engine.program.batch import Batch, take_rows
+from engine.program.program import Program
+from engine.reporting.banner import reasons_table
 from tests.engine.architectures import ALL, REFUSED, find
 from tests.models import NanoBlock, batches_for, gpt2, llama, nano
 from tests.parallel.tensor.plans import written_plan

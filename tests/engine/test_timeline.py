@@ -9,7 +9,7 @@ import torch
 import engine
 from benchmarks.sleepers import Sleepers, run_asleep
 from engine.errors import EngineError
-from engine.parallel.pipeline.schedule import make_schedule
+from engine.parallel.pipeline.schedule.kinds import make_schedule
 
 RunRanks = Callable[..., list[Any]]
 SECONDS = 0.02

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
-from engine import forwards
-from engine.decoder import loss_sum
-from engine.durable import Durable
+from engine.build import forward_changes as forwards
+from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.errors import EngineError
 from engine.kernels.gpu import adamw as launcher
+from engine.models.decoder import loss_sum
 from engine.verify import Parity
 from tests import models
 from tests.engine import test_nonfinite
@@ -166,7 +166,7 @@ def fails() -> list[Any]:
             before = test_nonfinite.traces(eng)
             with pytest.MonkeyPatch.context() as patch, pytest.raises(EngineError) as caught:
                 if bad and eng.grid.rank:
-                    patch.setattr(Durable, "problem", lambda self: EngineError("made up"))
+                    patch.setattr(CheckpointCoordinator, "problem", lambda self: EngineError("made up"))
                 # without a microbatch the weight of a step is 0
                 eng.train_batch(batch) if bad else eng._finish(eng._open(batch)[0])
             found += [str(caught.value), test_nonfinite.traces(eng) == before]

@@ -5,13 +5,13 @@ import math
 import torch
 from torch import nn
 
-from engine.verify import Parity, Run, verify
+from engine.verify import Parity, TrainingRecord, verify
 from tests import models
 from tests.engine.test_parity import config_for
 
 
-def run(*losses: float, weight: float = 0.0) -> Run:
-    return Run(losses, (1.0,) * len(losses), {"w": torch.tensor([0.0, weight])})
+def run(*losses: float, weight: float = 0.0) -> TrainingRecord:
+    return TrainingRecord(losses, (1.0,) * len(losses), {"w": torch.tensor([0.0, weight])})
 
 
 def test_deviations_are_found() -> None:

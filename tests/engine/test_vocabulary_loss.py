@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import engine
-from engine.batch import take_rows
-from engine.decoder import Decoder, DecoderConfig, loss_sum
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.program.batch import take_rows
 from engine.verify import Parity, verify
 from tests import models
 from tests.engine.test_parity import config_for

@@ -10,7 +10,7 @@ import sys
 sys.modules["triton"] = None  # as if it were not installed
 import torch
 import engine
-from engine.decoder import loss_sum
+from engine.models.decoder import loss_sum
 from tests import models
 
 settings = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

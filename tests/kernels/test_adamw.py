@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.adamw import AdamRun, Decision, adamw_, adamw_reference_
-from engine.kernels.choice import Kernels, Mode
-from engine.kernels.optimizer_update import AdamRule
-from engine.kernels.stochastic_rounding import Lines, StochasticRounding
-from engine.parallel.seeds import derive_seed
+from engine.kernels.dispatch import Kernels, Mode
+from engine.kernels.optim.adamw import AdamRun, DeviceDecision, adamw_, adamw_reference_
+from engine.kernels.optim.stochastic_rounding import Lines, StochasticRounding
+from engine.kernels.optim.update_rules import AdamRule
+from engine.parallel.model.rng_streams import derive_seed
 
 MODES: tuple[Mode, ...] = ("reference", "triton")
 RULES = {
@@ -22,8 +22,8 @@ RULES = {
 ROUNDING = StochasticRounding((5, 2**62 + 77, 0x80000000_90000001 >> 1), 0)
 
 
-def decision(factor: float = 1.0, go: float = 1.0) -> Decision:
-    return Decision(torch.tensor(factor, dtype=torch.float64), torch.tensor(go, dtype=torch.float64))
+def decision(factor: float = 1.0, go: float = 1.0) -> DeviceDecision:
+    return DeviceDecision(torch.tensor(factor, dtype=torch.float64), torch.tensor(go, dtype=torch.float64))
 
 
 def random(count: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

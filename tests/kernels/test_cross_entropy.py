@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.errors import EngineError
-from engine.kernels.choice import Kernels
-from engine.kernels.cross_entropy import CrossEntropy, cross_entropy
-from engine.kernels.softmax_terms import (
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.cross_entropy import CrossEntropy, cross_entropy
+from engine.kernels.ops.parallel_softmax import (
     Question,
     Slopes,
     find_gradient,
     find_statistics,
     gradient_reference,
-    join,
+    join_softmax_terms,
     statistics_reference,
 )
 from tests.kernels.error import check_error
@@ -217,7 +217,7 @@ def test_parts_of_the_columns_join_to_the_whole(name: str, triton: bool) -> None
     found = [find_statistics(part, asked, triton) for part, asked in zip(parts, questions, strict=True)]
     whole_question = Question(target if targeted else None, weight, even)
     whole_found = statistics_reference(logits, whole_question)
-    expected = join(whole_found, whole_question, 50, None)
+    expected = join_softmax_terms(whole_found, whole_question, 50, None)
     rounds: list[list[Tensor]] = [[], []]
 
     class Noted:
@@ -240,7 +240,8 @@ def test_parts_of_the_columns_join_to_the_whole(name: str, triton: bool) -> None
         for seen in rounds:
             seen.clear()
         return [
-            join(own, asked, b - a, Noted(answers)) for own, asked, (a, b) in zip(found, questions, bounds, strict=True)
+            join_softmax_terms(own, asked, b - a, Noted(answers))
+            for own, asked, (a, b) in zip(found, questions, bounds, strict=True)
         ]
 
     run(None)

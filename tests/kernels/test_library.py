@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.library import Attention, attention, scaled_matmul, scaled_matmul_reference
+from engine.kernels.ops.vendor_ops import AttentionOptions, attention, scaled_matmul, scaled_matmul_reference
 
 FP8 = torch.float8_e4m3fn
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -44,8 +44,10 @@ def test_shapes_alone_are_enough() -> None:
 
 
 @pytest.mark.parametrize("heads", [4, 2])
-@pytest.mark.parametrize("form", [Attention(), Attention(causal=True), Attention(scale=0.3)], ids=str)
-def test_attention(form: Attention, heads: int) -> None:
+@pytest.mark.parametrize(
+    "form", [AttentionOptions(), AttentionOptions(causal=True), AttentionOptions(scale=0.3)], ids=str
+)
+def test_attention(form: AttentionOptions, heads: int) -> None:
     generator = torch.Generator().manual_seed(heads)
     query = torch.randn(2, 4, 6, 8, generator=generator)
     key, value = (torch.randn(2, heads, 6, 8, generator=generator) for _ in range(2))
@@ -59,8 +61,8 @@ def test_attention(form: Attention, heads: int) -> None:
 def test_attention_with_a_mask() -> None:
     query, key, value = torch.randn(3, 2, 4, 5, 8, generator=torch.Generator().manual_seed(1)).unbind(0)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
-    found = attention(query, key, value, Attention(), mask)
-    torch.testing.assert_close(found, attention(query, key, value, Attention(causal=True)))
+    found = attention(query, key, value, AttentionOptions(), mask)
+    torch.testing.assert_close(found, attention(query, key, value, AttentionOptions(causal=True)))
 
 
 def test_who_looks_at_functions_sees_one() -> None:
@@ -73,6 +75,6 @@ def test_who_looks_at_functions_sees_one() -> None:
 
     query = torch.randn(1, 2, 3, 4)
     with Seen():
-        attention(query, query, query, Attention())
+        attention(query, query, query, AttentionOptions())
         scaled_matmul(*given((2,), 16, 16, by_rows=False), torch.float32)
     assert attention in seen and scaled_matmul in seen

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.activations import ACTIVATIONS, Activation
-from engine.kernels.choice import Kernels, Mode, Winner
-from engine.kernels.linear import LinearForm, add_product_, linear, product
+from engine.kernels.dispatch import Kernels, Mode, TunedChoice
+from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
+from engine.kernels.ops.linear import LinearForm, add_product_, linear, product
 from tests.kernels.error import check_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -91,14 +91,14 @@ def test_the_table_decides_forward_and_backward_apart(
     from engine.kernels.gpu import linear as launches
 
     launched: list[bool] = []
-    own = launches.multiply
+    own = launches.launch_matmul
 
     def multiply(a: Tensor, b: Tensor, follows: Any, *more: Any) -> Any:
         launched.append(follows.bias is not None)
         return own(a, b, follows, *more)
 
     monkeypatch.setattr(launches, "multiply", multiply)
-    rows = (Winner("linear", "*", "*", 1, forward), Winner("linear_backward", "*", "*", 1, backward))
+    rows = (TunedChoice("linear", "*", "*", 1, forward), TunedChoice("linear_backward", "*", "*", 1, backward))
     given = made((5, 16), 24, torch.float32)[:3]
     found = gradients(LinearForm("gelu"), Kernels("auto", rows), given)
     assert launched == [True] * forward + [False, False] * backward

@@ -12,17 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.errors import EngineError
-from engine.kernels import linear_cross_entropy as module
-from engine.kernels.choice import Kernels
-from engine.kernels.cross_entropy import CrossEntropy
-from engine.kernels.linear_cross_entropy import (
-    Conditions,
-    Head,
-    chunk_tokens,
-    linear_cross_entropy,
-    linear_terms,
-)
-from engine.kernels.softmax_terms import Question, Softmax
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops import linear_cross_entropy as module
+from engine.kernels.ops.cross_entropy import CrossEntropy
+from engine.kernels.ops.linear_cross_entropy import Conditions, Head, chunk_tokens, linear_cross_entropy, linear_terms
+from engine.kernels.ops.parallel_softmax import Question, Softmax
 from tests.kernels.error import check_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

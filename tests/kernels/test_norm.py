@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.choice import Kernels
+from engine.kernels.dispatch import Kernels
 from engine.kernels.gpu.norm import norm_forward
-from engine.kernels.norm import WIDEST_LAYER_FP32, Norm, add_norm, norm
+from engine.kernels.ops.norm import WIDEST_LAYER_FP32, Norm, add_norm, norm
 from tests.kernels.error import check_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.optimizer_update import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
+from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
 
 STEPS = 5
 Update = Callable[[list[Tensor], list[Tensor], int], None]

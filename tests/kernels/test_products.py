@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.gpu.linear import Follows, multiply
-from engine.kernels.gpu.tiles import AMPERE, EXACT, HOPPER, TF32, Tile, choose_tile, tiles_for
+from engine.kernels.gpu.launch_shapes import AMPERE, EXACT, HOPPER, TF32, Tile, choose_tile, tiles_for
+from engine.kernels.gpu.linear import Follows, launch_matmul
 
 ROWS, COLUMNS, DEPTH = 56, 72, 40
 LARGEST, MIDDLE, SMALLEST = HOPPER
@@ -26,7 +26,7 @@ def lying(rows: int, columns: int, transposed: bool, dtype: torch.dtype) -> Tens
 def test_every_layout_and_ragged_size(transposed: tuple[bool, bool], described: bool) -> None:
     a = lying(ROWS, DEPTH, transposed[0], torch.float32)
     b = lying(DEPTH, COLUMNS, transposed[1], torch.float32)
-    found, kept = multiply(a, b, Follows(), tile=small(described))
+    found, kept = launch_matmul(a, b, Follows(), tile=small(described))
     torch.testing.assert_close(found, (a.double() @ b.double()).float(), rtol=1e-5, atol=1e-5)
     assert not kept.numel()
 
@@ -36,7 +36,7 @@ def test_every_layout_and_ragged_size(transposed: tuple[bool, bool], described: 
 def test_a_tile_is_finished_in_parts(parts: int, described: bool) -> None:
     a, b = lying(ROWS, DEPTH, False, torch.bfloat16), lying(DEPTH, COLUMNS, True, torch.bfloat16)
     bias, residual = lying(1, COLUMNS, False, torch.bfloat16)[0], lying(ROWS, COLUMNS, False, torch.bfloat16)
-    found, kept = multiply(a, b, Follows(bias, "silu", residual, keeps=True), tile=small(described, parts))
+    found, kept = launch_matmul(a, b, Follows(bias, "silu", residual, keeps=True), tile=small(described, parts))
     exact = a.double() @ b.double()
     torch.testing.assert_close(kept.double(), exact, rtol=2**-8, atol=1e-5)
     expected = torch.nn.functional.silu(exact + bias) + residual
@@ -47,7 +47,7 @@ def test_a_tile_is_finished_in_parts(parts: int, described: bool) -> None:
 def test_nothing_is_read_or_written_beside_the_matrices(described: bool) -> None:
     around = torch.full((3, ROWS, COLUMNS), float("nan"))
     a, b = lying(ROWS, DEPTH, False, torch.float32), lying(DEPTH, COLUMNS, True, torch.float32)
-    multiply(a, b, Follows(), around[1], tile=small(described))
+    launch_matmul(a, b, Follows(), around[1], tile=small(described))
     assert around[[0, 2]].isnan().all() and around[1].isfinite().all()
 
 

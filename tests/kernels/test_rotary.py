@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as turn_halves
 from transformers.models.gptj.modeling_gptj import rotate_every_two
 
-from engine.kernels.choice import Kernels
-from engine.kernels.rotary import Rotary, rotary
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.rotary import Rotary, rotary
 from tests.kernels.error import check_error
 
 TRITON = Kernels("triton")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.choice import Kernels, Mode
-from engine.kernels.squared_norm import squared_norm
+from engine.kernels.dispatch import Kernels, Mode
+from engine.kernels.optim.squared_norm import squared_norm
 
 MODES: tuple[Mode, ...] = ("reference", "triton")
 

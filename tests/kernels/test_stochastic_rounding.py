@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.stochastic_rounding import random_bits, round_to_bf16
+from engine.kernels.optim.stochastic_rounding import random_bits, round_to_bf16
 
 DRAWS = 1 << 18
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.corpus import Corpus
-from engine.decoder import DecoderConfig
+from engine.data.corpus import Corpus
 from engine.errors import EngineError
-from engine.launch.progress import Progress
+from engine.launch.progress_line import ProgressLine
 from engine.launch.run_folder import go_on, open_run
-from engine.metrics import StepReport
+from engine.models.decoder import DecoderConfig
+from engine.reporting.step_report import StepReport
 
 TEXT = Corpus("mine", np.zeros(9, dtype=np.uint8), 1, "0123456789abcdef")
 OTHER = Corpus("mine", np.zeros(9, dtype=np.uint8), 1, "f0123456789abcde")
@@ -131,7 +131,7 @@ def test_a_finished_run_is_told(tmp_path: Path) -> None:
 
 
 def test_progress_counts_the_steps_before_this_start(capsys: pytest.CaptureFixture[str]) -> None:
-    line = Progress(steps=30, every=10)
+    line = ProgressLine(steps=30, every=10)
     for step in range(18, 31):
         skipped = step == 23
         line.show(

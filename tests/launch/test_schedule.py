@@ -9,7 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from engine.launch.cli import main
-from engine.parallel.pipeline.schedule import KINDS, one_f_one_b, parse_schedule
+from engine.parallel.pipeline.schedule.actions import parse_schedule
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS
+from engine.parallel.pipeline.schedule.one_f_one_b import one_f_one_b
 
 ROOT = Path(__file__).parents[2]
 V_SHAPE = "0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 1I0 2W0 1W0\n"
@@ -120,13 +122,13 @@ def test_svg_and_trace_are_written(capsys: pytest.CaptureFixture[str], tmp_path:
 def comparison(text: str) -> dict[str, list[str]]:
     """Rows of the table by kind, in their order."""
     rows = [line.split() for line in text.splitlines()]
-    return {row[0]: row[1:] for row in rows if row[0] in KINDS and len(row) == 7}
+    return {row[0]: row[1:] for row in rows if row[0] in SCHEDULE_KINDS and len(row) == 7}
 
 
 def test_comparison_lists_all_kinds_the_least_idle_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = run(capsys, "--compare", "--ranks", "4", "--microbatches", "8", "--svg", tmp_path / "all.svg")
     rows = comparison(text)
-    assert set(rows) == set(KINDS) and "left out" not in text
+    assert set(rows) == set(SCHEDULE_KINDS) and "left out" not in text
     assert text.startswith("kind         stages   idle  time  held  messages  backward\n")
     assert rows["1f1b"] == ["4", "27.3%", "33", "4", "48", "whole"]
     assert rows["gpipe"] == ["4", "27.3%", "33", "8", "48", "whole"]
@@ -140,7 +142,7 @@ def test_comparison_lists_all_kinds_the_least_idle_first(capsys: pytest.CaptureF
 
 def test_comparison_says_why_a_kind_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "--compare", "--ranks", "4", "--microbatches", "4")
-    assert set(comparison(text)) == set(KINDS) - {"dualpipe-v"}
+    assert set(comparison(text)) == set(SCHEDULE_KINDS) - {"dualpipe-v"}
     assert text.splitlines()[-1].startswith("dualpipe-v is left out: schedule dualpipe-v with 4 microbatches")
 
 

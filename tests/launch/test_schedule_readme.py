@@ -7,10 +7,11 @@ import pytest
 from benchmarks.readme import README, write_section
 from engine.errors import ScheduleError
 from engine.launch.cli import main
-from engine.parallel.pipeline.check import Cost, simulate
-from engine.parallel.pipeline.schedule import KINDS, Schedule, make_schedule
-from engine.parallel.pipeline.summary import Panel, cost_of_slices, number, summarize
-from engine.parallel.pipeline.svg import svg
+from engine.parallel.pipeline.report.svg import svg
+from engine.parallel.pipeline.report.text import Panel, cost_of_slices, number, summarize
+from engine.parallel.pipeline.schedule.actions import Schedule
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
+from engine.parallel.pipeline.schedule.simulate import Cost, simulate
 from tests.readme import Table
 
 SIZES = ((2, 4), (4, 4), (4, 8), (4, 16), (8, 8), (8, 16), (8, 32), (8, 64))
@@ -22,7 +23,7 @@ SLICE = Cost()
 
 
 def schedule_of(kind: str, ranks: int, microbatches: int) -> Schedule:
-    return make_schedule(kind, ranks, microbatches, KINDS[kind].virtual_stages)
+    return make_schedule(kind, ranks, microbatches, SCHEDULE_KINDS[kind].virtual_stages)
 
 
 def cell(kind: str, ranks: int, microbatches: int, stages: int) -> str:
@@ -37,7 +38,7 @@ def cell(kind: str, ranks: int, microbatches: int, stages: int) -> str:
 
 def table() -> str:
     found = Table("schedules", "idle, slices held")
-    for kind in KINDS.values():
+    for kind in SCHEDULE_KINDS.values():
         for stages in (kind.virtual_stages, *MORE_STAGES.get(kind.name, ())):
             row = f"`{kind.name}`" + (f", {stages} stages a rank" if stages > 1 else "")
             for ranks, microbatches in SIZES:
@@ -46,7 +47,7 @@ def table() -> str:
 
 
 def explained() -> str:
-    rows = [f"| `{kind.name}` | {kind.description} | {kind.paper} |" for kind in KINDS.values()]
+    rows = [f"| `{kind.name}` | {kind.description} | {kind.paper} |" for kind in SCHEDULE_KINDS.values()]
     return "\n".join(["| schedule | what it does | paper |", "|---|---|---|", *rows])
 
 

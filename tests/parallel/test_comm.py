@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.parallel.backend import RecordingBackend, Reduction, Wait
-from engine.parallel.comm import FLIGHT_RECORD_LENGTH, Comm, Pending
+from engine.parallel.comm.backend import RecordingBackend, Reduction, Wait
+from engine.parallel.comm.comm import FLIGHT_RECORD_LENGTH, Comm, Pending
+from engine.parallel.comm.traffic import Op, Record, Tally, Traffic
 from engine.parallel.grid import Axis, Grid
-from engine.parallel.traffic import Op, Record, Tally, Traffic
 
 DTYPES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.int64: 8}
 dtypes_st = st.sampled_from(list(DTYPES))

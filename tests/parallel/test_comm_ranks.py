@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.parallel.backend import Channel, Link
-from engine.parallel.comm import Comm, TorchBackend
+from engine.parallel.comm.backend import Channel, Link
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.grid import Axis, Grid
 from tests.ranks import RankError
 

@@ -119,7 +119,7 @@ LIGHT = {
     "engine": "import engine; assert 'initialize' in dir(engine); engine.GridError",
     "load_config": "import engine; assert engine.load_config({'train_batch_size': 8}, 4).dp == 4",
     "layout": "import engine.zero.layout as z; assert z.build_layout([z.Item('w', (3,), 'float32')], 2, 9).elements",
-    "traffic": "import engine.parallel.traffic as t; assert t.sent_bytes('all_reduce', 8, 2) == 8",
+    "traffic": "import engine.parallel.comm.traffic as t; assert t.sent_bytes('all_reduce', 8, 2) == 8",
 }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.errors import EngineError
-from engine.parallel.host import HostGroup, Wait, announce, collect
+from engine.parallel.comm.host_group import HostGroup, Wait, announce, collect
 
 
 class Desk:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.parallel.neighbours import NO_HOST, Neighbours, host_identity
+from engine.parallel.comm.host_barrier import NO_HOST, HostBarrier, host_identity
 from tests.parallel.threads import exchanges, meet_all, neighbours, run_threads
 
 HOST = host_identity()
@@ -27,7 +27,7 @@ def shared_files() -> set[str]:
     return set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
 
 
-def pass_barrier(ranks: list[Neighbours]) -> None:
+def pass_barrier(ranks: list[HostBarrier]) -> None:
     """All of them, once."""
 
     def body(index: int) -> None:
@@ -163,7 +163,7 @@ def test_a_rank_that_does_not_come_is_given_up() -> None:
 def test_everybody_is_told_when_one_leaves(ranks: int) -> None:
     """Whoever fails leaves in turn, so that those who do not wait for the first one hear of it too."""
 
-    def body(one: Neighbours) -> str:
+    def body(one: HostBarrier) -> str:
         if one.index == ranks - 1:
             time.sleep(0.1)
             one.close()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.parallel.shards import Division, Range, ShardRow, ShardTable, build_table
+from engine.parallel.shard_table import Division, Range, ShardRow, ShardTable, build_table
 
 
 class Odd(nn.Module):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.parallel import shared_memory
-from engine.parallel.shared_memory import SharedMemory, shared_bytes
+from engine.parallel.comm import shared_memory
+from engine.parallel.comm.shared_memory import SharedMemory, shared_bytes
 from tests.parallel.threads import neighbours, run_threads
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.errors import EngineError
-from engine.parallel.backend import Reduction
-from engine.parallel.comm import Comm, TorchBackend
+from engine.parallel.comm.backend import Reduction
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.shared_memory import SLOT_BYTES
+from engine.parallel.comm.torch_backend import TorchBackend
+from engine.parallel.comm.world import open_world, read_world
 from engine.parallel.grid import Axis, Grid
-from engine.parallel.shared_memory import SLOT_BYTES
-from engine.parallel.world import open_world, read_world
 from tests.launches import Launch, Line
 
 RunRanks = Callable[..., list[Any]]

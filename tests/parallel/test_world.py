@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from engine.errors import GridError
-from engine.parallel.world import read_world, shares_memory
+from engine.parallel.comm.world import read_world, shares_memory
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -66,7 +66,7 @@ def test_a_digit_that_int_cannot_read_is_refused_too(monkeypatch: pytest.MonkeyP
 
 JOIN = """
 from engine.errors import GridError
-from engine.parallel.world import open_world, read_world
+from engine.parallel.comm.world import open_world, read_world
 try:
     world = read_world()
     open_world(world)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-from engine.parallel.neighbours import Exchange, Neighbours, host_identity, open_neighbours
+from engine.parallel.comm.host_barrier import Exchange, HostBarrier, host_identity, open_neighbours
 
 Result = TypeVar("Result")
 PATIENCE = 20.0
@@ -35,14 +35,14 @@ def exchanges(ranks: int) -> list[Exchange]:
     return [make(index) for index in range(ranks)]
 
 
-def meet_all(hosts: Sequence[bytes], shared_bytes: int, seconds: float = PATIENCE) -> list[Neighbours | None]:
+def meet_all(hosts: Sequence[bytes], shared_bytes: int, seconds: float = PATIENCE) -> list[HostBarrier | None]:
     """What each of the ranks on ``hosts`` is given."""
     ways, ranks = exchanges(len(hosts)), len(hosts)
     return run_threads(lambda i: open_neighbours(i, ranks, hosts[i], shared_bytes, seconds, ways[i]), ranks)
 
 
 @contextmanager
-def neighbours(ranks: int, shared_bytes: int = 4096, seconds: float = PATIENCE) -> Iterator[list[Neighbours]]:
+def neighbours(ranks: int, shared_bytes: int = 4096, seconds: float = PATIENCE) -> Iterator[list[HostBarrier]]:
     """All ranks of one host, which leave at the end."""
     found = [one for one in meet_all([host_identity()] * ranks, shared_bytes, seconds) if one is not None]
     assert len(found) == ranks

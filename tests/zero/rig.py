@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.backend import Backend, RecordingBackend
-from engine.parallel.comm import Comm
+from engine.parallel.comm.backend import Backend, RecordingBackend
+from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
+from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
 from engine.zero.layout import FlatLayout, Item, build_layout
-from engine.zero.reduce import Backward, GradientReducer
-from engine.zero.storage import FlatBucket, Ownership, allocate
+from engine.zero.reduce.reducer import Backward
+from engine.zero.reduce.step_reducer import GradientReducer
 
 
 @dataclass(frozen=True)

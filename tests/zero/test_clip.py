@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from engine.errors import EngineError
-from engine.zero.clip import clip_factor, factor_on_device, gradient_norm
+from engine.zero.optim.master_weights import clip_factor, factor_on_device, gradient_norm
 
 positive_st = st.floats(1e-6, 1e6)
 

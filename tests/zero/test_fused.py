@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.adamw import Decision
-from engine.kernels.choice import Kernels
-from engine.parallel.shards import Range, ShardRow
-from engine.zero.fused import Bookkeeping
-from engine.zero.inner import FlatAdam, FlatLion
+from engine.kernels.dispatch import Kernels
+from engine.kernels.optim.adamw import DeviceDecision
+from engine.parallel.shard_table import Range, ShardRow
+from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
 from engine.zero.layout import Item, build_layout
-from engine.zero.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
-from engine.zero.rounding import RoundedUpdates, Whole
-from engine.zero.storage import FlatBucket, Ownership, allocate
+from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
+from engine.zero.optim.flat_optimizers import Bookkeeping, FlatAdam, FlatLion
+from engine.zero.optim.sharded_optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from tests.kernels.interpreter import repair
 from tests.zero.rig import Setting, build
 
@@ -35,8 +34,8 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(7, 19), nn.Linear(19, 33, bias=False), nn.Linear(33, 2))
 
 
-def decision(go: bool = True) -> Decision:
-    return Decision(torch.tensor(SCALE, dtype=torch.float64), torch.tensor(float(go), dtype=torch.float64))
+def decision(go: bool = True) -> DeviceDecision:
+    return DeviceDecision(torch.tensor(SCALE, dtype=torch.float64), torch.tensor(float(go), dtype=torch.float64))
 
 
 def by_host(optimizer: ShardedOptimizer) -> None:
@@ -85,7 +84,7 @@ class Rank:
                 )
                 for name, p in named.items()
             }
-            whole = Whole({name: number for number, name in enumerate(named)}, rows, 0)
+            whole = FullShapes({name: number for number, name in enumerate(named)}, rows, 0)
             self.optimizer.round(RoundedUpdates(9, whole, rounded))
 
     def train(self, make: Step) -> None:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from engine.zero.gather_groups import find_gather_groups
+from engine.zero.gather.gather_groups import find_gather_groups
 from tests import models
 from tests.zero.awkward import Chain, HeadFirst
 

@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor, nn
 
 import engine
-from engine.decoder import loss_sum
 from engine.engine import Engine
+from engine.models.decoder import loss_sum
 from engine.zero.layout import Turn
 from tests import models
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.zero.gather_order import EVERYWHERE, GatherOrder, Pass, count_gathers, gather_order
+from engine.zero.gather.gather_schedule import EVERYWHERE, GatherOrder, Pass, count_gathers, gather_order
 from engine.zero.layout import Item, Turn, build_layout
 
 F, B = Pass("forward"), Pass("backward")

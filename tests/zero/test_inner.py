@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.zero.inner import FlatAdam, FlatLion, FlatSGD
+from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

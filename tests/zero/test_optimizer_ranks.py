@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.zero.optimizer import OptimizerFactory
+from engine.zero.optim.sharded_optimizer import OptimizerFactory
 from tests.zero.small import batch, start
 from tests.zero.test_optimizer import Elementwise, Rowwise
 

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
-from engine.parallel.backend import RecordingBackend, Reduction, Wait
-from engine.parallel.comm import Comm
+from engine.parallel.comm.backend import RecordingBackend, Reduction, Wait
+from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis, Grid
+from engine.zero.flat_buckets import Ownership, allocate
 from engine.zero.layout import Item, build_layout
-from engine.zero.reduce import Backward, GradientReducer
-from engine.zero.storage import Ownership, allocate
+from engine.zero.reduce.reducer import Backward
+from engine.zero.reduce.step_reducer import GradientReducer
 from tests.zero.rig import Rig, Setting, build, plain_grads
 
 Loss = Callable[[nn.Module, Tensor], Tensor]

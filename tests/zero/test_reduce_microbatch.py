@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.parallel.backend import RecordingBackend, Wait
-from engine.parallel.comm import Comm
+from engine.parallel.comm.backend import RecordingBackend, Wait
+from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis, Grid
+from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
 from engine.zero.layout import Item, build_layout
-from engine.zero.reduce import Backward
-from engine.zero.reduce_microbatch import BUFFERS, MicrobatchReducer
-from engine.zero.storage import FlatBucket, Ownership, allocate
+from engine.zero.reduce.microbatch_reducer import BUFFERS, MicrobatchReducer
+from engine.zero.reduce.reducer import Backward
 from tests.zero.rig import plain_grads
 from tests.zero.test_reduce import Stack, straight, x
 

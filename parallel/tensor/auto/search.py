@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from torch import nn
 
 from engine.errors import PlanError, first_line
-from engine.parallel.tensor.auto.groups import Group
-from engine.parallel.tensor.auto.proof import PROOF, Truth, Verdict
-from engine.parallel.tensor.auto.ways import Number, Way, local, numbers, view, with_numbers
-from engine.parallel.tensor.cutting import cut_model
-from engine.parallel.tensor.styles import parse_style
+from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters
+from engine.parallel.tensor.auto.equivalence import PROOF, BlockReference, Verdict
+from engine.parallel.tensor.auto.strategies import Number, Strategy, divisible_attributes, local, view, with_numbers
+from engine.parallel.tensor.plan.sharding_rules import cut_model
+from engine.parallel.tensor.plan.styles import parse_style
 
 MOST = 3
 """Numbers that are changed at once."""
+
+
 TRIES = 24
 """Sets of numbers that are tried for a group."""
 
@@ -22,8 +24,8 @@ TRIES = 24
 class Decided:
     """What became of one group of a block."""
 
-    group: Group
-    way: Way
+    group: CoupledParameters
+    way: Strategy
     """With "replicate": no styles."""
     why: str
 
@@ -33,11 +35,11 @@ class Search:
     """Looks for the cheapest right way to run the groups of ``block``, which ``truth`` was made of."""
 
     block: nn.Module
-    truth: Truth
+    truth: BlockReference
     sequence: bool = False
     """Whether the stream between regions is cut along the sequence."""
 
-    def decide(self, groups: Sequence[Group], tp: int) -> list[Decided]:
+    def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
         """One way for each group; each is proven beside those chosen before it.
 
         What no way is right for is tried once more beside all others: code between groups may not take what a cut
@@ -54,7 +56,7 @@ class Search:
                     styles |= found.way.styles
         return list(decided.values())
 
-    def _decide(self, group: Group, before: Mapping[str, str], tp: int) -> Decided:
+    def _decide(self, group: CoupledParameters, before: Mapping[str, str], tp: int) -> Decided:
         first = ""
         if (plain := local(self.block, group, tp)) is not None:
             verdict = self._try(before, plain, tp)
@@ -68,13 +70,13 @@ class Search:
             verdict = self._try(before, way, tp)
             if verdict.holds:
                 return Decided(group, way, _why(way, first, verdict))
-        return Decided(group, Way("replicate", {}), f"no way is right: {_problems(first, verdict.problem)}")
+        return Decided(group, Strategy("replicate", {}), f"no way is right: {_problems(first, verdict.problem)}")
 
     def _with_numbers(
-        self, group: Group, before: Mapping[str, str], plain: Way, problem: str, tp: int
+        self, group: CoupledParameters, before: Mapping[str, str], plain: Strategy, problem: str, tp: int
     ) -> Decided | None:
         """Divide a number; where that changes what is wrong, another one beside it, and so on."""
-        all_numbers = numbers(self.block, group, tp)
+        all_numbers = divisible_attributes(self.block, group, tp)
         problems: dict[tuple[Number, ...], str] = {(): problem}
         frontier: list[tuple[Number, ...]] = [()]
         while frontier:
@@ -92,7 +94,7 @@ class Search:
                     frontier.append(wider)
         return None
 
-    def _try(self, before: Mapping[str, str], way: Way, tp: int) -> Verdict:
+    def _try(self, before: Mapping[str, str], way: Strategy, tp: int) -> Verdict:
         try:
             read = {name: parse_style(text) for name, text in {**before, **way.styles}.items()}
             plan = cut_model(self.block, read, tp, "found", self.sequence)
@@ -105,7 +107,7 @@ def _problems(plain: str, views: str) -> str:
     return f"plain tensors: {plain}; views: {views}" if plain else views
 
 
-def _why(way: Way, first: str, verdict: Verdict) -> str:
+def _why(way: Strategy, first: str, verdict: Verdict) -> str:
     gathering = ", ".join(name for name in verdict.gathers if name != PROOF)
     gathers = f"; gathers for {gathering}" if gathering else ""
     if way.how == "local":

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Union
 
-from engine.checkpoint.files import Files
+from engine.checkpoint.format.filesystem import Files
 
 Tree = dict[str, Union["Tree", bytes]]
 """Names of a folder -> files and folders."""

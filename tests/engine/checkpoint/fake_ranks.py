@@ -10,24 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.build import Request, place_model, plan_run
-from engine.checkpoint.files import Files
-from engine.checkpoint.held import Held, Holdings
-from engine.checkpoint.optimizer_state import Families, Moments, describe, make_moments, moments, numbers
-from engine.checkpoint.pieces import Piece
+from engine.build.assemble import plan_run
+from engine.build.place_model import place_model
+from engine.build.request import Request
+from engine.checkpoint.contents.local_tensors import Held, LocalTensors
+from engine.checkpoint.contents.optimizer_state import (
+    Families,
+    Moments,
+    describe_optimizer,
+    group_scalars,
+    make_moments,
+    moments_by_bucket,
+)
+from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership, model_tensors
+from engine.checkpoint.contents.snapshot import Contents, Ours
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.pieces import Piece
+from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.checkpoint.save import Saver
-from engine.checkpoint.shares import ModelTensor, Shares, model_tensors
-from engine.checkpoint.snapshot import Contents, Ours
-from engine.checkpoint.tensor_file import Kind
 from engine.config import load_config
-from engine.parallel.backend import RecordingBackend
-from engine.parallel.comm import Comm
+from engine.parallel.comm.backend import RecordingBackend
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.host_group import Wait
 from engine.parallel.grid import Grid
-from engine.parallel.host import Wait
-from engine.parallel.tensor.axis import TensorAxis
-from engine.plan import Plan
-from engine.zero.inner import FlatAdam
-from engine.zero.optimizer import ShardedOptimizer
+from engine.parallel.tensor.tp_axis import TensorAxis
+from engine.planning.plan import Plan
+from engine.zero.optim.flat_optimizers import FlatAdam
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 CPU = torch.device("cpu")
 
@@ -60,7 +69,7 @@ def memory_hosts(size: int) -> list[MemoryHost]:
 class FakeRank:
     """What one rank would have."""
 
-    holdings: Holdings
+    holdings: LocalTensors
     optimizer: ShardedOptimizer
     made: Moments
 
@@ -109,10 +118,12 @@ class FakeRun:
         rank = self.ranks[host.rank]
         holdings, optimizer = rank.holdings, rank.optimizer
         saver = Saver(holdings.shares, self.tensors, host, files)
-        pieces = [*holdings.masters(), *holdings.state(moments(optimizer))]
+        pieces = [*holdings.masters(), *holdings.state(moments_by_bucket(optimizer))]
         weights = [*holdings.weights(), *holdings.whole()]
-        contents = Contents(step, {}, {}, {}, describe(optimizer, self.plan.table), None, {})
-        return saver.run(saver.snapshot(Ours(weights, {}, pieces, {}, numbers(optimizer)), contents), folder, keep)
+        contents = Contents(step, {}, {}, {}, describe_optimizer(optimizer, self.plan.table), None, {})
+        return saver.run(
+            saver.snapshot(Ours(weights, {}, pieces, {}, group_scalars(optimizer)), contents), folder, keep
+        )
 
 
 def fake_run(make: Callable[[], nn.Module], settings: Mapping[str, Any], example: Any, loss_fn: Any = None) -> FakeRun:
@@ -120,7 +131,7 @@ def fake_run(make: Callable[[], nn.Module], settings: Mapping[str, Any], example
     config = load_config(settings, _world(settings))
     model = make()
     plan = plan_run(model, config, Request(loss_fn=loss_fn, example_batch=example), example)
-    shares = Shares(plan)
+    shares = SaveOwnership(plan)
     names = {row.name: row.name for row in plan.table}
     ranks = [_rank(make(), plan, shares, index) for index in range(_world(settings))]
     return FakeRun(plan, ranks, model_tensors(shares, names, {}))
@@ -130,7 +141,7 @@ def _world(settings: Mapping[str, Any]) -> int:
     return torch.Size(settings["parallel"].values()).numel()
 
 
-def _rank(model: nn.Module, plan: Plan, shares: Shares, rank: int) -> FakeRank:
+def _rank(model: nn.Module, plan: Plan, shares: SaveOwnership, rank: int) -> FakeRank:
     grid = Grid(plan.config.pp, plan.config.dp, plan.config.tp, rank)
     comm = Comm(grid, RecordingBackend(grid))
     buckets = place_model(model, plan, comm, CPU, TensorAxis(comm))
@@ -138,9 +149,9 @@ def _rank(model: nn.Module, plan: Plan, shares: Shares, rank: int) -> FakeRank:
     sharded = plan.config.zero_optimization.stage > 0
     optimizer = ShardedOptimizer(trained, plan.groups, lambda groups: FlatAdam(groups), comm, sharded)
     names = [slot.name for flat in trained for slot in flat.bucket.slots]
-    kinds = {f"{moment}/{name}": Kind("F32", ()) for moment in ("exp_avg", "exp_avg_sq") for name in names}
+    kinds = {f"{moment}/{name}": TensorKind("F32", ()) for moment in ("exp_avg", "exp_avg_sq") for name in names}
     made = make_moments(optimizer, Families(kinds, {"groups": []}))
-    return FakeRank(Holdings(shares, grid.coord(), model, buckets, optimizer.places), optimizer, made)
+    return FakeRank(LocalTensors(shares, grid.coord(), model, buckets, optimizer.places), optimizer, made)
 
 
 def part_of(whole: Tensor, piece: Piece) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from engine.checkpoint.blocks import hash_blocks
+from engine.checkpoint.format.checked_blocks import hash_blocks
 
 MODEL, OPTIM = "model/model-00001-of-00001.safetensors", "optim/optim-00000.safetensors"
 STATE, MANIFEST, SUMS = "state/rank-00000.safetensors", "manifest.json", "checksums.safetensors"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from engine.checkpoint import blocks
-from engine.checkpoint.blocks import ALGORITHMS, block_count, hash_blocks, hash_function
+from engine.checkpoint.format import checked_blocks as blocks
+from engine.checkpoint.format.checked_blocks import ALGORITHMS, block_count, hash_blocks, hash_function
 from engine.errors import CheckpointError
 
 DATA = np.random.default_rng(0).integers(0, 256, 10_000, dtype=np.uint8).tobytes()

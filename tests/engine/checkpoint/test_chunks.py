@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.checkpoint.blocks import BLOCK, hash_blocks
-from engine.checkpoint.chunks import LONG, ChunkReader
-from engine.checkpoint.files import PAGE, Files
-from engine.checkpoint.image import ImageMemory
-from engine.checkpoint.write import write_file
+from engine.checkpoint.format.checked_blocks import BLOCK, LONG, ChunkReader, hash_blocks
+from engine.checkpoint.format.filesystem import PAGE, Files
+from engine.checkpoint.format.host_image import ImageMemory, write_file
 
 SIZE = 5 * LONG + 3 * PAGE + 17
 
@@ -134,8 +132,8 @@ def test_a_file_can_be_written_while_the_interpreter_ends(tmp_path: Path) -> Non
     code = f"""
 import mmap, threading
 from pathlib import Path
-from engine.checkpoint.files import Files
-from engine.checkpoint.write import write_file
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.host_image import write_file
 def late():
     threading.main_thread().join()
     write_file(Files(), Path({str(tmp_path / "file")!r}), memoryview(mmap.mmap(-1, 4096)), 4096)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine.checkpoint.committed import committed, is_step, read_manifest, retain, step_of, sweep
-from engine.checkpoint.files import Files
-from engine.checkpoint.reader import StepReader
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_folders import committed, is_step, read_manifest, retain, step_of, sweep
+from engine.checkpoint.format.step_reader import StepReader
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.fake_ranks import fake_run
 from tests.engine.checkpoint.test_crash import run_of

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import durable
-from engine.checkpoint.committed import committed, step_of
-from engine.checkpoint.files import Files
-from engine.checkpoint.reader import StepReader
-from engine.decoder import Decoder, DecoderConfig, loss_sum
+from engine.checkpoint import coordinator as durable
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_folders import committed, step_of
+from engine.checkpoint.format.step_reader import StepReader
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from tests.engine.checkpoint.crash_disk import CrashDisk, Operation, Recorder, Tree, TreeFiles, read_tree, write_tree
 from tests.engine.checkpoint.fake_ranks import FakeRun, fake_run
 from tests.zero import small

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from engine.checkpoint.files import Files
+from engine.checkpoint.format.filesystem import Files
 from tests.engine.checkpoint.crash_disk import CrashDisk, Recorder, Tree, read_tree, write_tree
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.checkpoint.files import Files
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.load import Loader
-from engine.checkpoint.reader import StepReader
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.damage import Fault, damaged
 from tests.engine.checkpoint.fake_ranks import FakeRun, fake_run

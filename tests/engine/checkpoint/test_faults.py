@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import engine
-from engine import durable
-from engine.checkpoint.committed import committed
-from engine.checkpoint.files import Files
-from engine.checkpoint.reader import StepReader
+from engine.checkpoint import coordinator as durable
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_folders import committed
+from engine.checkpoint.format.step_reader import StepReader
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.fake_ranks import FakeRun, MemoryHost, memory_hosts
 from tests.engine.checkpoint.test_crash import run_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.files import Files, opened, read_all, remove_tree
+from engine.checkpoint.format.filesystem import Files, opened, read_all, remove_tree
 from engine.errors import CheckpointError
 
 FILES = Files()

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint.files import Files
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.load import Loader
-from engine.checkpoint.reader import StepReader
-from engine.decoder import Decoder, DecoderConfig, loss_sum
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from tests.engine.checkpoint.fake_ranks import FakeRun, fake_run, part_of, random_tensors
 
 SHAPE = DecoderConfig(vocabulary=61, layers=4, width=24, heads=12, context=8, tied=True)

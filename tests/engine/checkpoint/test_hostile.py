@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.files import Files
-from engine.checkpoint.pieces import Part
-from engine.checkpoint.reader import StepReader, Wanted
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.pieces import Part
+from engine.checkpoint.format.step_reader import ReadRequest, StepReader
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.hostile import ATTACKS, HARMLESS, bomb_of, make
 from tests.engine.checkpoint.test_crash import run_of
@@ -62,7 +62,7 @@ def test_a_reader_makes_no_runs_of_a_shape_that_is_not_the_wanted_one(tmp_path: 
     make(bomb_of("exp_avg/up.weight", [1 << 31, 1 << 31], [1, [[0, 1 << 31]]]), sound, tmp_path / "run")
     reader = StepReader(Files(), tmp_path / "run" / sound.name)
     with pytest.raises(CheckpointError, match=r"of which .* is no piece"):
-        reader.read([Wanted("exp_avg/up.weight", Part((53, 11)).whole(), memoryview(bytearray(4 * 583)))])
+        reader.read([ReadRequest("exp_avg/up.weight", Part((53, 11)).whole(), memoryview(bytearray(4 * 583)))])
 
 
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checkpoint.json_text import Fields, dump, natural, naturals, parse
+from engine.checkpoint.format.strict_json import Fields, dump, natural, naturals, parse
 from engine.errors import CheckpointError
 
 ANY = st.recursive(

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.manifest import Checksum, Manifest, StoredPiece, StoredTensor, from_json, to_json
-from engine.checkpoint.pieces import Part, Piece
-from engine.checkpoint.tensor_file import DTYPES, Kind
+from engine.checkpoint.format.manifest import Checksum, Manifest, StoredPiece, StoredTensor, from_json, to_json
+from engine.checkpoint.format.pieces import Part, Piece
+from engine.checkpoint.format.safetensors_file import DTYPES, TensorKind
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.test_json_text import ANY
 from tests.engine.checkpoint.test_pieces import covers
@@ -27,7 +27,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
         shape, pieces = draw(covers())
         stored = [StoredPiece(draw(st.sampled_from(sorted(files))), draw(NAMES), piece) for piece in pieces]
         folder = draw(st.sampled_from(("param", "buffer", "master", "exp_avg")))
-        tensors[f"{folder}/{name}"] = StoredTensor(Kind(draw(st.sampled_from(sorted(DTYPES))), shape), tuple(stored))
+        tensors[f"{folder}/{name}"] = StoredTensor(
+            TensorKind(draw(st.sampled_from(sorted(DTYPES))), shape), tuple(stored)
+        )
     checksum = Checksum(
         draw(st.sampled_from(("xxh3-64", "crc32"))), 1 << draw(st.integers(12, 24)), draw(NAMES),
         draw(st.integers(0, 2**40)),
@@ -54,7 +56,7 @@ def sound() -> dict[str, Any]:
         StoredPiece("model/a.safetensors", "w", Piece(part, 0, 12)),
         StoredPiece("optim/b.safetensors", "w", Piece(Part(shape, 0, ((1, 2), (3, 4))), 0, 12)),
     ]
-    tensor = StoredTensor(Kind("F32", shape), tuple(pieces))
+    tensor = StoredTensor(TensorKind("F32", shape), tuple(pieces))
     files = {"model/a.safetensors": 5000, "optim/b.safetensors": 4800}
     manifest = Manifest(7, "ab12", {"param/w": tensor}, files, Checksum("crc32", 4096, "0" * 64, 4104))
     value: dict[str, Any] = json.loads(to_json(manifest))
@@ -154,11 +156,15 @@ def test_the_sound_one_is_read_and_a_newer_minor_version_too() -> None:
 def test_the_signature_knows_names_shapes_and_dtypes_of_the_model() -> None:
     one = from_json(json.dumps(sound()).encode(), "manifest.json")
 
-    def with_tensor(name: str, kind: Kind) -> str:
+    def with_tensor(name: str, kind: TensorKind) -> str:
         whole = StoredTensor(kind, (StoredPiece("model/a", "w", Part(kind.shape).whole()),))
         return Manifest(1, "a", {name: whole}, {"model/a": 1}, one.checksum).signature
 
-    assert with_tensor("param/w", Kind("F32", (4, 6))) == one.signature
-    others = [("param/v", Kind("F32", (4, 6))), ("param/w", Kind("F16", (4, 6))), ("param/w", Kind("F32", (6, 4)))]
+    assert with_tensor("param/w", TensorKind("F32", (4, 6))) == one.signature
+    others = [
+        ("param/v", TensorKind("F32", (4, 6))),
+        ("param/w", TensorKind("F16", (4, 6))),
+        ("param/w", TensorKind("F32", (6, 4))),
+    ]
     assert one.signature not in {with_tensor(*other) for other in others}
-    assert with_tensor("master/w", Kind("F32", (4, 6))) == with_tensor("exp_avg/v", Kind("F16", (1,)))
+    assert with_tensor("master/w", TensorKind("F32", (4, 6))) == with_tensor("exp_avg/v", TensorKind("F16", (1,)))

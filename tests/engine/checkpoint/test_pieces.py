@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.pieces import Numbers, Part, Piece, covers_once, runs
+from engine.checkpoint.format.pieces import Numbers, Part, Piece, covers_once, runs
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 

@@ -8,11 +8,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from engine.checkpoint.blocks import hash_blocks
-from engine.checkpoint.files import Files
-from engine.checkpoint.image import ImageMemory, as_bytes, as_tensor, kind_of, make_image
-from engine.checkpoint.tensor_file import DTYPES, Kind, code_of, lay_out, read_header
-from engine.checkpoint.write import write_file
+from engine.checkpoint.format.checked_blocks import hash_blocks
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.host_image import ImageMemory, as_bytes, as_tensor, kind_of, make_image, write_file
+from engine.checkpoint.format.safetensors_file import DTYPES, TensorKind, code_of, lay_out, read_header
 from engine.errors import CheckpointError
 
 NAMES = sorted(DTYPES.values())
@@ -20,7 +19,7 @@ NAMES = sorted(DTYPES.values())
 
 def values(dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Random bits, so that NaN, subnormal and negative numbers are among them; valid bytes where bool is asked."""
-    kind, own = Kind(code_of(dtype), shape), getattr(torch, dtype)
+    kind, own = TensorKind(code_of(dtype), shape), getattr(torch, dtype)
     generator = torch.Generator().manual_seed(len(dtype))
     bits = torch.randint(0, 2 if dtype == "bool" else 256, (kind.bytes,), dtype=torch.uint8, generator=generator)
     return bits.view(own).view(shape) if kind.bytes else torch.empty(shape, dtype=own)
@@ -92,9 +91,9 @@ def test_a_dtype_that_the_format_lacks_is_refused() -> None:
 def test_a_used_image_is_clean_again() -> None:
     """The memory of an earlier, larger file leaves nothing in the padding of the last page."""
     memory = ImageMemory()
-    large = make_image({"x": Kind("U8", (9000,))}, {}, memory, "file")
+    large = make_image({"x": TensorKind("U8", (9000,))}, {}, memory, "file")
     large.tensor("x").fill_(255)
-    small = make_image({"x": Kind("U8", (10,))}, {}, memory, "file")
+    small = make_image({"x": TensorKind("U8", (10,))}, {}, memory, "file")
     small.tensor("x").fill_(1)
     assert bytes(small.memory[small.layout.size - 10 :]) == b"\x01" * 10 + bytes(4096 - 10)
 

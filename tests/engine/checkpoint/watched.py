@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.files import Files
-from engine.checkpoint.reader import StepReader
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_reader import StepReader
 from engine.engine import Engine
 from tests.zero import small
 

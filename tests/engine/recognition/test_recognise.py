@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.kernels.choice import Kernels
-from engine.recognition.recognise import Replacement, describe, recognise
+from engine.kernels.dispatch import Kernels
+from engine.parallel.kernel_injection.inject import Replacement, describe_replacements, find_replacements
 from tests.engine.architectures import find
 
 FOUND = {
@@ -26,7 +26,7 @@ FOUND = {
 
 
 def put_all_on(model: nn.Module, mode: str) -> tuple[list[Replacement], list[Callable[[], None]]]:
-    found = recognise(model, Kernels(mode))  # type: ignore[arg-type]
+    found = find_replacements(model, Kernels(mode))  # type: ignore[arg-type]
     return [replacement for replacement, _ in found], [put_on() for _, put_on in found]
 
 
@@ -62,7 +62,7 @@ def test_models_compute_the_same_with_kernels() -> None:
 
 
 def test_alike_modules_are_told_together() -> None:
-    lines = describe(put_all_on(find("Llama").build(), "reference")[0])
+    lines = describe_replacements(put_all_on(find("Llama").build(), "reference")[0])
     assert "norm    model.layers.*.input_layernorm (4): RMSNorm, eps 1e-06" in lines
     assert "gated   model.layers.*.mlp (4): silu(gate_proj) * up_proj, down_proj" in lines
 

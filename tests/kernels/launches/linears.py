@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
-from engine.kernels.gpu.linear import Follows, multiply
-from engine.kernels.gpu.tiles import EXACT, TF32, Tile, tiles_for
+from engine.kernels.gpu.launch_shapes import EXACT, TF32, Tile, tiles_for
+from engine.kernels.gpu.linear import Follows, launch_matmul
 from tests.kernels.launches.shapes import BF16, FP32, Launch, meta
 
 FP16 = torch.float16
@@ -37,15 +37,15 @@ def _name(tile: Tile, what: str) -> str:
 
 def _forward(tile: Tile, activation: str, dtype: torch.dtype, tf32: bool = False) -> None:
     x, weight, bias, out = (meta(*shape, dtype=dtype) for shape in ((SIZE, SIZE), (SIZE, SIZE), (SIZE,), (SIZE, SIZE)))
-    multiply(x, weight.t(), Follows(bias, activation, out, keeps=True), out, tile, tf32)
+    launch_matmul(x, weight.t(), Follows(bias, activation, out, keeps=True), out, tile, tf32)
 
 
 def _product(tile: Tile, which: str, dtype: torch.dtype, tf32: bool = False) -> None:
     left, right = meta(SIZE, SIZE, dtype=dtype), meta(SIZE, SIZE, dtype=dtype)
     if which == "input":
-        multiply(left, right, Follows(), None, tile, tf32)
+        launch_matmul(left, right, Follows(), None, tile, tf32)
     elif which == "weight":
-        multiply(left.t(), right, Follows(), None, tile, tf32)
+        launch_matmul(left.t(), right, Follows(), None, tile, tf32)
     else:
         main = meta(SIZE, SIZE, dtype=FP32)
-        multiply(left.t(), right, Follows(residual=main), main, tile, tf32)
+        launch_matmul(left.t(), right, Follows(residual=main), main, tile, tf32)

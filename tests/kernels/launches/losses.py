@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from engine.kernels.gpu.cross_entropy import Asked, Slopes, softmax_gradient, softmax_statistics
+from engine.kernels.gpu.cross_entropy import Asked, SlopeBuffers, softmax_gradient, softmax_statistics
 from tests.kernels.launches.shapes import BF16, FP32, Launch, meta
 
 
@@ -21,5 +21,5 @@ def _loss(width: int, dtype: torch.dtype, even: bool = False, weighted: bool = F
     logits, target = meta(64, width, dtype=dtype), meta(64, dtype=torch.int64)
     asked = Asked(target, meta(width, dtype=FP32) if weighted else None, even, 0)
     largest, total, picked, _ = softmax_statistics(logits, asked)
-    slopes = Slopes(total, picked, total if asked.weighted else None)
+    slopes = SlopeBuffers(total, picked, total if asked.weighted else None)
     softmax_gradient(logits, asked, (largest, total), slopes, logits)

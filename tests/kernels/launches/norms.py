@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from engine.kernels.gpu.norm import norm_backward, norm_forward
-from engine.kernels.norm import WIDEST_LAYER_FP32
+from engine.kernels.ops.norm import WIDEST_LAYER_FP32
 from tests.kernels.launches.shapes import BF16, FP32, Launch, meta
 
 

@@ -7,8 +7,8 @@ import torch
 
 from engine.kernels.gpu.adamw import adamw
 from engine.kernels.gpu.squared_norm import squared_norm
-from engine.kernels.optimizer_update import AdamRule
-from engine.kernels.stochastic_rounding import Lines, StochasticRounding
+from engine.kernels.optim.stochastic_rounding import Lines, StochasticRounding
+from engine.kernels.optim.update_rules import AdamRule
 from tests.kernels.launches.shapes import BF16, FP32, Launch, meta
 
 COUNT = 1 << 20

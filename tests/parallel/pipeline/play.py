@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.pipeline.cut import Cut
-from engine.parallel.pipeline.stage import Stage, make_absent
-from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.model.placeholders import replace_absent
+from engine.parallel.pipeline.partition.partition import Partition
+from engine.parallel.pipeline.runtime.stage import Stage
+from engine.parallel.trace.model_trace import ModelTrace
 from tests.parallel.pipeline.zoo import Case
 
 Gradients = dict[str, Tensor | None]
@@ -41,7 +42,7 @@ class Play:
         self,
         case: Case,
         model: nn.Module,
-        cut: Cut,
+        cut: Partition,
         ranks: Sequence[int] = (),
         prepare: Callable[[nn.Module], Any] = lambda model: None,
     ) -> None:
@@ -51,14 +52,14 @@ class Play:
         copies = [copy.deepcopy(model) for _ in range(max(self.ranks) + 1)]
         for rank, copied in enumerate(copies):
             plans = [plan for plan in cut.stages if self.ranks[plan.stage] == rank]
-            make_absent(copied, frozenset[str]().union(*(plan.parameters for plan in plans)))
+            replace_absent(copied, frozenset[str]().union(*(plan.parameters for plan in plans)))
             self.prepared[copied] = prepare(copied)
         stages = [Stage(copied, torch.device("cpu")) for copied in copies]
         self.models = [copies[rank] for rank in self.ranks]
         self.stages = [stages[rank] for rank in self.ranks]
 
     def forward(
-        self, timeline: Timeline, cut: Cut, batch: Any
+        self, timeline: ModelTrace, cut: Partition, batch: Any
     ) -> tuple[Any, list[tuple[dict[int, Tensor], dict[int, Tensor]]]]:
         """The result of the last stage, and what each received and sent."""
         travelling: dict[int, Tensor] = {}
@@ -75,7 +76,7 @@ class Play:
             result = outcome.result
         return result, moved
 
-    def backward(self, timeline: Timeline, cut: Cut, result: Any, moved: Any) -> None:
+    def backward(self, timeline: ModelTrace, cut: Partition, result: Any, moved: Any) -> None:
         """From the last stage to the first."""
         coming: dict[int, list[Tensor]] = {}
         for plan, (received, sent) in reversed(list(zip(cut.stages, moved, strict=True))):
@@ -86,7 +87,7 @@ class Play:
                 if tensor.grad is not None:
                     coming.setdefault(number, []).append(tensor.grad)
 
-    def train(self, timeline: Timeline, batches: Sequence[Any]) -> tuple[list[Any], Gradients]:
+    def train(self, timeline: ModelTrace, batches: Sequence[Any]) -> tuple[list[Any], Gradients]:
         """Forward of every microbatch, then the backwards."""
         runs = [self.forward(timeline, self.cut, batch) for batch in batches]
         for result, moved in runs:

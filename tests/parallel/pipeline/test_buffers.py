@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.parallel.pipeline.buffers import Buffers
+from engine.parallel.pipeline.runtime.transport import ReceiveBuffers
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def test_memory_that_nobody_holds_is_used_again_for_the_same_shape_and_dtype() -> None:
-    buffers = Buffers(CPU)
+    buffers = ReceiveBuffers(CPU)
     first = buffers.take((2, 3), torch.float32)
     given, where = first.detach(), address(first)
     del first
@@ -30,7 +30,7 @@ def test_memory_that_nobody_holds_is_used_again_for_the_same_shape_and_dtype() -
     "keep", [Tensor.detach, lambda x: x[0], lambda x: x.detach().requires_grad_() ** 2], ids=["alias", "view", "graph"]
 )
 def test_what_a_model_autograd_or_a_message_keeps_is_left_to_them(keep: Callable[[Tensor], Tensor]) -> None:
-    buffers = Buffers(CPU)
+    buffers = ReceiveBuffers(CPU)
     given = buffers.take((2, 3), torch.float32).detach()
     kept, where = keep(given), address(given)
     buffers.give(given)
@@ -40,7 +40,7 @@ def test_what_a_model_autograd_or_a_message_keeps_is_left_to_them(keep: Callable
 
 
 def test_memory_of_others_and_of_a_step_that_is_over_is_not_taken() -> None:
-    buffers = Buffers(CPU)
+    buffers = ReceiveBuffers(CPU)
     buffers.give(torch.empty(2, 3))
     lent = buffers.take((2, 3), torch.float32).detach()
     buffers.forget()

@@ -16,18 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ScheduleError
-from engine.parallel.pipeline.check import Cost, StageTimes, check, peak_live, simulate
-from engine.parallel.pipeline.release import releases
-from engine.parallel.pipeline.schedule import (
-    KINDS,
-    Action,
-    Schedule,
-    forward_only,
-    gpipe,
-    make_schedule,
-    one_f_one_b,
-    parse_schedule,
-)
+from engine.parallel.pipeline.schedule.actions import Action, Schedule, parse_schedule
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
+from engine.parallel.pipeline.schedule.one_f_one_b import forward_only, gpipe, one_f_one_b
+from engine.parallel.pipeline.schedule.send_completion import releases
+from engine.parallel.pipeline.schedule.simulate import Cost, StageTimes, peak_live, simulate
+from engine.parallel.pipeline.schedule.validate import check
 
 Rows = list[list[str]]
 TWO_KINDS = st.sampled_from(["gpipe", "1f1b"])
@@ -355,14 +349,16 @@ def seconds_of(kind: str, ranks: int, microbatches: int, virtual_stages: int) ->
     return time.process_time() - start
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", list(SCHEDULE_KINDS))
 def test_a_large_schedule_is_checked_and_simulated(kind: str) -> None:
     # 0.4 to 1.1 seconds are usual
-    assert seconds_of(kind, 16, 1024, KINDS[kind].virtual_stages) < 10
+    assert seconds_of(kind, 16, 1024, SCHEDULE_KINDS[kind].virtual_stages) < 10
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", list(SCHEDULE_KINDS))
 def test_the_largest_schedules(kind: str) -> None:
     # 786,432 actions of zb-h1 take about 8 seconds
-    assert seconds_of(kind, 64, 1024, 4 if KINDS[kind].most is None else KINDS[kind].virtual_stages) < 30
+    assert (
+        seconds_of(kind, 64, 1024, 4 if SCHEDULE_KINDS[kind].most is None else SCHEDULE_KINDS[kind].virtual_stages) < 30
+    )

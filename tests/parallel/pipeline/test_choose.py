@@ -10,9 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ScheduleError
-from engine.parallel.pipeline.check import Cost, StageTimes, peak_live, simulate
-from engine.parallel.pipeline.choose import PLAIN_FIRST, Decision, Machine, StageCost, choose, peak_bytes
-from engine.parallel.pipeline.schedule import KINDS, make_schedule, parse_schedule
+from engine.parallel.pipeline.partition.auto_schedule import (
+    PLAIN_FIRST,
+    Machine,
+    ScheduleDecision,
+    StageCost,
+    choose,
+    peak_bytes,
+)
+from engine.parallel.pipeline.schedule.actions import parse_schedule
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
+from engine.parallel.pipeline.schedule.simulate import Cost, StageTimes, peak_live, simulate
 
 Cuts = dict[int, Sequence[StageCost] | str]
 EVEN = StageCost(1.0, 1.0, 1.0, 1000, 1000)
@@ -29,12 +37,12 @@ def even(ranks: int, *virtual: int, **changes: Any) -> Cuts:
     }
 
 
-def taken(decision: Decision) -> tuple[str, int]:
+def taken(decision: ScheduleDecision) -> tuple[str, int]:
     return decision.chosen.kind, decision.chosen.virtual_stages
 
 
 def test_every_kind_is_tried() -> None:
-    assert set(PLAIN_FIRST) == set(KINDS)
+    assert set(PLAIN_FIRST) == set(SCHEDULE_KINDS)
     decision = choose(even(4, 1, 2), Machine(4, 8, limit_bytes=MEMORY))
     names = {tried.name for tried in decision.ranking}
     assert names == {
@@ -145,7 +153,7 @@ def test_the_ranking_in_words() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(PLAIN_FIRST), st.integers(1, 5), st.integers(1, 3))
 def test_equal_stages_are_held_as_often_as_activations_live(kind: str, ranks: int, virtual: int) -> None:
-    virtual = max(KINDS[kind].fewest, min(virtual, KINDS[kind].most or virtual))
+    virtual = max(SCHEDULE_KINDS[kind].fewest, min(virtual, SCHEDULE_KINDS[kind].most or virtual))
     schedule = make_schedule(kind, ranks, 2 * ranks + 1, virtual)
     stages = [StageCost(1, 1, 1, 7, 7)] * schedule.stages
     assert peak_bytes(schedule, stages) == tuple(7 * live for live in peak_live(schedule))

@@ -11,26 +11,24 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from engine.errors import PlanError
-from engine.parallel.pipeline.balance import balance
-from engine.parallel.pipeline.cut import Cut, make_cut, recut
-from engine.parallel.pipeline.probe import probe
-from engine.parallel.pipeline.stageplan import MOST_DEAD_BYTES
-from engine.parallel.pipeline.timeline import Timeline
-from engine.parallel.pipeline.vertexcut import VertexCut
+from engine.parallel.pipeline.partition.partition import Partition, balance, make_cut, repartition
+from engine.parallel.pipeline.partition.stage_plan import MOST_DEAD_BYTES, VertexCut
+from engine.parallel.trace.model_trace import ModelTrace
+from engine.parallel.trace.tracer import trace_model
 from tests.parallel.pipeline.play import batches_of
 from tests.parallel.pipeline.zoo import CASES, LENGTH, ROWS, VOCABULARY, WIDTH, Own, albert, run_own, tokens
 
 ACTIVATION = ROWS * (LENGTH - 1) * WIDTH * 4
 
 
-def timeline_of(name: str, seed: int = 3) -> Timeline:
+def timeline_of(name: str, seed: int = 3) -> ModelTrace:
     case = CASES[name]
     model = case.build()
     batch = batches_of(case, 1, seed)[0]
-    return probe(model, lambda: case.run(model, batch))
+    return trace_model(model, lambda: case.run(model, batch))
 
 
-def first_units(timeline: Timeline, cut: Cut) -> list[str]:
+def first_units(timeline: ModelTrace, cut: Partition) -> list[str]:
     return [timeline.calls[cut.stage_of_call.index(stage)].unit for stage in range(len(cut.stages))]
 
 
@@ -63,7 +61,7 @@ def test_the_head_counts() -> None:
             return super().forward(ids)[..., :VOCABULARY]
 
     model, ids = WideHead(layers=6), torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    timeline = probe(model, lambda: run_own(model, ids))
+    timeline = trace_model(model, lambda: run_own(model, ids))
     assert first_units(timeline, make_cut(timeline, 2)) == ["embed", "blocks.5"]
     assert first_units(timeline_of("own"), make_cut(timeline_of("own"), 2)) == ["embed", "blocks.3"]
 
@@ -144,7 +142,7 @@ def test_stages_one() -> None:
     assert (plan.receives, plan.sends, plan.tier, plan.last, cut.crossing_bytes) == ({}, {}, 1, True, 0)
     assert set(cut.owners.values()) == {(0,)}
     model = nn.Linear(2, 2)  # no chain at all
-    assert make_cut(probe(model, lambda: model(torch.ones(1, 2)).sum()), 1).boundaries == ()
+    assert make_cut(trace_model(model, lambda: model(torch.ones(1, 2)).sum()), 1).boundaries == ()
 
 
 # ---- who holds what
@@ -163,7 +161,7 @@ def test_every_parameter_has_an_owner() -> None:
 def test_a_block_called_again_and_again_has_all_its_stages() -> None:
     model: Any = albert()
     ids = tokens(torch.Generator().manual_seed(1))
-    timeline = probe(model, lambda: model(input_ids=ids, labels=ids).loss)
+    timeline = trace_model(model, lambda: model(input_ids=ids, labels=ids).loss)
     cut = make_cut(timeline, 4)
     block = "albert.encoder.albert_layer_groups.0"
     assert cut.boundaries == tuple((block, occurrence) for occurrence in (1, 2, 3))
@@ -230,7 +228,7 @@ def test_a_shared_name_of_memory_written_in_place_cannot_travel() -> None:
 
     model = Viewed(layers=4)
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    timeline = probe(model, lambda: run_own(model, ids))
+    timeline = trace_model(model, lambda: run_own(model, ids))
     assert [len(plan.receives) for plan in make_cut(timeline, 4).stages[1:]] == [1, 1, 1]  # cut beside it
 
 
@@ -255,18 +253,18 @@ def test_only_a_shared_name_could_travel() -> None:
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
     message = "stage 1 needs the output of unit 'blocks.2', written in place to memory that other tensors share"
     with pytest.raises(PlanError, match="^" + re.escape(message)):
-        make_cut(probe(model, lambda: run_own(model, ids)), 2)
+        make_cut(trace_model(model, lambda: run_own(model, ids)), 2)
 
 
 def test_recut_keeps_the_boundaries_on_another_input() -> None:
     case = CASES["llama"]
     model = case.build()
     batch = batches_of(case, 1)[0]
-    cut = make_cut(probe(model, lambda: case.run(model, batch)), 3)
+    cut = make_cut(trace_model(model, lambda: case.run(model, batch)), 3)
     shorter = {name: tensor[:, :5] for name, tensor in batch.items()}
     with torch.no_grad():
-        other = probe(model, lambda: case.run(model, shorter))
-    again = recut(other, cut.boundaries, [plan.parameters for plan in cut.stages])
+        other = trace_model(model, lambda: case.run(model, shorter))
+    again = repartition(other, cut.boundaries, [plan.parameters for plan in cut.stages])
     assert again.boundaries == cut.boundaries and again.owners == cut.owners
     assert again.crossing_bytes * 12 == cut.crossing_bytes * 5
 
@@ -274,21 +272,21 @@ def test_recut_keeps_the_boundaries_on_another_input() -> None:
 def test_recut_refuses_another_path() -> None:
     timeline = timeline_of("own")
     with pytest.raises(PlanError, match=r"^a stage starts at call 1 of 'blocks.2', but this input makes 1 calls of it"):
-        recut(timeline, [("blocks.2", 1)])
+        repartition(timeline, [("blocks.2", 1)])
     with pytest.raises(
         PlanError, match=r"^this input calls the units that start stages \(blocks.2, blocks.1\) in anoth"
     ):
-        recut(timeline, [("blocks.2", 0), ("blocks.1", 0)])
+        repartition(timeline, [("blocks.2", 0), ("blocks.1", 0)])
     cut = make_cut(timeline, 2)
     with pytest.raises(PlanError, match=r"^this input makes stage 1 need parameter 'blocks.3"):
-        recut(timeline, cut.boundaries, [cut.stages[0].parameters, set()])
+        repartition(timeline, cut.boundaries, [cut.stages[0].parameters, set()])
 
 
 def test_boundaries_inside_an_opened_block_fit_the_block_and_back() -> None:
     opened = timeline_of("shared_by_blocks")
     cut = make_cut(opened, 3)
-    assert recut(opened, [("blocks.2", 0), ("blocks.4", 0)]).boundaries == cut.boundaries
-    assert recut(timeline_of("own"), cut.boundaries).boundaries == (("blocks.2", 0), ("blocks.4", 0))
+    assert repartition(opened, [("blocks.2", 0), ("blocks.4", 0)]).boundaries == cut.boundaries
+    assert repartition(timeline_of("own"), cut.boundaries).boundaries == (("blocks.2", 0), ("blocks.4", 0))
 
 
 def test_glue_that_cannot_run_on_nan_or_would_take_much_memory_is_skipped() -> None:
@@ -308,7 +306,7 @@ def test_glue_that_cannot_run_on_nan_or_would_take_much_memory_is_skipped() -> N
     def tiers(kind: type[Own], rows: int) -> list[int]:
         with torch.device("meta"):
             model, ids = kind(layers=4), torch.zeros(rows, LENGTH, dtype=torch.int64)
-        return [plan.tier for plan in make_cut(probe(model, lambda: run_own(model, ids)), 2, ["blocks.2"]).stages]
+        return [plan.tier for plan in make_cut(trace_model(model, lambda: run_own(model, ids)), 2, ["blocks.2"]).stages]
 
     assert tiers(Between, 8) == [1, 1]
     assert tiers(Sampled, 8) == [1, 2]

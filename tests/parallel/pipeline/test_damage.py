@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ScheduleError
-from engine.parallel.pipeline.check import check
-from engine.parallel.pipeline.schedule import KINDS, Action, Op, Schedule, make_schedule, zb_v
+from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
+from engine.parallel.pipeline.schedule.validate import check
+from engine.parallel.pipeline.schedule.zero_bubble import zb_v
 from tests.parallel.pipeline.wire import Wire
 
 Rows = list[list[Action]]
@@ -28,7 +30,7 @@ def with_rows(schedule: Schedule, rows: Rows) -> Schedule:
 
 
 def small(kind: str) -> Schedule:
-    return make_schedule(kind, 3, 6, KINDS[kind].virtual_stages)
+    return make_schedule(kind, 3, 6, SCHEDULE_KINDS[kind].virtual_stages)
 
 
 def can_be_played(schedule: Schedule) -> bool:
@@ -51,7 +53,7 @@ def takes_microbatches_in_one_order(schedule: Schedule) -> bool:
     return len(orders) == 1
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", list(SCHEDULE_KINDS))
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_a_changed_order_is_refused_where_ranks_cannot_play_it(kind: str, data: st.DataObject) -> None:
@@ -75,7 +77,7 @@ def test_a_changed_order_is_refused_where_ranks_cannot_play_it(kind: str, data: 
         check(changed)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", list(SCHEDULE_KINDS))
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_what_is_missing_doubled_or_misplaced_is_named(kind: str, data: st.DataObject) -> None:

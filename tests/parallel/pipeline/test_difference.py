@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.parallel.pipeline.difference import difference
-from engine.parallel.pipeline.probe import probe
-from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.trace.model_trace import ModelTrace, trace_difference
+from engine.parallel.trace.tracer import trace_model
 from tests.parallel.pipeline.play import batches_of
 from tests.parallel.pipeline.zoo import CASES, Own, run_own
 
@@ -33,10 +32,10 @@ def plain(i: int, x: Tensor, y: Tensor, x0: Tensor) -> Tensor:
     return x + y if i % 2 else y
 
 
-def seen(model: Any, turn: Turn) -> Timeline:
+def seen(model: Any, turn: Turn) -> ModelTrace:
     model.turn = turn
     batch = batches_of(CASES["own"], 1)[0]
-    return probe(model, lambda: run_own(model, batch))
+    return trace_model(model, lambda: run_own(model, batch))
 
 
 def no_add(i: int, x: Tensor, y: Tensor, x0: Tensor) -> Tensor:
@@ -77,46 +76,49 @@ def double(i: int, x: Tensor, y: Tensor, x0: Tensor) -> Tensor:
 def test_the_first_event_that_differs_is_named(turn: Turn, said: str) -> None:
     model = Turning()
     before = seen(model, plain)
-    assert difference(before, seen(model, plain)) is None
-    found = difference(before, seen(model, turn))
+    assert trace_difference(before, seen(model, plain)) is None
+    found = trace_difference(before, seen(model, turn))
     assert found is not None and found.startswith(said)
     if "call" not in said:
         assert f"{__file__}:" in found
-    back = difference(seen(model, turn), before)
+    back = trace_difference(seen(model, turn), before)
     assert back is not None and back != found
 
 
 def test_calls_that_end_early_or_late() -> None:
     case, model = CASES["own"], CASES["own"].build()
     batch = batches_of(case, 1)[0]
-    whole = probe(model, lambda: run_own(model, batch))
-    logits = probe(model, lambda: model(batch[:, :-1]))
-    assert difference(whole, logits) == f"ends where it came to {whole.glue[-2].name} at {whole.glue[-2].place} before"
-    assert (difference(logits, whole) or "").startswith("goes on with flatten at ")
+    whole = trace_model(model, lambda: run_own(model, batch))
+    logits = trace_model(model, lambda: model(batch[:, :-1]))
+    assert (
+        trace_difference(whole, logits)
+        == f"ends where it came to {whole.glue[-2].name} at {whole.glue[-2].place} before"
+    )
+    assert (trace_difference(logits, whole) or "").startswith("goes on with flatten at ")
 
 
 def test_another_dtype_or_result_is_shown() -> None:
     case, model = CASES["own"], CASES["own"].build()
     batch = batches_of(case, 1)[0]
 
-    def mean(reduction: str) -> Timeline:
+    def mean(reduction: str) -> ModelTrace:
         def run() -> Any:
             return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), reduction=reduction)
 
-        return probe(model, run)
+        return trace_model(model, run)
 
-    found = difference(mean("sum"), mean("none"))
+    found = trace_difference(mean("sum"), mean("none"))
     assert found is not None and "which gives torch.float32 (10,) where it gave torch.float32 () before" in found
     model.embed.requires_grad_(False)
-    frozen = probe(model, lambda: run_own(model, batch))
+    frozen = trace_model(model, lambda: run_own(model, batch))
     model.embed.requires_grad_(True)
-    assert difference(probe(model, lambda: run_own(model, batch)), frozen) == (
+    assert trace_difference(trace_model(model, lambda: run_own(model, batch)), frozen) == (
         "comes to a call of unit 'embed', which gives torch.float32 (2, 5, 8) without gradient where it gave "
         "torch.float32 (2, 5, 8) before"
     )
-    assert difference(probe(model, lambda: model(batch)), probe(model, lambda: (model(batch), 1))) == (
-        "returns something else than before"
-    )
+    assert trace_difference(
+        trace_model(model, lambda: model(batch)), trace_model(model, lambda: (model(batch), 1))
+    ) == ("returns something else than before")
 
 
 class Clamping(Own):
@@ -131,12 +133,12 @@ class Clamping(Own):
 def test_parameters_that_lie_in_one_flat_tensor_are_still_apart() -> None:
     model = Clamping()
     batch = batches_of(CASES["own"], 1)[0]
-    before = probe(model, lambda: run_own(model, batch))
+    before = trace_model(model, lambda: run_own(model, batch))
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     start = 0
     for parameter in model.parameters():
         parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
         start += parameter.numel()
-    now = probe(model, lambda: run_own(model, batch))
-    assert difference(before, now) is None
+    now = trace_model(model, lambda: run_own(model, batch))
+    assert trace_difference(before, now) is None
     assert [glue.updates for glue in now.glue if glue.updates] == [frozenset({"norm.weight"})]

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.parallel.pipeline.check import Cost, simulate
-from engine.parallel.pipeline.draw import draw, draw_panels
-from engine.parallel.pipeline.schedule import gpipe, make_schedule, one_f_one_b
-from engine.parallel.pipeline.summary import Panel
+from engine.parallel.pipeline.report.text import Panel, draw, draw_panels
+from engine.parallel.pipeline.schedule.kinds import make_schedule
+from engine.parallel.pipeline.schedule.one_f_one_b import gpipe, one_f_one_b
+from engine.parallel.pipeline.schedule.simulate import Cost, simulate
 from tests.parallel.pipeline.timelines import V_SHAPE, measured
 
 

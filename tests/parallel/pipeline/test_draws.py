@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.parallel.pipeline.probe import probe
+from engine.parallel.trace.tracer import trace_model
 
 
 class Shake(torch.autograd.Function):
@@ -58,4 +58,4 @@ def test_every_operation_that_draws(act: Callable[[Tensor], Tensor], draws: bool
         return (y if in_unit else act(y)).sum()
 
     model.train()
-    assert probe(model, program).random is draws
+    assert trace_model(model, program).random is draws

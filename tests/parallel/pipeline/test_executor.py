@@ -12,18 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.backend import RecordingBackend, Wait
-from engine.parallel.comm import Comm
+from engine.parallel.comm.backend import RecordingBackend, Wait
+from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
-from engine.parallel.pipeline.check import peak_live
-from engine.parallel.pipeline.cut import Cut, make_cut
-from engine.parallel.pipeline.executor import Executor, Forward, Part, Row
-from engine.parallel.pipeline.order import Rules
-from engine.parallel.pipeline.probe import probe
-from engine.parallel.pipeline.schedule import Action, Op, Schedule, forward_only, gpipe, make_schedule, one_f_one_b
-from engine.parallel.pipeline.timeline import Timeline
-from engine.parallel.pipeline.transport import CommTransport, MemoryTransport, Message
-from engine.parallel.pipeline.weights import Leftover, WaitingWeights
+from engine.parallel.pipeline.partition.partition import Partition, make_cut
+from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule, StageMicrobatch, StageOutput
+from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
+from engine.parallel.pipeline.runtime.transport import CommTransport, MemoryTransport, Message
+from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
+from engine.parallel.pipeline.schedule.dependencies import DependencyGraph
+from engine.parallel.pipeline.schedule.kinds import make_schedule
+from engine.parallel.pipeline.schedule.one_f_one_b import forward_only, gpipe, one_f_one_b
+from engine.parallel.pipeline.schedule.simulate import peak_live
+from engine.parallel.trace.model_trace import ModelTrace
+from engine.parallel.trace.tracer import trace_model
 from tests.parallel.pipeline.play import Play, batches_of, whole
 from tests.parallel.pipeline.test_stage import assert_same
 from tests.parallel.pipeline.zoo import CASES, WIDTH, Case, Own, run_own, tokens
@@ -34,32 +36,32 @@ MICROBATCHES = 5
 class RankJob:
     """The stages of one rank of a play as the executor sees them."""
 
-    def __init__(self, play: Play, rank: int, timeline: Timeline, batches: list[Any]) -> None:
+    def __init__(self, play: Play, rank: int, timeline: ModelTrace, batches: list[Any]) -> None:
         self.play, self.timeline, self.batches = play, timeline, batches
         self.model = play.models[play.ranks.index(rank)]
         self.results: list[Any] = []
         self.sent: list[weakref.ref[Tensor]] = []
-        self.left: dict[tuple[int, int], Leftover] = {}
+        self.left: dict[tuple[int, int], DeferredWeightGrads] = {}
         self.waited = 0
 
-    def part(self, stage: int, microbatch: int) -> Part:
-        return Part(self.play.cut.stages[stage], self.timeline.values)
+    def part(self, stage: int, microbatch: int) -> StageMicrobatch:
+        return StageMicrobatch(self.play.cut.stages[stage], self.timeline.values)
 
-    def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> Forward:
+    def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
         plan = self.play.cut.stages[stage]
         program = partial(self.play.case.run, self.play.models[stage], self.batches[microbatch])
         outcome = self.play.stages[stage].forward(self.timeline, plan, program, received)
         self.sent += [weakref.ref(tensor) for tensor in outcome.sent.values()]
         if not plan.last:
-            return Forward(outcome.sent, None)
+            return StageOutput(outcome.sent, None)
         self.results.append((outcome.result[0].detach(), outcome.result[1]))
-        return Forward(outcome.sent, outcome.result[0] if outcome.result[0].requires_grad else None)
+        return StageOutput(outcome.sent, outcome.result[0] if outcome.result[0].requires_grad else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
         if action.op is not Op.BACKWARD_INPUT:
             return nullcontext()
-        leftover = self.left[action.stage, action.microbatch] = Leftover()
-        waiting: WaitingWeights = self.play.prepared[self.model]
+        leftover = self.left[action.stage, action.microbatch] = DeferredWeightGrads()
+        waiting: SplitBackward = self.play.prepared[self.model]
         return waiting.leaving(leftover)
 
     def weights(self, stage: int, microbatch: int) -> None:
@@ -77,7 +79,7 @@ def play_in_process(schedule: Schedule, jobs: list[RankJob]) -> list[int]:
     """Play all rows in an order that keeps every need; the most microbatches that each executor held."""
     transport = MemoryTransport()
     executors = [Executor(transport) for _ in jobs]
-    rules, held = Rules(schedule), [0] * len(jobs)
+    rules, held = DependencyGraph(schedule), [0] * len(jobs)
     for number in rules.order(rules.needs):
         rank = rules.rank[number]
         executors[rank].do(rules.actions[number], jobs[rank])
@@ -89,11 +91,11 @@ def play_in_process(schedule: Schedule, jobs: list[RankJob]) -> list[int]:
 
 def prepared(
     name: str | Case, stages: int, ranks: Sequence[int] = (), prepare: Any = None
-) -> tuple[Play, Timeline, list[Any], Any]:
+) -> tuple[Play, ModelTrace, list[Any], Any]:
     case = CASES[name] if isinstance(name, str) else name
     model = case.build()
     batches = batches_of(case, MICROBATCHES)
-    timeline = probe(model, lambda: case.run(model, batches[0]), stages=stages)
+    timeline = trace_model(model, lambda: case.run(model, batches[0]), stages=stages)
     play = Play(case, model, make_cut(timeline, stages), ranks, prepare or (lambda model: None))
     return play, timeline, batches, copy.deepcopy(model)
 
@@ -116,7 +118,7 @@ def test_any_schedule_gives_every_gradient_of_the_uncut_model(name: str, stages:
 def test_ranks_of_several_stages_and_split_backwards_give_every_gradient(name: str, kind: str) -> None:
     schedule = make_schedule(kind, 2, MICROBATCHES, 1 if kind == "zb-h1" else 2)
     ranks = schedule.rank_of_stage
-    play, timeline, batches, model = prepared(name, schedule.stages, ranks, WaitingWeights)
+    play, timeline, batches, model = prepared(name, schedule.stages, ranks, SplitBackward)
     jobs = [RankJob(play, rank, timeline, batches) for rank in range(2)]
     held = play_in_process(schedule, jobs)
     losses, expected = whole(play.case, model, batches)
@@ -154,7 +156,7 @@ class Legs(Own):
 def test_a_gradient_that_stages_of_one_rank_share_is_added_to_none(kind: str) -> None:
     schedule = make_schedule(kind, 2, MICROBATCHES, 2)
     case = Case(partial(Legs, layers=4), run_own, tokens)
-    play, timeline, batches, model = prepared(case, schedule.stages, schedule.rank_of_stage, WaitingWeights)
+    play, timeline, batches, model = prepared(case, schedule.stages, schedule.rank_of_stage, SplitBackward)
     play_in_process(schedule, [RankJob(play, rank, timeline, batches) for rank in range(2)])
     assert_same(play.gradients(), whole(case, model, batches)[1], exact=False)
 
@@ -204,14 +206,14 @@ def test_receives_are_offered_early_and_sends_waited_for_when_they_are_released(
     transport, log = logged(1, 3)
 
     class Job:
-        def part(self, stage: int, microbatch: int) -> Part:
-            cut: Cut = play.cut
-            return Part(cut.stages[stage], timeline.values)
+        def part(self, stage: int, microbatch: int) -> StageMicrobatch:
+            cut: Partition = play.cut
+            return StageMicrobatch(cut.stages[stage], timeline.values)
 
-        def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> Forward:
+        def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
             log.events.append(f"F{microbatch}")
             made = {number: received[next(iter(received))] * 2 for number in play.cut.stages[1].sends}
-            return Forward(made, None)
+            return StageOutput(made, None)
 
         def backward(self, action: Action) -> AbstractContextManager[None]:
             log.events.append(f"B{action.microbatch}")
@@ -222,7 +224,7 @@ def test_receives_are_offered_early_and_sends_waited_for_when_they_are_released(
 
     play, timeline, _, _ = prepared("decoder", 3)
     actions = one_f_one_b(3, 3).per_rank[1]
-    Executor(transport).run(Row(actions, ((), (), (0,), (), (1,), (2,))), Job())
+    Executor(transport).run(RankSchedule(actions, ((), (), (0,), (), (1,), (2,))), Job())
     assert log.events == [
         "offer 0 from 0", "offer 1 from 0", "arrived 0", "F0", "send 0 to 2",
         "offer 2 from 2", "arrived 1", "F1", "send 1 to 2",

@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ScheduleError
-from engine.parallel.pipeline.check import check, peak_live, simulate
-from engine.parallel.pipeline.forward_only import forward_only
-from engine.parallel.pipeline.placement import loop, v_shape
+from engine.parallel.pipeline.schedule.actions import loop, v_shape
+from engine.parallel.pipeline.schedule.one_f_one_b import forward_only
+from engine.parallel.pipeline.schedule.simulate import peak_live, simulate
+from engine.parallel.pipeline.schedule.validate import check
 
 
 def test_of_a_v() -> None:

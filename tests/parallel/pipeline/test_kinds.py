@@ -9,33 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ScheduleError
-from engine.parallel.pipeline.check import check, peak_live, simulate
-from engine.parallel.pipeline.draw import draw
-from engine.parallel.pipeline.order import Rules
-from engine.parallel.pipeline.placement import loop, rounds, v_shape
-from engine.parallel.pipeline.schedule import (
-    KINDS,
-    Op,
-    Schedule,
-    dualpipe_v,
-    fits,
-    gpipe,
-    interleaved,
-    looped_bfs,
-    make_schedule,
-    one_f_one_b,
-    parse_schedule,
-    zb_h1,
-    zb_v,
-)
+from engine.parallel.pipeline.report.text import draw
+from engine.parallel.pipeline.schedule.actions import Op, Schedule, loop, parse_schedule, rounds, v_shape
+from engine.parallel.pipeline.schedule.dependencies import DependencyGraph
+from engine.parallel.pipeline.schedule.dualpipe_v import dualpipe_v
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule, why_unfit
+from engine.parallel.pipeline.schedule.one_f_one_b import gpipe, interleaved, looped_bfs, one_f_one_b
+from engine.parallel.pipeline.schedule.simulate import peak_live, simulate
+from engine.parallel.pipeline.schedule.validate import check
+from engine.parallel.pipeline.schedule.zero_bubble import zb_h1, zb_v
 
 ROOT = Path(__file__).parents[3]
 
 
 @st.composite
-def schedules(draw: st.DrawFn, kinds: tuple[str, ...] = tuple(KINDS), ranks: int = 9) -> tuple[Schedule, int, int, int]:
+def schedules(
+    draw: st.DrawFn, kinds: tuple[str, ...] = tuple(SCHEDULE_KINDS), ranks: int = 9
+) -> tuple[Schedule, int, int, int]:
     """A schedule with its p, m and v."""
-    kind = KINDS[draw(st.sampled_from(kinds))]
+    kind = SCHEDULE_KINDS[draw(st.sampled_from(kinds))]
     p = draw(st.integers(1, ranks))
     m = draw(st.integers(kind.microbatches_of(p), 4 * p + 3))
     v = draw(st.integers(kind.fewest, kind.most or 4))
@@ -44,7 +36,7 @@ def schedules(draw: st.DrawFn, kinds: tuple[str, ...] = tuple(KINDS), ranks: int
 
 def clocks(kind: str, p: int, m: int, v: int) -> int:
     """The formula: a forward of a stage takes one clock, each half of its backward one."""
-    if KINDS[kind].splits:
+    if SCHEDULE_KINDS[kind].splits:
         return max(3 * v * m + p - 1, 2 * p * v + 2 * m - 1, p * v + 2 * v * m + p - 1)
     return 3 * (v * m + p - 1 + (v - 1) * max(0, p - m))
 
@@ -104,7 +96,7 @@ def test_text_round_trips(made: tuple[Schedule, int, int, int]) -> None:
 @given(schedules())
 def test_kinds_say_where_stages_lie_and_whether_backwards_are_split(made: tuple[Schedule, int, int, int]) -> None:
     schedule, p, _, v = made
-    kind = KINDS[schedule.name]
+    kind = SCHEDULE_KINDS[schedule.name]
     assert schedule.stages_of_rank == (v_shape(p) if kind.placement == "v" else loop(p, v))
     assert kind.placement != "line" or v == 1
     ops = {action.op for row in schedule.per_rank for action in row}
@@ -152,7 +144,7 @@ COLUMNS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 2), ("
 def test_no_kind_is_behind_torch(sizes: tuple[int, int]) -> None:
     for (kind, v), target in zip(COLUMNS, TORCH[sizes], strict=True):
         if target is None:
-            assert fits(kind, *sizes, v) is not None
+            assert why_unfit(kind, *sizes, v) is not None
             continue
         bubble, held = target
         schedule = make_schedule(kind, *sizes, v)
@@ -186,15 +178,15 @@ def test_zb_v_is_ahead_of_torch_where_there_are_as_many_microbatches_as_ranks(p:
      "schedule interleaved over 8 stages and 0 microbatches is empty; give at least one of each."),
 ])  # fmt: skip
 def test_sizes_that_a_kind_does_not_allow(arguments: tuple[str, int, int], sentence: str) -> None:
-    assert fits(*arguments) == sentence
+    assert why_unfit(*arguments) == sentence
     with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}$"):
         make_schedule(*arguments)
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.sampled_from(list(KINDS)), st.integers(-1, 4), st.integers(-1, 9), st.integers(-1, 4))
+@given(st.sampled_from(list(SCHEDULE_KINDS)), st.integers(-1, 4), st.integers(-1, 9), st.integers(-1, 4))
 def test_what_fits_can_be_made_and_nothing_else(kind: str, p: int, m: int, v: int) -> None:
-    reason = fits(kind, p, m, v)
+    reason = why_unfit(kind, p, m, v)
     if reason is None:
         check(make_schedule(kind, p, m, v))
     else:
@@ -208,22 +200,22 @@ def test_two_stages_of_a_v_need_not_be_given() -> None:
 
 
 def test_kinds_can_be_listed() -> None:
-    assert list(KINDS) == ["gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v"]
-    for name, kind in KINDS.items():
+    assert list(SCHEDULE_KINDS) == ["gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v"]
+    for name, kind in SCHEDULE_KINDS.items():
         assert kind.name == name and kind.paper and "\n" not in kind.description and len(kind.description) < 100
-        assert fits(name, 3, 6, kind.virtual_stages) is None
+        assert why_unfit(name, 3, 6, kind.virtual_stages) is None
     with pytest.raises(TypeError):
-        KINDS["mine"] = KINDS["gpipe"]  # type: ignore[index]
+        SCHEDULE_KINDS["mine"] = SCHEDULE_KINDS["gpipe"]  # type: ignore[index]
 
 
 # ---- one rank is a plain loop; the pictures are true --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", list(SCHEDULE_KINDS))
 def test_one_rank_is_never_idle(kind: str) -> None:
-    schedule = make_schedule(kind, 1, 5, KINDS[kind].virtual_stages)
+    schedule = make_schedule(kind, 1, 5, SCHEDULE_KINDS[kind].virtual_stages)
     check(schedule)
-    assert simulate(schedule).bubble == 0 and not Rules(schedule).sends()
+    assert simulate(schedule).bubble == 0 and not DependencyGraph(schedule).sends()
 
 
 def test_rounds_are_even_and_no_smaller_than_the_ranks() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.parallel.pipeline.placement import Placement, loop, v_shape
-from engine.parallel.pipeline.player import INPUT, Policy, play
+from engine.parallel.pipeline.schedule.actions import Placement, loop, v_shape
+from engine.parallel.pipeline.schedule.list_scheduler import INPUT, Policy, list_schedule
 
 ROOT = Path(__file__).parents[3]
 PLACEMENTS = st.one_of(
@@ -28,7 +28,7 @@ def test_any_cap_that_holds_one_microbatch_is_kept_and_finishes(
     ranks, held = len(placement), max(map(len, placement))
     live = data.draw(st.integers(held, 4 * held), "live")
     backlog = tuple(data.draw(st.lists(st.integers(0, 5), min_size=ranks, max_size=ranks), "backlog"))
-    rows = play(placement, microbatches, Policy(live, (live,) * ranks, backlog, forward_first, deep))
+    rows = list_schedule(placement, microbatches, Policy(live, (live,) * ranks, backlog, forward_first, deep))
     starts: dict[tuple[int, int, int], int] = {}
     for row, stages in zip(rows, placement, strict=True):
         ticks = [tick for tick, *_ in row]
@@ -47,13 +47,13 @@ def test_any_cap_that_holds_one_microbatch_is_kept_and_finishes(
 
 def test_fewer_places_than_stages_can_never_finish() -> None:
     with pytest.raises(AssertionError, match="allows too little"):
-        play(loop(2, 2), 1, Policy(1, (9, 9), (0, 0)))
+        list_schedule(loop(2, 2), 1, Policy(1, (9, 9), (0, 0)))
 
 
 def test_rows_do_not_depend_on_the_seed_of_hashes() -> None:
     code = """
 import hashlib
-from engine.parallel.pipeline.schedule import KINDS, make_schedule
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
 text = "".join(make_schedule(kind.name, 4, 11, kind.virtual_stages).text() for kind in KINDS.values())
 print(hashlib.sha256(text.encode()).hexdigest())
 """

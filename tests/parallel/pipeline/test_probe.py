@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.errors import PlanError
-from engine.parallel.pipeline.absent import absent
-from engine.parallel.pipeline.probe import probe
-from engine.parallel.pipeline.stage import make_absent
-from engine.parallel.pipeline.timeline import Constant, FreeTensor, FromValue, Timeline
+from engine.parallel.model.placeholders import placeholder, replace_absent
+from engine.parallel.trace.model_trace import Constant, FreeTensor, FromValue, ModelTrace
+from engine.parallel.trace.tracer import trace_model
 from tests.parallel.pipeline.play import batches_of
 from tests.parallel.pipeline.zoo import (
     CASES,
@@ -36,11 +35,11 @@ from tests.parallel.pipeline.zoo import (
 IDS = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % VOCABULARY
 
 
-def probe_own(model: nn.Module, **options: Any) -> Timeline:
-    return probe(model, lambda: run_own(model, IDS), **options)
+def probe_own(model: nn.Module, **options: Any) -> ModelTrace:
+    return trace_model(model, lambda: run_own(model, IDS), **options)
 
 
-def outline(timeline: Timeline) -> list[Any]:
+def outline(timeline: ModelTrace) -> list[Any]:
     """Everything but the specs and constants, which compare by identity."""
     calls = [(c.unit, c.event, c.inputs, c.parameters, c.flops, c.writes, c.starts_block) for c in timeline.calls]
     glue = [(g.name, g.event, g.makes, g.writes, g.random) for g in timeline.glue]
@@ -90,32 +89,32 @@ def test_meta_and_absent_models_give_the_same_timeline(name: str) -> None:
     case = CASES[name]
     batch = batches_of(case, 1)[0]
     model = case.build()
-    expected = outline(probe(model, lambda: case.run(model, batch)))
+    expected = outline(trace_model(model, lambda: case.run(model, batch)))
     absent_model = copy.deepcopy(model)
-    make_absent(absent_model, ())
-    assert outline(probe(absent_model, lambda: case.run(absent_model, batch))) == expected
+    replace_absent(absent_model, ())
+    assert outline(trace_model(absent_model, lambda: case.run(absent_model, batch))) == expected
     with torch.device("meta"):
         meta = case.build()
-    assert outline(probe(meta, lambda: case.run(meta, batch))) == expected
+    assert outline(trace_model(meta, lambda: case.run(meta, batch))) == expected
 
 
 def test_a_batch_on_meta_will_do() -> None:
     with torch.device("meta"):
         model, ids = Own(), torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    assert outline(probe(model, lambda: run_own(model, ids))) == outline(probe_own(Own()))
+    assert outline(trace_model(model, lambda: run_own(model, ids))) == outline(probe_own(Own()))
 
 
 def test_gradients_flow_only_in_grad_mode_and_from_what_is_trainable() -> None:
     case = CASES["frozen_start"]
     model = case.build()
     batch = batches_of(case, 1)[0]
-    with_grad = probe(model, lambda: case.run(model, batch))
+    with_grad = trace_model(model, lambda: case.run(model, batch))
     assert [value.grad for value in with_grad.values[:6]] == [False] * 4 + [True] * 2
     with torch.no_grad():
-        without = probe(model, lambda: case.run(model, batch))
+        without = trace_model(model, lambda: case.run(model, batch))
     assert not any(value.grad for value in without.values)
-    make_absent(model, ())  # what was frozen stays known
-    assert outline(probe(model, lambda: case.run(model, batch))) == outline(with_grad)
+    replace_absent(model, ())  # what was frozen stays known
+    assert outline(trace_model(model, lambda: case.run(model, batch))) == outline(with_grad)
 
 
 def test_the_result_says_what_another_rank_must_know() -> None:
@@ -125,7 +124,7 @@ def test_the_result_says_what_another_rank_must_know() -> None:
         logits = model(IDS)
         return {"logits": logits, "loss": logits.sum(), "mask": IDS > 3, "weight": 7.0}
 
-    timeline = probe(model, program)
+    timeline = trace_model(model, program)
     logits, loss, mask, weight = timeline.result.leaves
     assert isinstance(logits, FromValue) and isinstance(loss, FromValue)
     assert timeline.values[logits.value].shape == (ROWS, LENGTH, VOCABULARY)
@@ -158,8 +157,8 @@ def test_chains_inside_chains_are_used_where_there_are_too_few_blocks() -> None:
     inner = [nn.Sequential(Block(), Block()) for _ in range(2)]
     model = nn.Sequential(*inner)
     x = torch.randn(2, WIDTH)
-    assert probe(model, lambda: model(x).sum()).blocks == ("0", "1")
-    assert probe(model, lambda: model(x).sum(), stages=3).blocks == ("0.0", "0.1", "1.0", "1.1")
+    assert trace_model(model, lambda: model(x).sum()).blocks == ("0", "1")
+    assert trace_model(model, lambda: model(x).sum(), stages=3).blocks == ("0.0", "0.1", "1.0", "1.1")
 
 
 # ---- what it leaves alone
@@ -172,7 +171,7 @@ def test_nothing_is_changed() -> None:
     attributes = [dict(vars(module)) for module in model.modules()]
     random_before, python_before = torch.get_rng_state(), random.getstate()
     apply = torch.autograd.Function.__dict__["apply"]
-    probe(model, lambda: (random.random(), torch.rand(3), run_own(model, IDS))[-1])
+    trace_model(model, lambda: (random.random(), torch.rand(3), run_own(model, IDS))[-1])
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert [dict(vars(module)) for module in model.modules()] == attributes
     assert torch.equal(torch.get_rng_state(), random_before) and random.getstate() == python_before
@@ -183,7 +182,7 @@ def test_nothing_is_changed() -> None:
 def test_nothing_is_changed_by_a_program_that_fails() -> None:
     model = Own(layers=2)
     with pytest.raises(ZeroDivisionError):
-        probe(model, lambda: (model(IDS), 1 / 0))
+        trace_model(model, lambda: (model(IDS), 1 / 0))
     assert "forward" not in vars(model.blocks[0])
 
 
@@ -196,14 +195,14 @@ def test_modes_are_kept() -> None:
 
 
 def test_an_absent_tensor_takes_no_memory_and_is_nan() -> None:
-    tensor = absent((1000, 1000), torch.float32, torch.device("cpu"))
+    tensor = placeholder((1000, 1000), torch.float32, torch.device("cpu"))
     assert tensor.untyped_storage().nbytes() == 4 and bool(tensor.isnan().all())
-    assert not absent((3,), torch.int64, torch.device("cpu")).any()
+    assert not placeholder((3,), torch.int64, torch.device("cpu")).any()
 
 
 def test_ties_are_found_by_identity_when_made_absent() -> None:
     model = CASES["nano"].build()
-    make_absent(model, {"lm_head.weight"})
+    replace_absent(model, {"lm_head.weight"})
     assert not model.wte.weight.isnan().any()  # type: ignore[union-attr, operator]
     assert model.wpe.weight.isnan().all()  # type: ignore[union-attr, operator]
 
@@ -212,7 +211,7 @@ def test_a_meta_model_made_absent_lies_on_the_device() -> None:
     with torch.device("meta"):
         model = CASES["nano"].build()
     head: Any = model.lm_head
-    make_absent(model, {"wpe.weight"})
+    replace_absent(model, {"wpe.weight"})
     assert head.weight.device.type == "cpu" and head.weight is model.wte.weight  # type: ignore[union-attr]
     assert model.wpe.weight.is_meta  # type: ignore[union-attr]
 
@@ -316,22 +315,22 @@ def test_a_leak_that_opening_cannot_cure() -> None:
         PlanError,
         match=rf"^add at {HERE}:\d+ reads a tensor that unit '0' made and did not return, so that no stage can send it",
     ):
-        probe(model, program)
+        trace_model(model, program)
 
 
 def test_an_object_that_hides_tensors() -> None:
     model, program = chain(Returning, lambda block, x: block(x).tensor)
     with pytest.raises(PlanError, match=r"^unit '0' returns a Holder that holds tensors of the model and is no pytree"):
-        probe(model, program)
+        trace_model(model, program)
     own = Own(layers=2)
     with pytest.raises(PlanError, match=r"^the program returns a Holder that holds tensors of the model"):
-        probe(own, lambda: (Holder(own(IDS)), own(IDS).sum()))
+        trace_model(own, lambda: (Holder(own(IDS)), own(IDS).sum()))
 
 
 def test_a_loss_without_parameters() -> None:
     model = Own(layers=2)
     with pytest.raises(PlanError, match=r"^nothing that the forward and the loss returned depends on a parameter"):
-        probe(model, lambda: (model(IDS), IDS.float().sum())[1])
+        trace_model(model, lambda: (model(IDS), IDS.float().sum())[1])
 
 
 class Hiding(torch.autograd.Function):
@@ -344,13 +343,13 @@ class Hiding(torch.autograd.Function):
 def test_a_unit_called_inside_a_function() -> None:
     model, program = chain(nn.Linear, lambda block, x: F.relu(Hiding.apply(x, block)))  # type: ignore[no-untyped-call]
     with pytest.raises(PlanError, match=r"^unit '0' is called inside an autograd.Function, which hides what it reads"):
-        probe(model, program)
+        trace_model(model, program)
 
 
 def test_the_users_own_mistake_comes_through() -> None:
     model = Own(layers=2)
     with pytest.raises(RuntimeError, match="shape"):
-        probe(model, lambda: model(IDS) @ torch.zeros(3, 3))
+        trace_model(model, lambda: model(IDS) @ torch.zeros(3, 3))
 
 
 def test_deepcopy_of_a_shared_dict_model_is_its_own() -> None:

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.parallel.pipeline.probe import probe
-from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.trace.model_trace import ModelTrace
+from engine.parallel.trace.tracer import trace_model
 from tests.parallel.pipeline.zoo import hugging_face
 from tests.parallel.pipeline.zoo_wide import GROUPED
 
@@ -34,9 +34,9 @@ class RealBytes(TorchDispatchMode):
         return out
 
 
-def measured(model: nn.Module, program: Any) -> tuple[Timeline, int]:
+def measured(model: nn.Module, program: Any) -> tuple[ModelTrace, int]:
     with RealBytes() as counted:
-        timeline = probe(model, program)
+        timeline = trace_model(model, program)
     return timeline, counted.total
 
 
@@ -131,5 +131,5 @@ class NotTorchs(torch.autograd.Function):
 def test_kernels_that_are_not_torchs_get_dense_zeros() -> None:
     model = Reading(lambda x, weight: NotTorchs.apply(x))  # type: ignore[no-untyped-call]
     units = nn.Sequential(model, nn.Linear(2, 2))
-    timeline = probe(units, lambda: F.mse_loss(units(torch.ones(3, 2)), torch.ones(3, 2)))
+    timeline = trace_model(units, lambda: F.mse_loss(units(torch.ones(3, 2)), torch.ones(3, 2)))
     assert timeline.values[0].shape == (3, 2)

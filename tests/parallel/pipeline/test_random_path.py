@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import PlanError
-from engine.parallel.pipeline.probe import probe
-from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.trace.model_trace import ModelTrace
+from engine.parallel.trace.tracer import trace_model
 from tests.parallel.pipeline.play import batches_of
 from tests.parallel.pipeline.zoo import CASES, Block, Own, run_own
 
@@ -39,8 +39,8 @@ def by_bernoulli() -> bool:
     return float(torch.empty(()).bernoulli_(0.999)) == 1.0
 
 
-def seen(model: Own) -> Timeline:
-    return probe(model, lambda: run_own(model, batches_of(CASES["own"], 1)[0]))
+def seen(model: Own) -> ModelTrace:
+    return trace_model(model, lambda: run_own(model, batches_of(CASES["own"], 1)[0]))
 
 
 @pytest.mark.parametrize("keep", [by_rand, by_item, by_bernoulli])

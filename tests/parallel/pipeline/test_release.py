@@ -8,18 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ScheduleError
-from engine.parallel.pipeline.check import check, peak_live, simulate
-from engine.parallel.pipeline.placement import v_shape
-from engine.parallel.pipeline.release import RECEIVES_AHEAD, releases
-from engine.parallel.pipeline.schedule import (
-    KINDS,
-    Schedule,
-    forward_only,
-    looped_bfs,
-    make_schedule,
-    one_f_one_b,
-    parse_schedule,
-)
+from engine.parallel.pipeline.schedule.actions import Schedule, parse_schedule, v_shape
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
+from engine.parallel.pipeline.schedule.one_f_one_b import forward_only, looped_bfs, one_f_one_b
+from engine.parallel.pipeline.schedule.send_completion import RECEIVES_AHEAD, releases
+from engine.parallel.pipeline.schedule.simulate import peak_live, simulate
+from engine.parallel.pipeline.schedule.validate import check
 from tests.parallel.pipeline.wire import Wire
 
 AHEAD = st.integers(0, 3)
@@ -28,7 +22,7 @@ AHEAD = st.integers(0, 3)
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     """Of any kind, or forwards alone."""
-    kind = KINDS[draw(st.sampled_from(list(KINDS)))]
+    kind = SCHEDULE_KINDS[draw(st.sampled_from(list(SCHEDULE_KINDS)))]
     p = draw(st.integers(1, 5))
     m = draw(st.integers(kind.microbatches_of(p), 3 * p + 2))
     schedule = make_schedule(kind.name, p, m, draw(st.integers(kind.virtual_stages, kind.most or 3)))

@@ -11,17 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ScheduleError
-from engine.parallel.pipeline.schedule import (
-    KINDS,
-    Action,
-    Op,
-    Schedule,
-    forward_only,
-    gpipe,
-    make_schedule,
-    one_f_one_b,
-    parse_schedule,
-)
+from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule, parse_schedule
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
+from engine.parallel.pipeline.schedule.one_f_one_b import forward_only, gpipe, one_f_one_b
 
 ROOT = Path(__file__).parents[3]
 SIZES = (st.integers(1, 8), st.integers(1, 24))
@@ -107,10 +99,10 @@ def test_a_split_backward_is_what_the_previous_stage_waits_for() -> None:
 
 
 @settings(deadline=None)
-@given(st.sampled_from(list(KINDS)), *SIZES)
+@given(st.sampled_from(list(SCHEDULE_KINDS)), *SIZES)
 def test_feeds_is_the_inverse_of_needs_between_stages(kind: str, ranks: int, microbatches: int) -> None:
-    microbatches = max(microbatches, KINDS[kind].microbatches_of(ranks))
-    schedule = make_schedule(kind, ranks, microbatches, KINDS[kind].virtual_stages)
+    microbatches = max(microbatches, SCHEDULE_KINDS[kind].microbatches_of(ranks))
+    schedule = make_schedule(kind, ranks, microbatches, SCHEDULE_KINDS[kind].virtual_stages)
     everything = [one for row in schedule.per_rank for one in row]
     needed = {(need, one) for one in everything for need in schedule.needs(one) if need.stage != one.stage}
     assert needed == {(one, fed) for one in everything if (fed := schedule.feeds(one)) is not None}
@@ -118,7 +110,7 @@ def test_feeds_is_the_inverse_of_needs_between_stages(kind: str, ranks: int, mic
     crossing = {(source, one) for source, one in needed if rank[source.stage] != rank[one.stage]}
     assert crossing == {(one, to) for one in everything if (to := schedule.sends(one)) is not None}
     assert crossing == {(source, one) for one in everything if (source := schedule.receives(one)) is not None}
-    if KINDS[kind].placement == "line":
+    if SCHEDULE_KINDS[kind].placement == "line":
         assert crossing == needed
 
 
@@ -179,11 +171,12 @@ def test_kinds_and_sizes_that_cannot_be(arguments: tuple[str, int, int], sentenc
 def test_the_whole_path_needs_no_torch() -> None:
     code = """
 import sys
-from engine.parallel.pipeline.check import check, simulate
-from engine.parallel.pipeline.draw import draw
-from engine.parallel.pipeline.release import releases
-from engine.parallel.pipeline.schedule import KINDS, make_schedule
-for kind in KINDS.values():
+from engine.parallel.pipeline.schedule.validate import check
+from engine.parallel.pipeline.schedule.simulate import simulate
+from engine.parallel.pipeline.report.text import draw
+from engine.parallel.pipeline.schedule.send_completion import releases
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
+for kind in SCHEDULE_KINDS.values():
     schedule = make_schedule(kind.name, 4, 8, kind.virtual_stages)
     check(schedule)
     assert draw(simulate(schedule)) and releases(schedule)

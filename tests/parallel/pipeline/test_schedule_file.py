@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ScheduleError
-from engine.parallel.pipeline.schedule import KINDS, make_schedule
-from engine.parallel.pipeline.schedule_file import read_schedule
+from engine.parallel.pipeline.schedule.actions import read_schedule
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEDULE_KINDS)
 def test_every_kind_comes_back(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    schedule = make_schedule(kind, 3, 6, KINDS[kind].virtual_stages)
+    schedule = make_schedule(kind, 3, 6, SCHEDULE_KINDS[kind].virtual_stages)
     path.write_text(schedule.text())
     again = read_schedule(str(path))
     assert (again.name, again.per_rank) == (str(path), schedule.per_rank)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
-from engine.parallel.pipeline.cut import Cut, make_cut, recut
-from engine.parallel.pipeline.probe import probe
-from engine.parallel.pipeline.stage import Stage
-from engine.parallel.pipeline.timeline import Timeline
+from engine.parallel.pipeline.partition.partition import Partition, make_cut, repartition
+from engine.parallel.pipeline.runtime.stage import Stage
+from engine.parallel.trace.model_trace import ModelTrace
+from engine.parallel.trace.tracer import trace_model
 from tests.parallel.pipeline.play import Gradients, Play, batches_of, whole
 from tests.parallel.pipeline.zoo import CASES, Case, NoisyGlue, Own, run_own, tokens
 from tests.parallel.pipeline.zoo_wide import WIDE
@@ -44,7 +44,7 @@ def test_stages_give_what_the_whole_model_gives(name: str, stages: int) -> None:
     case = CASES[name]
     model = case.build()
     batches = batches_of(case, 3)
-    timeline = probe(model, lambda: case.run(model, batches[0]), stages=stages)
+    timeline = trace_model(model, lambda: case.run(model, batches[0]), stages=stages)
     cut = make_cut(timeline, stages)
     play = Play(case, model, cut)
     losses, gradients = play.train(timeline, batches)
@@ -55,15 +55,15 @@ def test_stages_give_what_the_whole_model_gives(name: str, stages: int) -> None:
         assert case.tier in [plan.tier for plan in cut.stages]
 
 
-def ready(name: str, stages: int, **options: Any) -> tuple[Case, nn.Module, list[Any], Timeline, Cut]:
+def ready(name: str, stages: int, **options: Any) -> tuple[Case, nn.Module, list[Any], ModelTrace, Partition]:
     case = CASES[name]
     model = case.build()
     batches = batches_of(case, 3)
-    timeline = probe(model, lambda: case.run(model, batches[0]), stages=stages)
+    timeline = trace_model(model, lambda: case.run(model, batches[0]), stages=stages)
     return case, model, batches, timeline, make_cut(timeline, stages, **options)
 
 
-def check_play(play: Play, timeline: Timeline, model: nn.Module, batches: list[Any]) -> None:
+def check_play(play: Play, timeline: ModelTrace, model: nn.Module, batches: list[Any]) -> None:
     losses, gradients = play.train(timeline, batches)
     expected_losses, expected = whole(play.case, copy.deepcopy(model), batches)
     assert losses == expected_losses
@@ -77,7 +77,7 @@ def test_many_architectures(name: str, stages: int) -> None:
     case = WIDE[name]
     model = case.build()
     batches = batches_of(case, 2)
-    timeline = probe(model, lambda: case.run(model, batches[0]), stages=stages)
+    timeline = trace_model(model, lambda: case.run(model, batches[0]), stages=stages)
     check_play(Play(case, model, make_cut(timeline, stages)), timeline, model, batches)
 
 
@@ -108,7 +108,7 @@ def test_one_stage_is_the_whole_model() -> None:
 class Reseeding:
     """What the engine does: each unit's exit seeds the generator by microbatch and position."""
 
-    def __init__(self, model: nn.Module, run: Any, timeline: Timeline) -> None:
+    def __init__(self, model: nn.Module, run: Any, timeline: ModelTrace) -> None:
         self.run, self.calls, self.microbatch = run, 0, 0
         for unit in timeline.units:
             model.get_submodule(unit).register_forward_hook(self.reseed)
@@ -128,7 +128,7 @@ def test_dropout_does_not_depend_on_the_cut(stages: int) -> None:
     case = Case(build, run_own, tokens)
     model = build()
     batch = batches_of(case, 1)[0]
-    timeline = probe(model, lambda: case.run(model, batch))
+    timeline = trace_model(model, lambda: case.run(model, batch))
     cut = make_cut(timeline, stages)
     assert {plan.tier for plan in cut.stages} == {2}
     seeds: dict[int, Reseeding] = {}
@@ -159,8 +159,8 @@ def test_evaluation_returns_what_the_program_returns() -> None:
     ids = batches[0]["input_ids"][:, :5]
     play.case = replace(case, run=lambda model, batch: (model(input_ids=batch, use_cache=False), batch.numel()))
     with torch.no_grad():
-        other = probe(model, lambda: play.case.run(model, ids))
-        again = recut(other, cut.boundaries, [plan.parameters for plan in cut.stages])
+        other = trace_model(model, lambda: play.case.run(model, ids))
+        again = repartition(other, cut.boundaries, [plan.parameters for plan in cut.stages])
         (output, weight), moved = play.forward(other, again, ids)
         expected = model(input_ids=ids, use_cache=False)
     assert weight == 10 and torch.equal(output.logits, expected.logits) and type(output) is type(expected)
@@ -183,9 +183,9 @@ def test_timelines_with_other_units_share_a_model() -> None:
     play = Play(case, model, cut)
     play.case = replace(case, run=lambda model, batch: model(**batch, use_cache=False, output_router_logits=False).loss)
     with torch.no_grad():
-        other = probe(model, lambda: play.case.run(model, batches[0]))
+        other = trace_model(model, lambda: play.case.run(model, batches[0]))
         assert other.units != timeline.units
-        again = recut(other, cut.boundaries, [plan.parameters for plan in cut.stages])
+        again = repartition(other, cut.boundaries, [plan.parameters for plan in cut.stages])
         result, _ = play.forward(other, again, batches[0])
         assert torch.equal(result, play.case.run(model, batches[0]))
     play.case = case
@@ -197,7 +197,7 @@ def test_a_mask_that_is_full_takes_another_path_through_free_code() -> None:
     model = case.build()
     batches = batches_of(case, 2)
     batches[1] = {**batches[1], "attention_mask": torch.ones_like(batches[1]["attention_mask"])}
-    timeline = probe(model, lambda: case.run(model, batches[0]))
+    timeline = trace_model(model, lambda: case.run(model, batches[0]))
     cut = make_cut(timeline, 3)
     assert {plan.tier for plan in cut.stages} == {2}
     check_play(Play(case, model, cut), timeline, model, batches)
@@ -282,7 +282,7 @@ def test_compiled_blocks(name: str, style: str) -> None:
     reference = copy.deepcopy(model)
     losses, expected = whole(case, reference, batches)
     compile_blocks(model)
-    timeline = probe(model, lambda: case.run(model, batches[0]))
+    timeline = trace_model(model, lambda: case.run(model, batches[0]))
     cut = make_cut(timeline, 2)
     stages = [Stage(model, torch.device("cpu"))] * 2
     play = Play.__new__(Play)
@@ -306,7 +306,7 @@ def test_user_code_cannot_swallow_the_stop() -> None:
     case = Case(Catching, run_own, tokens)
     model = Catching()
     batches = batches_of(case, 1)
-    timeline = probe(model, lambda: case.run(model, batches[0]))
+    timeline = trace_model(model, lambda: case.run(model, batches[0]))
     check_play(Play(case, model, make_cut(timeline, 3)), timeline, model, batches)
 
 
@@ -361,7 +361,7 @@ def test_another_path_is_caught_by_name(kind: Any, other: str, stage: int, messa
     case = Case(kind, run_own, tokens)
     model = kind()
     batch = batches_of(case, 1)[0]
-    timeline = probe(model, lambda: case.run(model, batch))
+    timeline = trace_model(model, lambda: case.run(model, batch))
     cut = make_cut(timeline, 2)
     play = Play(case, model, cut)
     plan = cut.stages[stage]
@@ -406,11 +406,11 @@ def test_a_model_in_use_can_be_probed_again() -> None:
     play = Play(case, model, cut)
     play.train(timeline, batches)
     shorter = {name: tensor[:, :5] for name, tensor in batches[0].items()}
-    expected = probe(model, lambda: case.run(model, shorter))
+    expected = trace_model(model, lambda: case.run(model, shorter))
     for held in play.models:
-        again = probe(held, lambda held=held: case.run(held, shorter))  # type: ignore[misc]
+        again = trace_model(held, lambda held=held: case.run(held, shorter))  # type: ignore[misc]
         assert again.values == expected.values and [c.unit for c in again.calls] == [c.unit for c in expected.calls]
-    check = Play(case, model, recut(expected, cut.boundaries))
+    check = Play(case, model, repartition(expected, cut.boundaries))
     check_play(check, expected, model, [shorter])
     losses, _ = play.train(timeline, batches)
     assert losses == whole(case, copy.deepcopy(model), batches)[0]
@@ -425,7 +425,7 @@ def test_backward_hooks_of_modules(name: str) -> None:
         model.get_submodule(block).register_full_backward_hook(lambda *_, block=block: fired.append(block))
     losses, expected = whole(case, copy.deepcopy(model), batches)
     fired.clear()
-    timeline = probe(model, lambda: case.run(model, batches[0]))
+    timeline = trace_model(model, lambda: case.run(model, batches[0]))
     cut = make_cut(timeline, 3)
     play = Play(case, model, cut)
     got, gradients = play.train(timeline, batches)

@@ -4,9 +4,9 @@ from fractions import Fraction
 
 import pytest
 
-from engine.parallel.pipeline.check import Cost, simulate
-from engine.parallel.pipeline.schedule import forward_only, gpipe, one_f_one_b
-from engine.parallel.pipeline.summary import Panel, cost_of_slices, end_of, number, slices, summarize
+from engine.parallel.pipeline.report.text import Panel, cost_of_slices, end_of, number, slices, summarize
+from engine.parallel.pipeline.schedule.one_f_one_b import forward_only, gpipe, one_f_one_b
+from engine.parallel.pipeline.schedule.simulate import Cost, simulate
 from tests.parallel.pipeline.timelines import V_SHAPE, measured
 
 

@@ -4,10 +4,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from engine.parallel.pipeline.check import Timeline, simulate
-from engine.parallel.pipeline.schedule import gpipe, one_f_one_b
-from engine.parallel.pipeline.summary import Panel
-from engine.parallel.pipeline.svg import svg
+from engine.parallel.pipeline.report.svg import svg
+from engine.parallel.pipeline.report.text import Panel
+from engine.parallel.pipeline.schedule.one_f_one_b import gpipe, one_f_one_b
+from engine.parallel.pipeline.schedule.simulate import StepTimeline, simulate
 from tests.parallel.pipeline.timelines import V_SHAPE, measured
 
 NAME = "{http://www.w3.org/2000/svg}"
@@ -32,7 +32,7 @@ def idle_width(row: ElementTree.Element) -> float:
 
 
 @pytest.mark.parametrize("timeline", [simulate(V_SHAPE), simulate(one_f_one_b(3, 5))], ids=["v", "1f1b"])
-def test_every_action_is_a_box_to_scale(timeline: Timeline) -> None:
+def test_every_action_is_a_box_to_scale(timeline: StepTimeline) -> None:
     rows = rows_of(svg([Panel(timeline)]))
     for row, spans in zip(rows, timeline.spans, strict=True):
         scale = idle_width(row) / timeline.makespan

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.parallel.pipeline.switches import Switches
+from engine.parallel.model.side_effects import AttributeState
 
 
 def model() -> Any:
@@ -20,7 +20,7 @@ def model() -> Any:
 
 def test_what_is_read_stays_one_object_until_something_changes() -> None:
     there = model()
-    switches = Switches(there)
+    switches = AttributeState(there)
     first = switches.read()
     assert switches.read() is first
     there.config.use_cache = True
@@ -33,7 +33,7 @@ def test_what_is_read_stays_one_object_until_something_changes() -> None:
 
 def test_modes_of_single_modules_and_things_kept_count() -> None:
     there = model()
-    switches = Switches(there)
+    switches = AttributeState(there)
     first = switches.read()
     there[1].eval()
     assert not switches.same(first, switches.read())
@@ -45,7 +45,7 @@ def test_modes_of_single_modules_and_things_kept_count() -> None:
 
 def test_hooks_and_weights_do_not_count() -> None:
     there = model()
-    switches = Switches(there)
+    switches = AttributeState(there)
     first = switches.read()
     there[0].register_full_backward_hook(lambda *_: None)
     there[0].weight.data.add_(1)
@@ -56,7 +56,7 @@ def test_hooks_and_weights_do_not_count() -> None:
 
 def test_a_counter_without_effect_is_forgotten_and_a_bool_is_not() -> None:
     there = model()
-    switches = Switches(there)
+    switches = AttributeState(there)
     first = switches.read()
     there.steps, there.config.use_cache = 1, True
     second = switches.read()

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.parallel.pipeline.check import Timeline, simulate
-from engine.parallel.pipeline.schedule import one_f_one_b
-from engine.parallel.pipeline.summary import Panel, summarize
-from engine.parallel.pipeline.trace import trace
+from engine.parallel.pipeline.report.perfetto import trace
+from engine.parallel.pipeline.report.text import Panel, summarize
+from engine.parallel.pipeline.schedule.one_f_one_b import one_f_one_b
+from engine.parallel.pipeline.schedule.simulate import StepTimeline, simulate
 from tests.parallel.pipeline.timelines import V_SHAPE, measured
 
 
@@ -25,7 +25,7 @@ def of_kind(found: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("timeline", [simulate(V_SHAPE), simulate(one_f_one_b(3, 5))], ids=["v", "1f1b"])
 @pytest.mark.parametrize(("seconds", "scale"), [(False, 1e3), (True, 1e6)])
-def test_every_action_is_a_slice(timeline: Timeline, seconds: bool, scale: float) -> None:
+def test_every_action_is_a_slice(timeline: StepTimeline, seconds: bool, scale: float) -> None:
     slices = of_kind(events(Panel(timeline, seconds=seconds)), "X")
     expected = [
         (str(span.action), rank, span.start * scale, (span.end - span.start) * scale)
@@ -46,7 +46,7 @@ def test_slices_of_a_rank_add_up_to_its_busy_time() -> None:
 
 
 @pytest.mark.parametrize("timeline", [simulate(V_SHAPE), simulate(one_f_one_b(3, 5))], ids=["v", "1f1b"])
-def test_an_arrow_leads_from_each_send_to_its_receiver(timeline: Timeline) -> None:
+def test_an_arrow_leads_from_each_send_to_its_receiver(timeline: StepTimeline) -> None:
     found = events(Panel(timeline))
     place = {event["name"]: event for event in of_kind(found, "X")}
     starts, ends = of_kind(found, "s"), {event["id"]: event for event in of_kind(found, "f")}

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from engine.parallel.pipeline.units import find_units, open_units
+from engine.parallel.model.blocks import find_units, open_units
 from tests.parallel.pipeline.zoo import Own, albert, t5
 from tests.parallel.pipeline.zoo_wide import WIDE
 

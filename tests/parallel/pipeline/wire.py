@@ -8,7 +8,7 @@ is shared with the checker.
 import random
 from collections import defaultdict, deque
 
-from engine.parallel.pipeline.schedule import Action, Op, Schedule
+from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
 
 Channel = tuple[bool, int, int]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.decoder import Decoder, DecoderConfig
+from engine.models.decoder import Decoder, DecoderConfig
 from tests import models
 
 WIDTH, VOCABULARY, LENGTH, ROWS = 8, 17, 6, 2

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.decoder import Decoder, DecoderConfig
+from engine.models.decoder import Decoder, DecoderConfig
 
 LENGTH = 8
 VOCABULARY = 61  # divided by no tensor size

@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.parallel.comm import Comm, TorchBackend
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.grid import Grid
-from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.cuts import ParameterCut, TensorPlan
-from engine.parallel.tensor.install import install
-from engine.parallel.tensor.plan import find_tensor_plan
+from engine.parallel.tensor.layers.apply_plan import apply_plan
+from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.tensor_plan import ParameterCut, TensorPlan
+from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.tensor.plans import written_plan
 
 
@@ -37,7 +38,7 @@ def shard(model: nn.Module, setting: Any = None) -> Sharded:
     comm = open_comm()
     axis = TensorAxis(comm)
     plan = find_tensor_plan(model, setting or written_plan(model), axis.size)
-    install(model, plan, axis)
+    apply_plan(model, plan, axis)
     return Sharded(model, plan, axis, comm)
 
 

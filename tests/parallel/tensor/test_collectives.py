@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.parallel.comm import Pending
-from engine.parallel.tensor.axis import Expected, TensorAxis
+from engine.parallel.comm.comm import Pending
 from engine.parallel.tensor.collectives import copy_to, gather_to, gather_whole, scatter_from, slice_of
-from engine.parallel.tensor.simulate import SimulatedAxis, simulate
+from engine.parallel.tensor.thread_ranks import SimulatedAxis, run_tensor_ranks
+from engine.parallel.tensor.tp_axis import Expected, TensorAxis
 
 Collective = Callable[..., Tensor]
 
@@ -41,7 +41,7 @@ def run(size: int, function: Collective, given: list[Tensor], grads: list[Tensor
         y.detach().add_(1)
         return [y.detach() - 1, x.grad]
 
-    return simulate(size, body)
+    return run_tensor_ranks(size, body)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -93,7 +93,7 @@ def test_what_is_owned_is_not_copied_first() -> None:
         scatter_from(x, axis, 0)
         return [place == x.data_ptr() for place in sent]
 
-    assert simulate(2, body) == [[True, False]] * 2
+    assert run_tensor_ranks(2, body) == [[True, False]] * 2
 
 
 @pytest.mark.parametrize("function", [scatter_from, slice_of])
@@ -110,7 +110,7 @@ def test_parts_are_equal_or_refused_before_anything_is_sent(function: Collective
         "dim -2 of a tensor [2, 7, 3] is to be cut into 2 equal parts, one for each tensor rank, and 2 does not "
         "divide 7: make it a multiple of 2, for example by padding."
     )
-    assert simulate(2, body) == [message] * 2
+    assert run_tensor_ranks(2, body) == [message] * 2
 
 
 @pytest.mark.parametrize("function", [gather_to, scatter_from, slice_of])
@@ -120,7 +120,7 @@ def test_second_derivatives_are_refused(function: Collective) -> None:
         with pytest.raises(EngineError, match="first derivatives only"):
             torch.autograd.grad(function(x, axis, -2).square().sum(), x, create_graph=True)
 
-    simulate(2, body)
+    run_tensor_ranks(2, body)
 
 
 DRY = {
@@ -152,7 +152,7 @@ def test_a_dry_run_has_the_shapes_and_tells_what_will_be_sent(function: Collecti
             assert x.grad is not None and x.grad.shape == x.shape
         assert isinstance(axis, SimulatedAxis) and not axis.called
 
-    simulate(2, body)
+    run_tensor_ranks(2, body)
 
 
 def test_the_sum_that_backward_makes_is_told_of() -> None:
@@ -164,9 +164,9 @@ def test_the_sum_that_backward_makes_is_told_of() -> None:
             copy_to(torch.ones(2, 3, requires_grad=True), axis)
         return told
 
-    assert simulate(2, body) == [[("all_reduce", "column inputs", 24, True)]] * 2
+    assert run_tensor_ranks(2, body) == [[("all_reduce", "column inputs", 24, True)]] * 2
 
 
 def test_gathered_parts_of_one_row_are_contiguous() -> None:
-    found = simulate(4, lambda axis: gather_to(torch.ones(3, 1, 2), axis, 1))
+    found = run_tensor_ranks(4, lambda axis: gather_to(torch.ones(3, 1, 2), axis, 1))
     assert all(tensor.is_contiguous() and tensor.shape == (3, 4, 2) for tensor in found), "code may say view(-1, 2)"

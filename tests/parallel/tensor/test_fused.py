@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.activations import ACTIVATIONS, Activation
-from engine.kernels.choice import Kernels, Mode
-from engine.parallel.pipeline.weights import Leftover, WaitingWeights
-from engine.parallel.tensor.axis import Overlap, TensorAxis
-from engine.parallel.tensor.fused import FusedForward, fuse, unfuse
-from engine.parallel.tensor.install import install
-from engine.parallel.tensor.plan import find_tensor_plan
-from engine.parallel.tensor.simulate import simulate
+from engine.kernels.dispatch import Kernels, Mode
+from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
+from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
+from engine.parallel.tensor.deferred_linear import FusedForward, fuse, unfuse
+from engine.parallel.tensor.layers.apply_plan import apply_plan
+from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.thread_ranks import run_tensor_ranks
+from engine.parallel.tensor.tp_axis import Overlap, TensorAxis
 from tests.kernels.interpreter import repair
 from tests.parallel.tensor.models import build, tokens
 from tests.parallel.tensor.plans import written_plan
@@ -88,10 +88,10 @@ def on_rank(axis: TensorAxis, layer: str, activation: Activation, mode: Mode, wa
     axis.kernels, axis.overlap = Kernels(mode), LATE if way == "late" else Overlap()
     model = make(layer, activation)
     plan = find_tensor_plan(model, PLAN, axis.size)
-    install(model, plan, axis)
+    apply_plan(model, plan, axis)
     fuse(model.up, activation, axis.kernels)
     model.activation = "none"
-    waiting, leftover = WaitingWeights(model, axis.kernels) if way == "waiting" else None, Leftover()
+    waiting, leftover = SplitBackward(model, axis.kernels) if way == "waiting" else None, DeferredWeightGrads()
     if waiting is None:
         found = trained(model, given())
     else:
@@ -109,7 +109,7 @@ def on_rank(axis: TensorAxis, layer: str, activation: Activation, mode: Mode, wa
 @pytest.mark.parametrize("layer", ["linear", "conv1d"])
 def test_an_activation_in_a_column_layer_changes_nothing(layer: str, way: str, mode: Mode) -> None:
     activation: Activation = "gelu_tanh" if layer == "conv1d" else "gelu"
-    ranks = simulate(2, partial(on_rank, layer=layer, activation=activation, mode=mode, way=way))
+    ranks = run_tensor_ranks(2, partial(on_rank, layer=layer, activation=activation, mode=mode, way=way))
     alone = trained(make(layer, activation), given())
     for name, expected in alone.items():
         parts = name in ("up.weight", "up.bias", "down.weight")
@@ -122,10 +122,10 @@ def test_kernels_that_are_the_reference_give_the_same_bits_as_the_layers_own(way
     def body(axis: TensorAxis, mode: Mode) -> dict[str, Tensor]:
         axis.kernels, axis.overlap = Kernels(mode), LATE if way == "late" else Overlap()
         model = make("linear", "relu")
-        install(model, find_tensor_plan(model, PLAN, axis.size), axis)
+        apply_plan(model, find_tensor_plan(model, PLAN, axis.size), axis)
         return trained(model, given())
 
-    reference, auto = (simulate(2, partial(body, mode=mode)) for mode in ("reference", "auto"))
+    reference, auto = (run_tensor_ranks(2, partial(body, mode=mode)) for mode in ("reference", "auto"))
     for one, other in zip(reference, auto, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -135,14 +135,14 @@ def test_products_of_cut_layers_are_triton_kernels(layer: str, monkeypatch: pyte
     from engine.kernels.gpu import linear as launches
 
     launched: list[tuple[int, ...]] = []
-    own = launches.multiply
+    own = launches.launch_matmul
 
     def multiply(a: Tensor, b: Tensor, *more: object) -> object:
         launched.append((*a.shape, b.shape[1]))
         return own(a, b, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(launches, "multiply", multiply)
-    simulate(2, partial(on_rank, layer=layer, activation="none", mode="triton", way="late"))
+    run_tensor_ranks(2, partial(on_rank, layer=layer, activation="none", mode="triton", way="late"))
     rows, part = 8, HIDDEN // 2
     forward = [(rows, WIDTH, part), (rows, part, WIDTH)]
     backward = [(rows, WIDTH, part), (rows, part, WIDTH)]
@@ -167,9 +167,9 @@ def test_an_uncut_layer_takes_its_activation_with_it(layer: str, mode: Mode) -> 
 
 def test_the_weight_gradient_of_a_fused_layer_can_wait() -> None:
     expected = trained(make("linear", "gelu"), given())
-    model, leftover = make("linear", "none"), Leftover()
+    model, leftover = make("linear", "none"), DeferredWeightGrads()
     fuse(model.up, "gelu", Kernels("triton"))
-    waiting = WaitingWeights(model, Kernels("triton"))
+    waiting = SplitBackward(model, Kernels("triton"))
     with waiting.leaving(leftover):
         found = trained(model, given())
     assert not {"up.weight", "up.bias"} & found.keys()
@@ -184,7 +184,7 @@ def gpt2(axis: TensorAxis, whole: nn.Module, mode: Mode, overlap: Overlap) -> di
     """Body of a rank: gradients of GPT-2 on a stream that is cut, its activations in the layers before them."""
     axis.kernels, axis.overlap = Kernels(mode), overlap
     model = deepcopy(whole)
-    install(model, find_tensor_plan(model, written_plan(model), axis.size, sequence=True), axis)
+    apply_plan(model, find_tensor_plan(model, written_plan(model), axis.size, sequence=True), axis)
     if mode == "triton":
         perceptrons: list[Any] = [module for module in model.modules() if hasattr(module, "c_fc")]
         for perceptron in perceptrons:
@@ -197,8 +197,8 @@ def gpt2(axis: TensorAxis, whole: nn.Module, mode: Mode, overlap: Overlap) -> di
 
 def test_rows_that_travel_in_pieces_meet_kernels_and_activations() -> None:
     whole, overlap = build("gpt2"), Overlap(frozenset({"cpu"}), 1)
-    expected = simulate(2, partial(gpt2, whole=whole, mode="reference", overlap=overlap))
-    found = simulate(2, partial(gpt2, whole=whole, mode="triton", overlap=overlap))
+    expected = run_tensor_ranks(2, partial(gpt2, whole=whole, mode="reference", overlap=overlap))
+    found = run_tensor_ranks(2, partial(gpt2, whole=whole, mode="triton", overlap=overlap))
     for theirs, ours in zip(expected, found, strict=True):
         assert theirs.keys() == ours.keys()
         for name, grad in theirs.items():

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.decoder import Decoder
-from engine.parallel.tensor.axis import Overlap, TensorAxis
-from engine.parallel.tensor.install import install
-from engine.parallel.tensor.plan import find_tensor_plan
-from engine.parallel.tensor.simulate import simulate
+from engine.models.decoder import Decoder
+from engine.parallel.tensor.layers.apply_plan import apply_plan
+from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.thread_ranks import run_tensor_ranks
+from engine.parallel.tensor.tp_axis import Overlap, TensorAxis
 from tests.parallel.tensor.models import LENGTH, build, tokens
 from tests.parallel.tensor.plans import written_plan
 
@@ -22,7 +22,7 @@ def train(axis: TensorAxis, whole: nn.Module, overlap: Overlap) -> tuple[dict[st
     """Body of a rank: gradients of one microbatch, and the collectives."""
     axis.overlap = overlap
     model = copy.deepcopy(whole)
-    install(model, find_tensor_plan(model, written_plan(model), axis.size, sequence=True), axis)
+    apply_plan(model, find_tensor_plan(model, written_plan(model), axis.size, sequence=True), axis)
     ids = tokens()
     output = model(ids) if isinstance(model, Decoder) else model(input_ids=ids).logits
     torch.autograd.backward(nn.functional.cross_entropy(output.flatten(0, 1), ids.flatten()))
@@ -34,8 +34,8 @@ def train(axis: TensorAxis, whole: nn.Module, overlap: Overlap) -> tuple[dict[st
 def test_gradients_are_those_of_rows_that_travel_at_once(name: str) -> None:
     assert LENGTH % 4 == 0
     whole = build(name).double()
-    plain = simulate(2, lambda axis: train(axis, whole, Overlap(frozenset())))
-    pieces = simulate(2, lambda axis: train(axis, whole, EVERYWHERE))
+    plain = run_tensor_ranks(2, lambda axis: train(axis, whole, Overlap(frozenset())))
+    pieces = run_tensor_ranks(2, lambda axis: train(axis, whole, EVERYWHERE))
     for (expected, before), (found, after) in zip(plain, pieces, strict=True):
         assert found.keys() == expected.keys()
         for path, grad in expected.items():

@@ -13,14 +13,14 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
-from engine.parallel.comm import Pending
-from engine.parallel.pipeline.switches import Switches
-from engine.parallel.pipeline.weights import Leftover, WaitingWeights
-from engine.parallel.tensor.axis import Overlap, TensorAxis
-from engine.parallel.tensor.install import install
-from engine.parallel.tensor.late import Entrance, share
-from engine.parallel.tensor.plan import find_tensor_plan
-from engine.parallel.tensor.simulate import SimulatedAxis, simulate
+from engine.parallel.comm.comm import Pending
+from engine.parallel.model.side_effects import AttributeState
+from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
+from engine.parallel.tensor.layers.apply_plan import apply_plan
+from engine.parallel.tensor.overlap.async_input_grad import Entrance, share_input
+from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.thread_ranks import SimulatedAxis, run_tensor_ranks
+from engine.parallel.tensor.tp_axis import Overlap, TensorAxis
 from tests.parallel.tensor.test_layers_ranks import HIDDEN, ROWS, WIDTH, Crossed, make
 
 PLAN = {"up": "column", "gate": "column", "down": "row"}
@@ -59,7 +59,7 @@ def note(axis: TensorAxis, model: nn.Module) -> Events:
 
 def cut(model: nn.Module, axis: TensorAxis, overlap: Overlap = EVERYWHERE, plan: Any = None) -> nn.Module:
     axis.overlap = overlap
-    install(model, find_tensor_plan(model, plan or PLAN, axis.size), axis)
+    apply_plan(model, find_tensor_plan(model, plan or PLAN, axis.size), axis)
     return model
 
 
@@ -78,7 +78,7 @@ def test_all_weight_gradients_of_a_region_come_while_the_sum_travels() -> None:
 
     meanwhile = ["gate.weight", "gate.bias", "up.weight", "up.bias"]
     expected = ["down.weight", "start column inputs", *meanwhile, "end column inputs"]
-    assert simulate(2, body) == [expected] * 2
+    assert run_tensor_ranks(2, body) == [expected] * 2
 
 
 def test_without_overlap_and_for_small_tensors_the_sum_is_waited_for() -> None:
@@ -91,9 +91,9 @@ def test_without_overlap_and_for_small_tensors_the_sum_is_waited_for() -> None:
 
     size = 2 * ROWS * WIDTH * 4
     for overlap in (Overlap(), Overlap(frozenset({"cpu"}), size + 1)):
-        for events in simulate(2, partial(body, overlap=overlap)):
+        for events in run_tensor_ranks(2, partial(body, overlap=overlap)):
             assert events[-2:] == ["start column inputs", "end column inputs"]
-    for events in simulate(2, partial(body, overlap=Overlap(frozenset({"cpu"}), size))):
+    for events in run_tensor_ranks(2, partial(body, overlap=Overlap(frozenset({"cpu"}), size))):
         assert events[-1] == "end column inputs" and events[-2] != "start column inputs"
 
 
@@ -106,7 +106,7 @@ def test_what_is_cut_is_gathered_and_its_gradient_travels_back_alike() -> None:
         axis.overlap = EVERYWHERE
         layers = deepcopy(made)
         part = whole.chunk(axis.size, 1)[axis.index].clone().requires_grad_()
-        shared = share(part, Entrance(axis, True, dim=-2), list(layers))
+        shared = share_input(part, Entrance(axis, True, dim=-2), list(layers))
         y = torch.cat([shared.multiply(layer) for layer in layers])
         events = note(axis, layers)
         y.sum().backward()  # type: ignore[no-untyped-call]
@@ -117,7 +117,7 @@ def test_what_is_cut_is_gathered_and_its_gradient_travels_back_alike() -> None:
         return events, torch.allclose(part.grad, mine)
 
     meanwhile = ["1.weight", "1.bias", "0.weight", "0.bias"]
-    for events, same in simulate(2, body):
+    for events, same in run_tensor_ranks(2, body):
         assert events[:6] == ["start column inputs", *meanwhile, "end column inputs"] and same
 
 
@@ -135,7 +135,7 @@ def gathered_again(axis: TensorAxis, made: nn.ModuleList, whole: Tensor, regathe
     for again in (True, False):
 
         def run() -> Tensor:
-            shared = share(part, Entrance(axis, True, dim=-2, regather=regather), list(layers))
+            shared = share_input(part, Entrance(axis, True, dim=-2, regather=regather), list(layers))
             return torch.cat([shared.multiply(layer).sin() for layer in layers])
 
         y = checkpoint(run, use_reentrant=False) if again else run()
@@ -157,10 +157,10 @@ def test_what_is_gathered_once_more_gives_the_same_bits() -> None:
 
     meanwhile = ["1.weight", "1.bias", "0.weight", "0.bias"]
     gather, scatter = "start column inputs", "start column inputs"
-    for events in simulate(2, partial(body, cast=False)):
+    for events in run_tensor_ranks(2, partial(body, cast=False)):
         seen = [event for event in events if event.startswith("start") or event in meanwhile]
         assert seen[-6:] == [gather, scatter, *meanwhile]
-    simulate(2, partial(body, cast=True))
+    run_tensor_ranks(2, partial(body, cast=True))
 
 
 def test_gathering_once_more_keeps_a_part_and_is_told_of() -> None:
@@ -178,16 +178,16 @@ def test_gathering_once_more_keeps_a_part_and_is_told_of() -> None:
             return saved
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-            share(part, Entrance(axis, True, dim=-2, regather=True), [own]).multiply(own)
+            share_input(part, Entrance(axis, True, dim=-2, regather=True), [own]).multiply(own)
         assert kept == [part.numel(), own.weight.numel()]
         with axis.dry_run():
-            shared = share(part, Entrance(axis, True, dim=-2, regather=True), [own])
+            shared = share_input(part, Entrance(axis, True, dim=-2, regather=True), [own])
         assert shared.multiply(own).shape == (4, HIDDEN)
         calls = [("all_gather", False), ("all_gather", True), ("reduce_scatter", True)]
         assert sorted((entry.op, entry.backward) for entry in told) == calls
         assert {entry.bytes for entry in told} == {4 * WIDTH * 4}
 
-    simulate(2, body)
+    run_tensor_ranks(2, body)
 
 
 # ---------------------------------------------------------------------------------- the same bits, whatever is done
@@ -284,8 +284,10 @@ def compare(model_of: Callable[[], nn.Module], run: Callable[..., Tensor], after
         assert isinstance(axis, SimulatedAxis)
         return results, axis.called
 
-    ours = simulate(2, partial(body, overlap=EVERYWHERE))
-    for (late, sent), (plain, sent_plain) in zip(ours, simulate(2, partial(body, overlap=Overlap())), strict=True):
+    ours = run_tensor_ranks(2, partial(body, overlap=EVERYWHERE))
+    for (late, sent), (plain, sent_plain) in zip(
+        ours, run_tensor_ranks(2, partial(body, overlap=Overlap())), strict=True
+    ):
         assert sent == sent_plain
         assert [entry is None for entry in late] == [entry is None for entry in plain]
         for left, right in zip(late, plain, strict=True):
@@ -312,7 +314,7 @@ def test_so_they_are_with_two_inputs_and_with_computed_weights() -> None:
 def test_a_split_backward_keeps_its_own_plans() -> None:
     def body(axis: TensorAxis) -> Events:
         model = cut(make("plain"), axis)
-        waiting, leftover = WaitingWeights(model), Leftover()
+        waiting, leftover = SplitBackward(model), DeferredWeightGrads()
         y = model(given())
         events = note(axis, model)
         with waiting.leaving(leftover):
@@ -321,7 +323,7 @@ def test_a_split_backward_keeps_its_own_plans() -> None:
         return events
 
     left = [f"late {name}" for name in ("down.weight", "up.weight", "up.bias", "gate.weight", "gate.bias")]
-    assert simulate(2, body) == [["start column inputs", "end column inputs", *left]] * 2
+    assert run_tensor_ranks(2, body) == [["start column inputs", "end column inputs", *left]] * 2
 
 
 # ---------------------------------------------------------------------------------- backwards of the user's own
@@ -343,7 +345,7 @@ def test_a_backward_that_asks_for_less_gets_just_that() -> None:
         ):
             assert torch.equal(one, other)
 
-    simulate(2, body)
+    run_tensor_ranks(2, body)
 
 
 def test_second_derivatives_are_refused_also_after_a_first_one() -> None:
@@ -355,7 +357,7 @@ def test_second_derivatives_are_refused_also_after_a_first_one() -> None:
         with pytest.raises(EngineError, match="first derivatives only"):
             torch.autograd.grad(y, x, create_graph=True)
 
-    simulate(2, body)
+    run_tensor_ranks(2, body)
 
 
 def test_nothing_that_waited_is_kept() -> None:
@@ -370,7 +372,7 @@ def test_nothing_that_waited_is_kept() -> None:
         y.sum().backward()
         return len(waited) == 2 and all(storage.expired() for storage in waited)  # type: ignore[no-untyped-call]
 
-    assert simulate(2, body) == [True, True]
+    assert run_tensor_ranks(2, body) == [True, True]
 
 
 def test_a_dry_run_tells_of_the_sum_once() -> None:
@@ -383,19 +385,19 @@ def test_a_dry_run_tells_of_the_sum_once() -> None:
         return [(entry.op, entry.label, entry.backward) for entry in told]
 
     expected = [("all_reduce", "column inputs", True), ("all_reduce", "row outputs", False)]
-    assert simulate(2, body) == [expected] * 2
+    assert run_tensor_ranks(2, body) == [expected] * 2
 
 
 def test_a_region_that_has_run_looks_like_one_that_has_not() -> None:
     def body(axis: TensorAxis) -> None:
         model = cut(make("plain"), axis)
-        switches = Switches(model)
+        switches = AttributeState(model)
         before = switches.read()
         for _ in range(2):
             model(given()).sum().backward()
             assert switches.read() is before, "or the model would be looked at anew"
 
-    simulate(2, body)
+    run_tensor_ranks(2, body)
 
 
 def test_a_copied_region_forgets_its_own_inputs() -> None:
@@ -408,4 +410,4 @@ def test_a_copied_region_forgets_its_own_inputs() -> None:
         del kept
         return [len(layer.tensor_region._copies) for layer in (model.up, copied.up)]
 
-    assert simulate(2, body) == [[1, 0]] * 2
+    assert run_tensor_ranks(2, body) == [[1, 0]] * 2

@@ -13,17 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.errors import EngineError, PlanError
-from engine.kernels import linear_cross_entropy as chunks
-from engine.kernels.choice import Kernels
-from engine.parallel.pipeline.weights import Leftover, WaitingWeights
-from engine.parallel.tensor.axis import DryAxis, TensorAxis
-from engine.parallel.tensor.fused import FusedForward, fuse, unfuse
-from engine.parallel.tensor.install import install
-from engine.parallel.tensor.late_head import install_late_head
-from engine.parallel.tensor.logit_slice import Vocabulary
-from engine.parallel.tensor.plan import find_tensor_plan
-from engine.parallel.tensor.sharded_logits import ShardedLogits, whole
-from engine.parallel.tensor.simulate import simulate
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops import linear_cross_entropy as chunks
+from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
+from engine.parallel.tensor.deferred_linear import FusedForward, fuse, unfuse
+from engine.parallel.tensor.layers.apply_plan import apply_plan
+from engine.parallel.tensor.layers.lazy_head import install_lazy_head
+from engine.parallel.tensor.logits.logit_shard import Vocabulary
+from engine.parallel.tensor.logits.sharded_logits import ShardedLogits, gather_logits
+from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.thread_ranks import run_tensor_ranks
+from engine.parallel.tensor.tp_axis import DryAxis, TensorAxis
 from tests.kernels.interpreter import repair
 from tests.parallel.tensor.models import build, tokens
 from tests.parallel.tensor.plans import written_plan
@@ -170,13 +170,13 @@ def check(use: Use, ours: Callable[[nn.Linear], Callable[[], None]], bias: bool 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", WAITING)
 def test_losses_are_found_without_the_logits(name: str, mode: Any) -> None:
-    logits = check(WAITING[name], lambda layer: install_late_head(layer, Lonely(), Kernels(mode)))
+    logits = check(WAITING[name], lambda layer: install_lazy_head(layer, Lonely(), Kernels(mode)))
     assert logits.waits
 
 
 @pytest.mark.parametrize("name", COMPUTED)
 def test_anything_else_computes_them_and_goes_on(name: str) -> None:
-    logits = check(COMPUTED[name], lambda layer: install_late_head(layer, Lonely(), Kernels("reference")), bias=False)
+    logits = check(COMPUTED[name], lambda layer: install_lazy_head(layer, Lonely(), Kernels("reference")), bias=False)
     assert not logits.waits
 
 
@@ -185,7 +185,7 @@ def test_no_operation_gives_all_logits(name: str) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(2, 64, bias=False)
     x, labels = torch.randn(2, 16, 2, requires_grad=True), torch.arange(32).view(2, 16)
-    install_late_head(layer, Lonely(), Kernels("reference"))
+    install_lazy_head(layer, Lonely(), Kernels("reference"))
     with no_more_than(4 * 64):
         torch.autograd.backward(WAITING[name](layer(x), labels).sum())
 
@@ -195,7 +195,7 @@ def test_narrow_logits_may_be_widened_first(dtype: torch.dtype) -> None:
     layer, (x, labels) = head(dtype=dtype), given(dtype)
     expected = hugging_face(layer(x), labels)
     expected_narrow = flat()(layer(x), labels)
-    install_late_head(layer, Lonely(), Kernels("triton"))
+    install_lazy_head(layer, Lonely(), Kernels("triton"))
     logits = layer(x)
     assert logits.dtype == dtype and logits.float().dtype == torch.float32
     loss, narrow = hugging_face(logits, labels), flat()(logits, labels)
@@ -212,7 +212,7 @@ def test_autocast_gives_its_dtype_and_waits() -> None:
     expected.backward()  # type: ignore[no-untyped-call]
     theirs = [x.grad, layer.weight.grad]
     x.grad = layer.weight.grad = None
-    install_late_head(layer, Lonely(), Kernels("reference"))
+    install_lazy_head(layer, Lonely(), Kernels("reference"))
     with torch.autocast("cpu", torch.bfloat16):
         logits = layer(x)
         loss = hugging_face(logits, labels)
@@ -220,21 +220,23 @@ def test_autocast_gives_its_dtype_and_waits() -> None:
     assert logits.waits and logits.dtype == torch.bfloat16
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close([x.grad, layer.weight.grad], theirs, rtol=2e-2, atol=1e-3)
-    assert torch.equal(whole(logits), functional.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16()))
+    assert torch.equal(
+        gather_logits(logits), functional.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16())
+    )
 
 
 def test_what_is_written_is_seen_by_all_who_look() -> None:
     """On one rank logits are what any tensor is: in-place writes, hooks, gradients of their own."""
     layer, (x, labels) = head(), given()
     plain = layer(x)
-    install_late_head(layer, Lonely(), Kernels("reference"))
+    install_lazy_head(layer, Lonely(), Kernels("reference"))
     logits: Any = layer(x)
     known = {logits: 1}
     rows, copy = logits.view(-1, SIZE), (logits + 0)
     logits[0, 0] = 7.0
     logits.mul_(2)
     assert bool((rows[0] == 14).all()) and torch.equal(rows[LENGTH:], 2 * plain[1])
-    assert known[logits] == 1 and torch.equal(copy, plain) and bool((whole(logits)[0, 0] == 14).all())
+    assert known[logits] == 1 and torch.equal(copy, plain) and bool((gather_logits(logits)[0, 0] == 14).all())
     other = layer(x)
     other.retain_grad()
     torch.autograd.backward(flat()(other, labels))
@@ -243,11 +245,11 @@ def test_what_is_written_is_seen_by_all_who_look() -> None:
 
 def test_a_copy_made_before_a_write_stays_what_it_was() -> None:
     layer, (x, _) = head(dtype=torch.bfloat16), given(torch.bfloat16)
-    install_late_head(layer, Lonely(), Kernels("reference"))
+    install_lazy_head(layer, Lonely(), Kernels("reference"))
     logits: Any = layer(x)
     wide = logits.float()
     logits.zero_()
-    assert bool(wide.abs().sum() > 0) and not bool(whole(logits).any())
+    assert bool(wide.abs().sum() > 0) and not bool(gather_logits(logits).any())
 
 
 class Squared(torch.autograd.Function):
@@ -263,7 +265,7 @@ class Squared(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """2 x."""
         (x,) = ctx.saved_tensors
-        slope: Tensor = 2 * whole(x)
+        slope: Tensor = 2 * gather_logits(x)
         return slope * grad
 
 
@@ -273,13 +275,13 @@ def custom(x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_functions_that_python_does_not_see_have_their_gradients() -> None:
-    check(custom, lambda layer: install_late_head(layer, Lonely(), Kernels("reference")))
+    check(custom, lambda layer: install_lazy_head(layer, Lonely(), Kernels("reference")))
 
 
 def test_without_gradients_on_dry_axes_and_on_meta_nothing_waits() -> None:
     layer, (x, labels) = head(), given()
     axis = Lonely()
-    undo = install_late_head(layer, axis, Kernels("reference"))
+    undo = install_lazy_head(layer, axis, Kernels("reference"))
     with torch.no_grad():
         assert type(layer(x)) is Tensor
     with axis.dry_run():
@@ -296,7 +298,7 @@ def test_without_gradients_on_dry_axes_and_on_meta_nothing_waits() -> None:
 
 def test_logits_nobody_looked_at_are_gone_with_their_weights() -> None:
     layer, (x, _) = head(), given()
-    install_late_head(layer, Lonely(), Kernels("reference"))
+    install_lazy_head(layer, Lonely(), Kernels("reference"))
     early, late = layer(x), layer(x)
     values = early.argmax(-1)
     torch.autograd.graph.increment_version([layer.weight])
@@ -315,9 +317,9 @@ def test_a_backward_that_is_split_has_plain_logits_and_its_products() -> None:
     layer, (x, labels) = head(), given()
     flat()(layer(x), labels).backward()  # type: ignore[no-untyped-call]
     expected, layer.weight.grad = layer.weight.grad, None
-    install_late_head(layer, Lonely(), Kernels("reference"))
+    install_lazy_head(layer, Lonely(), Kernels("reference"))
     taken: dict[str, Tensor] = {}
-    waiting, leftover = WaitingWeights(layer), Leftover()
+    waiting, leftover = SplitBackward(layer), DeferredWeightGrads()
     logits = layer(x)
     with waiting.leaving(leftover):
         flat()(logits, labels).backward()  # type: ignore[no-untyped-call]
@@ -331,14 +333,14 @@ def test_a_backward_that_is_split_has_plain_logits_and_its_products() -> None:
 def test_a_head_by_kernels_can_wait_and_becomes_itself_again() -> None:
     layer, (x, _) = head(), given()
     fuse(layer, "none", Kernels("reference"))
-    undo = install_late_head(layer, Lonely(), Kernels("reference"))
+    undo = install_lazy_head(layer, Lonely(), Kernels("reference"))
     assert layer(x).waits
     undo()
     assert type(layer(x)) is Tensor and isinstance(vars(layer)["forward"], FusedForward)
     unfuse(layer)
     fuse(layer, "gelu", Kernels("reference"))
     with pytest.raises(PlanError):
-        install_late_head(layer, Lonely(), Kernels("reference"))
+        install_lazy_head(layer, Lonely(), Kernels("reference"))
 
 
 def test_only_a_plain_product_can_wait() -> None:
@@ -349,7 +351,7 @@ def test_only_a_plain_product_can_wait() -> None:
             return 2 * super().forward(x)
 
     with pytest.raises(PlanError, match="Scaled was given as a head"):
-        install_late_head(Scaled(WIDTH, SIZE), Lonely(), Kernels("reference"))
+        install_lazy_head(Scaled(WIDTH, SIZE), Lonely(), Kernels("reference"))
 
 
 def losses_of(model: nn.Module, ids: Tensor, own: bool) -> Tensor:
@@ -369,7 +371,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["llama-kv2", "gpt2", "qwen3-tied"])
 def test_hugging_face_models_train_as_they_are(name: str, mode: Any, own: bool) -> None:
     plain, late, ids = build(name), build(name), tokens(rows=2)
-    install_late_head(late.get_submodule("lm_head"), Lonely(), Kernels(mode))  # type: ignore[arg-type]
+    install_lazy_head(late.get_submodule("lm_head"), Lonely(), Kernels(mode))  # type: ignore[arg-type]
     assert late(input_ids=ids).logits.waits
     expected, found = losses_of(plain, ids, own), losses_of(late, ids, own)
     torch.autograd.backward((expected, found))
@@ -400,9 +402,9 @@ def test_a_cut_head_waits_and_sends_what_it_would_send(name: str, mode: Any, seq
         for late in (False, True):
             model = models[axis.index + 2 * late]
             plan = find_tensor_plan(model, written_plan(model), axis.size, sequence)
-            install(model, plan, axis)
+            apply_plan(model, plan, axis)
             if late:
-                install_late_head(model.get_submodule(named), axis, Kernels(mode))  # type: ignore[arg-type]
+                install_lazy_head(model.get_submodule(named), axis, Kernels(mode))  # type: ignore[arg-type]
             axis.called.clear()  # type: ignore[attr-defined]
             loss = loss_of(model)
             torch.autograd.backward(loss)
@@ -423,7 +425,7 @@ def test_a_cut_head_waits_and_sends_what_it_would_send(name: str, mode: Any, seq
     expected = loss_of(plain)
     torch.autograd.backward(expected)
     theirs = gradients(plain)
-    for loss, found, _ in simulate(2, body):
+    for loss, found, _ in run_tensor_ranks(2, body):
         assert_close(loss, expected, "loss")
         assert found.keys() == theirs.keys()
         for parameter, grad in found.items() if not sequence else ():  # the engine sums what runs show to be partial
@@ -443,9 +445,9 @@ def test_losses_of_a_cut_head_are_those_of_a_whole_one(name: str) -> None:
         for late in (False, True):
             layers, (own, _) = [head()], given()
             mine = nn.Sequential(*layers)
-            install(mine, find_tensor_plan(mine, {"0": "vocabulary"}, axis.size), axis)
+            apply_plan(mine, find_tensor_plan(mine, {"0": "vocabulary"}, axis.size), axis)
             if late:
-                install_late_head(layers[0], axis, Kernels("triton"))
+                install_lazy_head(layers[0], axis, Kernels("triton"))
             loss = use(mine(own), labels)
             assert_close(loss, expected, name)
             torch.autograd.backward((loss + own.sum()).sum())
@@ -456,17 +458,17 @@ def test_losses_of_a_cut_head_are_those_of_a_whole_one(name: str) -> None:
             part = layer.weight.grad.narrow(0, rows.start, rows.width)
             assert_close(slope, part, name, floor=float(layer.weight.grad.abs().max()))
 
-    simulate(2, body)
+    run_tensor_ranks(2, body)
 
 
 def test_a_dry_axis_is_told_what_a_cut_head_sends_as_before() -> None:
     told: list[Any] = []
     axis = DryAxis(2, told.append)
     model = nn.Sequential(head())
-    install(model, find_tensor_plan(model, {"0": "vocabulary"}, 2), axis)
+    apply_plan(model, find_tensor_plan(model, {"0": "vocabulary"}, 2), axis)
     x, _ = given()
     model(x)
     before = list(told)
-    install_late_head(model[0], axis, Kernels("reference"))  # type: ignore[arg-type]
+    install_lazy_head(model[0], axis, Kernels("reference"))  # type: ignore[arg-type]
     told.clear()
     assert type(model(x)) is Tensor and told == before and before

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.tensor.axis import TensorAxis
+from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.tensor.models import build, tokens
 from tests.parallel.tensor.sharded import open_comm, shard
 from tests.parallel.tensor.test_late import EVERYWHERE, cut, given, note

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.errors import PlanError
-from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.layers import ColumnLinear, RowLinear
-from engine.parallel.tensor.region import Region
-from engine.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHead
+from engine.parallel.tensor.layers.linear import ColumnLinear, RowLinear
+from engine.parallel.tensor.layers.parallel_region import Region
+from engine.parallel.tensor.layers.vocab_parallel import VocabularyEmbedding, VocabularyHead
+from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.tensor.sharded import Sharded, assert_close, full_gradients, open_comm, shard
 
 RunRanks = Callable[..., list[Any]]

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.errors import EngineError
-from engine.kernels.choice import Kernels
-from engine.parallel.pipeline.probe import probe
-from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.logit_slice import Vocabulary
-from engine.parallel.tensor.loss_budget import find_logit_use
-from engine.parallel.tensor.plan import find_tensor_plan
-from engine.parallel.tensor.ranges import cut_unevenly
-from engine.parallel.tensor.sharded_logits import ShardedLogits, whole
-from engine.parallel.tensor.simulate import simulate
+from engine.kernels.dispatch import Kernels
+from engine.parallel.tensor.logits.logit_shard import Vocabulary
+from engine.parallel.tensor.logits.sharded_logits import ShardedLogits, gather_logits
+from engine.parallel.tensor.plan.ranges import cut_unevenly
+from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.planned_traffic import find_logit_use
+from engine.parallel.tensor.thread_ranks import run_tensor_ranks
+from engine.parallel.tensor.tp_axis import TensorAxis
+from engine.parallel.trace.tracer import trace_model
 from tests.kernels.interpreter import repair
 from tests.parallel.tensor.sharded import assert_close
 
@@ -178,7 +178,7 @@ def compare(axis: TensorAxis, size: int, names: Iterable[str] = LOSSES) -> None:
 
 @pytest.mark.parametrize(("tp", "size"), [(2, 11), (2, 3), (4, 61), (4, 7), (4, 12), (3, 3)])
 def test_losses_have_the_value_the_gradient_and_the_traffic(tp: int, size: int) -> None:
-    simulate(tp, lambda axis: compare(axis, size))
+    run_tensor_ranks(tp, lambda axis: compare(axis, size))
 
 
 def by_kernels(body: Callable[[Any], Any]) -> Callable[[TensorAxis], Any]:
@@ -195,7 +195,7 @@ def by_kernels(body: Callable[[Any], Any]) -> Callable[[TensorAxis], Any]:
 def test_losses_by_kernels_have_them_too() -> None:
     """Every term, alone and together, shared and not."""
     names = ("ignored", "smooth weighted none", "dims smooth", "z", "penalized", "z first", "log_softmax nll")
-    simulate(2, by_kernels(lambda axis: compare(axis, 11, names)))
+    run_tensor_ranks(2, by_kernels(lambda axis: compare(axis, 11, names)))
 
 
 def odd(axis: TensorAxis) -> list[Any]:
@@ -229,8 +229,8 @@ def odd(axis: TensorAxis) -> list[Any]:
 
 
 def test_nothing_to_count_masks_and_narrow_logits() -> None:
-    assert simulate(2, odd) == [[0.0]] * 2
-    assert simulate(2, by_kernels(odd)) == [[0.0]] * 2
+    assert run_tensor_ranks(2, odd) == [[0.0]] * 2
+    assert run_tensor_ranks(2, by_kernels(odd)) == [[0.0]] * 2
 
 
 class Stored:
@@ -255,8 +255,8 @@ def test_kernels_keep_no_softmax() -> None:
 
     repair()
     widths = [6 * TOKENS, 5 * TOKENS]
-    assert simulate(2, lambda axis: body(axis, "reference")) == widths
-    assert simulate(2, lambda axis: body(axis, "triton")) == [TOKENS] * 2
+    assert run_tensor_ranks(2, lambda axis: body(axis, "reference")) == widths
+    assert run_tensor_ranks(2, lambda axis: body(axis, "triton")) == [TOKENS] * 2
 
 
 def wrong(axis: TensorAxis) -> None:
@@ -281,7 +281,7 @@ def wrong(axis: TensorAxis) -> None:
 
 
 def test_labels_that_do_not_exist_are_refused() -> None:
-    simulate(2, wrong)
+    run_tensor_ranks(2, wrong)
 
 
 class Operands(nn.Module):
@@ -319,7 +319,7 @@ def test_what_is_learned_beside_the_head_has_the_gradient_of_the_whole(tp: int) 
         ("all_gather", "logit operands", (widest,)),
         ("all_reduce", "logit operands", ()),
     ]
-    assert simulate(tp, learned) == [calls] * tp
+    assert run_tensor_ranks(tp, learned) == [calls] * tp
 
 
 class Head(nn.Module):
@@ -360,7 +360,7 @@ def test_the_plan_of_a_loss_is_what_it_sends(name: str, inside: bool) -> None:
     labels = _labels(size)
     model, x = Head(size, inside), torch.randn(BATCH, LENGTH, WIDTH)
     plan = find_tensor_plan(model, {"head.0" if inside else "head": "vocabulary"}, tp)
-    timeline = probe(model, lambda: use(model(x), labels).sum())
+    timeline = trace_model(model, lambda: use(model(x), labels).sum())
     planned = find_logit_use(plan, timeline, tp)
 
     def run(axis: TensorAxis) -> list[Any]:
@@ -375,7 +375,7 @@ def test_the_plan_of_a_loss_is_what_it_sends(name: str, inside: bool) -> None:
         return sorted((c.op, c.label, torch.Size(c.shape).numel() * c.dtype.itemsize * wide[c.op]) for c in calls)
 
     expected = sorted((call.op, call.label, call.bytes) for call in planned.sent)
-    assert simulate(tp, run) == [expected] * tp
+    assert run_tensor_ranks(tp, run) == [expected] * tp
     assert [where.split(" at ")[0] for where in planned.gathers] == gathers
     assert all("test_logit_losses.py:" in where for where in planned.gathers)
 
@@ -407,10 +407,10 @@ def stays(axis: TensorAxis) -> None:
         found = use(ShardedLogits.wrap(local * 1, vocabulary))
         assert not axis.called and (name == "pattern" or isinstance(found, ShardedLogits)), name  # type: ignore[attr-defined]
         assert found.shape == use(full).shape, name
-        assert torch.equal(whole(found), use(full)), name
+        assert torch.equal(gather_logits(found), use(full)), name
         axis.called.clear()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_order_of_dims_rows_and_numbers_send_nothing(tp: int) -> None:
-    simulate(tp, stays)
+    run_tensor_ranks(tp, stays)

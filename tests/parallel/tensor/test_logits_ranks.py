@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.errors import EngineError
-from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.logit_slice import Vocabulary
-from engine.parallel.tensor.ranges import cut_unevenly
-from engine.parallel.tensor.sharded_logits import ShardedLogits, whole
+from engine.parallel.tensor.logits.logit_shard import Vocabulary
+from engine.parallel.tensor.logits.sharded_logits import ShardedLogits, gather_logits
+from engine.parallel.tensor.plan.ranges import cut_unevenly
+from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.tensor.sharded import assert_close, open_comm
 
 RunRanks = Callable[..., list[Any]]
@@ -87,7 +87,7 @@ class Cubed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """3 x^2."""
         (x,) = ctx.saved_tensors
-        slope: Tensor = 3 * whole(x) ** 2
+        slope: Tensor = 3 * gather_logits(x) ** 2
         return slope * grad
 
 
@@ -156,7 +156,7 @@ def refusals() -> None:
             write(logits)
         assert str(caught.value) == (
             f"{name} was called on logits whose vocabulary is cut over the tensor ranks; they cannot be changed in "
-            "place or hooked: make a new tensor, or call engine.parallel.tensor.sharded_logits.whole on them first."
+            "place or hooked: make a new tensor, or call engine.parallel.tensor.gather_logits on them first."
         ), name
     with pytest.raises(EngineError):
         iadd(logits)
@@ -196,9 +196,9 @@ def facts() -> None:
     )
     assert logits.type() == "torch.FloatTensor"
     assert not comm.tally.rows()
-    assert whole(logits) is whole(logits) and vocabulary.gathers == ["whole"]
+    assert gather_logits(logits) is gather_logits(logits) and vocabulary.gathers == ["whole"]
     with torch.no_grad():
-        assert not whole(logits).requires_grad
+        assert not gather_logits(logits).requires_grad
     comm.close()
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.decoder import Decoder, loss_sum
-from engine.parallel.tensor.sharded_logits import ShardedLogits, whole
+from engine.models.decoder import Decoder, loss_sum
+from engine.parallel.tensor.logits.sharded_logits import ShardedLogits, gather_logits
 from tests.parallel.tensor.models import MODELS, build, tokens
 from tests.parallel.tensor.sharded import assert_close, full_gradients, shard
 
@@ -36,7 +36,7 @@ def compare(name: str, dtype: torch.dtype) -> float:
     assert isinstance(cut, ShardedLogits) and cut.shape == logits.shape and not cut.vocabulary.gathers
     torch.autograd.backward(loss)
     torch.autograd.backward(ours)
-    worst = [assert_close(ours.detach(), loss.detach(), "loss"), assert_close(whole(cut), logits, "logits")]
+    worst = [assert_close(ours.detach(), loss.detach(), "loss"), assert_close(gather_logits(cut), logits, "logits")]
     gradients = full_gradients(sharded)
     largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
     for key, parameter in model.named_parameters():

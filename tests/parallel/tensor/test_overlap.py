@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
-from engine.parallel.comm import Pending
-from engine.parallel.tensor import overlap
-from engine.parallel.tensor.axis import Expected, Overlap, TensorAxis
+from engine.parallel.comm.comm import Pending
 from engine.parallel.tensor.collectives import COLUMN_INPUTS, ROW_OUTPUTS, gather_to, scatter_from
-from engine.parallel.tensor.overlap import Pieced, choose_pieces, gather_multiply, multiply_scatter
-from engine.parallel.tensor.simulate import SimulatedAxis, simulate
+from engine.parallel.tensor.overlap import chunked_matmul as overlap
+from engine.parallel.tensor.overlap.chunked_matmul import Pieced, choose_pieces, gather_multiply, multiply_scatter
+from engine.parallel.tensor.thread_ranks import SimulatedAxis, run_tensor_ranks
+from engine.parallel.tensor.tp_axis import Expected, Overlap, TensorAxis
 
 SIZE, ROWS, IN, OUT = 2, 8, 6, 10
 Results = dict[str, Tensor]
@@ -107,7 +107,7 @@ def both(kind: type[Column], make: Callable[[type[Column], TensorAxis], Column],
         pieced = Pieced(axis, kind.label, transposed=one.transposed, **given)
         return one.results(run(lambda: one.pieces(pieced))), other.results(run(other.plain))
 
-    return simulate(SIZE, body)
+    return run_tensor_ranks(SIZE, body)
 
 
 @pytest.mark.parametrize("kind", [Column, Row])
@@ -189,7 +189,7 @@ def order(kind: type[Column], events: dict[int, list[str]], **given: Any) -> tup
         y.sum().backward()  # type: ignore[no-untyped-call]
         return forward, mine.copy()
 
-    first, *others = simulate(SIZE, body)
+    first, *others = run_tensor_ranks(SIZE, body)
     assert all(other == first for other in others)
     return first
 
@@ -230,7 +230,7 @@ def test_regathering_keeps_a_part_only() -> None:
         return kept
 
     weight = IN * OUT
-    assert simulate(SIZE, body) == [[ROWS * IN, weight, ROWS * IN // SIZE, weight]] * SIZE
+    assert run_tensor_ranks(SIZE, body) == [[ROWS * IN, weight, ROWS * IN // SIZE, weight]] * SIZE
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
@@ -246,7 +246,7 @@ def test_what_is_frozen_is_left_out(frozen: str) -> None:
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
     for kind in (Column, Row):
-        simulate(SIZE, partial(body, kind=kind))
+        run_tensor_ranks(SIZE, partial(body, kind=kind))
 
 
 def test_pieces_are_chosen_by_size_and_divide_the_rows() -> None:
@@ -259,7 +259,7 @@ def test_pieces_are_chosen_by_size_and_divide_the_rows() -> None:
             chosen.append(choose_pieces(8, 10_000, "cpu", axis))
         return chosen
 
-    assert simulate(SIZE, body) == [[1, 1, 1, 2, 2, 4, 4, 3, 1, 1]] * SIZE
+    assert run_tensor_ranks(SIZE, body) == [[1, 1, 1, 2, 2, 4, 4, 3, 1, 1]] * SIZE
 
 
 def test_what_cannot_be_cut_is_refused_before_anything_is_sent() -> None:
@@ -274,7 +274,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_sent() -> None:
             multiply_scatter(torch.zeros(7, IN), weight, Pieced(axis, ROW_OUTPUTS))
         assert isinstance(axis, SimulatedAxis) and not axis.called
 
-    simulate(SIZE, body)
+    run_tensor_ranks(SIZE, body)
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -285,7 +285,7 @@ def test_second_derivatives_are_refused() -> None:
             with pytest.raises(EngineError, match="first derivatives only"):
                 torch.autograd.grad(y.square().sum(), column.x, create_graph=True)
 
-    simulate(SIZE, body)
+    run_tensor_ranks(SIZE, body)
 
 
 def test_a_dry_run_has_the_shapes_and_tells_what_will_be_sent() -> None:
@@ -308,4 +308,4 @@ def test_a_dry_run_has_the_shapes_and_tells_what_will_be_sent() -> None:
             assert x.grad is not None and x.grad.shape == x.shape
         assert isinstance(axis, SimulatedAxis) and not axis.called
 
-    simulate(SIZE, body)
+    run_tensor_ranks(SIZE, body)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.overlap import Pieced
+from engine.parallel.tensor.overlap.chunked_matmul import Pieced
+from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.tensor.sharded import open_comm
 from tests.parallel.tensor.test_overlap import Column, Row
 

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.parallel.comm import Comm, TorchBackend
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.grid import Grid
-from engine.parallel.shards import Division, Range, ShardRow, build_table
-from engine.parallel.tensor.cuts import ParameterCut
-from engine.parallel.tensor.install import local_part
-from engine.parallel.tensor.partial import LABEL, PartialSums
+from engine.parallel.shard_table import Division, Range, ShardRow, build_table
+from engine.parallel.tensor.layers.apply_plan import local_shard
+from engine.parallel.tensor.layers.partial_grads import LABEL, PartialSums
+from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 RunRanks = Callable[..., list[Any]]
 SHARED = ParameterCut(0, (Range(0, 4, (0, 1)), Range(4, 8, (2, 3))))
@@ -41,7 +42,7 @@ def table() -> tuple[ShardRow, ...]:
 def part(row: ShardRow, rank: int) -> Tensor:
     """What a rank finds by itself: different everywhere."""
     full = torch.arange(row.elements, dtype=row.dtype).reshape(row.shape) + 100 * (rank + 1)
-    return full if row.dim is None else local_part(full, ParameterCut(row.dim, row.ranges), rank)
+    return full if row.dim is None else local_shard(full, ParameterCut(row.dim, row.ranges), rank)
 
 
 def sum_up() -> tuple[dict[str, Tensor], list[Any]]:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from engine.errors import ConfigError, PlanError
-from engine.parallel.shards import Range
-from engine.parallel.tensor.cuts import AttributeChange, LayerCut, ParameterCut, TensorPlan
-from engine.parallel.tensor.plan import find_tensor_plan
+from engine.parallel.shard_table import Range
+from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.tensor_plan import AttributeChange, LayerCut, ParameterCut, TensorPlan
 from tests.models import nano
 from tests.parallel.tensor import models
 from tests.parallel.tensor.plans import written_plan

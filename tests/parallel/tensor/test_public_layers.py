@@ -7,19 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import PlanError
-from engine.parallel.tensor import (
-    ColumnLinear,
-    GatheredColumnLinear,
-    Region,
-    RowLinear,
-    TensorAxis,
-    VocabularyEmbedding,
-    VocabularyHead,
-)
-from engine.parallel.tensor.layers import local_rows
-from engine.parallel.tensor.ranges import cut_parts, cut_unevenly
-from engine.parallel.tensor.sharded_logits import whole
-from engine.parallel.tensor.simulate import simulate
+from engine.parallel.tensor.layers.linear import ColumnLinear, GatheredColumnLinear, RowLinear, local_rows
+from engine.parallel.tensor.layers.parallel_region import Region
+from engine.parallel.tensor.layers.vocab_parallel import VocabularyEmbedding, VocabularyHead
+from engine.parallel.tensor.logits.sharded_logits import gather_logits
+from engine.parallel.tensor.plan.ranges import cut_parts, cut_unevenly
+from engine.parallel.tensor.thread_ranks import run_tensor_ranks
+from engine.parallel.tensor.tp_axis import TensorAxis
 
 ROWS, WIDTH, WORDS = 5, 8, 11
 
@@ -39,7 +33,7 @@ class Written(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)
         x = x + self.down(torch.tanh(self.up(x)))
-        logits: Tensor = whole(self.head(torch.tanh(self.mix(x))))
+        logits: Tensor = gather_logits(self.head(torch.tanh(self.mix(x))))
         return logits
 
 
@@ -88,7 +82,7 @@ def test_a_model_written_with_them_is_the_whole_model(tp: int) -> None:
             parameter.data = part(name, reference.get_parameter(name).data, axis)
         return *run(model), axis
 
-    for out, found, axis in simulate(tp, body):
+    for out, found, axis in run_tensor_ranks(tp, body):
         torch.testing.assert_close(out, expected)
         assert found.keys() == grads.keys()
         for name, grad in found.items():
@@ -102,4 +96,4 @@ def test_sizes_that_the_axis_does_not_divide_are_refused() -> None:
         return str(caught.value)
 
     said = "out_features = 6 does not divide among 4 tensor ranks; choose a multiple of 4."
-    assert simulate(4, body) == [said] * 4
+    assert run_tensor_ranks(4, body) == [said] * 4

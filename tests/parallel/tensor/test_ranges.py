@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.parallel.shards import Range
-from engine.parallel.tensor.cuts import ParameterCut
-from engine.parallel.tensor.install import assemble, local_part
-from engine.parallel.tensor.ranges import cut_parts, cut_unevenly, held
+from engine.parallel.shard_table import Range
+from engine.parallel.tensor.layers.apply_plan import assemble, local_shard
+from engine.parallel.tensor.plan.ranges import cut_parts, cut_unevenly, held
+from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 ranks_st = st.sampled_from([1, 2, 3, 4, 6, 8])
 
@@ -41,7 +41,7 @@ def test_parts_assemble_to_the_whole(cut: tuple[int, int, tuple[Range, ...]], di
     size, tp, ranges = cut
     plan = ParameterCut(dim, ranges)
     full = torch.arange(size * other).view((size, other) if dim == 0 else (other, size))
-    parts = [local_part(full, plan, index) for index in range(tp)]
+    parts = [local_shard(full, plan, index) for index in range(tp)]
     assert torch.equal(assemble(parts, plan), full)
     for part, width in zip(parts, plan.widths(tp), strict=True):
         assert part.shape[dim] == width and part.is_contiguous()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-from engine.decoder import Decoder, loss_sum
-from engine.parallel.tensor.sharded_logits import whole
+from engine.models.decoder import Decoder, loss_sum
+from engine.parallel.tensor.logits.sharded_logits import gather_logits
 from tests.parallel.tensor.models import LENGTH, VOCABULARY, build, decoder, tokens
 from tests.parallel.tensor.sharded import Sharded, shard
 
@@ -168,8 +168,8 @@ def gathered_outputs() -> bool:
     """Body of a rank: whole() in a Hugging Face output and in a dict."""
     sharded = shard(build("llama-kv2").eval())
     with torch.no_grad():
-        output = whole(sharded.model(input_ids=tokens()))
-        nested = whole({"a": [sharded.model(input_ids=tokens()).logits], "b": 3})
+        output = gather_logits(sharded.model(input_ids=tokens()))
+        nested = gather_logits({"a": [sharded.model(input_ids=tokens()).logits], "b": 3})
     sharded.comm.close()
     return type(output.logits) is torch.Tensor and torch.equal(output.logits, nested["a"][0]) and nested["b"] == 3
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.parallel.tensor.auto.groups import Given, Group, Patterns
-from engine.parallel.tensor.auto.proof import Truth, exactly
+from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters, Given, GradientSparsity
+from engine.parallel.tensor.auto.equivalence import BlockReference, exactly
 
 WIDTH, HEADS, LENGTH = 16, 4, 6
 HEAD = WIDTH // HEADS
@@ -179,20 +179,20 @@ def given_for(block: nn.Module, length: int = LENGTH) -> Given:
     return (stream(length), *more), {}
 
 
-def patterns_of(block: nn.Module, **more: Any) -> Patterns:
+def patterns_of(block: nn.Module, **more: Any) -> GradientSparsity:
     """Its products, observed."""
     with exactly():
-        return Patterns(filled(block).eval(), given_for(block), **more)
+        return GradientSparsity(filled(block).eval(), given_for(block), **more)
 
 
-def groups_of(block: nn.Module, tp: int = 2, **more: Any) -> tuple[Group, ...]:
+def groups_of(block: nn.Module, tp: int = 2, **more: Any) -> tuple[CoupledParameters, ...]:
     """Its groups."""
     patterns = patterns_of(block, **more)
     with exactly():
         return patterns.groups(tp)
 
 
-def truth_of(block: nn.Module, *lengths: int, **more: Any) -> Truth:
+def truth_of(block: nn.Module, *lengths: int, **more: Any) -> BlockReference:
     """What it gives, at each length."""
     filled(block).train()
-    return Truth(block, [given_for(block, length) for length in lengths or (LENGTH,)], **more)
+    return BlockReference(block, [given_for(block, length) for length in lengths or (LENGTH,)], **more)

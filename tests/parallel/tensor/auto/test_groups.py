@@ -3,9 +3,9 @@
 import pytest
 from torch import nn
 
-from engine.parallel.shards import Range
-from engine.parallel.tensor.auto.groups import Group
-from engine.parallel.tensor.ranges import cut_parts, rows_of
+from engine.parallel.shard_table import Range
+from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters
+from engine.parallel.tensor.plan.ranges import cut_parts, rows_of_rank
 from tests.parallel.tensor.auto.blocks import (
     HEAD,
     HEADS,
@@ -24,12 +24,12 @@ from tests.parallel.tensor.auto.blocks import (
 )
 
 
-def rows(group: Group, name: str, tp: int = 2) -> list[list[int]]:
+def rows(group: CoupledParameters, name: str, tp: int = 2) -> list[list[int]]:
     """By rank the rows of a parameter."""
-    return [rows_of(group.cuts[name].ranges, rank) for rank in range(tp)]
+    return [rows_of_rank(group.cuts[name].ranges, rank) for rank in range(tp)]
 
 
-def only(block: nn.Module, tp: int = 2) -> Group:
+def only(block: nn.Module, tp: int = 2) -> CoupledParameters:
     (group,) = groups_of(block, tp)
     return group
 

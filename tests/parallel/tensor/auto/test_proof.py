@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.shards import Range
-from engine.parallel.tensor.auto.proof import Truth, Verdict
-from engine.parallel.tensor.cuts import AttributeChange, ParameterCut, TensorPlan
-from engine.parallel.tensor.cutting import cut_model
-from engine.parallel.tensor.styles import parse_style
+from engine.parallel.shard_table import Range
+from engine.parallel.tensor.auto.equivalence import BlockReference, Verdict
+from engine.parallel.tensor.plan.sharding_rules import cut_model
+from engine.parallel.tensor.plan.styles import parse_style
+from engine.parallel.tensor.plan.tensor_plan import AttributeChange, ParameterCut, TensorPlan
 from tests.parallel.tensor.auto.blocks import (
     LENGTH,
     WIDTH,
@@ -161,7 +161,7 @@ def test_code_that_raises_on_a_part_is_the_problem_and_nothing_hangs() -> None:
 
 def test_a_truth_is_the_same_for_every_plan() -> None:
     block = filled(Perceptron())
-    truth = Truth(block, [given_for(block)], [0])
+    truth = BlockReference(block, [given_for(block)], [0])
     before = {name: p.clone() for name, p in block.state_dict().items()}
     assert truth.prove(plan_for(block, PAIR), 2).holds and truth.prove(plan_for(block, PAIR, 4), 4).holds
     assert not truth.prove(plan_for(block, PAIR | {"up": "column rows:12-24/0-12"}), 2).holds

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.tensor.auto.proof import Truth
-from engine.parallel.tensor.cutting import cut_model
-from engine.parallel.tensor.styles import parse_style
+from engine.parallel.tensor.auto.equivalence import BlockReference
+from engine.parallel.tensor.plan.sharding_rules import cut_model
+from engine.parallel.tensor.plan.styles import parse_style
 
 STYLES = {"up": "column", "down": "row"}
 
@@ -30,7 +30,7 @@ def problem(evaluated_whole: bool) -> str:
     block = Perceptron(evaluated_whole).double()
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     plan = cut_model(block, {name: parse_style(text) for name, text in STYLES.items()}, 2, "test")
-    return Truth(block, [((x,), {})]).prove(plan, 2).problem
+    return BlockReference(block, [((x,), {})]).prove(plan, 2).problem
 
 
 def test_eval_mode_that_computes_with_a_width() -> None:

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.parallel.tensor.auto.proof import exactly
+from engine.parallel.tensor.auto.equivalence import exactly
 from engine.parallel.tensor.auto.search import Decided, Search
-from engine.parallel.tensor.auto.ways import local, numbers, view
+from engine.parallel.tensor.auto.strategies import divisible_attributes, local, view
 from tests.models import NanoBlock
 from tests.parallel.tensor.auto.blocks import (
     LENGTH,
@@ -126,7 +126,7 @@ def test_only_numbers_that_code_reads_and_ranks_share_are_tried() -> None:
     block = Thirds()
     block.odd, block.flag, block.ratio = 7, True, 0.5  # type: ignore[assignment]
     (group,) = groups_of(block, 2)
-    assert [number.attribute for number in numbers(block, group, 2)] == ["heads", "width"]
+    assert [number.attribute for number in divisible_attributes(block, group, 2)] == ["heads", "width"]
     assert local(block, group, 2) is not None and view(block, group, 2).how == "view"
 
 

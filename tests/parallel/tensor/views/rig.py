@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.simulate import SimulatedAxis, simulate
-from engine.parallel.tensor.views.context import Views
-from engine.parallel.tensor.views.index import Index, Sets
-from engine.parallel.tensor.views.view import View, show
+from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, show_parameter
+from engine.parallel.tensor.global_tensor.index_sets import Index, Sets
+from engine.parallel.tensor.thread_ranks import SimulatedAxis, run_tensor_ranks
+from engine.parallel.tensor.tp_axis import TensorAxis
 
 Program = Callable[..., Any]
 KINDS = ("blocks", "interleaved", "thirds", "uneven", "shared", "pairs")
@@ -106,7 +106,7 @@ def _outputs(result: Any) -> list[Tensor]:
 
 def run_rank(program: Program, given: Mapping[str, Given], axis: TensorAxis, sequence: bool = False) -> Found:
     """Forward and backward of one rank."""
-    views = Views(axis, sequence)
+    views = GlobalTensorContext(axis, sequence)
     leaves: dict[str, Tensor] = {}
     arguments: dict[str, Any] = {}
     for name, one in given.items():
@@ -117,26 +117,26 @@ def run_rank(program: Program, given: Mapping[str, Given], axis: TensorAxis, seq
         if one.cut is None:
             arguments[name] = leaf
         elif isinstance(leaf, nn.Parameter):
-            arguments[name] = show(leaf, tuple(one.tensor.shape), sets, views)
+            arguments[name] = show_parameter(leaf, tuple(one.tensor.shape), sets, views)
         else:
-            arguments[name] = View(leaf.view_as(leaf), tuple(one.tensor.shape), sets, views)
+            arguments[name] = GlobalTensor(leaf.view_as(leaf), tuple(one.tensor.shape), sets, views)
     outputs = _outputs(program(**arguments))
     partial = {name for name, leaf in leaves.items() if isinstance(leaf, nn.Parameter) and leaf in views.partial}
     views.clear()
     roots, cotangents = [], []
     for number, out in enumerate(outputs):
         cotangent = _cotangent(number, out.shape)
-        if isinstance(out, View):
+        if isinstance(out, GlobalTensor):
             own = ownership(out.sets, tuple(out.shape), axis.index, axis.size)
             cotangent = take(cotangent, out.sets, axis.index) * own
         if out.requires_grad:
-            roots.append(out.local if isinstance(out, View) else out)
+            roots.append(out.local if isinstance(out, GlobalTensor) else out)
             cotangents.append(cotangent.to(out.dtype))
     torch.autograd.backward(roots, cotangents)
     grads = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for name, leaf in leaves.items()}
     return Found(
-        [(out.local if isinstance(out, View) else out).detach() for out in outputs],
-        [out.sets if isinstance(out, View) else None for out in outputs],
+        [(out.local if isinstance(out, GlobalTensor) else out).detach() for out in outputs],
+        [out.sets if isinstance(out, GlobalTensor) else None for out in outputs],
         grads,
         partial,
         views.gathers,
@@ -167,7 +167,7 @@ def compare(
 
 def run(program: Program, given: Mapping[str, Given], ranks: int, sequence: bool = False) -> list[Found]:
     """On parts only."""
-    return simulate(ranks, lambda axis: run_rank(program, given, axis, sequence))
+    return run_tensor_ranks(ranks, lambda axis: run_rank(program, given, axis, sequence))
 
 
 def check_output(whole: Tensor, number: int, found: list[Found], bound: float) -> None:

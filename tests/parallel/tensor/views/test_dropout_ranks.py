@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import checkpoint
 
-from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.views.context import Views
-from engine.parallel.tensor.views.view import View
+from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.tensor.sharded import open_comm
 from tests.parallel.tensor.views.rig import index
 
@@ -31,10 +31,10 @@ class Drawn(NamedTuple):
 def draw(kind: str | None, function: str) -> Drawn:
     """Body of a rank."""
     comm = open_comm()
-    views = Views(TensorAxis(comm))
+    views = GlobalTensorContext(TensorAxis(comm))
     sets = (None, None if kind is None else index(kind, 96, 2), None, None)
     size = 96 if sets[1] is None else sets[1].counts[views.axis.index]
-    ones = View(torch.ones(2, size, 4, 4, requires_grad=True), (2, 96, 4, 4), sets, views)
+    ones = GlobalTensor(torch.ones(2, size, 4, 4, requires_grad=True), (2, 96, 4, 4), sets, views)
 
     def run(x: Tensor) -> Any:
         if function == "attention":
@@ -45,17 +45,17 @@ def draw(kind: str | None, function: str) -> Drawn:
 
     torch.manual_seed(7)
     out = run(ones)
-    mask = (out.local if isinstance(out, View) else out) == 0
+    mask = (out.local if isinstance(out, GlobalTensor) else out) == 0
     state = torch.get_rng_state()
     torch.manual_seed(7)
     out = checkpoint.checkpoint(run, ones, use_reentrant=False)
-    again = (out.local if isinstance(out, View) else out) == 0
+    again = (out.local if isinstance(out, GlobalTensor) else out) == 0
     before = torch.get_rng_state()
     functional.dropout(ones, 0.5, training=False)
     functional.dropout(ones, 0.0)
     untouched = torch.equal(before, torch.get_rng_state())
     loss: Any = out.sum()
-    torch.autograd.backward(loss.local if isinstance(loss, View) else loss)
+    torch.autograd.backward(loss.local if isinstance(loss, GlobalTensor) else loss)
     comm.close()
     return Drawn(mask, again, state, untouched, views.gathers)
 

@@ -5,8 +5,8 @@ import pickle
 import numpy as np
 import pytest
 
-from engine.parallel.shards import Range
-from engine.parallel.tensor.views.index import (
+from engine.parallel.shard_table import Range
+from engine.parallel.tensor.global_tensor.index_sets import (
     Index,
     Indices,
     NoRuleError,
@@ -16,7 +16,7 @@ from engine.parallel.tensor.views.index import (
     index_of,
     positions,
 )
-from engine.parallel.tensor.views.layout import Layout, concatenated, local_shape, repeated, reshaped, sliced
+from engine.parallel.tensor.global_tensor.layout import Layout, concatenated, local_shape, repeated, reshaped, sliced
 from tests.parallel.tensor.views.rig import KINDS, index
 
 

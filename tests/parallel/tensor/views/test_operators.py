@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.activation import activate
-from engine.kernels.choice import Kernels
-from engine.kernels.gated import gated
-from engine.kernels.norm import Norm, add_norm, norm
-from engine.kernels.rotary import Rotary, rotary
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.bias_activation import activate
+from engine.kernels.ops.gated_unit import gated
+from engine.kernels.ops.norm import Norm, add_norm, norm
+from engine.kernels.ops.rotary import Rotary, rotary
 from tests.kernels.interpreter import repair
 from tests.parallel.tensor.views.rig import KINDS, Given, compare, normal
 

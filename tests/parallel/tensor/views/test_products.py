@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.errors import EngineError
-from engine.kernels.activations import Activation
-from engine.kernels.choice import Kernels
-from engine.kernels.linear import LinearForm, linear
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.activation_functions import Activation
+from engine.kernels.ops.linear import LinearForm, linear
 from tests.parallel.tensor.views.rig import KINDS, Given, compare, normal
 
 RANKS = (2, 4)

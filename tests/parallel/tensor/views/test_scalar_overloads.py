@@ -2,16 +2,16 @@
 
 import torch
 
-from engine.parallel.tensor.axis import DryAxis
-from engine.parallel.tensor.views.context import Views
-from engine.parallel.tensor.views.moves import enter_stream
-from engine.parallel.tensor.views.view import View
+from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.redistribute import enter_stream
+from engine.parallel.tensor.tp_axis import DryAxis
 
 
 def test_pow_without_gradients() -> None:
-    views = Views(DryAxis(2, lambda _: None), True)
+    views = GlobalTensorContext(DryAxis(2, lambda _: None), True)
     x = enter_stream(views, torch.arange(64.0).view(2, 4, 8))
-    assert isinstance(x, View)
+    assert isinstance(x, GlobalTensor)
     cubed = torch.pow(x, 3.0)
-    assert isinstance(cubed, View)
+    assert isinstance(cubed, GlobalTensor)
     assert torch.equal(cubed.local, x.local * x.local * x.local)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from engine.parallel.tensor.axis import TensorAxis
-from engine.parallel.tensor.simulate import simulate
-from engine.parallel.tensor.views.context import Views
-from engine.parallel.tensor.views.moves import cut, full
+from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
+from engine.parallel.tensor.global_tensor.redistribute import full, scatter_stream
+from engine.parallel.tensor.thread_ranks import run_tensor_ranks
+from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.tensor.views.rig import Given, compare, normal
 
 B, T, C, HIDDEN, HEADS = 2, 8, 12, 24, 4
@@ -115,10 +115,10 @@ def test_positions_that_are_picked_out_of_the_stream() -> None:
 
 def test_a_layer_that_is_called_twice_sees_a_cut_stream_twice() -> None:
     def body(axis: TensorAxis) -> tuple[Tensor, Tensor]:
-        views = Views(axis, sequence=True)
+        views = GlobalTensorContext(axis, sequence=True)
         x = normal(B, T, C).requires_grad_()
         weight = nn.Parameter(normal(C, C))
-        stream = cut(views, x * 1)
+        stream = scatter_stream(views, x * 1)
         hidden: Any = torch.tanh(functional.linear(torch.tanh(functional.linear(stream, weight)), weight))
         out = full(hidden, "test")
         torch.autograd.backward(out.sum())
@@ -127,7 +127,7 @@ def test_a_layer_that_is_called_twice_sees_a_cut_stream_twice() -> None:
 
     x, weight = normal(B, T, C).requires_grad_(), normal(C, C).requires_grad_()
     torch.autograd.backward(torch.tanh(torch.tanh(x @ weight.t()) @ weight.t()).sum())
-    found = simulate(2, body)
+    found = run_tensor_ranks(2, body)
     assert weight.grad is not None
     torch.testing.assert_close(sum(grad for _, grad in found), weight.grad)
     for grad, _ in found:

@@ -1,0 +1,77 @@
+"""The user's module is cut to what this rank holds, and its parameters move into flat buckets."""
+
+import torch
+from torch import Tensor, nn
+
+from engine.build.request import ModelSource
+from engine.errors import PlanError
+from engine.parallel.comm.comm import Comm
+from engine.parallel.model.materialize import materialize, replace_meta
+from engine.parallel.model.placeholders import replace_absent
+from engine.parallel.model.rng_streams import keyed_generators
+from engine.parallel.tensor.layers.apply_plan import apply_plan, local_shard
+from engine.parallel.tensor.tp_axis import TensorAxis
+from engine.planning.budgets import reduces_each_microbatch, shards_parameters
+from engine.planning.plan import Plan
+from engine.precision.dtypes import place_rest
+from engine.zero.flat_buckets import FlatBucket, Ownership, fill, reserve
+
+
+def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
+    """The user's module, built under the configured seed when a callable is given.
+
+    Raises:
+        PlanError: neither a module nor a callable that returns one.
+    """
+    model: object = source
+    if not isinstance(source, nn.Module):
+        if not callable(source):
+            raise PlanError(f"model is a {type(source).__name__}; give an nn.Module or a callable that returns one.")
+        with keyed_generators(device, seed):
+            model = source()
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"the model callable returned a {type(model).__name__}; it must return an nn.Module.")
+    return model
+
+
+def place_model(
+    model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis
+) -> tuple[FlatBucket, ...]:
+    """Cut the model to what this rank holds, and move that into flat buckets: trained ones, then frozen ones."""
+    coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
+    rows = {row.name: row for row in plan.table.held_by(coord.pp)}
+    cuts = plan.tensor.parameters if plan.tensor else {}
+    sharded, each = config.zero_optimization.stage > 0, reduces_each_microbatch(config)
+    who = Ownership(coord.dp, config.dp, sharded, each, shards_parameters(config), plan.precision.master)
+    buckets = reserve(plan.layout(coord), parameters, who, device)
+    places = {
+        slot.name: (flat, slot, view)
+        for flat in buckets
+        for slot, view in zip(flat.bucket.slots, flat.views, strict=True)
+    }
+
+    def keep(name: str, full: Tensor) -> Tensor:
+        part = local_shard(full, cuts[name], coord.tp) if name in cuts else full
+        if name not in places:
+            return part
+        flat, slot, view = places[name]
+        flat.place(slot, part)
+        return view
+
+    def empty(name: str) -> Tensor:
+        if name in places:
+            return places[name][2]
+        return torch.zeros(rows[name].local_shape(coord.tp), dtype=rows[name].dtype, device=device)
+
+    meta = {name for name, p in parameters.items() if p.is_meta and name in rows}
+    drawn = meta if config.checkpoint.init_from is None else set()
+    materialize(model, drawn, config.seed, device, keep)
+    replace_meta(model, {name: empty(name) for name in meta - drawn})
+    if plan.tensor is not None:
+        views = apply_plan(model, plan.tensor, axis, already_cut=meta).views
+        views.planned = frozenset(parameters[name] for name in plan.tensor.partial)
+    place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
+    replace_absent(model, rows.keys(), device)
+    for flat in buckets:
+        fill(flat, placed=meta)
+    return buckets

@@ -1,0 +1,100 @@
+"""What can be refused before anything is communicated."""
+
+from typing import Any
+
+from torch import nn
+
+from engine.build.request import Request
+from engine.config import Config
+from engine.config.sections import Bf16Config
+from engine.errors import ConfigError, PlanError
+from engine.parallel.activation_checkpointing.blocks import find_operators, recomputed_blocks
+from engine.planning.analysis import needs_example
+from engine.planning.plan import check_settings
+from engine.program.batch import Batch, named_tensors
+from engine.reporting.sinks import check_sinks
+
+
+def prepare(model: nn.Module, config: Config, request: Request) -> None:
+    """Refuse what can be refused without seeing a batch and without communication."""
+    _refuse_unbuilt(config)
+    zero = config.zero_optimization
+    if zero.reduce == "microbatch" and zero.stage < 2:
+        raise ConfigError(
+            f"zero_optimization.reduce 'microbatch' with stage {zero.stage}: it keeps gradients as shards, which is "
+            "stage 2; set stage to 2, or reduce to 'step'."
+        )
+    if (zero.gather == "step" or zero.keep_gathered_bytes) and zero.stage < 3:
+        what = "gather 'step'" if zero.gather == "step" else "keep_gathered_bytes"
+        raise ConfigError(
+            f"zero_optimization.{what} with stage {zero.stage}: only stage 3 gathers parameters; set stage to 3, or "
+            "leave it out."
+        )
+    if config.parallel.sequence_parallel_regather and not config.parallel.sequence_parallel:
+        raise ConfigError(
+            "parallel.sequence_parallel_regather true without sequence_parallel: nothing is gathered; set "
+            "sequence_parallel too, or leave it out."
+        )
+    _check_master(config.bf16, request)
+    find_operators(config.activation_checkpointing)
+    recomputed_blocks(model, config.activation_checkpointing)
+    check_sinks(config.monitor)
+    if config.optimizer is None and request.optimizer is None:
+        raise ConfigError("optimizer: null, and none was given in code; name one, or pass optimizer=... in code.")
+    _refuse_shared_memory(model)
+    _check_example(request.example_batch)
+    if needs_example(config) and request.example_batch is None:
+        check_settings(model, config)  # the plan, which would say it, is made when the first batch comes
+    _switch_cache_off(model)
+
+
+def _check_master(bf16: Bf16Config, request: Request) -> None:
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        raise ConfigError(
+            "bf16.bf16_optimizer_states true with an fp32 master: the master is the larger part; set "
+            "bf16.bf16_master_weights_and_grads too, or leave it out."
+        )
+    if bf16.enabled and bf16.bf16_master_weights_and_grads and request.optimizer is not None:
+        raise ConfigError(
+            "bf16.bf16_master_weights_and_grads true with an optimizer given in code: it would round every update to "
+            "nearest and lose the small ones; name AdamW, Adam, SGD or Lion in the config, or leave it out."
+        )
+
+
+def _refuse_unbuilt(config: Config) -> None:
+    """Refuse what the configuration can say and this version cannot do."""
+    if (device := config.zero_optimization.offload_optimizer.device) != "none":
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.device {device!r}: this version keeps optimizer state on the device; "
+            "leave it out."
+        )
+
+
+def _check_example(example: Batch) -> None:
+    if example is not None and not any(tensor.ndim for _, tensor in named_tensors(example)):
+        raise PlanError(
+            f"example_batch is a {type(example).__name__} without tensors; give one microbatch (of tensors, or of meta "
+            "tensors that have its shapes), or leave it out."
+        )
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Two parameters over one memory would be taken apart by the flat buckets without a word."""
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not parameter.numel():
+            continue
+        other = owners.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            raise PlanError(
+                f"parameters {other!r} and {name!r} are two objects over the same memory; tie them by assigning one "
+                "nn.Parameter to both modules."
+            )
+
+
+def _switch_cache_off(model: nn.Module) -> None:
+    """Hugging Face models build a key-value cache in every forward unless each config says no."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False

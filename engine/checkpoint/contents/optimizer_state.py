@@ -1,0 +1,252 @@
+"""What a torch optimizer remembers, as tensors of parameters and plain numbers.
+
+moments    state tensors of their parameter's shape: cut, stored and loaded like the parameter
+numbers    single values ("step" of torch's Adam), by optimizer group
+options    what the groups say (lr, betas, the step count of the built-in optimizers)
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.checkpoint.format.host_image import torch_dtype
+from engine.checkpoint.format.safetensors_file import TensorKind, code_of
+from engine.checkpoint.format.strict_json import natural
+from engine.errors import CheckpointError
+from engine.parallel.shard_table import ShardTable
+from engine.zero.optim.flat_optimizers import FlatOptimizer
+from engine.zero.optim.sharded_optimizer import OptimizerTensor, ShardedOptimizer
+
+Moments = dict[nn.Parameter, dict[str, Tensor]]
+
+
+Numbers = dict[str, dict[str, list[Any]]]
+"""Group -> name -> [value, dtype of a tensor or None]."""
+
+
+_SCHEDULED = frozenset({"lr", "betas", "momentum"})
+"""Options of an optimizer that schedulers move."""
+
+
+def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
+    """By what the optimizer updates, and name; nothing before the first step."""
+    state = optimizer.inner.state
+    return {
+        place.parameter: {
+            name: value for name, value in state[place.parameter].items() if _is_moment(name, value, place)
+        }
+        for place in optimizer.places
+        if place.parameter in state
+    }
+
+
+def group_scalars(optimizer: ShardedOptimizer) -> Numbers:
+    """Single values, which all parameters of a group have to share.
+
+    Raises:
+        CheckpointError: they do not, or the state is neither a moment nor a number.
+    """
+    found: Numbers = {}
+    for group, place in _grouped(optimizer):
+        values = found.setdefault(str(group), {})
+        for name, value in optimizer.inner.state.get(place.parameter, {}).items():
+            if _is_moment(name, value, place):
+                continue
+            number = _number(name, value, optimizer)
+            if values.setdefault(name, number) != number:
+                raise CheckpointError(
+                    f"optimizer {type(optimizer.inner).__name__}: {name!r} is {number[0]} for some parameters of group "
+                    f"{group} and {values[name][0]} for others; a checkpoint holds one for the group."
+                )
+    return found
+
+
+def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
+    """Those of all ranks; a rank that has no parameter of a group says nothing about it."""
+    merged: Numbers = {}
+    for given in ranks:
+        for group, values in given.items():
+            for name, number in values.items():
+                if merged.setdefault(group, {}).setdefault(name, number) != number:
+                    raise CheckpointError(
+                        f"ranks disagree on {name!r} of optimizer group {group}; look for a skipped step."
+                    )
+    return merged
+
+
+def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable) -> dict[str, Any]:
+    """Type and groups, for the manifest."""
+    groups = [
+        {"params": names, "options": {key: _plain(value) for key, value in group.items() if _is_plain(key, value)}}
+        for group, names in zip(optimizer.inner.param_groups, _names(optimizer, table), strict=True)
+    ]
+    return {"type": _type(optimizer), "groups": groups}
+
+
+def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: object) -> None:
+    """Refuse the state of another optimizer."""
+    own = _type(optimizer)
+    if stored.get("type") != own:
+        raise CheckpointError(
+            f"{step} has the optimizer state of {stored.get('type')}, and this run's optimizer is {own}; load it with "
+            "load_optimizer_states=False, or configure the same optimizer."
+        )
+
+
+class Families:
+    """Which moments a checkpoint has of which parameters: of all in a group the same, so that none is missed."""
+
+    def __init__(self, kinds: Mapping[str, TensorKind], stored: Mapping[str, Any]) -> None:
+        named = [(name.partition("/")[0], name.partition("/")[2], kind) for name, kind in kinds.items()]
+        self.kinds = {family: kind for family, _, kind in named if family not in ("param", "buffer", "master")}
+        """The moments, each with some parameter's kind."""
+        groups = {name: index for index, group in enumerate(stored["groups"]) for name in group["params"]}
+        found: dict[int | None, set[str]] = {}
+        for family, name, _ in named:
+            if family in self.kinds and name in groups:
+                found.setdefault(groups[name], set()).add(family)
+        self._groups, self._found = groups, found
+
+    def of(self, parameters: Iterable[str]) -> set[str]:
+        """Those that any of them has; a parameter that was not trained lacks all."""
+        groups = self._groups
+        return {
+            family
+            for name in parameters
+            for family in (self._found.get(groups[name], ()) if name in groups else self.kinds)
+        }
+
+
+def make_moments(optimizer: ShardedOptimizer, families: Families) -> Moments:
+    """Zeros for the moments that are stored, in place of all state."""
+    inner = optimizer.inner
+    made: Moments = {}
+    for place in optimizer.places:
+        wanted = families.of(place.names())
+        inner.state[place.parameter] = made[place.parameter] = {
+            name: torch.zeros_like(place.parameter.detach(), dtype=_dtype(inner, place.parameter, kind))
+            for name, kind in families.kinds.items()
+            if name in wanted
+        }
+    return made
+
+
+def restore(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
+    """Numbers and options. The built-in optimizers take the step count only: the configuration has the say.
+
+    So it has over the rate and weight decay of a group whose parameters were grouped otherwise when it was saved.
+    """
+    inner, sources = optimizer.inner, _sources(optimizer, table, stored)
+    for group, names, source in zip(inner.param_groups, _names(optimizer, table), sources, strict=True):
+        then = stored["groups"][source] if source is not None else {"params": [], "options": {}}
+        if isinstance(inner, FlatOptimizer):
+            group["step"] = natural(then["options"].get("step", 0), "the optimizer's step")
+            continue
+        kept = () if set(then["params"]) == set(names) else ("lr", "weight_decay")
+        _put(group, {key: value for key, value in then["options"].items() if key not in kept})
+    for index, place in _grouped(optimizer):
+        values = stored.get("numbers", {}).get(str(sources[index]), {})
+        device = _device_of_numbers(inner.param_groups[index], place.parameter)
+        for name, (value, dtype) in values.items():
+            if dtype is not None:
+                value = torch.tensor(value, dtype=torch_dtype(TensorKind(code_of(dtype), ())), device=device)
+            inner.state[place.parameter][name] = value
+
+
+def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
+    """Refuse the state of a scheduler whose groups were not those of this run."""
+    sources, count = _sources(optimizer, table, stored), len(stored["groups"])
+    if len(sources) != count or any(source not in (index, None) for index, source in enumerate(sources)):
+        raise CheckpointError(
+            f"the learning-rate scheduler was saved over {count} optimizer group(s) and this run's {len(sources)} hold "
+            "other parameters; group them as then (optimizer.no_weight_decay, optimizer.groups), or load with "
+            "load_module_only=True."
+        )
+
+
+def restore_schedule(optimizer: ShardedOptimizer, stored: Mapping[str, Any]) -> None:
+    """What a scheduler of torch keeps in the groups, such as the rate of the next update; ``check_schedule`` first."""
+    for group, then in zip(optimizer.inner.param_groups, stored["groups"], strict=True):
+        own = optimizer.inner.defaults.keys() - _SCHEDULED
+        _put(group, {key: value for key, value in then["options"].items() if key in group and key not in own})
+
+
+def _put(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        given = group.get(key)
+        if isinstance(given, Tensor):
+            given.fill_(value)  # a rate that compiled or captured code reads
+        else:
+            group[key] = tuple(value) if isinstance(given, tuple) else value
+
+
+def _sources(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> list[int | None]:
+    """For each group the stored one that has its first parameter."""
+    by_name = {name: index for index, group in enumerate(stored["groups"]) for name in group["params"]}
+    return [next((by_name[name] for name in names if name in by_name), None) for names in _names(optimizer, table)]
+
+
+def _device_of_numbers(group: Mapping[str, Any], parameter: nn.Parameter) -> torch.device:
+    """Where torch's optimizers look for their step count."""
+    there = group.get("capturable") or group.get("fused")
+    return parameter.device if there else torch.device("cpu")
+
+
+def _type(optimizer: ShardedOptimizer) -> str:
+    return type(optimizer.inner).__name__.removeprefix("Flat")
+
+
+def _grouped(optimizer: ShardedOptimizer) -> Iterator[tuple[int, OptimizerTensor]]:
+    groups = {id(p): index for index, group in enumerate(optimizer.inner.param_groups) for p in group["params"]}
+    for place in optimizer.places:
+        if id(place.parameter) in groups:
+            yield groups[id(place.parameter)], place
+
+
+def _names(optimizer: ShardedOptimizer, table: ShardTable) -> list[list[str]]:
+    """The parameters of every group, on all ranks."""
+    names: list[list[str]] = [[] for _ in optimizer.inner.param_groups]
+    for row in table:
+        if row.trainable and row.group < len(names):
+            names[row.group].append(row.name)
+    return names
+
+
+def _is_moment(name: str, value: Any, place: OptimizerTensor) -> bool:
+    return isinstance(value, Tensor) and name != "step" and value.shape == place.parameter.shape
+
+
+def _number(name: str, value: Any, optimizer: ShardedOptimizer) -> list[Any]:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return [value.item(), str(value.dtype).removeprefix("torch.")]
+    if value is None or isinstance(value, bool | int | float | str):
+        return [value, None]
+    what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise CheckpointError(
+        f"optimizer {type(optimizer.inner).__name__} keeps {name!r}, {what}; a checkpoint takes state of the "
+        "parameter's shape and single numbers."
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    """What JSON gives back as it was, but for tuples and rates that are tensors."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    if isinstance(value, list | tuple):
+        return key != "params" and all(_is_plain("", item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _dtype(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, stored: TensorKind) -> torch.dtype:
+    rounding = getattr(optimizer, "rounding", None)
+    if rounding is not None and parameter.dtype == torch.bfloat16:
+        moments: torch.dtype = rounding.moments
+        return moments
+    kept = torch_dtype(stored)
+    return parameter.dtype if kept.is_floating_point else kept

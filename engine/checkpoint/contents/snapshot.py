@@ -1,0 +1,187 @@
+"""The half of a save that training waits for: one copy of this rank's share into host memory.
+
+weights    -> messages, one for each other rank that writes some of these tensors
+           -> the image of the model file, where this rank writes them itself
+buffers    -> the image of the model file, on the rank that owns them
+masters, moments -> the image of the optimizer file
+generators -> the image of the state file
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.contents.local_tensors import Held, copy_shared
+from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership, stored_part
+from engine.checkpoint.format.host_image import HostImage, ImageMemory, as_tensor, kind_of, make_image
+from engine.checkpoint.format.pieces import Part, Piece
+from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.parallel.grid import Coord
+
+METADATA = {"format": "pt"}
+"""What transformers looks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a save puts into the manifest beside tensors; rank 0's is taken."""
+
+    step: int
+    aliases: Mapping[str, str]
+    info: Mapping[str, Any]
+    progress: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    user: Any
+    model_files: Mapping[str, bytes]
+    """"config.json" and what else belongs into the model folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """What this rank has to store."""
+
+    weights: Sequence[Held]
+    """Parameters, of which owners write the whole."""
+    buffers: Mapping[str, Tensor]
+    """"buffer/..." -> values."""
+    pieces: Sequence[Held]
+    """Masters and moments."""
+    state: Mapping[str, Tensor]
+    """What is this rank's alone."""
+    numbers: Mapping[str, Any]
+    """Single numbers of the optimizer's state, by group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A rank's bytes as they were between two steps."""
+
+    contents: Contents
+    outgoing: Mapping[int, memoryview]
+    """Other owner -> this rank's pieces of the tensors that it writes."""
+    model: HostImage
+    """Of the tensors that this rank owns; other ranks' pieces are still to come."""
+    optim: HostImage
+    state: HostImage
+    pieces: Mapping[str, tuple[TensorKind, Piece]]
+    """What the image of the optimizer file holds."""
+    numbers: Mapping[str, Any]
+
+    @property
+    def images(self) -> tuple[HostImage, ...]:
+        """The files that this rank writes."""
+        return tuple(image for image in (self.model, self.optim, self.state) if image.layout.places)
+
+
+MessagePart = tuple[ModelTensor, Piece, int, int]
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What travels from whom to which owner: known to both sides from the plan."""
+
+    shares: SaveOwnership
+    tensors: Sequence[ModelTensor]
+    _known: dict[tuple[Coord, int], list[MessagePart]] = field(default_factory=dict)
+    """Found before: the plan does not change, and training waits while a message is filled."""
+
+    def parts(self, source: Coord, owner: int) -> list[MessagePart]:
+        """(tensor, piece, first byte, last byte) of the message of a rank to an owner; starts are aligned."""
+        if (source, owner) not in self._known:
+            self._known[source, owner] = self._find(source, owner)
+        return self._known[source, owner]
+
+    def _find(self, source: Coord, owner: int) -> list[MessagePart]:
+        found, end = [], 0
+        for tensor in self.tensors:
+            if tensor.owner == owner and tensor.stage == source.pp and tensor.row is not None:
+                piece = self.shares.stored(tensor.row, source)
+                if piece is not None:
+                    start = -(-end // 8) * 8
+                    end = start + piece.elements * tensor.kind.width
+                    found.append((tensor, piece, start, end))
+        return found
+
+
+class Snapshots:
+    """Takes the snapshots of one rank, and puts what the others send into them."""
+
+    def __init__(self, shares: SaveOwnership, tensors: Sequence[ModelTensor], rank: int) -> None:
+        self.owned = [tensor for tensor in tensors if tensor.owner == rank]
+        self.writers = sorted({tensor.owner for tensor in tensors})
+        """The ranks that own tensors."""
+        self.memory = ImageMemory()
+        self._messages = Messages(shares, tensors)
+        self._grid = shares.plan.grid(rank)
+        self._coord = self._grid.coord()
+
+    @torch.no_grad()
+    def take(self, ours: Ours, contents: Contents) -> Snapshot:
+        """Copy everything that training will change. Nothing is communicated."""
+        weights = {held.tensor: held for held in ours.weights}
+        others = [owner for owner in self.writers if owner != self._grid.rank]
+        outgoing = {owner: memory for owner in others if (memory := self._message(weights, owner)) is not None}
+        # a buffer may have been replaced since the model was built, by one of another dtype or shape
+        live = {tensor.name: kind_of(ours.buffers[tensor.name]) for tensor in self.owned if tensor.row is None}
+        model = self._image("model", {tensor.key: live.get(tensor.name, tensor.kind) for tensor in self.owned})
+        for tensor, *_ in self._messages.parts(self._coord, self._grid.rank):
+            held, whole = weights[tensor.name], model.tensor(tensor.key).view(-1)
+            # rows that other ranks hold too go along; what the first of them sends is put over them
+            copy_shared(held.values, held.own, whole, Part(tensor.kind.shape).whole())
+        for tensor in self.owned:
+            if tensor.row is None:
+                model.tensor(tensor.key).copy_(ours.buffers[tensor.name])
+        stored = [(held, piece) for held in ours.pieces if (piece := self._stored(held)) is not None]
+        optim = self._image("optim", {held.tensor: TensorKind(held.kind.dtype, (p.elements,)) for held, p in stored})
+        for held, piece in stored:
+            copy_shared(held.values, held.own, optim.tensor(held.tensor), piece)
+        state = self._image("state", {key: kind_of(value) for key, value in ours.state.items()})
+        for key, value in ours.state.items():
+            state.tensor(key).copy_(value)
+        pieces = {held.tensor: (held.kind, piece) for held, piece in stored}
+        return Snapshot(contents, outgoing, model, optim, state, pieces, ours.numbers)
+
+    def incoming(self) -> Iterator[tuple[int, int]]:
+        """(rank, bytes) of the messages that this rank puts together with its own pieces."""
+        for coord in self._sources():
+            parts = self._messages.parts(coord, self._grid.rank)
+            if parts and coord != self._coord:
+                yield self._grid.rank_at(*coord), parts[-1][3]
+
+    @torch.no_grad()
+    def put(self, snapshot: Snapshot, source: int, message: memoryview) -> None:
+        """Put the weights that a rank has sent into the image of the model file."""
+        for tensor, piece, start, stop in self._messages.parts(self._grid.coord(source), self._grid.rank):
+            values = as_tensor(message[start:stop], TensorKind(tensor.kind.dtype, (piece.elements,)))
+            whole = snapshot.model.tensor(tensor.key).view(-1)
+            copy_shared(values, piece, whole, Part(tensor.kind.shape).whole())
+
+    def _sources(self) -> Iterator[Coord]:
+        for dp in range(self._grid.dp if self.owned else 0):
+            for tp in range(self._grid.tp):
+                yield Coord(self._coord.pp, dp, tp)
+
+    def _message(self, weights: Mapping[str, Held], owner: int) -> memoryview | None:
+        parts = self._messages.parts(self._coord, owner)
+        if not parts:
+            return None
+        memory = self.memory.take(f"to {owner}", parts[-1][3])[: parts[-1][3]]
+        for tensor, piece, start, stop in parts:
+            held = weights[tensor.name]
+            target = as_tensor(memory[start:stop], TensorKind(held.kind.dtype, (piece.elements,)))
+            copy_shared(held.values, held.own, target, piece)
+        return memory
+
+    def _stored(self, held: Held) -> Piece | None:
+        """What of a piece this rank stores; None for copies of what another one does."""
+        part = stored_part(held.row, self._coord.tp)
+        if part is None or held.row.owners[0] != self._coord.pp:
+            return None
+        piece = held.own.within(part)
+        return piece if piece.elements else None
+
+    def _image(self, name: str, kinds: Mapping[str, TensorKind]) -> HostImage:
+        return make_image(kinds, METADATA, self.memory, name)

@@ -1,0 +1,135 @@
+"""Files in host memory, page-aligned and as they will lie on the disk, so that a save is one copy and one long write.
+
+The memory is kept from one save to the next: fresh pages cost more than the copy does.
+
+Write a file from memory: large chunks past the page cache, forced to the disk, while the blocks are hashed.
+
+    this thread      | write chunk 0 | write chunk 1 | ... | truncate, sync |
+    another one      | hash chunk 0 | hash chunk 1 | ...
+
+Both let go of the interpreter lock, and nothing in the memory changes meanwhile.
+"""
+
+import mmap
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.format.checked_blocks import BLOCK, DEFAULT_ALGORITHM, Hashes, hash_blocks
+from engine.checkpoint.format.filesystem import PAGE, Files, named
+from engine.checkpoint.format.safetensors_file import DTYPES, FileLayout, TensorKind, code_of, lay_out
+
+
+class ImageMemory:
+    """Buffers by name, each as large as its largest use so far."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, mmap.mmap] = {}
+
+    def take(self, name: str, size: int) -> memoryview:
+        """At least ``size`` bytes, rounded up to pages; what an earlier use left is in there."""
+        wanted = max(PAGE, -(-size // PAGE) * PAGE)
+        held = self._buffers.get(name)
+        if held is None or len(held) < wanted:
+            held = self._buffers[name] = mmap.mmap(-1, wanted)
+            with suppress(OSError):  # a kernel without them takes small pages
+                held.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(held)[:wanted]
+
+    @property
+    def bytes(self) -> int:
+        """What is held."""
+        return sum(map(len, self._buffers.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class HostImage:
+    """One file in memory."""
+
+    layout: FileLayout
+    memory: memoryview
+    """Whole pages; the file is its first ``layout.size`` bytes."""
+
+    def tensor(self, key: str) -> Tensor:
+        """Where a tensor's values go."""
+        kind, start = self.layout.places[key]
+        return as_tensor(self.memory[start : start + kind.bytes], kind)
+
+
+def make_image(
+    tensors: Mapping[str, TensorKind], metadata: Mapping[str, str], memory: ImageMemory, name: str
+) -> HostImage:
+    """An image of a safetensors file whose values are still to be filled in."""
+    layout = lay_out(tensors, metadata)
+    image = HostImage(layout, memory.take(name, layout.size))
+    image.memory[: len(layout.header)] = layout.header
+    image.memory[layout.size :] = bytes(len(image.memory) - layout.size)
+    return image
+
+
+def as_tensor(memory: memoryview, kind: TensorKind) -> Tensor:
+    """A tensor over this memory."""
+    if not len(memory):
+        return torch.empty(kind.shape, dtype=torch_dtype(kind))
+    return torch.frombuffer(memory, dtype=torch_dtype(kind)).view(kind.shape)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    if not tensor.numel():
+        return memoryview(b"")
+    data: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def kind_of(tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorKind:
+    """What a tensor would be in a file."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorKind(code_of(dtype), tuple(tensor.shape) if shape is None else shape)
+
+
+def torch_dtype(kind: TensorKind) -> torch.dtype:
+    """The dtype in torch."""
+    dtype: torch.dtype = getattr(torch, DTYPES[kind.dtype])
+    return dtype
+
+
+CHUNK = 1 << 24
+"""Bytes of one write."""
+
+
+def write_file(files: Files, path: Path, memory: memoryview, size: int) -> Hashes:
+    """Write the first ``size`` bytes of ``memory`` to a new file; returns the hashes of its blocks.
+
+    ``memory`` begins at a page and, for the last write past the page cache, goes on to the end of one.
+
+    Raises:
+        OSError: names ``path``; the file may be there in part.
+    """
+    end = min(-(-size // PAGE) * PAGE, len(memory))
+    hashes: list[Hashes] = []
+    # no executor: those refuse work once the interpreter ends, which is when the last save of a run is often written
+    hasher = Thread(target=lambda: hashes.append(hash_blocks(memory[:size], DEFAULT_ALGORITHM, BLOCK)), name="hashes")
+    hasher.start()
+    try:
+        with named(path):
+            _write(files, path, memory[:end], size)
+    finally:
+        hasher.join()
+    return hashes[0]
+
+
+def _write(files: Files, path: Path, memory: memoryview, size: int) -> None:
+    file = files.create(path)
+    try:
+        for start in range(0, len(memory), CHUNK):
+            files.write(file, memory[start : start + CHUNK])
+        files.truncate(file, size)
+        files.sync(file)
+    finally:
+        files.close(file)

@@ -1,0 +1,248 @@
+"""``manifest.json``: what a checkpoint holds, and where. JSON in, frozen data out; everything is checked.
+
+Tensors have names in four folders: "param/NAME" (as the model computes with it), "buffer/NAME", "master/NAME"
+(fp32 weights behind narrower parameters), and the optimizer's, such as "exp_avg/NAME". NAME is the parameter's
+first name in ``model.named_parameters()``.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from engine.checkpoint.format.checked_blocks import ALGORITHMS
+from engine.checkpoint.format.pieces import Part, Piece, covers_once
+from engine.checkpoint.format.safetensors_file import TensorKind, read_kind
+from engine.checkpoint.format.strict_json import Fields, dump, natural, naturals, parse
+from engine.errors import CheckpointError
+
+FORMAT, MAJOR, MINOR = "trine-checkpoint", 1, 0
+
+
+NAME, COMMIT, CHECKSUMS = "manifest.json", "COMMIT", "checksums.safetensors"
+
+
+LIMIT = 1 << 26
+"""Bytes of a manifest: some 500,000 pieces. Parsed it takes up to twenty times its size."""
+
+
+_FILE = re.compile(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A piece of a tensor in a file."""
+
+    file: str
+    key: str
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A logical tensor: pieces that cover it exactly once."""
+
+    kind: TensorKind
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """How files are checked."""
+
+    algorithm: str
+    block_bytes: int
+    sha256: str
+    """Of ``checksums.safetensors``."""
+    bytes: int
+    """Of the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint, without its bytes."""
+
+    step: int
+    """Updates made."""
+    attempt: str
+    """Ties all files to one save."""
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, int]
+    """Name -> bytes."""
+    checksum: Checksum
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of tied parameters -> the first one."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """For people: when, by which versions, on which grid, with which configuration."""
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """Counters, loss scale, learning-rate schedule, what was registered for checkpointing."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """Type, groups by parameter names, single numbers by parameter."""
+    user: Any = None
+
+    @property
+    def signature(self) -> str:
+        """sha256 over names, shapes and dtypes of the model."""
+        rows = [(name, kind.dtype, kind.shape) for name, kind in sorted(self.model_kinds().items())]
+        return hashlib.sha256(repr(rows).encode()).hexdigest()
+
+    def model_kinds(self) -> dict[str, TensorKind]:
+        """ "param/..." and "buffer/..." -> what it is."""
+        return {n: t.kind for n, t in self.tensors.items() if n.startswith(("param/", "buffer/"))}
+
+
+def to_json(manifest: Manifest) -> bytes:
+    """The text of the file.
+
+    Raises:
+        CheckpointError: something in it is no JSON.
+    """
+    names = sorted(manifest.files)
+    number = {name: index for index, name in enumerate(names)}
+    fields = {
+        "format": FORMAT, "version": f"{MAJOR}.{MINOR}", "step": manifest.step, "attempt": manifest.attempt,
+        "signature": manifest.signature, "aliases": dict(manifest.aliases), "info": dict(manifest.info),
+        "progress": dict(manifest.progress), "optimizer": dict(manifest.optimizer), "user": manifest.user,
+        "files": [{"name": name, "bytes": manifest.files[name]} for name in names],
+        "checksum": {
+            "algorithm": manifest.checksum.algorithm, "block_bytes": manifest.checksum.block_bytes,
+            "sha256": manifest.checksum.sha256, "bytes": manifest.checksum.bytes,
+        },
+        "tensors": {
+            name: {
+                "dtype": tensor.kind.dtype, "shape": list(tensor.kind.shape),
+                "pieces": [piece_to_json(stored, number[stored.file]) for stored in tensor.pieces],
+            }
+            for name, tensor in manifest.tensors.items()
+        },
+    }  # fmt: skip
+    try:
+        return dump(fields)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"not saved: {error}; client_state, and what registered objects give, are JSON: dicts with names as keys, "
+            "lists, strings, finite numbers, true, false and null."
+        ) from error
+
+
+def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
+    """``file``: its number in the manifest, or its name in a report."""
+    part = stored.piece.part
+    rows = None if part.dim is None else [part.dim, [list(row) for row in part.rows]]
+    return {"file": file, "key": stored.key, "rows": rows, "flat": [stored.piece.start, stored.piece.stop]}
+
+
+def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) -> StoredPiece:
+    """The inverse, for a tensor of ``shape``."""
+    fields = Fields(value, what)
+    flat = naturals(fields.any("flat"), f"{what}: flat")
+    piece = Piece(_part(fields.any("rows"), shape, what), *flat) if len(flat) == 2 else None
+    if piece is None or not piece.start <= piece.stop <= piece.part.elements:
+        raise CheckpointError(f"{what}: elements {list(flat)[:4]} are not in the part; the file is damaged.")
+    return StoredPiece(file, fields.text("key"), piece)
+
+
+def from_json(data: bytes | bytearray, what: str) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        CheckpointError: damaged, of a format or version that is not ours, a file outside the folder, a tensor
+            whose pieces do not cover it exactly once.
+    """
+    fields = Fields(parse(data, what), what)
+    _check_version(fields)
+    files = _files(fields)
+    names = list(files)
+    tensors = fields.each("tensors", lambda value, where: _tensor(value, names, where))
+    aliases = fields.each("aliases", lambda value, where: _text(value, where))
+    checksum = _checksum(Fields(fields.any("checksum"), f"{what}: checksum"))
+    manifest = Manifest(
+        fields.count("step"), fields.text("attempt"), tensors, files, checksum, aliases, fields.object("info"),
+        fields.object("progress"), fields.object("optimizer"), fields.any("user"),
+    )  # fmt: skip
+    if fields.text("signature") != manifest.signature:
+        raise CheckpointError(f"{what} is damaged: its signature is not that of its tensors.")
+    return manifest
+
+
+def _check_version(fields: Fields) -> None:
+    if fields.text("format") != FORMAT:
+        raise CheckpointError(f"{fields.what} is of format {fields.text('format')[:40]!r}; this reads {FORMAT!r}.")
+    version = fields.text("version")
+    major = version.split(".")[0]
+    if major != str(MAJOR):
+        raise CheckpointError(
+            f"{fields.what} is of version {version[:20]!r}; this engine reads {MAJOR}.x: use the engine that wrote it."
+        )
+
+
+def _files(fields: Fields) -> dict[str, int]:
+    files: dict[str, int] = {}
+    for value in fields.list("files"):
+        entry = Fields(value, f"{fields.what}: files")
+        name = entry.text("name")
+        if not _FILE.fullmatch(name) or name in files:
+            raise CheckpointError(
+                f"{fields.what} names file {name[:80]!r}; only new ones in model/, optim/ and state/ may be."
+            )
+        files[name] = entry.count("bytes")
+    return files
+
+
+def _checksum(fields: Fields) -> Checksum:
+    algorithm, block = fields.text("algorithm"), fields.count("block_bytes")
+    if algorithm not in ALGORITHMS:
+        raise CheckpointError(
+            f"{fields.what}: algorithm {algorithm[:40]!r} is unknown; known are {', '.join(ALGORITHMS)}."
+        )
+    if block not in (1 << power for power in range(12, 25)):
+        raise CheckpointError(f"{fields.what}: block_bytes {block} is no power of 2 from 4 KiB to 16 MiB.")
+    return Checksum(algorithm, block, fields.text("sha256"), fields.count("bytes"))
+
+
+def _tensor(value: Any, files: list[str], what: str) -> StoredTensor:
+    fields = Fields(value, what)
+    kind = read_kind(fields)
+    pieces = []
+    for entry in fields.list("pieces"):
+        index = natural(Fields(entry, what).any("file"), f"{what}: file")
+        if index >= len(files):
+            raise CheckpointError(f"{what}: file number {index} of {len(files)}; the file is damaged.")
+        pieces.append(piece_from_json(entry, kind.shape, files[index], what))
+    check_cover(what, kind.shape, pieces)
+    return StoredTensor(kind, tuple(pieces))
+
+
+def check_cover(what: str, shape: tuple[int, ...], pieces: list[StoredPiece]) -> None:
+    """Refuse pieces that leave an element out or hold one twice."""
+    if not covers_once(shape, [stored.piece for stored in pieces]):
+        held = sum(stored.piece.elements for stored in pieces)
+        raise CheckpointError(
+            f"{what}: its pieces hold {held} elements and do not cover its {prod(shape)} exactly once."
+        )
+
+
+def _part(rows: Any, shape: tuple[int, ...], what: str) -> Part:
+    if rows is None:
+        return Part(shape)
+    if not isinstance(rows, list) or len(rows) != 2 or not isinstance(rows[1], list):
+        raise CheckpointError(f"{what}: rows are no [dim, [[start, stop], ...]]; the file is damaged.")
+    dim = natural(rows[0], f"{what}: dim")
+    pairs = [naturals(pair, f"{what}: rows") for pair in rows[1]]
+    end, right = 0, dim < len(shape)
+    for pair in pairs:
+        right = right and len(pair) == 2 and end <= pair[0] < pair[1] <= shape[dim]
+        end = pair[-1] if pair else 0
+    if not right or not pairs:
+        raise CheckpointError(
+            f"{what}: rows {str(rows)[:60]} do not rise inside shape {list(shape)}; the file is damaged."
+        )
+    return Part(shape, dim, tuple((start, stop) for start, stop in pairs))
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(f"{what} is no string; the file is damaged.")
+    return value

@@ -1,0 +1,338 @@
+"""Read pieces of tensors from a committed checkpoint: only the blocks that hold them, every block checked.
+
+    wanted runs     ....[=======]....[==]...........[=============================]....
+    blocks          |       |       |       |       |       |       |       |       |
+    extents            read, check, copy out of it     | straight into its place |
+
+Runs in the same or neighbouring blocks are read together; of a long run the whole blocks are read straight into the
+memory that they belong to.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.checkpoint.format.checked_blocks import ByteRange, ChunkReader, Hashes, block_count, hash_function
+from engine.checkpoint.format.filesystem import Files, opened, read_all
+from engine.checkpoint.format.manifest import CHECKSUMS, Manifest, StoredTensor
+from engine.checkpoint.format.pieces import Piece, Runs, runs
+from engine.checkpoint.format.safetensors_file import HEADER_LIMIT, TensorKind, read_header
+from engine.checkpoint.format.step_folders import read_manifest
+from engine.errors import CheckpointError
+
+BUFFER = 1 << 22
+"""Bytes read at a time where runs are copied out."""
+
+
+DIRECT = 4
+"""Whole blocks from which a run is read straight into its place."""
+
+
+class _DamageError(Exception):
+    """The block that begins with a byte of a file is not what was written."""
+
+    def __init__(self, byte: int) -> None:
+        self.byte = byte
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """A piece of a stored tensor, and where its bytes go."""
+
+    tensor: str
+    piece: Piece
+    target: memoryview
+    """As many bytes as the piece has in the stored dtype."""
+
+
+class Copy(NamedTuple):
+    """Bytes of a file that belong to a target."""
+
+    start: int
+    length: int
+    target: memoryview
+    tensor: str
+
+
+class StepReader:
+    """An open checkpoint. ``bytes_read`` counts what was read of tensor files.
+
+    Raises:
+        CheckpointError: not committed, damaged, files missing or of another length.
+    """
+
+    def __init__(self, files: Files, step: Path) -> None:
+        self._files = files
+        self.step = step
+        self.manifest: Manifest = read_manifest(files, step)
+        self._check_sizes()
+        self._hashes = self._read_hashes()
+        self._headers: dict[str, dict[str, tuple[TensorKind, int]]] = {}
+        self._chunks = ChunkReader(files, max(BUFFER, self.manifest.checksum.block_bytes))
+        self.bytes_read = 0
+        self.kinds: dict[str, TensorKind] = {name: tensor.kind for name, tensor in self.manifest.tensors.items()}
+        """Dtype and shape of all stored tensors."""
+
+    def read(self, wanted: Iterable[ReadRequest]) -> None:
+        """Fill all targets.
+
+        Raises:
+            CheckpointError: names the file, and the tensor whose block is damaged.
+        """
+        for file, found in self._by_file(wanted).items():
+            with self._open(file) as opened_file:
+                self._fetch(file, opened_file, found)
+
+    def verify(self) -> int:
+        """Read and check every block of every file, and all headers; returns the bytes read."""
+        before = self.bytes_read
+        for file in self.manifest.files:
+            self.check_file(file)
+        for tensor in self.manifest.tensors.values():
+            for stored in tensor.pieces:
+                self._place(stored.file, stored.key, tensor.kind, stored.piece)
+        return self.bytes_read - before
+
+    def check_file(self, file: str) -> None:
+        """Read and check every block of a file, keeping nothing."""
+        for _ in self.chunks(file):
+            pass
+
+    def chunks(self, file: str) -> Iterator[memoryview]:
+        """A file of the manifest from start to end, checked; each chunk is void when the next one comes."""
+        size = self.manifest.files[file]
+        buffer = np.empty(min(size, 8 * max(BUFFER, self.manifest.checksum.block_bytes)), dtype=np.uint8)
+        with self._open(file) as opened_file:
+            for start in range(0, size, max(1, len(buffer))):
+                chunk = buffer[: size - start]
+                self._fill(file, opened_file, chunk, start)
+                yield chunk.data
+
+    def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
+        """All tensors of a file.
+
+        Raises:
+            CheckpointError: there is no such file in this checkpoint.
+        """
+        if file not in self.manifest.files:
+            raise CheckpointError(f"{self.step} has no file {file}; it was saved by fewer ranks or is damaged.")
+        data = np.empty(self.manifest.files[file], dtype=np.uint8)
+        with self._open(file) as opened_file:
+            self._fill(file, opened_file, data, 0)
+        header = read_header(lambda start, stop: data[start:stop].tobytes(), len(data), str(self.step / file))
+        return {key: (kind, data.data[start : start + kind.bytes]) for key, (kind, start) in header.items()}
+
+    @property
+    def name(self) -> Path:
+        """Its folder."""
+        return self.step
+
+    # ------------------------------------------------------------------ from pieces to bytes
+
+    def _tensor(self, name: str) -> StoredTensor:
+        if name not in self.manifest.tensors:
+            raise CheckpointError(f"{self.step} has no tensor {name!r}; it was saved by another model or optimizer.")
+        return self.manifest.tensors[name]
+
+    def _by_file(self, wanted: Iterable[ReadRequest]) -> dict[str, list[Copy]]:
+        """The copies that the wanted pieces need, by file, in the order of the file."""
+        found: dict[str, list[Copy]] = {}
+        for want in wanted:
+            tensor = self._tensor(want.tensor)
+            got = 0
+            # runs of a shape that is not the wanted one could fill any memory
+            for stored in tensor.pieces if tensor.kind.shape == want.piece.part.shape else ():
+                shared = runs(stored.piece, want.piece)
+                if len(shared.length):
+                    begin = self._place(stored.file, stored.key, tensor.kind, stored.piece)
+                    found.setdefault(stored.file, []).extend(copies(shared, begin, tensor.kind.width, want))
+                    got += int(shared.length.sum())
+            if got != want.piece.elements or got * tensor.kind.width != len(want.target):
+                raise CheckpointError(
+                    f"{self.step}: {want.tensor!r} is {tensor.kind}, of which {want.piece} is no piece."
+                )
+        return {file: sorted(members, key=lambda copy: copy.start) for file, members in sorted(found.items())}
+
+    def _place(self, file: str, key: str, kind: TensorKind, piece: Piece) -> int:
+        """First byte of a stored piece; the header of its file has to agree with the manifest."""
+        held = self._header(file).get(key)
+        if held is None or held[0].dtype != kind.dtype or held[0].bytes != piece.elements * kind.width:
+            raise CheckpointError(f"{self.step / file}: tensor {key!r} is not what the manifest says; it is damaged.")
+        return held[1]
+
+    def _header(self, file: str) -> dict[str, tuple[TensorKind, int]]:
+        """Where the tensors of a file lie, read from checked blocks and kept."""
+        if file not in self._headers:
+            with self._open(file) as opened_file:
+                self._headers[file] = read_header(
+                    lambda start, stop: self._checked(file, opened_file, start, stop),
+                    self.manifest.files[file],
+                    str(self.step / file),
+                )
+        return self._headers[file]
+
+    # ------------------------------------------------------------------ from bytes to blocks
+
+    def _open(self, file: str) -> AbstractContextManager[int]:
+        return opened(self._files, self.step, file)
+
+    def _fetch(self, file: str, opened_file: int, wanted: Sequence[Copy]) -> None:
+        block = self.manifest.checksum.block_bytes
+        for start, stop, members in _extents(wanted, block, self.manifest.files[file]):
+            only = members[0]
+            if len(members) == 1 and only.start == start and only.start + only.length == stop:
+                self._fill(file, opened_file, np.frombuffer(only.target, dtype=np.uint8), start, only.tensor)
+                continue
+            buffer = np.empty(stop - start, dtype=np.uint8)
+            self._fill(file, opened_file, buffer, start, only.tensor)
+            for copy in members:
+                np.frombuffer(copy.target, dtype=np.uint8)[:] = buffer[copy.start - start :][: copy.length]
+
+    def _fill(self, file: str, opened_file: int, target: ByteRange, start: int, tensor: str = "") -> None:
+        """Read whole blocks from ``start`` on and check them."""
+        checksum, hashes = self.manifest.checksum, self._hashes[file]
+        size, digest = checksum.block_bytes, hash_function(checksum.algorithm)
+
+        def check(data: memoryview, begin: int) -> None:
+            for offset in range(0, len(data), size):
+                if digest(data[offset : offset + size]) != int(hashes[(begin + offset) // size]):
+                    raise _DamageError(begin + offset)
+
+        try:
+            self.bytes_read += self._chunks.read(opened_file, target, start, check)
+        except _DamageError as damage:
+            index = damage.byte // size
+            where = f"block {index} (bytes {damage.byte}...)"
+            raise CheckpointError(
+                f"{self.step / file} is damaged in {where}{self._whose(file, index, tensor)}."
+            ) from None
+
+    def _whose(self, file: str, block: int, tensor: str) -> str:
+        """The tensors that lie in a damaged block, as far as a sound header tells; otherwise all that are in the file.
+
+        Which of them it is cannot be told: they share a hash.
+        """
+        size = self.manifest.checksum.block_bytes
+        header = self._header_if_sound(file, block)
+        held = [
+            (name, stored.key)
+            for name, of in self.manifest.tensors.items()
+            for stored in of.pieces
+            if stored.file == file
+        ]
+        places = {name: header[key] for name, key in held if key in header}
+        found = [
+            name
+            for name, (kind, start) in places.items()
+            if start < (block + 1) * size and start + kind.bytes > block * size
+        ]
+        named = found or ([tensor] if tensor else [name for name, _ in held])
+        return f": {'' if header or block else 'the header, or '}{_listed(named)}" if named else ""
+
+    def _header_if_sound(self, file: str, block: int) -> dict[str, tuple[TensorKind, int]]:
+        if file not in self._headers and block:
+            with suppress(CheckpointError):
+                self._header(file)
+        return self._headers.get(file, {})
+
+    def _checked(self, file: str, opened_file: int, start: int, stop: int) -> bytes:
+        """Bytes ``start:stop``, from checked blocks."""
+        block, size = self.manifest.checksum.block_bytes, self.manifest.files[file]
+        first, last = start // block * block, min(block_count(stop, block) * block, size)
+        buffer = np.empty(max(0, last - first), dtype=np.uint8)
+        self._fill(file, opened_file, buffer, first)
+        return buffer[start - first : stop - first].tobytes()
+
+    # ------------------------------------------------------------------ opening
+
+    def _check_sizes(self) -> None:
+        for file, size in self.manifest.files.items():
+            try:
+                with self._open(file) as opened_file:
+                    found = self._files.size(opened_file)
+                if found != size:
+                    raise CheckpointError(f"{self.step / file} is damaged: {found} bytes, and {size} were saved.")
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}{self._held_in(file)}") from error
+
+    def _held_in(self, file: str) -> str:
+        named = [name for name, tensor in self.manifest.tensors.items() if any(p.file == file for p in tensor.pieces)]
+        return f" It holds {_listed(named)}." if named else ""
+
+    def _read_hashes(self) -> dict[str, Hashes]:
+        checksum, what = self.manifest.checksum, self.step / CHECKSUMS
+        blocks = {file: block_count(size, checksum.block_bytes) for file, size in self.manifest.files.items()}
+        limit = min(checksum.bytes, 8 * sum(blocks.values()) + HEADER_LIMIT)
+        data = read_all(self._files, self.step, CHECKSUMS, limit)
+        if len(data) != checksum.bytes or hashlib.sha256(data).hexdigest() != checksum.sha256:
+            raise CheckpointError(f"{what} is damaged: its length or sha256 is not what the manifest says.")
+        header = read_header(lambda start, stop: bytes(data[start:stop]), len(data), str(what))
+        hashes: dict[str, Hashes] = {}
+        for file, count in blocks.items():
+            kind, start = header.get(file, (TensorKind("U8", ()), 0))
+            if kind != TensorKind("U64", (count,)):
+                raise CheckpointError(f"{what} has no hashes of the {count} blocks of {file}; it is damaged.")
+            hashes[file] = np.frombuffer(data, dtype="<u8", count=count, offset=start)
+        return hashes
+
+
+def _listed(tensors: Sequence[str]) -> str:
+    more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+    return f"tensor {', '.join(map(repr, tensors[:3]))}{more}"
+
+
+def copies(shared: Runs, begin: int, width: int, want: ReadRequest) -> Iterator[Copy]:
+    """What to copy of a piece that begins at byte ``begin`` of a file and has elements of ``width`` bytes."""
+    for source, target, count in zip(*(column.tolist() for column in shared), strict=True):
+        place = want.target[target * width : (target + count) * width]
+        yield Copy(begin + source * width, count * width, place, want.tensor)
+
+
+def _extents(wanted: Sequence[Copy], block: int, size: int) -> Iterator[tuple[int, int, list[Copy]]]:
+    """(start, stop, copies): whole blocks to read at once, for copies in the order of the file."""
+    start = stop = 0
+    members: list[Copy] = []
+    for copy in sorted(_split(wanted, block, size), key=lambda copy: copy.start):
+        first = copy.start // block * block
+        last = min(block_count(copy.start + copy.length, block) * block, size)
+        aligned = copy.start == first and copy.start + copy.length == last and copy.length >= DIRECT * block
+        if members and (aligned or first > stop or last - start > BUFFER):
+            yield start, stop, members
+            members = []
+        if aligned:
+            yield first, last, [copy]
+            continue
+        if not members:
+            start, stop = first, last
+        stop = max(stop, last)
+        members.append(copy)
+    if members:
+        yield start, stop, members
+
+
+def _split(wanted: Iterable[Copy], block: int, size: int) -> Iterator[Copy]:
+    """Long copies as head, whole blocks and tail; the middle then needs no buffer."""
+    for copy in wanted:
+        end = copy.start + copy.length
+        first = block_count(copy.start, block) * block
+        last = end if end == size else end // block * block
+        if last - first < DIRECT * block:
+            yield from _bounded(copy)
+            continue
+        for start, stop in ((copy.start, first), (first, last), (last, end)):
+            if start < stop:
+                yield copy._replace(
+                    start=start, length=stop - start, target=copy.target[start - copy.start : stop - copy.start]
+                )
+
+
+def _bounded(copy: Copy) -> Iterator[Copy]:
+    """No extent outgrows the buffer."""
+    for start in range(0, copy.length, BUFFER // 2):
+        part = copy.target[start : start + BUFFER // 2]
+        yield copy._replace(start=copy.start + start, length=len(part), target=part)

@@ -1,0 +1,147 @@
+"""The whole model on rank 0, whatever the grid: weights from dp, tp and pp, buffers from their stages.
+
+every stage    gather over dp, bucket by bucket            label "full state"
+every row      put together over tp on its first stage     label "full state"
+then           from there to stage 0, row after row        label "full state"
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.parallel.comm.backend import state_link
+from engine.parallel.comm.comm import Comm
+from engine.parallel.shard_table import ShardRow
+from engine.parallel.tensor.layers.apply_plan import assemble
+from engine.parallel.tensor.plan.tensor_plan import ParameterCut
+from engine.planning.plan import Plan
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.optim.master_weights import full_weights
+
+LABEL = "full state"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of ``model.state_dict()``."""
+
+    kind: str
+    """"parameter", "buffer", or "other" for what a state-dict hook made."""
+    name: str
+    """First name of the parameter, or the path of the buffer."""
+    dtype: torch.dtype | None
+    """As the user gave it; None for what is no tensor."""
+
+
+def state_entries(model: nn.Module) -> dict[str, Entry]:
+    """What stands behind each key, by identity: hooks may rename keys. Called before anything is moved."""
+    parameters = {id(p): name for name, p in model.named_parameters()}
+    buffers = {id(b): name for name, b in model.named_buffers()}
+    entries: dict[str, Entry] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        dtype = value.dtype if isinstance(value, Tensor) else None
+        if id(value) in parameters:
+            entries[key] = Entry("parameter", parameters[id(value)], dtype)
+        elif id(value) in buffers:
+            entries[key] = Entry("buffer", buffers[id(value)], dtype)
+        else:
+            entries[key] = Entry("other", key, dtype)
+    return entries
+
+
+class FullState:
+    """Gathers the state dict; every rank of the world calls it."""
+
+    def __init__(self, model: nn.Module, plan: Plan, entries: Mapping[str, Entry], comm: Comm) -> None:
+        self._model, self._plan, self.entries, self._comm = model, plan, entries, comm
+        self._coord = comm.grid.coord()
+        self._device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def gather(self, buckets: Sequence[FlatBucket]) -> dict[str, Tensor]:
+        """Keys and dtypes of ``model.state_dict()`` as given, on the CPU, on rank 0; empty elsewhere."""
+        held = self._local(buckets)
+        weights: dict[str, Tensor] = {}
+        if self._coord.dp == 0:
+            for row in self._plan.table:
+                whole = self._whole(row, held)
+                if whole is not None and self._comm.grid.rank == 0:
+                    weights[row.name] = whole.cpu()
+        live = dict(self._model.named_buffers())
+        buffers = {
+            entry.name: self._buffer(entry.name, live[entry.name])
+            for entry in self.entries.values()
+            if entry.kind == "buffer" and self._coord.dp == 0
+        }
+        return self._named(weights, buffers) if self._comm.grid.rank == 0 else {}
+
+    def _local(self, buckets: Sequence[FlatBucket]) -> dict[str, Tensor]:
+        """What this rank holds of its rows, whole over dp, on the CPU so that one bucket at a time is gathered."""
+        held = {name: weight.cpu() for name, weight in full_weights(buckets, self._comm) if self._coord.dp == 0}
+        parameters = dict(self._model.named_parameters())
+        filled = {slot.name for flat in buckets for slot in flat.bucket.slots}
+        for row in self._plan.table.held_by(self._coord.pp):
+            if row.name not in filled:
+                held[row.name] = parameters[row.name].detach()
+        return held
+
+    def _whole(self, row: ShardRow, held: Mapping[str, Tensor]) -> Tensor | None:
+        """The row on rank 0, and on its first stage; None elsewhere."""
+        stage, here = row.owners[0], self._coord.pp
+        whole: Tensor | None = None
+        if here == stage:
+            whole = self._over_tensor_ranks(row, held[row.name])
+        if stage and self._coord.tp == 0:
+            whole = self._to_first_stage(whole, row.shape, self._dtype(row), stage)
+        return whole
+
+    def _over_tensor_ranks(self, row: ShardRow, part: Tensor) -> Tensor:
+        tp = self._plan.config.tp
+        if row.dim is None or tp == 1:
+            return part
+        shapes = [row.local_shape(index) for index in range(tp)]
+        widest = max(map(prod, shapes))
+        full = torch.zeros(tp, widest, dtype=part.dtype, device=self._device)
+        full[self._coord.tp, : part.numel()] = part.reshape(-1).to(self._device)
+        self._comm.all_gather(full.view(-1), full[self._coord.tp].clone(), "tp", LABEL).wait()
+        parts = [line[: prod(shape)].view(shape) for line, shape in zip(full, shapes, strict=True)]
+        return assemble(parts, ParameterCut(row.dim, row.ranges))
+
+    def _to_first_stage(
+        self, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, stage: int
+    ) -> Tensor | None:
+        if self._coord.pp == stage and tensor is not None:
+            self._comm.send(tensor.to(self._device, dtype).contiguous(), state_link(stage, 0), LABEL).wait()
+        elif self._coord.pp == 0:
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            self._comm.receive(tensor, state_link(stage, 0), LABEL).wait()
+        return tensor
+
+    def _dtype(self, row: ShardRow) -> torch.dtype:
+        """The widest in which the row is kept."""
+        precision = self._plan.precision
+        if row.trainable:
+            widths = precision.widths(str(precision.parameter(row.name, row.dtype)).removeprefix("torch."))
+            return widths.master or widths.compute
+        return precision.frozen(row.name, row.dtype)
+
+    def _buffer(self, name: str, buffer: Tensor) -> Tensor:
+        """A buffer from its stage."""
+        stage = self._plan.owner_of_buffer(name)
+        if stage and self._coord.tp == 0:
+            moved = self._to_first_stage(buffer, tuple(buffer.shape), buffer.dtype, stage)
+            return buffer if moved is None else moved
+        return buffer
+
+    def _named(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        state: dict[str, Any] = dict(self._model.state_dict(keep_vars=True))
+        for key, entry in self.entries.items():
+            if entry.kind == "other" or entry.dtype is None:
+                continue
+            tensor = weights[entry.name] if entry.kind == "parameter" else buffers[entry.name]
+            state[key] = tensor.detach().to("cpu", entry.dtype, copy=True)
+        return state

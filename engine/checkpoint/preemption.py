@@ -1,0 +1,67 @@
+"""SIGTERM as a wish: the run ends after its step, with a checkpoint, on all ranks together."""
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+EXIT_CODE = 128 + signal.SIGTERM
+"""What a shell reports of a process that SIGTERM has ended."""
+
+
+ONE_WISH_SECONDS = 3.0
+"""Signals within this time are one wish: schedulers send SIGTERM to all processes of a job, and torchrun, which gets it
+too, sends it to its own once more."""
+
+
+class StopSignal:
+    """Notes the first SIGTERM; another one that comes later ends the process as it always did.
+
+    Several may be there, one over the other, for several engines: all of them hear the signal.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._first = 0.0
+        self._before: Any = None
+        self._process = os.getpid()
+        self._active = threading.current_thread() is threading.main_thread()
+        if self._active:
+            self._before = signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self._active or os.getpid() != self._process:  # removed from under another one; a forked child
+            self._pass_on(number, frame)
+        elif not self.asked:
+            self.asked, self._first = True, now
+            if isinstance(getattr(self._before, "__self__", None), StopSignal):
+                self._pass_on(number, frame)
+        elif now - self._first > ONE_WISH_SECONDS:
+            self.remove()
+            signal.raise_signal(number)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if callable(self._before):
+            self._before(number, frame)
+        elif self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, self._default())
+            signal.raise_signal(number)
+
+    def give_up(self) -> None:
+        """The ranks do not meet any more and no step will end: SIGTERM acts as it did, also one that has come."""
+        self.remove()
+        if self.asked and not self._active:
+            signal.raise_signal(signal.SIGTERM)
+
+    def remove(self) -> None:
+        """Put back what was there, unless another handler has come over this one."""
+        if self._active and threading.current_thread() is threading.main_thread():
+            self._active = False
+            if signal.getsignal(signal.SIGTERM) == self._note:
+                signal.signal(signal.SIGTERM, self._default())
+
+    def _default(self) -> Any:
+        return self._before if self._before is not None else signal.SIG_DFL

@@ -1,0 +1,232 @@
+"""Going on from a checkpoint: which one, whether it is sound and of this model, and what it puts where.
+
+which (rank 0) -> open, compare -> read -> share over dp -> counters, tracked objects, generators
+Before each arrow all ranks agree that it went well; otherwise all raise the same sentence.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.checkpoint.contents.optimizer_state import (
+    Families,
+    Moments,
+    check_schedule,
+    check_type,
+    make_moments,
+    restore,
+    restore_schedule,
+)
+from engine.checkpoint.contents.trainer_state import joined, own_states
+from engine.checkpoint.format.filesystem import Files, resolved
+from engine.checkpoint.format.step_folders import committed, steps_of
+from engine.checkpoint.format.step_reader import StepReader
+from engine.checkpoint.format.strict_json import dump, parse
+from engine.checkpoint.huggingface import PretrainedFolder
+from engine.checkpoint.load import Loader, TensorSource, share_moments, share_weights
+from engine.checkpoint.run_state import RunState
+from engine.errors import CheckpointError, EngineError
+from engine.parallel.comm.host_group import HostGroup, announce, collect
+
+logger = logging.getLogger("trine")
+
+
+_Value = TypeVar("_Value")
+
+
+def find_checkpoint(folder: Path, host: HostGroup, files: Files) -> Path | None:
+    """The newest checkpoint of a run's folder, or the folder itself if it is one; rank 0 looks, all get its answer."""
+    found: Path | None = None
+    problem = ""
+    if host.rank == 0:
+        try:
+            path = resolved(folder)
+            found = next(reversed(steps_of(files, path)), None)
+        except OSError as error:
+            problem = f"{folder}: {error.strerror or error}"
+    answer = parse(announce(host, dump({"found": str(found or ""), "problem": problem})), "rank 0's message")
+    if answer["problem"]:
+        raise CheckpointError(answer["problem"])
+    return Path(answer["found"]) if answer["found"] else None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """A load that was asked for."""
+
+    step: Path
+    """The folder of the checkpoint."""
+    module_only: bool
+    """Weights and buffers, nothing else."""
+    optimizer_states: bool
+    """Moments and counters of the optimizer too; without, it starts fresh."""
+    begun: bool = False
+    """All that needs no model has been restored."""
+
+
+class Resume:
+    """Loads one checkpoint into one run.
+
+    Args:
+        wish: how much of it.
+    """
+
+    def __init__(self, run: RunState, host: HostGroup, wish: LoadRequest) -> None:
+        self._run, self._host, self._step, self._wish = run, host, wish.step, wish
+        self._states = wish.optimizer_states and not wish.module_only
+        self.touched = False
+        """Weights have been written: after a failure they are not those of before."""
+
+    def load(self) -> Any:
+        """Fill the run; returns the user's part. Collective.
+
+        Raises:
+            CheckpointError: damaged, with file and tensor and the last good checkpoint; another model, with the first
+                difference; the same on all ranks.
+        """
+        run = self._run
+        reader = self._agreed(self._open)
+        loader = Loader(reader, run.holdings, run.buffers)
+        self._agreed(lambda: self._check(reader, loader), damage=False)
+        self.touched = True
+        made = self._agreed(lambda: self._read(reader, loader))
+        share_weights(run.parts.buckets, run.comm)
+        if self._states:
+            share_moments(run.holdings, made, run.comm)
+        self._agreed(lambda: self._restore(reader))
+        self.touched = False
+        return reader.manifest.user
+
+    def _open(self) -> StepReader:
+        reader = StepReader(self._run.files, self._step)
+        if self._host.rank == 0:
+            for file in reader.manifest.files:
+                if not file.endswith(".safetensors"):
+                    reader.check_file(file)
+        return reader
+
+    def _check(self, reader: StepReader, loader: Loader) -> None:
+        parts, manifest = self._run.parts, reader.manifest
+        loader.check()
+        if self._states:
+            check_type(parts.optimizer, manifest.optimizer, self._step)
+            loader.check_moments(Families(reader.kinds, manifest.optimizer))
+        if self._goes_on_with_schedule(reader):
+            check_schedule(parts.optimizer, parts.plan.table, manifest.optimizer)
+        if self._wish.module_only:
+            return
+        self._warn_of_new_schedule(reader)
+        if not self._wish.begun:
+            self._run.progress.check(reader)
+
+    def _goes_on_with_schedule(self, reader: StepReader) -> bool:
+        given = self._run.parts.learning_rate.scheduler is not None and not self._wish.module_only
+        return given and reader.manifest.progress["scheduler"] is not None
+
+    def _warn_of_new_schedule(self, reader: StepReader) -> None:
+        given, done = self._run.parts.learning_rate.scheduler, reader.manifest.step
+        if given is not None and reader.manifest.progress["scheduler"] is None and done and not self._host.rank:
+            logger.warning(
+                "%s has no state of a scheduler, and the given %s begins with its first step; give lr_scheduler a "
+                "function of the update if it has to begin with update %d",
+                self._step,
+                type(given).__name__,
+                done,
+            )
+
+    def _read(self, reader: StepReader, loader: Loader) -> Moments:
+        loader.read_weights()
+        made: Moments = {}
+        if self._states:
+            made = make_moments(self._run.parts.optimizer, Families(reader.kinds, reader.manifest.optimizer))
+            loader.read_moments(made)
+        return made
+
+    def _restore(self, reader: StepReader) -> None:
+        run, manifest = self._run, reader.manifest
+        if self._wish.module_only:
+            return
+        if self._states:
+            restore(run.parts.optimizer, run.parts.plan.table, manifest.optimizer)
+        else:
+            run.parts.optimizer.forget()
+        if self._goes_on_with_schedule(reader):
+            scheduler: Any = run.parts.learning_rate.scheduler
+            scheduler.load_state_dict(joined(scheduler.state_dict(), manifest.progress["scheduler"]))
+            restore_schedule(run.parts.optimizer, manifest.optimizer)
+        states = own_states(reader, run.comm.grid) if self._wish.begun else run.progress.restore(reader)
+        written = {k.partition("/")[2]: value for k, value in states.items() if k.startswith("buffer/")}
+        if manifest.info.get("places") == run.parts.plan.places:  # else they are of what another rank runs now
+            run.parts.written.restore(written)
+
+    def _agreed(self, action: Callable[[], _Value], damage: bool = True) -> _Value:
+        """``damage``: what goes wrong is the checkpoint's fault."""
+        return agreed(self._host, action, self._step, self._advice if damage else str)
+
+    def _advice(self) -> str:
+        """The last good checkpoint beside this one; reads it all."""
+        files = self._run.files
+        for other in reversed(committed(files, self._step.parent)):
+            try:
+                if other != self._step:
+                    StepReader(files, other).verify()
+                    return f" The last good checkpoint is {other}: load_checkpoint({str(other)!r})."
+            except (EngineError, OSError):
+                continue
+        return " There is no other good checkpoint beside it."
+
+
+def agreed(host: HostGroup, action: Callable[[], _Value], step: Path, advice: Callable[[], str]) -> _Value:
+    """Do it on this rank; go on only if all ranks could."""
+    result: _Value | None = None
+    problem = ""
+    try:
+        result = action()
+    except EngineError as error:
+        problem = str(error) if str(step) in str(error) else f"{step}: {error}"
+    except Exception as error:  # whatever it is, the other ranks wait to hear it
+        problem = f"{step} cannot be loaded: {type(error).__name__}, {error}."
+    raise_together(host, problem, advice)
+    return result  # type: ignore[return-value]  # no rank has a problem, so this one has a result
+
+
+def raise_together(host: HostGroup, problem: str, advice: Callable[[], str]) -> None:
+    """Raise the first problem of any rank on all; ``advice``, which rank 0 gives, follows it."""
+    first = ""
+    try:
+        texts = collect(host, problem.encode(errors="backslashreplace"))
+        first = next((text.decode() for text in texts or [] if text), "")
+        first += advice() if first else ""
+    except EngineError as lost:
+        if host.rank:
+            raise
+        first = str(lost)
+    first = announce(host, first.encode(errors="backslashreplace")).decode()
+    if first:
+        raise CheckpointError(first)
+
+
+def start_weights(run: RunState, host: HostGroup, folder: Path) -> None:
+    """``checkpoint.init_from``: weights of a Hugging Face folder or of a checkpoint. Collective."""
+    problem = ""
+    try:
+        source = _weights_of(run, folder)
+        kinds = source.kinds
+        loader = Loader(source, run.holdings, {n: b for n, b in run.buffers.items() if n in kinds})
+        loader.check()
+        loader.read_weights()
+    except EngineError as error:
+        problem = f"checkpoint.init_from: {error}"
+    except Exception as error:  # whatever it is, the other ranks wait for this one
+        problem = f"checkpoint.init_from {folder}: {type(error).__name__}, {error}."
+    raise_together(host, problem, str)
+    share_weights(run.parts.buckets, run.comm)
+
+
+def _weights_of(run: RunState, folder: Path) -> TensorSource:
+    if steps := steps_of(run.files, folder):
+        return StepReader(run.files, steps[-1])
+    prefix = str(getattr(run.model, "base_model_prefix", ""))
+    return PretrainedFolder(run.files, folder, run.keys, prefix)

@@ -1,0 +1,155 @@
+"""What of an engine goes into a checkpoint, and when one is written.
+
+previous save ended? -> snapshot of this rank's share -> in the background: write, commit, keep the newest
+"""
+
+import json
+import logging
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.checkpoint.contents.local_tensors import LocalTensors
+from engine.checkpoint.contents.optimizer_state import describe_optimizer, group_scalars, moments_by_bucket
+from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership, model_tensors
+from engine.checkpoint.contents.snapshot import Contents, Ours
+from engine.checkpoint.contents.trainer_state import TrainerState, random_states, schedule_state
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.host_image import kind_of
+from engine.checkpoint.format.safetensors_file import DTYPES
+from engine.checkpoint.huggingface import with_dtype
+from engine.config import Config
+from engine.errors import CheckpointError
+from engine.parallel.comm.comm import Comm
+from engine.step.runtime import Parts
+from engine.zero.optim.master_weights import sync_masters
+
+logger = logging.getLogger("trine")
+
+
+WORTH_A_LINE = 0.1
+"""Seconds of waiting for a save that are told."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint is of: one engine, as one rank sees it."""
+
+    model: nn.Module
+    config: Config
+    comm: Comm
+    device: torch.device
+    progress: TrainerState
+    parts: Parts
+    model_files: Mapping[str, bytes]
+    """What belongs into the model folder beside tensors."""
+    files: Files = field(default_factory=Files)
+
+    @cached_property
+    def shares(self) -> SaveOwnership:
+        """Who stores what."""
+        return SaveOwnership(self.parts.plan)
+
+    @cached_property
+    def keys(self) -> dict[str, list[str]]:
+        """ "param/..." and "buffer/..." -> its keys in ``model.state_dict()``, the first of which files have."""
+        keys: dict[str, list[str]] = {f"param/{row.name}": [] for row in self.parts.plan.table}
+        for key, entry in self.parts.full_state.entries.items():
+            if entry.kind in ("parameter", "buffer"):
+                folder = "param" if entry.kind == "parameter" else "buffer"
+                keys.setdefault(f"{folder}/{entry.name}", []).append(key)
+        return {name: given or [name.partition("/")[2]] for name, given in keys.items()}
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The persistent ones, by "buffer/..."."""
+        live = dict(self.model.named_buffers())
+        return {name: live[name.partition("/")[2]] for name in self.keys if name.startswith("buffer/")}
+
+    @cached_property
+    def tensors(self) -> tuple[ModelTensor, ...]:
+        """The model folder."""
+        parameters = {n.partition("/")[2]: given[0] for n, given in self.keys.items() if n.startswith("param/")}
+        kinds = {name: (self.keys[name][0], kind_of(buffer)) for name, buffer in self.buffers.items()}
+        return model_tensors(self.shares, parameters, {n.partition("/")[2]: kind for n, kind in kinds.items()})
+
+    @property
+    def holdings(self) -> LocalTensors:
+        """What this rank has."""
+        parts = self.parts
+        buckets = (*parts.buckets, *parts.frozen)
+        return LocalTensors(self.shares, self.comm.grid.coord(), self.model, buckets, parts.optimizer.places)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What is this rank's alone: random generators, as bytes, and buffers that its forwards write."""
+        written = {f"buffer/{name}": buffer.detach() for name, buffer in self.parts.written.written()}
+        return random_states(self.device) | written
+
+    def ours(self, weights_only: bool = False) -> Ours:
+        """All that this rank stores."""
+        for flat in self.parts.buckets:
+            sync_masters(flat)
+        holdings = self.holdings
+        weights = [*holdings.weights(), *holdings.whole()]
+        if weights_only:
+            return Ours(weights, self.buffers, pieces=(), state={}, numbers={})
+        pieces = [*holdings.masters(), *holdings.state(moments_by_bucket(self.parts.optimizer))]
+        return Ours(weights, self.buffers, pieces, self.own_state(), group_scalars(self.parts.optimizer))
+
+    def contents(self, user: Any) -> Contents:
+        """The manifest, but for tensors."""
+        scheduler = self.parts.learning_rate.scheduler
+        progress = {
+            "update": self.progress.update.state_dict(),
+            "scheduler": schedule_state(scheduler.state_dict()) if scheduler is not None else None,
+            "tracked": {
+                name: _json(f"state of {name!r}", thing.state_dict()) for name, thing in self.progress.tracked.items()
+            },
+        }
+        names = {name: given for name, given in self.keys.items() if len(given) > 1}
+        return Contents(
+            step=self.progress.update.made,
+            aliases={other: given[0] for given in names.values() for other in given[1:]},
+            info=self._info(),
+            progress=progress,
+            optimizer=describe_optimizer(self.parts.optimizer, self.parts.plan.table),
+            user=_json("client_state", user),
+            model_files=with_dtype(self.model_files, self._dtype()),
+        )
+
+    def _info(self) -> dict[str, Any]:
+        grid = self.comm.grid
+        return {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+            "grid": {"dp": grid.dp, "tp": grid.tp, "pp": grid.pp, "zero": self.config.zero_optimization.stage},
+            "places": self.parts.plan.places,
+            "config": self.config.to_json(),
+        }
+
+    def _dtype(self) -> str:
+        """Of most of the weights."""
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors:
+            sizes[tensor.kind.dtype] = sizes.get(tensor.kind.dtype, 0) + tensor.kind.bytes
+        return DTYPES[max(sizes, key=lambda code: sizes[code])] if sizes else "float32"
+
+
+def _json(what: str, value: Any) -> Any:
+    """A copy, which nobody changes while it is written.
+
+    Raises:
+        CheckpointError: it is no JSON.
+    """
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"the {what} cannot be saved: {error}; give dicts, lists, texts and finite numbers."
+        ) from error

@@ -1,0 +1,324 @@
+"""The configuration: JSON in, typed frozen dataclasses out, every mistake named at once. No torch.
+
+``load_config`` reads in four steps: the file, DeepSpeed's own keys (`config_deepspeed`), the typed
+sections (`config_sections`, read by `config_reader`), and the rules between keys (here).
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+from engine.config.deepspeed import KEYS, translate
+from engine.config.reader import Section, Typed, dump_section, paths, read_json, read_section, setting
+from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
+from engine.config.sections import (
+    COUNT,
+    GLOBS,
+    OPTIMIZERS,
+    SCHEDULERS,
+    ActivationCheckpointingConfig,
+    Bf16Config,
+    CheckpointConfig,
+    Fp16Config,
+    GroupConfig,
+    MonitorConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WatchdogConfig,
+    ZeroConfig,
+)
+from engine.config.wording import kind, show_path, shown_value
+from engine.errors import ConfigError
+
+__all__ = [
+    "ActivationCheckpointingConfig",
+    "Bf16Config",
+    "CheckpointConfig",
+    "Config",
+    "Fp16Config",
+    "GroupConfig",
+    "MonitorConfig",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+    "WatchdogConfig",
+    "ZeroConfig",
+    "load_config",
+]
+
+
+ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
+
+
+AXES = ("data", "tensor", "pipeline")
+
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+_BATCH_PART = Int(low=1, null=True, remedy="give a whole number of at least 1, or leave it out to have it derived")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything a run is told. ``resolve`` settles what depends on the number of processes."""
+
+    train_batch_size: int | None = setting(None, _BATCH_PART)
+    """Rows per optimizer step over all data ranks = micro x accumulation x data."""
+    train_micro_batch_size_per_gpu: int | None = setting(None, _BATCH_PART)
+    """Rows per data rank in one forward pass."""
+    gradient_accumulation_steps: int | None = setting(None, _BATCH_PART)
+    """Microbatches per data rank and step."""
+    parallel: ParallelConfig = setting(ParallelConfig(), Section(cls=ParallelConfig))
+    """The grid of processes."""
+    zero_optimization: ZeroConfig = setting(ZeroConfig(), Section(cls=ZeroConfig))
+    """What the data ranks share."""
+    bf16: Bf16Config = setting(Bf16Config(), Section(cls=Bf16Config))
+    """Training in bfloat16."""
+    fp16: Fp16Config = setting(Fp16Config(), Section(cls=Fp16Config))
+    """Training in float16."""
+    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = setting(None, Choice(
+        options=("fp32", "bf16", "fp16"), noun="a communication type", null=True,
+        also=FrozenMap({"bfp16": "bf16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
+    ))  # fmt: skip
+    """Type of gradients on the wire; null: that of the gradients."""
+    keep_fp32: tuple[str, ...] = setting((), GLOBS)
+    """Patterns of module names that stay in fp32 under bf16 or fp16."""
+    optimizer: OptimizerConfig | None = setting(
+        OptimizerConfig(), Typed(cls=OptimizerConfig, kinds=OPTIMIZERS, null=True)
+    )
+    """The optimizer; null: the one given to engine.initialize."""
+    scheduler: SchedulerConfig | None = setting(None, Typed(cls=SchedulerConfig, kinds=SCHEDULERS, null=True))
+    """The learning rate over the steps; null: constant."""
+    gradient_clipping: float = setting(1.0, Real(low=0, remedy="give a number, 0 switches clipping off"))
+    """Largest global gradient norm; 0 switches clipping off."""
+    activation_checkpointing: ActivationCheckpointingConfig = setting(
+        ActivationCheckpointingConfig(), Section(cls=ActivationCheckpointingConfig)
+    )
+    """What is recomputed in backward."""
+    kernels: Literal["auto", "reference", "triton"] = setting(
+        "auto", Choice(options=("auto", "reference", "triton"), noun="a kernel set")
+    )
+    """auto: Triton where it runs; reference: plain torch."""
+    compile: bool = setting(False, Flag())
+    """Compile blocks with torch.compile."""
+    seed: int = setting(1234, COUNT)
+    """Seed of all randomness."""
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), Section(cls=CheckpointConfig))
+    """When and where checkpoints are written."""
+    monitor: MonitorConfig = setting(MonitorConfig(), Section(cls=MonitorConfig))
+    """Where step figures go."""
+    watchdog: WatchdogConfig = setting(WatchdogConfig(), Section(cls=WatchdogConfig))
+    """What happens when a rank waits too long, or when a run has stopped learning."""
+    notes: tuple[str, ...] = ()
+    """One line for each DeepSpeed key that was accepted and changes nothing here."""
+
+    @property
+    def micro(self) -> int:
+        """Rows per data rank in one forward pass."""
+        return self._settled("train_micro_batch_size_per_gpu")
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches per data rank and step."""
+        return self._settled("gradient_accumulation_steps")
+
+    @property
+    def dp(self) -> int:
+        """Data axis size."""
+        return self._settled("data")
+
+    @property
+    def tp(self) -> int:
+        """Tensor axis size."""
+        return self._settled("tensor")
+
+    @property
+    def pp(self) -> int:
+        """Pipeline axis size."""
+        return self._settled("pipeline")
+
+    def _settled(self, name: str) -> int:
+        sizes = {key: getattr(self, key) for key in BATCH} | {axis: getattr(self.parallel, axis) for axis in AXES}
+        if not all(isinstance(size, int) for size in sizes.values()):
+            full = name if name in BATCH else f"parallel.{name}"
+            raise ConfigError(
+                f"{full}: not settled before the number of processes is known; "
+                "pass world_size to load_config, or call config.resolve(world_size)."
+            )
+        return int(sizes[name])
+
+    def resolve(self, world_size: int) -> "Config":
+        """The config with every size settled for so many processes. Raises ConfigError if they do not fit."""
+        return load_config(self, world_size)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; ``load_config`` of them gives an equal config, except the notes."""
+        return dump_section(self)
+
+
+_PATHS = tuple(paths(Config))
+
+
+def load_config(source: "ConfigSource | Config", world_size: int | None = None) -> Config:
+    """The config from a dict, a JSON file or a Config; with ``world_size``, all sizes settled.
+
+    Raises ConfigError, which names every problem at once by its JSON path.
+    """
+    name = show_path(os.fsdecode(source)) if isinstance(source, (str, os.PathLike)) else "the config"
+    problems = Problems(name, _PATHS, KEYS)
+    config = _read(source, problems)
+    _check_between(config, problems)
+    if not problems.touch("", "parallel", *BATCH):
+        config = _resolve(config, world_size, problems)
+    problems.raise_if_any()
+    return config
+
+
+def _read(source: "ConfigSource | Config", problems: Problems) -> Config:
+    if isinstance(source, Config):
+        # Read again, so that a hand-built config meets the same rules.
+        return replace(_read(source.to_json(), problems), notes=source.notes)
+    raw: object = read_json(source, problems) if isinstance(source, (str, os.PathLike)) else source
+    if not isinstance(raw, Mapping):
+        problems.add("", f"{shown_value(raw)} is {kind(raw)}; give one JSON object, the path of one, or a dict.")
+        return Config()
+    own, notes = translate(raw, frozenset(_PATHS), problems)
+    return replace(read_section(Config, own, "", problems), notes=notes)
+
+
+def _check_between(config: Config, problems: Problems) -> None:
+    """Rules between keys."""
+    if config.bf16.enabled and config.fp16.enabled:
+        problems.add("fp16.enabled", "true while bf16.enabled is true too; switch one of them off.")
+    params = config.optimizer.params if config.optimizer else FrozenMap()
+    if params.get("nesterov") and (not params["momentum"] or params["dampening"]):
+        given = f"momentum is {params['momentum']} and dampening {params['dampening']}"
+        problems.add(
+            "optimizer.params.nesterov", f"true needs momentum above 0 and dampening 0, but {given}; give both."
+        )
+    _check_recomputation(config.activation_checkpointing, problems)
+    automatic = [axis for axis in AXES if getattr(config.parallel, axis) == "auto"]
+    if len(automatic) > 1:
+        named = " and ".join(automatic)
+        problems.add("parallel", f'{named} are "auto" ("auto" is the default of data); give all but one a number.')
+
+
+def _check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
+    extra = [key for key in ("save", "every") if getattr(given, key) is not None]
+    if given.mode != "selective":
+        for key in extra:
+            problems.add(
+                f"activation_checkpointing.{key}",
+                f'given with mode {shown_value(given.mode)}; set the mode to "selective", or leave {key} out.',
+            )
+    elif len(extra) == 2:
+        problems.add(
+            "activation_checkpointing",
+            "save and every are both given; give save to keep operators of all blocks, or every to recompute whole "
+            "blocks.",
+        )
+
+
+def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:
+    """Settles axes and batch; without a world size only what is contradictory in any world is noted."""
+    if world_size is not None and not _is_world(world_size):
+        problems.add(
+            "world_size", f"{shown_value(world_size)} is not a number of processes; give an int of at least 1."
+        )
+        return config
+    axes = {axis: getattr(config.parallel, axis) for axis in AXES}
+    sizes = _fit_grid(axes, world_size, problems) if world_size else None
+    if world_size and not sizes:
+        return config
+    ranks = sizes["data"] if sizes else axes["data"]
+    ranks = ranks if isinstance(ranks, int) else None
+    origin = "parallel.data"
+    if axes["data"] == "auto":
+        origin = f"data ranks: world size {world_size} / tensor {axes['tensor']} / pipeline {axes['pipeline']}"
+    if not world_size and not any(getattr(config, key) for key in BATCH):
+        return config  # an absent batch is no contradiction before the run is sized
+    batch = _fit_batch({key: getattr(config, key) for key in BATCH}, ranks, origin, problems)
+    if not sizes or not batch:
+        return config
+    settled: dict[str, Any] = {"parallel": replace(config.parallel, **cast(Any, sizes)), **batch}
+    return replace(config, **settled)
+
+
+def _is_world(size: object) -> bool:
+    """Whether so many processes can be: a rank is a C int to the libraries that join them."""
+    return isinstance(size, int) and not isinstance(size, bool) and 1 <= size < 2**31
+
+
+def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> dict[str, int] | None:
+    """The three axis sizes, "auto" filled in; None after a problem."""
+    fixed = {axis: int(size) for axis, size in axes.items() if size != "auto"}
+    automatic = [axis for axis in axes if axis not in fixed]
+    product = math.prod(fixed.values())
+    if world_size % product == 0 if automatic else world_size == product:
+        return {axis: fixed.get(axis, world_size // product) for axis in axes}
+    fits: list[str] = []
+    for axis, size in fixed.items():
+        share, left = divmod(world_size, product // size)
+        if not left:
+            fits.append(f"parallel.{axis} {_either(_divisors(share)) if automatic else share}")
+    given = " x ".join(f"{axis} {size}" for axis, size in fixed.items())
+    rule = "does not divide" if automatic else "is not"
+    remedy = f"{', or '.join(fits)} would fit" if fits else f"give sizes from {_either(_divisors(world_size))}"
+    problems.add("parallel", f"{given} = {product} {rule} the world size {world_size}; {remedy}.")
+    return None
+
+
+def _fit_batch(
+    given: Mapping[str, int | None], ranks: int | None, origin: str, problems: Problems
+) -> dict[str, int] | None:
+    """The three batch sizes by train = micro x accumulation x data ranks; None if unknown or wrong.
+
+    ``origin`` says where the number of data ranks comes from.
+    """
+    train, micro, accumulation = (given[key] for key in BATCH)
+    if train is None and micro is None:
+        problems.add(BATCH[0], f"missing; give {BATCH[0]}, {BATCH[1]} or both.")
+        return None
+    parts = {BATCH[1]: micro, BATCH[2]: accumulation, origin: ranks}
+    known = {name: size for name, size in parts.items() if size is not None}
+    product = math.prod(known.values())
+    if train is not None and (train % product or (len(known) == 3 and train != product)):
+        problems.add(BATCH[0], _batch_sentence(train, known, product))
+    if ranks is None or problems.touch(BATCH[0]):
+        return None
+    left = train // product if train is not None else 1
+    micro = micro or left
+    accumulation = accumulation or (left if parts[BATCH[1]] else 1)
+    total = micro * accumulation * ranks
+    if total >= 2**63:
+        problems.add(
+            BATCH[0], f"{micro} x {accumulation} x {ranks} = {total} rows do not fit in 64 bits; give smaller sizes."
+        )
+        return None
+    return {BATCH[0]: total, BATCH[1]: micro, BATCH[2]: accumulation}
+
+
+def _batch_sentence(train: int, known: Mapping[str, int], product: int) -> str:
+    factors = " x ".join(f"{size} ({name})" for name, size in known.items())
+    total = f" = {product}" if len(known) > 1 else ""
+    if len(known) == 3:
+        return f"{train} is not {factors}{total}; change one of them, or leave one out to have it derived."
+    below = train // product * product
+    near = _either([size for size in (below, below + product) if size])
+    return f"{train} is not a multiple of {factors}{total}; give {near}, or change the other sizes."
+
+
+def _divisors(number: int) -> list[int]:
+    """Those that a message suggests: of a large number the small ones."""
+    return [size for size in range(1, min(number, 4096) + 1) if number % size == 0]
+
+
+def _either(numbers: Sequence[int]) -> str:
+    words = [str(number) for number in numbers]
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

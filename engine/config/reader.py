@@ -1,0 +1,190 @@
+"""Reads JSON into typed sections, and writes sections back as JSON.
+
+A *section* is a frozen dataclass whose fields are made by ``setting(default, rule)``. One walker reads
+any section, so a new key needs one line where it is declared and nothing here.
+"""
+
+import dataclasses
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.config.rules import FrozenMap, Problems, Rule
+from engine.config.wording import join_path, kind, show_path, shown_value
+from engine.errors import ConfigError
+
+T = TypeVar("T")
+
+
+_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section(Rule):
+    """A JSON object that becomes a dataclass."""
+
+    cls: type[Any]
+
+    def read(self, value: object, at: str, problems: Problems) -> object:
+        return None if value is None and self.null else read_section(self.cls, value, at, problems)
+
+    def expected(self) -> str:
+        return "an object"
+
+    def dump(self, value: Any) -> Any:
+        # A hand-built config may hold anything; what is no section goes back to the reader to be named.
+        return dump_section(value) if isinstance(value, self.cls) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sections(Section):
+    """A JSON list of such objects."""
+
+    def read(self, value: object, at: str, problems: Problems) -> object:
+        if not isinstance(value, (list, tuple)):
+            problems.add(at, f"{shown_value(value)} is {kind(value)}; give a list of objects.")
+            return None
+        return tuple(read_section(self.cls, entry, f"{at}[{i}]", problems) for i, entry in enumerate(value))
+
+    def dump(self, value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return value
+        return [Section.dump(self, entry) for entry in value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Typed(Section):
+    """A section with ``type`` and ``params``, where ``type`` says which params exist."""
+
+    kinds: Mapping[str, type[Any]]
+
+    def read(self, value: object, at: str, problems: Problems) -> object:
+        if not isinstance(value, Mapping):
+            return None if value is None and self.null else read_section(self.cls, value, at, problems, ("params",))
+        rest = {key: entry for key, entry in value.items() if key != "params"}
+        section = read_section(self.cls, rest, at, problems, beside=("params",))
+        if problems.touch(f"{at}.type"):
+            return section
+        params = read_section(self.kinds[section.type], value.get("params", {}), f"{at}.params", problems)
+        return dataclasses.replace(section, params=stored(params))
+
+    def dump(self, value: Any) -> Any:
+        if not isinstance(value, self.cls) or value.type not in tuple(self.kinds):
+            return Section.dump(self, value)
+        if not isinstance(value.params, Mapping):
+            return {**dump_section(value), "params": value.params}
+        kind_of = self.kinds[value.type]
+        rules = {f.name: f.metadata["rule"] for f in dataclasses.fields(kind_of)}
+        params = {**stored(kind_of(), everything=True), **value.params}
+        said = {key: rules[key].dump(entry) if key in rules else entry for key, entry in params.items()}
+        return {**dump_section(value), "params": said}
+
+
+def setting(default: Any, rule: Rule, *, key: str = "", required: bool = False, kept: bool = True) -> Any:
+    """A dataclass field that the reader fills. ``key``: its JSON name; ``kept``: part of stored params."""
+    return dataclasses.field(default=default, metadata={"rule": rule, "key": key, "required": required, "kept": kept})
+
+
+def settings(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+    """JSON name -> field, in order, of a section."""
+    return {f.metadata["key"] or f.name: f for f in dataclasses.fields(cls) if "rule" in f.metadata}
+
+
+def stored(params: Any, everything: bool = False) -> FrozenMap:
+    """The values of a params section as a read-only mapping."""
+    kept = [f.name for f in dataclasses.fields(params) if everything or f.metadata["kept"]]
+    return FrozenMap({name: getattr(params, name) for name in kept})
+
+
+def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside: tuple[str, ...] = ()) -> T:
+    """The section from a JSON object; a wrong or absent field keeps its default, problems are noted.
+
+    ``beside``: keys that the caller reads, named in a suggestion.
+    """
+    known = settings(cls)
+    if not isinstance(raw, Mapping):
+        problems.add(at, f"{shown_value(raw)} is {kind(raw)}; give an object with {', '.join((*known, *beside))}.")
+        return cls()
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key not in known:
+            problems.unknown(at, key, (*known, *beside))
+            continue
+        path, rule = join_path(at, key), known[key].metadata["rule"]
+        read = rule.read(value, path, problems)
+        if read is not None or rule.null:
+            values[known[key].name] = read
+    for key, entry in known.items():
+        if entry.metadata["required"] and key not in raw:
+            problems.add(join_path(at, key), f"missing; {entry.metadata['rule'].ask()}.")
+    return cls(**values)
+
+
+def dump_section(section: Any) -> dict[str, Any]:
+    """The section as plain JSON values that read back to an equal section."""
+    return {key: f.metadata["rule"].dump(getattr(section, f.name)) for key, f in settings(type(section)).items()}
+
+
+def paths(cls: type[Any], at: str = "") -> Iterator[str]:
+    """Dotted paths of all keys below a section, params of every type included."""
+    for key, entry in settings(cls).items():
+        here, rule = join_path(at, key), entry.metadata["rule"]
+        yield here
+        if isinstance(rule, Section):
+            yield from paths(rule.cls, here)
+        if isinstance(rule, Typed):
+            yield f"{here}.params"
+            yield from dict.fromkeys(p for each in rule.kinds.values() for p in paths(each, f"{here}.params"))
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers which keys were written twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        dict.__init__(self, pairs)
+        self.twice = tuple(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+
+
+def read_json(path: str | os.PathLike[str], problems: Problems) -> Mapping[str, Any]:
+    """The object in a JSON file; keys given twice are noted. Raises ConfigError for an unreadable file."""
+    name = show_path(os.fsdecode(path))
+    try:
+        text = Path(os.fsdecode(path)).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{name}: no such file; give the path of a JSON file, or a dict.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: not readable (it is not UTF-8 text); give the path of a JSON file.") from None
+    except OSError as why:
+        raise ConfigError(f"{name}: not readable ({why.strerror}); give the path of a JSON file.") from None
+    except ValueError:  # a zero byte, or half of a pair
+        raise ConfigError(f"{name}: not the name of a file; give the path of a JSON file, or a dict.") from None
+    raw = _parsed(text, name)
+    _note_twice(raw, "", problems)
+    return raw  # type: ignore[no-any-return]
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_Object)
+    except json.JSONDecodeError as why:
+        where = f"line {why.lineno} column {why.colno}"
+        raise ConfigError(f"{name}: not JSON at {where} ({why.msg}); mend that place.") from None
+    except (RecursionError, ValueError):
+        raise ConfigError(f"{name}: nested too deeply or a number too long; write a plain config object.") from None
+
+
+def _note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None:
+    if depth > _DEPTH:
+        return  # no section lies so deep; whoever holds this is named as unknown
+    if isinstance(raw, list):
+        for i, entry in enumerate(raw):
+            _note_twice(entry, f"{at}[{i}]", problems, depth + 1)
+    if isinstance(raw, _Object):
+        for key in raw.twice:
+            problems.add(join_path(at, key), "given twice in one object; keep one of them.")
+        for key, entry in raw.items():
+            _note_twice(entry, join_path(at, key), problems, depth + 1)

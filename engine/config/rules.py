@@ -1,0 +1,356 @@
+"""Rules say which JSON values a config field takes; Problems collects what they refuse.
+
+A rule is data. It types a value, says what to give instead, and is walked again for the JSON Schema.
+"""
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from numbers import Real as RealNumber
+from typing import Any
+
+from engine.config.wording import join_path, kind, shown_value
+from engine.errors import ConfigError
+
+_CLOSE = 0.6  # difflib's own cutoff; a dropped letter of a two-letter key scores 0.67
+
+
+_LONG = 100  # letters; a longer key is like no known one
+
+
+_SEARCHES = 50  # unknown keys that are looked up: a file of another kind may hold thousands
+
+
+_LINES = 100  # problems that one message lists
+
+
+_HOME = 0.15  # a near key of the same section wins unless a key elsewhere is nearer by this much
+
+
+class FrozenMap(Mapping[str, Any]):
+    """A read-only mapping that can be hashed, pickled and compared with a dict."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, Any] | None = None) -> None:
+        self._items = dict(items or {})
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return f"FrozenMap({self._items!r})"
+
+
+class Problems:
+    """Everything wrong with one config, so that the user sees all of it at once."""
+
+    def __init__(self, source: str, ours: Sequence[str] = (), theirs: Sequence[str] = ()) -> None:
+        """``ours``, ``theirs``: dotted paths of Trine's and of DeepSpeed's keys, for "did you mean"."""
+        self.source = source
+        self._ours = ours
+        self._theirs = theirs
+        self._found: list[tuple[str, str]] = []
+        self._searches = 0
+
+    def add(self, at: str, sentence: str) -> None:
+        """Note that the value at JSON path ``at`` is wrong."""
+        self._found.append((at, sentence))
+
+    def unknown(self, at: str, key: object, level: Sequence[str]) -> None:
+        """Note a key that nobody knows; ``level`` lists the keys of its section."""
+        self._searches += 1
+        searched = isinstance(key, str) and self._searches <= _SEARCHES
+        near = _nearest(at, str(key), level, (self._ours, self._theirs)) if searched else []
+        if near:
+            self.add(join_path(at, key), f"unknown key. Did you mean {' or '.join(near)}?")
+        else:
+            self.add(join_path(at, key), f"unknown key; remove it or use one of {', '.join(level)}.")
+
+    def touch(self, *prefixes: str) -> bool:
+        """Whether any problem lies at or below one of these paths."""
+        return any(at == p or at.startswith(p + ".") for at, _ in self._found for p in prefixes)
+
+    def raise_if_any(self) -> None:
+        """One ConfigError for all problems; nothing if there are none."""
+        lines = [f"{at or self.source}: {sentence}" for at, sentence in dict.fromkeys(self._found)]
+        if len(lines) == 1:
+            raise ConfigError(lines[0])
+        if lines:
+            more = [f"{self.source}: {len(lines) - _LINES} more; mend these first."] if len(lines) > _LINES else []
+            raise ConfigError("\n".join([f"{len(lines)} problems in {self.source}:", *lines[:_LINES], *more]))
+
+
+class RefusedError(ValueError):
+    """Why a rule does not take a value: the middle of the sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Which JSON values a field takes. ``expected`` completes "give ..."."""
+
+    remedy: str = ""
+    null: bool = False
+
+    def accept(self, value: object) -> object:
+        """The typed value; raises RefusedError."""
+        raise NotImplementedError
+
+    def expected(self) -> str:
+        """What to give instead."""
+        raise NotImplementedError
+
+    def ask(self) -> str:
+        """The remedy, "give a number" for one."""
+        return self.remedy or f"give {self.expected()}"
+
+    def read(self, value: object, at: str, problems: Problems) -> object:
+        """The typed value, or None after a problem was noted."""
+        if value is None and self.null:
+            return None
+        try:
+            return self.accept(value)
+        except RefusedError as why:
+            problems.add(at, f"{shown_value(value)} {why}; {self.ask()}.")
+            return None
+
+    def dump(self, value: Any) -> Any:
+        """The value as JSON."""
+        if isinstance(value, Mapping):
+            return dict(value)
+        return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag(Rule):
+    """true or false."""
+
+    def accept(self, value: object) -> object:
+        if not isinstance(value, bool):
+            raise RefusedError(f"is {kind(value)}")
+        return value
+
+    def expected(self) -> str:
+        return "true or false"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Real(Rule):
+    """A finite number within bounds: low inclusive, above and below exclusive, high inclusive."""
+
+    low: float | None = None
+    above: float | None = None
+    below: float | None = None
+    high: float | None = None
+
+    def accept(self, value: object) -> object:
+        return float(self._within(_number(value)))
+
+    def _within(self, number: float) -> float:
+        if self.low is not None and number < self.low:
+            raise RefusedError(f"is below {self.low:g}")
+        if self.above is not None and number <= self.above:
+            raise RefusedError(f"is not above {self.above:g}")
+        if self.below is not None and number >= self.below:
+            raise RefusedError(f"is not below {self.below:g}")
+        if self.high is not None and number > self.high:
+            raise RefusedError(f"is above {self.high:g}")
+        return number
+
+    def expected(self) -> str:
+        return "a number" + self._bounds()
+
+    def _bounds(self) -> str:
+        named = (
+            ("of at least", self.low),
+            ("above", self.above),
+            ("below", self.below),
+            ("of at most", self.high),
+        )
+        said = [f"{word} {bound:g}" for word, bound in named if bound is not None]
+        return " " + " and ".join(said) if said else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int(Real):
+    """A whole number; 4e6 is one, as DeepSpeed's files write bucket sizes."""
+
+    def accept(self, value: object) -> object:
+        number = _number(value)
+        if number != int(number):
+            raise RefusedError("is not a whole number")
+        if abs(number) >= 2**63:
+            raise RefusedError("does not fit in 64 bits")
+        return self._within(int(number))
+
+    def expected(self) -> str:
+        return "a whole number" + self._bounds()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice(Rule):
+    """One of a few words or numbers. ``fold``: any letter case; ``also``: other spellings -> option."""
+
+    options: tuple[str | int, ...]
+    noun: str
+    fold: bool = False
+    also: Mapping[str, str] = FrozenMap()
+
+    def accept(self, value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, (str, RealNumber)):
+            raise RefusedError(f"is {kind(value)}")
+        given = self.also.get(value, value) if isinstance(value, str) else value
+        for option in self.options:
+            if given == option or (self.fold and isinstance(given, str) and given.lower() == str(option).lower()):
+                return option
+        raise RefusedError(f"is not {self.noun}")
+
+    def expected(self) -> str:
+        words = [shown_value(option) for option in self.options]
+        return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text(Rule):
+    """Words that are not empty; a path object counts. ``ends``: the endings a file name may have."""
+
+    noun: str = "text"
+    ends: tuple[str, ...] = ()
+
+    def accept(self, value: object) -> object:
+        words = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(words, str):
+            raise RefusedError(f"is {kind(words)}")
+        if not words or (self.ends and not words.endswith(self.ends)):
+            raise RefusedError(f"is not {self.noun}" if words else "is empty")
+        return words
+
+    def expected(self) -> str:
+        return f"{self.noun} in quotes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListOf(Rule):
+    """A list, each entry by one rule. ``length``: exactly so many."""
+
+    each: Rule
+    noun: str
+    length: int | None = None
+
+    def accept(self, value: object) -> object:
+        if not isinstance(value, (list, tuple)):
+            raise RefusedError(f"is {kind(value)}")
+        if self.length is not None and len(value) != self.length:
+            raise RefusedError(f"has {len(value)} entries")
+        for entry in value:
+            self._check(entry)
+        return tuple(self.each.accept(entry) for entry in value)
+
+    def _check(self, entry: object) -> None:
+        try:
+            self.each.accept(entry)
+        except RefusedError as why:
+            raise RefusedError(f"holds {shown_value(entry)}, which {why}") from None
+
+    def expected(self) -> str:
+        return self.noun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextMap(Rule):
+    """An object whose values are words."""
+
+    def accept(self, value: object) -> object:
+        if not isinstance(value, Mapping):
+            raise RefusedError(f"is {kind(value)}")
+        for key, entry in value.items():
+            if not isinstance(key, str) or not isinstance(entry, str) or not entry:
+                raise RefusedError(f"holds {shown_value(entry)} under {shown_value(key)}, which is not text")
+        return FrozenMap(value)
+
+    def expected(self) -> str:
+        return "an object of texts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnyOf(Rule):
+    """The first of several rules that takes the value. The last one explains a refusal."""
+
+    rules: tuple[Rule, ...]
+
+    def accept(self, value: object) -> object:
+        for rule in self.rules[:-1]:
+            try:
+                return rule.accept(value)
+            except RefusedError:
+                continue
+        return self.rules[-1].accept(value)
+
+    def expected(self) -> str:
+        return ", or ".join(rule.expected() for rule in self.rules)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, RealNumber):
+        raise RefusedError(f"is {kind(value)}")
+    try:
+        number: float = int(value) if isinstance(value, Integral) else float(value)
+        if not math.isfinite(number):
+            raise RefusedError("is not a finite number")
+    except OverflowError:
+        raise RefusedError("is too large") from None
+    return number
+
+
+def _nearest(at: str, key: str, level: Sequence[str], known: tuple[Sequence[str], Sequence[str]]) -> list[str]:
+    """Full paths of the known keys (ours, theirs) most like ``key``: of the section ``at`` first, then anywhere."""
+    ours, theirs = known
+    here = re.sub(r"\[\d+\]", "", at)
+    nested = f"{here}.{key}" if here else key
+    if "." in key and nested in (*ours, *theirs):
+        return [nested]  # a path written as one key
+    if nested in ours and key not in level:
+        return []  # params of another type: the caller lists those of this one
+    beside = [each for each in theirs if _parent(each) == here]
+    # Beside a key of this very name elsewhere only one that is nearly the same can win.
+    least = 1 - _HOME if any(each.endswith(f".{key}") or each == key for each in (*ours, *theirs)) else _CLOSE
+    home = _likeness(key, (*(join_path(at, name) for name in level), *beside), least)
+    away = _likeness(key, [each for each in (*ours, *theirs) if _parent(each) != here], least)
+    best_home, best_away = max(home.values(), default=0.0), max(away.values(), default=0.0)
+    at_home = best_home >= _CLOSE and best_home >= best_away - _HOME
+    scores, best = (home, best_home) if at_home else (away, best_away)
+    nearest = [each for each, score in scores.items() if score == best and best >= _CLOSE]
+    return [each for each in nearest if each not in theirs][:3] or nearest[:3]
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _likeness(given: str, known: Iterable[str], least: float) -> dict[str, float]:
+    """Known path -> likeness, from ``least`` to 1, of its last word and a given key."""
+    if len(given) > _LONG:
+        return {}
+    matcher = difflib.SequenceMatcher(None, b=given.lower().replace("-", "_"))
+    scores = {}
+    for path in known:
+        word = path.rpartition(".")[2].lower()
+        # The bounds by length and by letters spare most of the slow comparisons.
+        if 2 * min(len(word), len(given)) >= least * (len(word) + len(given)):
+            matcher.set_seq1(word)
+            if matcher.quick_ratio() >= least:
+                scores[path] = matcher.ratio()
+    return scores

@@ -1,0 +1,84 @@
+"""How messages about a config write values, keys and paths: on one line, shortened, nothing that a terminal obeys.
+
+A config may hold anything, so every text here is written piece by piece until it is long enough: a value may be
+huge, nested without end, or refuse to describe itself.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from numbers import Real as RealNumber
+
+_ROOM = 60
+
+
+_PATH_ROOM = 200
+
+
+_PLAIN_KEY = re.compile(rf"[\w$-]{{1,{_ROOM}}}")
+
+
+def shown_value(value: object) -> str:
+    """The value as the user wrote it, shortened."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > _ROOM:
+            return text[: _ROOM - 3] + "..."
+    return text
+
+
+def show_path(name: str) -> str:
+    """The path of a file; JSON text given by mistake is shortened."""
+    if name.isprintable() and 0 < len(name) <= _PATH_ROOM:
+        return name
+    return shown_value(name) if len(name) <= _PATH_ROOM else printable(name[: _ROOM - 3]) + "..."
+
+
+def join_path(at: str, key: object) -> str:
+    """The JSON path of a key below ``at``; an unusual key, one with a dot for instance, stands in quotes."""
+    word = key if isinstance(key, str) else shown_value(key)
+    if not _PLAIN_KEY.fullmatch(word):
+        word = shown_value(word)
+    return f"{at}.{word}" if at else word
+
+
+def kind(value: object) -> str:
+    """The kind of a JSON value in plain words."""
+    words = ((bool, "a true/false value"), (type(None), "no value"), (str, "text"), (RealNumber, "a number"),
+             (Mapping, "an object"), ((list, tuple), "a list"))  # fmt: skip
+    return next((word for types, word in words if isinstance(value, types)), f"a {type(value).__name__}")
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what has no visible sign: control characters, halves of a pair, marks of direction."""
+    return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """JSON text bit by bit; each level adds at least one sign, so a reader who stops stays within his depth."""
+    if isinstance(value, str):
+        yield printable(json.dumps(value[:_ROOM], ensure_ascii=False))
+    elif isinstance(value, Mapping):
+        entries = (chain(_pieces(key), (": ",), _pieces(entry)) for key, entry in value.items())
+        yield from chain("{", _listed(entries), "}")
+    elif isinstance(value, (list, tuple)):
+        yield from chain("[", _listed(map(_pieces, value)), "]")
+    else:
+        yield _atom(value)
+
+
+def _listed(entries: Iterable[Iterable[str]]) -> Iterator[str]:
+    for index, entry in enumerate(entries):
+        yield ", " if index else ""
+        yield from entry
+
+
+def _atom(value: object) -> str:
+    for write in (json.dumps, repr):
+        try:
+            return printable(write(value))
+        except (TypeError, ValueError, RecursionError):
+            continue
+    return "a number of thousands of digits" if isinstance(value, RealNumber) else f"a {type(value).__name__}"

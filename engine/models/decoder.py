@@ -1,0 +1,225 @@
+"""The reference decoder: a small GPT-2 style language model on bytes, trained by ``train.py``.
+
+A plain ``nn.Module`` that knows nothing of the engine; the engine cuts it as it would cut any other model.
+Pre-norm blocks, learned positions, biased projections (Radford et al. 2019, "Language Models are Unsupervised
+Multitask Learners", section 2.3, for the norms and for the scale of the residual projections).
+
+Shape suffixes: B batch, L length, D width, H heads, K head width, V vocabulary.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.program.program import evaluating
+
+IGNORED_LABEL = -100
+
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Sizes of a decoder; the defaults make 6,482,432 parameters.
+
+    ``context``: the longest input in tokens. ``tied``: the head shares the token embedding's weight.
+
+    Raises:
+        ValueError: a size below 1, a width that the heads do not divide, a dropout outside [0, 1).
+    """
+
+    vocabulary: int = 256
+    layers: int = 8
+    width: int = 256
+    heads: int = 4
+    context: int = 128
+    tied: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "layers", "width", "heads", "context"):
+            size = getattr(self, name)
+            if size < 1:
+                raise ValueError(f"{name} = {size} is too small; the smallest is 1. Choose 1 or more.")
+        if self.width % self.heads:
+            raise ValueError(
+                f"width = {self.width} does not divide among heads = {self.heads}, which are equally wide. "
+                f"Choose a multiple, such as {-(-self.width // self.heads) * self.heads}."
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout = {self.dropout} is no share of values. Choose 0 up to below 1.")
+
+    @property
+    def residual_std(self) -> float:
+        """Two projections a layer add to the residual stream; this keeps its growth independent of depth."""
+        return INIT_STD / math.sqrt(2 * self.layers)
+
+
+class Projection(nn.Linear):
+    """A Linear that initialises itself: weights normal(0, ``std``), bias zero.
+
+    The standard deviation lives here and not in the model, so that every module can be initialised alone, in
+    any order and after materialisation from the meta device.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, std: float = INIT_STD) -> None:
+        self.std = std  # first: nn.Linear.__init__ calls reset_parameters
+        super().__init__(inputs, outputs, bias=bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """An Embedding that initialises itself as GPT-2 does: normal(0, 0.02)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, [B, L, D] -> [B, L, D].
+
+    The number of heads is read from the projections' width, so a slice of whole heads works too.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.head_width = width // config.heads
+        self.dropout = config.dropout
+        self.query = Projection(width, width)
+        self.key = Projection(width, width)
+        self.value = Projection(width, width)
+        self.output = Projection(width, width, std=config.residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q_BHLK, k_BHLK, v_BHLK = (
+            projection(x).view(batch, length, -1, self.head_width).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        dropout = self.dropout if self.training else 0.0
+        y_BHLK = functional.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, dropout_p=dropout, is_causal=True)
+        mixed: Tensor = self.output(y_BHLK.transpose(1, 2).reshape(batch, length, -1))
+        return mixed
+
+
+class Block(nn.Module):
+    """One layer, [B, L, D] -> [B, L, D]: attention, then a perceptron of four times the width."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(config)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = Projection(width, 4 * width)
+        self.down = Projection(4 * width, width, std=config.residual_std)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_BLD = x + self.dropout(self.attention(self.norm1(x)))
+        hidden = functional.gelu(self.up(self.norm2(x_BLD)), approximate="tanh")
+        y_BLD: Tensor = x_BLD + self.dropout(self.down(hidden))
+        return y_BLD
+
+
+class Decoder(nn.Module):
+    """Token ids to logits.
+
+    May be built on the meta device: after ``to_empty``, every module's ``reset_parameters`` fills it, in any
+    order. With ``tied``, ``to_empty`` parts the two weights, as it does in any torch model; join them again.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = Embedding(config.vocabulary, config.width)
+        self.positions = Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = Projection(config.width, config.vocabulary, bias=False)
+        if config.tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits [B, L, V] of the token after each of ``input_ids``, int64 [B, L].
+
+        ``labels`` is not used: it is accepted so that ``model(**batch)`` works beside a separate loss.
+
+        Raises:
+            ValueError: L is above ``config.context``.
+        """
+        length = input_ids.shape[1]
+        if length > self.config.context:
+            raise ValueError(
+                f"input_ids has length {length}; positions end at context = {self.config.context}. "
+                "Cut the input or build the decoder with a larger context."
+            )
+        places = torch.arange(length, device=input_ids.device)
+        x_BLD = self.dropout(self.tokens(input_ids) + self.positions(places))
+        for block in self.blocks:
+            x_BLD = block(x_BLD)
+        logits_BLV: Tensor = self.head(self.norm(x_BLD))
+        return logits_BLV
+
+
+def loss_sum(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats as (sum, weight), the ``loss_fn`` of ``engine.initialize``.
+
+    ``logits``: [B, L, V], any float dtype. ``batch["labels"]``: int64 [B, L], already shifted; -100 is left
+    out. Sum: 0-dim fp32. Weight: 0-dim int64, the labels counted. The global mean is the sum of sums over the
+    sum of weights, which stays exact when ranks and microbatches hold different numbers of tokens.
+    """
+    labels = batch["labels"]
+    total = functional.cross_entropy(
+        logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+    return total, (labels != IGNORED_LABEL).sum()
+
+
+@torch.no_grad()
+def generate(model: Decoder, prompt: bytes, length: int, temperature: float = 0.8, seed: int = 0) -> bytes:
+    """Continues ``prompt`` by ``length`` sampled bytes and returns those alone.
+
+    The model sees the last ``context`` bytes. ``temperature`` 0 takes the likeliest byte. Draws from its own
+    CPU generator, so the global random state stays as it was; module modes are restored.
+
+    Raises:
+        ValueError: an empty prompt, a negative length or temperature, a vocabulary that is not bytes.
+    """
+    _check_request(model.config.vocabulary, prompt, length, temperature)
+    device = model.tokens.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    text = list(prompt)
+    with evaluating(model):
+        for _ in range(length):
+            window = torch.tensor([text[-model.config.context :]], device=device)
+            text.append(_pick(model(window)[0, -1].float().cpu(), temperature, generator))
+    return bytes(text[len(prompt) :])
+
+
+def _pick(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    # The largest logit is taken off before the division: a tiny temperature would make it infinite.
+    chances_V = ((logits - logits.max()) / temperature).softmax(dim=-1)
+    return int(torch.multinomial(chances_V, 1, generator=generator))
+
+
+def _check_request(vocabulary: int, prompt: bytes, length: int, temperature: float) -> None:
+    if vocabulary != 256:
+        raise ValueError(f"The model has vocabulary = {vocabulary}; bytes need 256. Use such a model.")
+    if not prompt:
+        raise ValueError("prompt is empty; a byte follows from others. Give at least one, as b'\\n'.")
+    if length < 0 or temperature < 0:
+        raise ValueError(f"length = {length}, temperature = {temperature}: neither can be negative. Choose 0 or more.")

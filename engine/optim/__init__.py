@@ -1,0 +1,1 @@
+"""Learning rates over the steps, and which parameters form which optimizer group."""

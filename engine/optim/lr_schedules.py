@@ -1,0 +1,196 @@
+"""Learning rates as pure functions of the number of updates made so far.
+
+Update k (from 0) uses ``schedule(k)``. The five schedules that a JSON file can name are DeepSpeed's:
+they give, update for update, the rates that DeepSpeed's optimizer sees. It evaluates its warm-ups at
+k - 1 and starts from the lower end, which is why ``last`` appears below.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from engine.config.sections import SchedulerConfig
+from engine.errors import ConfigError
+
+LrSchedule = Callable[[int, float], float]
+"""(update, base lr of the group) -> lr."""
+
+
+Momentum = Callable[[int], float]
+
+
+SchedulerArgument = Callable[[Any], Any]
+"""What a user passes: update -> factor, or optimizer -> LRScheduler."""
+
+
+def lr_range_test(update: int, base: float, p: Mapping[str, Any]) -> float:
+    """Rising rate to find the largest stable one (Smith 2017)."""
+    interval = update / p["lr_range_test_step_size"]
+    interval = math.floor(interval) if p["lr_range_test_staircase"] else interval
+    return float(p["lr_range_test_min_lr"] * (1 + p["lr_range_test_step_rate"] * interval))
+
+
+def warmup(update: int, base: float, p: Mapping[str, Any]) -> float:
+    """Rise from ``warmup_min_lr`` to ``warmup_max_lr`` (default: the optimizer's lr), then stay."""
+    high = base if p["warmup_max_lr"] is None else p["warmup_max_lr"]
+    gamma = _warmup_progress(update - 1, p) if update else 0.0
+    return float(p["warmup_min_lr"] + (high - p["warmup_min_lr"]) * gamma)
+
+
+def warmup_decay(update: int, base: float, p: Mapping[str, Any]) -> float:
+    """As :func:`warmup`, then a straight line down to ``warmup_min_lr`` at ``total_num_steps``."""
+    last, rise, total = update - 1, _warmup_steps(p), p["total_num_steps"]
+    if last < rise:
+        return warmup(update, base, p)
+    high = base if p["warmup_max_lr"] is None else p["warmup_max_lr"]
+    gamma = max(0.0, (total - last) / max(1, total - rise))
+    return float(p["warmup_min_lr"] + (high - p["warmup_min_lr"]) * gamma)
+
+
+def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
+    """Rise from ``warmup_min_ratio`` of the lr, then half a cosine down to ``cos_min_ratio`` of it."""
+    if update == 0:
+        return 0.0
+    last, rise = update - 1, _warmup_steps(p)
+    if last < rise:
+        return float(base * (p["warmup_min_ratio"] + (1 - p["warmup_min_ratio"]) * _warmup_progress(last, p)))
+    progress = min(1.0, (last - rise + 1) / max(1, p["total_num_steps"] - rise))
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return float(base * max(0.0, p["cos_min_ratio"] + (1 - p["cos_min_ratio"]) * cosine))
+
+
+def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
+    """One rise and fall between ``cycle_min_lr`` and ``cycle_max_lr``, then decay (Smith 2018)."""
+    low, high = p["cycle_min_lr"], p["cycle_max_lr"]
+    after = update - _cycle_length(p)
+    if update - 1 < _cycle_length(p):
+        return float(low + (high - low) * _cycle_position(update, p))
+    if not p["decay_step_size"] or not p["decay_lr_rate"]:
+        return float(low)
+    return float(low / (1 + p["decay_lr_rate"] * after / p["decay_step_size"]))
+
+
+def one_cycle_momentum(update: int, p: Mapping[str, Any]) -> float:
+    """Momentum of :func:`one_cycle`, which moves against the rate."""
+    low, high = p["cycle_min_mom"], p["cycle_max_mom"]
+    after = update - _cycle_length(p)
+    if update - 1 < _cycle_length(p):
+        return float(high - (high - low) * (_cycle_position(update, p) if update else 1.0))
+    if not p["decay_step_size"] or not p["decay_mom_rate"]:
+        return float(high)
+    return float(high * (1 + p["decay_mom_rate"] * after / p["decay_step_size"]))
+
+
+def _warmup_steps(p: Mapping[str, Any]) -> int:
+    return max(2, int(p["warmup_num_steps"]))
+
+
+def _warmup_progress(last: int, p: Mapping[str, Any]) -> float:
+    rise = _warmup_steps(p)
+    if last >= rise:
+        return 1.0
+    return math.log(last + 1) / math.log(rise) if p["warmup_type"] == "log" else last / rise
+
+
+def _cycle_length(p: Mapping[str, Any]) -> float:
+    second = p["cycle_second_step_size"]
+    return float(p["cycle_first_step_size"] + (p["cycle_first_step_size"] if second is None else second))
+
+
+def _cycle_position(update: int, p: Mapping[str, Any]) -> float:
+    """0 at the ends of the cycle, 1 at its peak; in stairs if asked."""
+    length, first = _cycle_length(p), float(p["cycle_first_step_size"])
+    inside = update % length
+    rising = inside <= first
+    stairs = p["cycle_first_stair_count"]
+    if not rising and p["cycle_second_stair_count"] is not None:
+        stairs = p["cycle_second_stair_count"]
+    position = inside / first if rising else (length - inside) / (length - first)
+    return math.floor(position * stairs) / stairs if stairs else position
+
+
+_SCHEDULES: Mapping[str, Callable[..., float]] = {
+    "LRRangeTest": lr_range_test,
+    "OneCycle": one_cycle,
+    "WarmupLR": warmup,
+    "WarmupDecayLR": warmup_decay,
+    "WarmupCosineLR": warmup_cosine,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRate:
+    """Sets the rate of every group before an update. Build it with :func:`make_learning_rate`."""
+
+    optimizer: torch.optim.Optimizer
+    base: tuple[float, ...]
+    """Each group's rate as configured."""
+    schedule: LrSchedule | None
+    momentum: Momentum | None = None
+    scheduler: LRScheduler | None = None
+    """A torch scheduler of the user's; it counts for itself."""
+
+    def at(self, update: int) -> float:
+        """Rate of the first group for an update, or the current one of a torch scheduler."""
+        if self.schedule is None:
+            return float(self.optimizer.param_groups[0]["lr"])
+        return self.schedule(update, self.base[0])
+
+    def prepare(self, update: int) -> None:
+        """Set the rates (and betas) that update number ``update`` uses."""
+        for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
+            if self.schedule is not None:
+                group["lr"] = self.schedule(update, base)
+            if self.momentum is not None and "betas" in group:
+                group["betas"] = (self.momentum(update), 0.99)
+
+    def done(self) -> None:
+        """Tell a torch scheduler that an update was made."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+
+def make_learning_rate(
+    optimizer: torch.optim.Optimizer, config: SchedulerConfig | None, given: SchedulerArgument | None
+) -> LearningRate:
+    """The schedule of ``given`` if there is one, else of the configuration, else a constant.
+
+    Raises:
+        ConfigError: ``given`` is neither update -> factor nor optimizer -> LRScheduler.
+    """
+    base = tuple(float(group["lr"]) for group in optimizer.param_groups)
+    if given is not None:
+        return _from_callable(optimizer, base, given)
+    if config is None:
+        return LearningRate(optimizer, base, schedule=None)
+    momentum = None
+    if config.type == "OneCycle" and config.params["cycle_momentum"]:
+        momentum = partial(one_cycle_momentum, p=config.params)
+    return LearningRate(optimizer, base, partial(_SCHEDULES[config.type], p=config.params), momentum)
+
+
+def _from_callable(optimizer: torch.optim.Optimizer, base: tuple[float, ...], given: SchedulerArgument) -> LearningRate:
+    try:
+        made, failure = given(optimizer), None
+    except Exception as error:  # a factor function fails on an optimizer in whatever way it likes
+        made, failure = None, error
+    if isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            "lr_scheduler gives a ReduceLROnPlateau, which needs a metric at each step; pass a schedule of the step, "
+            "or change eng.optimizer's lr yourself."
+        )
+    if isinstance(made, LRScheduler):
+        return LearningRate(optimizer, base, schedule=None, scheduler=made)
+    try:
+        float(given(0))
+    except Exception as error:
+        raise ConfigError(
+            f"lr_scheduler {given!r} gives no number for update 0 and no LRScheduler for the optimizer; pass a "
+            "callable update -> factor or optimizer -> torch.optim.lr_scheduler.LRScheduler."
+        ) from (failure or error)
+    return LearningRate(optimizer, base, schedule=lambda update, lr: lr * float(given(update)))

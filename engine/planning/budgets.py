@@ -1,0 +1,151 @@
+"""The budgets of a plan: state and traffic of every rank, as formulas. Counters must meet them exactly."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from engine.config import Config
+from engine.parallel.comm.traffic import Op, Tally, Traffic, sent_bytes
+from engine.parallel.grid import Coord
+from engine.parallel.pipeline.partition.stage_plan import StagePlan
+from engine.parallel.shard_table import ShardRow
+from engine.parallel.tensor.layers.partial_grads import LABEL
+from engine.parallel.trace.model_trace import Value
+from engine.precision.dtypes import Precision
+from engine.zero.gather.gather_schedule import GatherOrder, Pass, count_gathers
+from engine.zero.layout import FlatLayout
+
+CONTROL_SCALARS = 6
+"""fp64 values that one step sums over all ranks: loss, weight, norm squared, tokens, problems, wishes to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank holds between steps and sends in one step."""
+
+    coord: Coord
+    parameters: int
+    """Elements of the parameters that take part in forward here, without padding."""
+    state_bytes: Mapping[str, int]
+    """Bytes by kind: parameters, frozen parameters, gradients, master, optimizer."""
+    traffic: tuple[Traffic, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """When this rank gathers its sharded parameters in a step (ZeRO 3)."""
+
+    order: GatherOrder
+    passes: tuple[Pass, ...]
+    pinned: frozenset[int]
+    """Buckets that stay whole over all passes."""
+    sizes: tuple[int, ...]
+    """Bytes of each bucket when it is whole."""
+
+
+def state_bytes(
+    layout: FlatLayout, frozen: tuple[tuple[ShardRow, int], ...], precision: Precision, config: Config, moments: int
+) -> dict[str, int]:
+    """What a rank holds between steps. ``frozen``: rows in no bucket, with the elements held here."""
+    state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
+    share = config.dp if config.zero_optimization.stage else 1
+    parts = config.dp if shards_parameters(config) else 1
+    for bucket in layout.buckets:
+        kept = config.dp if reduces_each_microbatch(config) and not bucket.partial else 1
+        state["gradients"] += bucket.elements // kept * precision.widths(bucket.dtype).sums.itemsize
+    for name, elements in layout.elements_by_dtype().items():
+        widths = precision.widths(name)
+        state["parameters"] += elements // parts * widths.compute.itemsize
+        state["master"] += elements // share * widths.master.itemsize if widths.master else 0
+        state["optimizer"] += elements // share * widths.moments.itemsize * moments
+    for bucket in layout.frozen:
+        state["frozen parameters"] += bucket.elements // parts * getattr(torch, bucket.dtype).itemsize
+    for row, elements in frozen:
+        state["frozen parameters"] += elements * precision.frozen(row.name, row.dtype).itemsize
+    return state
+
+
+def reduces_each_microbatch(config: Config) -> bool:
+    """Whether gradients are kept as shards, and reduced after every microbatch."""
+    return config.zero_optimization.stage >= 2 and config.zero_optimization.reduce == "microbatch"
+
+
+def shards_parameters(config: Config) -> bool:
+    """Whether a rank keeps its shard of the parameters only."""
+    return config.zero_optimization.stage == 3 and config.dp > 1
+
+
+def gather_traffic(plan: GatherPlan, ranks: int) -> Tally:
+    """Sharded parameters over dp: a batch for each group and pass, of what is not whole already."""
+    gathers = count_gathers(plan.order, plan.passes, plan.pinned)
+    moved = [
+        times * sent_bytes("all_gather", size, ranks) for size, times in zip(plan.sizes, gathers.times, strict=True)
+    ]
+    return Tally([Traffic("dp", "parameters", gathers.calls, sum(moved))])
+
+
+def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:
+    """Gradients and parameters over dp, partial gradients over tp, tied ones over pp."""
+    ranks, sharded, tally = config.dp, config.zero_optimization.stage > 0, Tally()
+    op: Op = "reduce_scatter" if sharded else "all_reduce"
+    for bucket in layout.buckets:
+        widths = precision.widths(bucket.dtype)
+        wire = (precision.wire or widths.sums).itemsize
+        backwards = config.accumulation * max(1, len(bucket.stages))
+        rounds = backwards if reduces_each_microbatch(config) and not bucket.partial else 1
+        if ranks > 1:
+            tally.add(Traffic("dp", "gradients", rounds, rounds * sent_bytes(op, bucket.elements * wire, ranks)))
+        if ranks > 1 and sharded and not shards_parameters(config):
+            gathered = sent_bytes("all_gather", bucket.elements * widths.compute.itemsize, ranks)
+            tally.add(Traffic("dp", "parameters", 1, gathered))
+        if bucket.ties:
+            summed = bucket.elements // (ranks if sharded else 1) * widths.sums.itemsize
+            tally.add(Traffic("pp", "ties", 1, sent_bytes("all_reduce", summed, len(bucket.ties))))
+    parts: dict[torch.dtype, int] = {}
+    for row in rows:
+        if row.partial and row.trainable:
+            name = str(precision.parameter(row.name, row.dtype)).removeprefix("torch.")
+            sums = precision.widths(name).sums
+            parts[sums] = parts.get(sums, 0) + row.elements
+    for sums, elements in parts.items():
+        tally.add(Traffic("tp", LABEL, 1, sent_bytes("all_reduce", elements * sums.itemsize, config.tp)))
+    return tally
+
+
+def stage_traffic(stage: StagePlan, values: tuple[Value, ...], ranks: Sequence[int], microbatches: int) -> Tally:
+    """What a stage sends to other ranks in a step: values forward, gradients of what it received backward.
+
+    ``ranks``: the rank of every stage; what stays on one does not travel.
+    """
+    here = ranks[stage.stage]
+    forward = [values[number].bytes for number, to in stage.sends.items() for other in to if ranks[other] != here]
+    backward = [
+        values[number].bytes for number, other in stage.receives.items() if values[number].grad and ranks[other] != here
+    ]
+    tally = Tally()
+    for flow, sizes in (("forward", forward), ("backward", backward)):
+        if sizes:
+            tally.add(Traffic("pp", flow, len(sizes) * microbatches, sum(sizes) * microbatches))
+    return tally
+
+
+def control_traffic(config: Config, world: int) -> Tally:
+    """The control sum over the world, and the check that all ranks of a replica were given the same batch."""
+    tally, replica = Tally(), config.pp * config.tp
+    if world > 1:
+        tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", CONTROL_SCALARS * 8, world)))
+    if replica > 1:
+        tally.add(Traffic("replica", "batch check", 1, sent_bytes("all_gather", 8 * replica, replica)))
+    return tally
+
+
+def scale_tally(tally: Tally, count: int) -> Tally:
+    """The same so many times over."""
+    return Tally(Traffic(row.axis, row.label, row.calls * count, row.bytes * count) for row in tally.rows())
+
+
+def held_elements(row: ShardRow, tp: int) -> int:
+    """Elements of a row that a tensor rank holds."""
+    return prod(row.local_shape(tp))

@@ -1,0 +1,79 @@
+"""One look at a run before it starts: the timeline of one microbatch, without memory and without processes.
+
+What more than data parallelism needs, values that cross stages and the sizes of what sharded layers send, is
+read off one forward on shapes. The model is seen as it will run: in the dtype of the computation, recording
+gradients, before anything is cut.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.parallel.tensor.planned_traffic import TrafficRecorder
+from engine.parallel.trace.model_trace import Material, ModelTrace
+from engine.parallel.trace.tracer import trace_model
+from engine.precision.dtypes import Precision
+from engine.precision.fp32_modules import Fp32Modules
+from engine.program.batch import Batch, map_tensors
+from engine.program.program import Program
+
+
+def trace_example(
+    program: Program,
+    example: Batch,
+    stages: int,
+    watch: TrafficRecorder | None = None,
+    material: Material | None = None,
+) -> ModelTrace:
+    """The timeline of one training microbatch; ``watch`` sees what sharded layers would send.
+
+    ``material`` is filled with what measuring needs.
+
+    Raises:
+        PlanError: the model cannot be followed; says what it does and where.
+    """
+    microbatch = map_tensors(example, _real)
+    there = program.on(torch.device("cpu"))
+
+    def run() -> tuple[Any, ...]:
+        with watch.run() if watch else nullcontext():
+            return tuple(there.forward(microbatch).loss)
+
+    # cut first: what keeps fp32 hangs on the layers that a run has
+    with torch.enable_grad(), watch.cut() if watch else nullcontext(), run_dtypes(program.model, program.precision):
+        return trace_model(program.model, run, stages=stages, material=material)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Shapes are enough for an example; a meta tensor stands for zeros."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.cpu()
+
+
+@contextmanager
+def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """Inside, parameters and buffers have the dtypes of the run, and islands of fp32 cast. Only shapes may be used."""
+    islands = Fp32Modules(model, precision.kept.modules, precision.compute)
+    data: list[tuple[Any, Tensor]] = []
+    buffers: list[tuple[nn.Module, str, Tensor]] = []
+    try:
+        for name, parameter in model.named_parameters():
+            narrow = precision.frozen(name, parameter.dtype)
+            if narrow != parameter.dtype:
+                data.append((parameter, parameter.data))
+                parameter.data = torch.zeros((), dtype=narrow, device=parameter.device).expand(parameter.shape)
+        for path, module in model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                dtype = precision.buffer(f"{path}.{name}" if path else name, buffer.dtype)
+                if dtype != buffer.dtype:
+                    buffers.append((module, name, buffer))
+                    setattr(module, name, buffer.to(dtype))
+        yield
+    finally:
+        islands.remove()
+        for parameter, before in data:
+            parameter.data = before
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)

@@ -1,0 +1,278 @@
+"""One unit of a model outside it: a copy with random content that computes as it will in the run.
+
+The copy has memory of its own, on the device of the run and in its dtypes. What a unit reads beside its own
+parameters and what it is given is not there: ``reads_elsewhere`` says of a call whether it does.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from time import perf_counter
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from engine.errors import PlanError
+from engine.parallel.activation_checkpointing.blocks import recomputed_in_part
+from engine.parallel.activation_checkpointing.selective import SavedActivations, Selective
+from engine.parallel.model.torch_checkpoint import open_checkpoints
+from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
+from engine.parallel.trace.model_trace import Arguments, Call, Sample
+from engine.precision.dtypes import Precision
+from engine.precision.fp32_modules import Fp32Modules
+
+_STD = 0.02
+
+
+_PLAIN = bool | int | float | str | None
+
+
+class Seconds(NamedTuple):
+    """One forward and backward."""
+
+    forward: float
+    inputs: float
+    """Of the backward, without the weight gradients that can wait."""
+    weights: float
+    """Of those."""
+
+
+class BlockBytes(NamedTuple):
+    """What a microbatch holds."""
+
+    kept: int
+    """From forward to backward."""
+    left: int
+    """From there until the weight gradients that can wait are done."""
+
+
+class IsolatedBlock:
+    """A copy of unit ``name``, ready to run with what its calls are given; by ``selective``, if it is recomputed so.
+
+    Raises:
+        PlanError: a closure over the model runs in place of the forward of one of its modules.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        precision: Precision,
+        device: torch.device,
+        selective: Selective | None = None,
+    ) -> None:
+        self._device = device
+        self._module = copy_block(model, name, precision, device)
+        self._waiting = SplitBackward(self._module)
+        islands = [path for path in precision.kept.modules if path == name or path.startswith(f"{name}.")]
+        self._islands = Fp32Modules(self._module, [path[len(name) + 1 :] for path in islands], precision.compute)
+        self._weights = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        self._started: list[SavedActivations] = []
+        if selective is not None:
+            forward = recomputed_in_part(self._module, selective, self._started)
+            object.__setattr__(self._module, "forward", forward)
+
+    def time(self, arguments: Arguments) -> Seconds:
+        """Run forward and backward once."""
+        return self._run(_Given(arguments, self._device), nullcontext())[0]
+
+    def weigh(self, arguments: Arguments) -> tuple[Seconds, BlockBytes]:
+        """Run once, and note what forward saves for backward and what that leaves, each storage once.
+
+        Parameters, buffers and what depends on the batch alone do not count: all calls share them.
+        """
+        given = _Given(arguments, self._device)
+        shared = (*self._module.parameters(), *self._module.buffers(), *given.free)
+        not_counted = {tensor.untyped_storage().data_ptr() for tensor in shared}
+        sizes: dict[int, int] = {}
+
+        def pack(saved: Tensor) -> Tensor:
+            storage = saved.untyped_storage()
+            if storage.data_ptr() not in not_counted:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return saved
+
+        seconds, kept, left = self._run(given, saved_tensors_hooks(pack, lambda saved: saved))
+        return seconds, BlockBytes(sum(sizes.values()) + kept, left)
+
+    def _run(self, given: "_Given", around_forward: AbstractContextManager[Any]) -> tuple[Seconds, int, int]:
+        """Its seconds, what selective recomputation keeps, what waits."""
+        waits = DeferredWeightGrads()
+        with torch.enable_grad(), open_checkpoints(recompute=True):
+            begun = self._now()
+            with around_forward:
+                output = self._module.forward(*given.args, **given.kwargs)
+            forward = self._now() - begun
+            kept = sum(outputs.bytes for outputs in self._started)
+            self._started.clear()
+            inputs = self._backward(output, given, waits)
+            left, begun = waits.bytes, self._now()
+            waits.compute(lambda name, gradient: None)
+        return Seconds(forward, inputs, self._now() - begun), kept, left
+
+    def close(self) -> None:
+        """Let the copy go: its modules and what was put on them name each other."""
+        self._islands.remove()
+        self._waiting.remove()
+        vars(self._module).pop("forward", None)
+
+    def _backward(self, output: Any, given: "_Given", waits: DeferredWeightGrads) -> float:
+        roots = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves = [*given.inputs, *self._weights]
+        if not roots or not leaves:
+            return 0.0
+        ones = [torch.ones_like(root) for root in roots]
+        begun = self._now()
+        with self._waiting.leaving(waits):
+            torch.autograd.backward(roots, ones)  # as in a run: gradients asked for by ``grad`` do not wait
+        seconds = self._now() - begun
+        for leaf in leaves:
+            leaf.grad = None
+        return seconds
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
+
+
+@dataclass
+class _Given:
+    """Arguments with content: random for values, as it was for all else."""
+
+    arguments: Arguments
+    device: torch.device
+    inputs: list[Tensor] = field(default_factory=list)
+    """The leaves whose gradient is asked for."""
+    free: list[Tensor] = field(default_factory=list)
+    """What depends on the batch alone."""
+
+    def __post_init__(self) -> None:
+        self.args, self.kwargs = pytree.tree_map(self._fill, self.arguments, is_leaf=is_sample)
+
+    def _fill(self, leaf: Any) -> Any:
+        if isinstance(leaf, Sample):
+            tensor = _random(torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=self.device))
+            if not leaf.grad:
+                return tensor
+            self.inputs.append(tensor.requires_grad_())
+            return tensor.clone()  # a unit may write into what it is given, and into a leaf nobody may
+        if isinstance(leaf, Tensor):
+            self.free.append(_elsewhere(leaf, leaf.dtype, self.device))
+            return self.free[-1]
+        return self.device if isinstance(leaf, torch.device) else leaf
+
+
+def reads_elsewhere(model: nn.Module, call: Call, arguments: Arguments) -> bool:
+    """Whether a call reads parameters of other units, or values that are not among its arguments."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    known: set[int | str] = {names[id(parameter)] for parameter in model.get_submodule(call.unit).parameters()}
+    leaves = pytree.tree_leaves(arguments, is_leaf=is_sample)
+    known |= {leaf.source for leaf in leaves if isinstance(leaf, Sample)}
+    return not known.issuperset((*call.parameters, *call.inputs))
+
+
+def signatures(model: nn.Module, units: Sequence[str], arguments: Sequence[Arguments]) -> list[object]:
+    """For each call, what it is and is given: calls with equal signatures take the same time.
+
+    That is the classes, sizes and plain attributes of the unit, and the shapes of what it is given. An attribute
+    that says which layer of a chain this is tells nothing: the last number in the name of the unit, give or take.
+    """
+    settings = {name: _settings(model.get_submodule(name)) for name in units}
+    numbering = _numbering(model, settings)
+    found: dict[str, object] = {}
+    for name, values in settings.items():
+        unit = model.get_submodule(name)
+        own = tuple(entry for entry in values.items() if (type(unit), entry[0]) not in numbering)
+        tensors = (*unit.named_parameters(), *unit.named_buffers())
+        found[name] = own, tuple((path, tuple(t.shape), t.dtype, t.requires_grad) for path, t in tensors)
+    return [(found[name], _shapes(given)) for name, given in zip(units, arguments, strict=True)]
+
+
+_Setting = tuple[str, str]
+"""Path of a module in its unit, and name of an attribute; without one, what is said is its class."""
+
+
+def _settings(unit: nn.Module) -> dict[_Setting, object]:
+    found: dict[_Setting, object] = {}
+    for path, module in unit.named_modules():
+        found[path, ""] = type(module)
+        found |= {(path, key): value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
+    return found
+
+
+def _numbering(model: nn.Module, settings: Mapping[str, Mapping[_Setting, object]]) -> set[tuple[type, _Setting]]:
+    """By class of unit: the attributes that in all of its units have the same distance from the number in the name."""
+    distances: dict[tuple[type, _Setting], set[object]] = {}
+    for name, values in settings.items():
+        number = next((int(part) for part in reversed(name.split(".")) if part.isdecimal()), None)
+        for key, value in values.items():
+            whole = isinstance(value, int) and not isinstance(value, bool) and number is not None
+            distance = value - number if whole else None  # type: ignore[operator]
+            distances.setdefault((type(model.get_submodule(name)), key), set()).add(distance)
+    return {key for key, found in distances.items() if len(found) == 1 and found != {None}}
+
+
+def _shapes(arguments: Arguments) -> object:
+    def describe(leaf: Any) -> object:
+        if isinstance(leaf, Sample):
+            return leaf[1:]
+        if isinstance(leaf, Tensor):
+            return tuple(leaf.shape), leaf.dtype
+        return leaf if isinstance(leaf, _PLAIN) else type(leaf)
+
+    leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_sample)
+    return str(spec), tuple(map(describe, leaves))
+
+
+def is_sample(node: object) -> bool:
+    """Whether a node of a call's arguments stands for a tensor."""
+    return isinstance(node, Sample)
+
+
+def copy_block(model: nn.Module, name: str, precision: Precision, device: torch.device) -> nn.Module:
+    """A copy of unit ``name`` on ``device`` that shares nothing with the model; parameters have random content.
+
+    Raises:
+        PlanError: a closure over the model runs in place of the forward of one of its modules.
+    """
+    unit = model.get_submodule(name)
+    for path, module in unit.named_modules():
+        if isinstance(vars(module).get("forward"), FunctionType):
+            raise PlanError(f"the forward of {path or name!r} is a closure, which computes with the model itself.")
+    own = {id(tensor) for tensor in (*unit.parameters(), *unit.buffers())}
+    # what deepcopy finds here is not copied; a tensor under several names stays one tensor
+    memo: dict[int, Any] = {}
+    for path, parameter in model.named_parameters():
+        dtype = precision.frozen(path, parameter.dtype)
+        there = device if id(parameter) in own else torch.device("meta")
+        content = _random(torch.empty(parameter.shape, dtype=dtype, device=there))
+        memo[id(parameter)] = nn.Parameter(content, parameter.requires_grad)
+    for path, buffer in model.named_buffers():
+        if id(buffer) in own:
+            memo[id(buffer)] = _elsewhere(buffer, precision.buffer(path, buffer.dtype), device)
+    return copy.deepcopy(unit, memo)
+
+
+def _elsewhere(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy, with random content where there is none."""
+    if tensor.is_meta:
+        return _random(torch.empty(tensor.shape, dtype=dtype, device=device))
+    return tensor.detach().to(device, dtype, copy=True)
+
+
+@torch.no_grad()
+def _random(tensor: Tensor) -> Tensor:
+    """Small normal numbers; 1 for booleans, where it means that nothing is masked, and 0 for what else knows none."""
+    if tensor.is_meta:
+        return tensor
+    if tensor.dtype == torch.bool:
+        return tensor.fill_(True)
+    narrow = tensor.is_floating_point() and tensor.element_size() == 1
+    normal = (tensor.is_floating_point() or tensor.is_complex()) and not narrow
+    return tensor.normal_(std=_STD) if normal else tensor.zero_()

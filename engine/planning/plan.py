@@ -1,0 +1,295 @@
+"""The plan: what every rank holds, does and sends. Printed without processes, executed as it is.
+
+Built from shapes alone, so a model on the meta device will do. The banner prints it, the engine takes
+its cut, schedule and layout from it, and the measured bytes are compared with it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from engine.config import Config
+from engine.errors import PlanError, ScheduleError
+from engine.optim.param_groups import assign_groups
+from engine.parallel.comm.backend import Channel, Link, state_link
+from engine.parallel.comm.traffic import Tally, Traffic
+from engine.parallel.grid import Coord, Grid
+from engine.parallel.kernel_injection.inject import Replacement
+from engine.parallel.pipeline.partition.auto_schedule import ScheduleDecision
+from engine.parallel.pipeline.partition.partition import Partition
+from engine.parallel.pipeline.schedule.actions import ENDINGS, Schedule, read_schedule
+from engine.parallel.pipeline.schedule.kinds import make_schedule
+from engine.parallel.pipeline.schedule.one_f_one_b import forward_only
+from engine.parallel.pipeline.schedule.validate import check
+from engine.parallel.shard_table import Division, ShardTable, build_table
+from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.tensor_plan import TensorPlan
+from engine.parallel.trace.model_trace import ModelTrace
+from engine.planning.analysis import Analysis, PlanRequest, analyze
+from engine.planning.budgets import (
+    GatherPlan,
+    RankPlan,
+    control_traffic,
+    gather_traffic,
+    gradient_traffic,
+    held_elements,
+    scale_tally,
+    shards_parameters,
+    stage_traffic,
+    state_bytes,
+)
+from engine.planning.flat_layouts import Users, flat_layouts
+from engine.precision.dtypes import Precision, make_precision
+from engine.zero.gather.gather_groups import GatherGroups, find_gather_groups
+from engine.zero.gather.gather_schedule import gather_order, passes_of
+from engine.zero.layout import FlatLayout
+from engine.zero.optim.sharded_optimizer import GroupOptions
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Grid, shard table, flat layouts, cut, schedule and budgets of one run."""
+
+    config: Config
+    table: ShardTable
+    layouts: Mapping[tuple[int, int], FlatLayout]
+    """By (pipeline coordinate, tensor coordinate)."""
+    groups: tuple[GroupOptions, ...]
+    precision: Precision
+    schedule: Schedule
+    moments: int | None
+    """Optimizer values per element; None when the optimizer is the user's and we cannot know."""
+    notes: tuple[str, ...]
+    tensor: TensorPlan | None = None
+    """Which layers the tensor axis cuts."""
+    timeline: ModelTrace | None = None
+    """Of the example; None where only data parallelism is asked, or tensor parallelism of a model that cannot be
+    followed."""
+    cut: Partition | None = None
+    """Which stage computes what; None without a pipeline."""
+    tensor_traffic: Mapping[int, Tally] = field(default_factory=dict)
+    """By stage: what a tensor rank sends over tp for one microbatch."""
+    gather_groups: GatherGroups | None = None
+    """Which modules gather their parameters together; None where parameters are not sharded."""
+    decision: ScheduleDecision | None = None
+    """Why this schedule; None where the configuration names it."""
+    replacements: tuple[Replacement, ...] = ()
+    """Modules whose forwards go through operators of ours."""
+
+    def grid(self, rank: int) -> Grid:
+        """The grid as ``rank`` sees it."""
+        return Grid(self.config.pp, self.config.dp, self.config.tp, rank)
+
+    def layout(self, coord: Coord) -> FlatLayout:
+        """The flat layout of a position."""
+        return self.layouts[coord.pp, coord.tp]
+
+    def owner_of_buffer(self, name: str) -> int:
+        """The pipeline rank that runs the module of a buffer; free code runs on every stage, the first among them."""
+        if self.cut is None or self.timeline is None:
+            return 0
+        return self.schedule.rank_of_stage[self.cut.stage_of_buffer(self.timeline, name)]
+
+    @cached_property
+    def evaluation(self) -> Schedule:
+        """The forwards alone."""
+        return forward_only(self.schedule.stages_of_rank, self.config.accumulation)
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank that has the last stage, and with it the loss."""
+        return self.schedule.rank_of_stage[-1]
+
+    def is_last(self, parameter: str) -> bool:
+        """Whether the stage that has the loss has this parameter."""
+        return self.cut is None or self.schedule.stages - 1 in self.cut.owners.get(parameter, ())
+
+    def stages(self, pp: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, ascending."""
+        return self.schedule.stages_of_rank[pp]
+
+    @property
+    def places(self) -> str:
+        """Which pipeline rank runs what, in words that are equal where it is."""
+        return "" if self.cut is None else f"{self.cut.boundaries} on {self.schedule.stages_of_rank}"
+
+    @property
+    def tie_owners(self) -> tuple[tuple[int, ...], ...]:
+        """Every set of pipeline ranks that own parameters together, in one order for all ranks."""
+        return tuple(sorted({row.owners for row in self.table if len(row.owners) > 1}))
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Every way that a message takes; one from each pipeline rank to the first, which collects the full state."""
+        links = {state_link(rank, 0) for rank in range(1, self.config.pp)}
+        for plan in self.cut.stages if self.cut is not None else ():
+            for other in plan.receives.values():
+                source, target = (self.schedule.rank_of_stage[stage] for stage in (other, plan.stage))
+                if source != target:
+                    links.add(Link(Channel("forward", other, plan.stage), source, target))
+                    links.add(Link(Channel("backward", plan.stage, other), target, source))
+        return tuple(sorted(links))
+
+    def rank(self, rank: int) -> RankPlan:
+        """What ``rank`` holds and sends; pure arithmetic."""
+        coord = self.grid(rank).coord()
+        rows = self.table.held_by(coord.pp)
+        held = sum(held_elements(row, coord.tp) for row in rows)
+        sharded = {slot.name for bucket in self.layout(coord).frozen for slot in bucket.slots}
+        whole = [row for row in rows if not row.trainable and row.name not in sharded]
+        frozen = tuple((row, held_elements(row, coord.tp)) for row in whole)
+        state = state_bytes(self.layout(coord), frozen, self.precision, self.config, self.moments or 0)
+        return RankPlan(coord, held, state, self._traffic(coord))
+
+    def gathers(self, coord: Coord) -> GatherPlan | None:
+        """When a position gathers its sharded parameters; None where they are not sharded."""
+        if self.gather_groups is None:
+            return None
+        zero, layout, stages = self.config.zero_optimization, self.layout(coord), self.stages(coord.pp)
+        order = gather_order(layout, [stage for stage in stages if self._is_fed(stage)], stages)
+        sizes = tuple(bucket.elements * getattr(torch, bucket.dtype).itemsize for bucket in order.buckets)
+        limit = None if zero.gather == "step" else zero.keep_gathered_bytes
+        passes = passes_of(self.schedule.per_rank[coord.pp])
+        return GatherPlan(order, passes, order.pinned(limit, sizes), sizes)
+
+    def _is_fed(self, stage: int) -> bool:
+        """Whether something that comes before this stage is trained."""
+        if self.cut is None:
+            return False
+        trained = {row.name for row in self.table if row.trainable}
+        return any(plan.parameters & trained for plan in self.cut.stages[:stage])
+
+    def _traffic(self, coord: Coord) -> tuple[Traffic, ...]:
+        microbatches = self.config.accumulation
+        rows = self.table.held_by(coord.pp)
+        parts = [gradient_traffic(self.layout(coord), rows, self.config, self.precision)]
+        if (gathers := self.gathers(coord)) is not None:
+            parts.append(gather_traffic(gathers, self.config.dp))
+        parts.append(control_traffic(self.config, self.grid(0).world_size))
+        for stage in self.stages(coord.pp):
+            parts.append(scale_tally(self.tensor_traffic.get(stage, Tally()), microbatches))
+            if self.cut is not None and self.timeline is not None:
+                ranks = self.schedule.rank_of_stage
+                parts.append(stage_traffic(self.cut.stages[stage], self.timeline.values, ranks, microbatches))
+        return Tally(row for part in parts for row in part.rows()).rows()
+
+
+def stages_wanted(config: Config) -> int:
+    """Stages that the model is cut into; with "auto", which then chooses, as many as ranks."""
+    return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
+
+
+def build_plan(config: Config, wish: PlanRequest) -> Plan:
+    """Plan a run of ``wish.program.model`` under a resolved configuration. Reads shapes, dtypes and names only.
+
+    Raises:
+        ConfigError: a pattern in the optimizer groups matches nothing.
+        PlanError: no trainable parameter, one whose dtype cannot be trained, sizes that tensor ranks cannot
+            share, or a model that cannot be cut into stages.
+        ScheduleError: the schedule does not exist or does not fit.
+    """
+    model = wish.program.model
+    assigned, groups = assign_groups(model, config.optimizer)
+    precision = make_precision(config, model)
+    if not assigned:
+        raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")
+    wished = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
+    sight = analyze(config, wish, wished.stages if wished else config.pp)
+    schedule = sight.decision.schedule if sight.decision else wished or _schedule(config)
+    table = build_table(model, assigned, _division(config, sight, schedule))
+    calls = [call.unit for call in sight.timeline.calls] if sight.timeline else []
+    gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
+    notes = [*_notes(model, config, precision), *sight.notes]
+    users = Users(schedule.stages_of_rank, sight.cut, sight.timeline, gathers)
+    return Plan(
+        config, table, flat_layouts(table, config, precision, users), groups, precision, schedule,
+        None if wish.own_optimizer else _moments(config), tuple(notes),
+        sight.tensor, sight.timeline, sight.cut, sight.traffic, gathers, sight.decision, wish.replacements,
+    )  # fmt: skip
+
+
+def _division(config: Config, sight: Analysis, schedule: Schedule) -> Division:
+    stages = sight.cut.owners if sight.cut else {}
+    ranks = schedule.rank_of_stage
+    return Division(
+        tp=config.tp,
+        cuts=sight.tensor.parameters if sight.tensor else {},
+        partial=sight.tensor.partial if sight.tensor else (),
+        owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
+        in_glue=sight.timeline.read_by_glue if sight.timeline else (),
+    )
+
+
+def check_settings(model: nn.Module, config: Config) -> None:
+    """Refuse, before any batch is seen, what ``build_plan`` would refuse for any batch."""
+    assign_groups(model, config.optimizer)
+    make_precision(config, model)
+    _schedule(config)
+    if config.tp > 1 and config.parallel.tensor_plan != "auto":
+        find_tensor_plan(model, config.parallel.tensor_plan, config.tp)
+
+
+def _schedule(config: Config) -> Schedule:
+    """The training schedule, proven before anything is built.
+
+    Raises:
+        ScheduleError: unknown, stuck, or not for these stages and microbatches.
+    """
+    kind, ranks, microbatches = config.parallel.schedule, config.pp, config.accumulation
+    if kind == "auto":
+        kind = "1f1b"  # of one stage; where there are several, they are seen before it is chosen
+    if not kind.endswith(ENDINGS):
+        schedule = make_schedule(kind, ranks, microbatches, config.parallel.virtual_stages)
+        if ranks == 1:  # nobody to wait for: any kind is a plain loop
+            schedule = make_schedule("1f1b", 1, microbatches)
+        check(schedule)
+        return schedule
+    schedule = read_schedule(kind)
+    check(schedule)
+    if len(schedule.per_rank) != ranks or schedule.microbatches != microbatches or not schedule.training:
+        raise ScheduleError(
+            f"schedule {kind} has {len(schedule.per_rank)} lines and {schedule.microbatches} microbatches"
+            f"{'' if schedule.training else ', and no backward'}; this run needs a line for each of {ranks} pipeline "
+            f"ranks, with F and B (or I and W) of {microbatches} microbatches."
+        )
+    if ranks == 1 and schedule.stages > 1:
+        raise ScheduleError(
+            f"schedule {kind} has {schedule.stages} stages, but parallel.pipeline 1 does not cut the model; give a "
+            "file of one stage, or leave the schedule out."
+        )
+    return schedule
+
+
+def _moments(config: Config) -> int | None:
+    if config.optimizer is None:
+        return None
+    if config.optimizer.type == "SGD":
+        return int(config.optimizer.params["momentum"] != 0)
+    return 1 if config.optimizer.type == "Lion" else 2
+
+
+def _notes(model: nn.Module, config: Config, precision: Precision) -> tuple[str, ...]:
+    notes = list(config.notes)
+    if hasattr(model, "generate") and hasattr(model, "config"):
+        notes.append(
+            "loss: a Hugging Face output.loss is a mean per microbatch; with unequal token counts pass a loss_fn that "
+            "returns (sum, weight) for the exact mean over tokens"
+        )
+    if precision.compute is not None:
+        frozen = [
+            name
+            for name, p in model.named_parameters()
+            if not p.requires_grad and precision.frozen(name, p.dtype) != p.dtype
+        ]
+        short = "bf16" if config.bf16.enabled else "fp16"
+        buffers = [
+            name for name, buffer in model.named_buffers() if precision.buffer(name, buffer.dtype) != buffer.dtype
+        ]
+        for kind, names in (("frozen parameters", frozen), ("buffers", buffers)):
+            if names:
+                more = f" and {len(names) - 2} more" * (len(names) > 2)
+                notes.append(f"{kind} are rounded to {short}, as Module.to does it: {', '.join(names[:2])}{more}")
+    return tuple(notes)

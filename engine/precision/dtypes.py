@@ -1,0 +1,140 @@
+"""Which dtype what is kept in: computation, accumulation, master, moments, wire.
+
+fp32            parameters as given (fp32 or fp64), gradients and moments likewise, no second copy
+bf16, fp16      parameters in 16 bits, gradients summed in fp32, fp32 master and moments (Kalamkar et al. 2019,
+                Micikevicius et al. 2018)
+bf16 alone      parameters are their own master, gradients are summed in bf16, moments in fp32 or bf16; updates are
+                computed in fp32 and rounded stochastically (Zamirai et al. 2020)
+keep_fp32       modules that stay in fp32 under any of these
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import Config
+from engine.errors import PlanError
+from engine.precision.fp32_modules import KeptFp32, find_fp32_modules
+
+_WIRE: Mapping[str, torch.dtype] = MappingProxyType(
+    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+)
+
+
+# Rounding rotary frequencies to bf16 moves positions; running statistics are sums of many small steps.
+_ALWAYS_WIDE = ("*inv_freq", "*running_mean", "*running_var")
+
+
+class Widths(NamedTuple):
+    """Dtypes of one kind of parameter."""
+
+    compute: torch.dtype
+    sums: torch.dtype
+    """Of accumulated gradients."""
+    master: torch.dtype | None
+    """Of the second copy of the weights; None where there is none."""
+    moments: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes of one run."""
+
+    compute: torch.dtype | None
+    """Dtype of parameters and floating inputs in forward; None leaves both as given."""
+    wire: torch.dtype | None
+    """Dtype of gradients while they are reduced; None is the dtype of accumulation."""
+    kept: KeptFp32 = field(default_factory=KeptFp32)
+    """What stays in fp32 all the same."""
+    master: bool = True
+    """Narrow parameters have an fp32 master, and gradients are summed in fp32."""
+    narrow_moments: bool = False
+    """Without a master: moments are kept in the dtype of the parameter."""
+
+    def parameter(self, name: str, given: torch.dtype) -> torch.dtype:
+        """Dtype in which the parameter ``name`` takes part in forward.
+
+        Raises:
+            PlanError: a dtype that this run cannot train.
+        """
+        if not given.is_floating_point:
+            raise PlanError(
+                f"parameter {name!r} is {str(given).removeprefix('torch.')}; only real floating parameters can be "
+                "trained: freeze it (requires_grad_(False)) or store its real parts."
+            )
+        if self.compute is not None:
+            return self.frozen(name, given)
+        if given not in (torch.float32, torch.float64):
+            raise PlanError(
+                f"parameter {name!r} is {str(given).removeprefix('torch.')} and the run is fp32: set bf16.enabled, "
+                "or give the model as float32 (model.float())."
+            )
+        return given
+
+    def frozen(self, name: str, given: torch.dtype) -> torch.dtype:
+        """Dtype of a parameter that is not trained; what is not floating stays."""
+        if self.compute is None or not given.is_floating_point:
+            return given
+        return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.compute
+
+    def buffer(self, name: str, given: torch.dtype) -> torch.dtype:
+        """Dtype of a buffer: floating ones follow the parameters, as ``Module.to(dtype)`` does it."""
+        wide = any(fnmatchcase(name, pattern) for pattern in _ALWAYS_WIDE)
+        return given if wide else self.frozen(name, given)
+
+    def input(self, value: Tensor) -> Tensor:
+        """A model input in the dtype of the computation; integers stay."""
+        return value.to(self.compute) if self.compute is not None and value.is_floating_point() else value
+
+    def widths(self, dtype_name: str) -> Widths:
+        """What belongs to a parameter whose dtype in forward has this name."""
+        narrow: torch.dtype = getattr(torch, dtype_name)
+        wide = torch.promote_types(narrow, torch.float32)
+        if narrow == wide:
+            return Widths(narrow, wide, None, wide)
+        if self.master:
+            return Widths(narrow, wide, wide, wide)
+        return Widths(narrow, narrow, None, narrow if self.narrow_moments else wide)
+
+
+def make_precision(config: Config, model: nn.Module) -> Precision:
+    """Read the dtypes out of a configuration.
+
+    Raises:
+        ConfigError: ``keep_fp32`` names what is not there.
+    """
+    kept = find_fp32_modules(model, config.keep_fp32)
+    wire = _WIRE[config.communication_data_type] if config.communication_data_type else None
+    if config.bf16.enabled:
+        master, narrow_moments = not config.bf16.bf16_master_weights_and_grads, config.bf16.bf16_optimizer_states
+        return Precision(torch.bfloat16, wire, kept, master, narrow_moments)
+    return Precision(torch.float16 if config.fp16.enabled else None, wire, kept)
+
+
+@torch.no_grad()
+def place_rest(
+    model: nn.Module,
+    precision: Precision,
+    device: torch.device,
+    absent: Collection[str] = (),
+    placed: Collection[str] = (),
+) -> None:
+    """Move what the flat buckets do not hold, frozen parameters and buffers, to its device and dtype.
+
+    ``absent`` parameters belong to other stages: of them only shape and dtype stay. ``placed`` ones are in buckets.
+    """
+    for name, parameter in model.named_parameters():
+        narrow = precision.frozen(name, parameter.dtype)
+        if name in absent:
+            parameter.data = torch.zeros((), dtype=narrow, device=parameter.device).expand(parameter.shape)
+        elif not parameter.requires_grad and name not in placed:
+            parameter.data = parameter.data.to(device, narrow).contiguous()  # as in buckets
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            dtype = precision.buffer(f"{path}.{name}" if path else name, buffer.dtype)
+            setattr(module, name, buffer.to(device, dtype))

@@ -1,0 +1,101 @@
+"""Islands of fp32 in a bf16 or fp16 model: modules that ``keep_fp32`` names, with all that is below them.
+
+    bf16 --> | to fp32 -> the module's own forward, parameters in fp32 -> to bf16 | --> bf16
+
+The casts are part of the module's ``forward``, so that whatever looks at the module from outside (stages of a
+pipeline, recomputation, hooks) sees values in the dtype of the computation.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from engine.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFp32:
+    """What stays in fp32."""
+
+    modules: tuple[str, ...] = ()
+    """The outermost modules that the patterns name, every object once."""
+    tensors: frozenset[str] = frozenset()
+    """Parameters and buffers in them, under every name that they have."""
+
+
+def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
+    """The modules and tensors that ``keep_fp32`` names.
+
+    Raises:
+        ConfigError: a pattern matches no module, or a parameter is shared with a module that is not kept.
+    """
+    named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    hits = {pattern: [name for name in named if fnmatchcase(name, pattern)] for pattern in patterns}
+    idle = [f"keep_fp32[{number}]: {pattern!r}" for number, pattern in enumerate(patterns) if not hits[pattern]]
+    if idle:
+        examples = ", ".join(list(named)[:3]) or "none"
+        raise ConfigError(
+            f"{'; '.join(idle)} matches no module; patterns match whole names as in model.named_modules() (here: "
+            f"{examples}, ...), * stands for anything."
+        )
+    chosen = {name for names in hits.values() for name in names}
+    roots = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
+    objects = {id(named[name]): name for name in sorted(roots, reverse=True)}
+    below = tuple(f"{name}." for name in roots)
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    _refuse_shared(tensors, below)
+    inside = frozenset(name for name, _ in tensors if name.startswith(below))
+    return KeptFp32(tuple(name for name in named if name in objects.values()), inside)
+
+
+def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], below: tuple[str, ...]) -> None:
+    first: dict[int, str] = {}
+    for name, tensor in tensors:
+        other = first.setdefault(id(tensor), name)
+        if name.startswith(below) != other.startswith(below):
+            inside, outside = (name, other) if name.startswith(below) else (other, name)
+            raise ConfigError(
+                f"keep_fp32: {inside!r} is the same tensor as {outside!r}, whose module is not kept in fp32; name both "
+                "modules, or neither."
+            )
+
+
+class Fp32Modules:
+    """Casts what goes into islands and what comes out; ``remove`` takes the casts away."""
+
+    def __init__(self, model: nn.Module, names: Collection[str], compute: torch.dtype | None) -> None:
+        self._modules = [model.get_submodule(name) for name in names] if compute is not None else []
+        self._before = [vars(module).get("forward") for module in self._modules]
+        for module, own in zip(self._modules, self._before, strict=True):
+            object.__setattr__(module, "forward", _island(module, own, compute))
+
+    def remove(self) -> None:
+        """Undo."""
+        for module, own in zip(self._modules, self._before, strict=True):
+            if own is None:
+                del vars(module)["forward"]
+            else:
+                object.__setattr__(module, "forward", own)
+        self._modules, self._before = [], []
+
+
+def _island(module: nn.Module, own: Callable[..., Any] | None, compute: torch.dtype | None) -> Callable[..., Any]:
+    def widen(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype == compute else value
+
+    def narrow(value: Any) -> Any:
+        wide = isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() > 0
+        return value.to(compute) if wide else value  # a loss loses digits and gains nothing
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # looked up in every call: tensor parallelism changes the class
+        run = own or type(module).forward.__get__(module)
+        inputs, options = pytree.tree_map(widen, (args, kwargs))
+        return pytree.tree_map(narrow, run(*inputs, **options))
+
+    return forward

@@ -1,0 +1,95 @@
+"""Where the loss of a microbatch comes from, as (sum, weight).
+
+A 0-dim mean is a sum of weight 1, so that every microbatch weighs the same. A ``loss_fn`` that returns
+(sum, weight) makes the global loss sum/weight exact for unequal token counts.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.program.batch import Batch
+
+LossFunction = Callable[[Any, Batch], Any]
+
+
+class WeightedLoss(NamedTuple):
+    """What a microbatch adds to numerator and denominator of the global loss."""
+
+    sum: Tensor
+    """0-dim, floating."""
+    weight: Tensor | float
+    """Number of what was summed over, for instance tokens."""
+
+
+def find_loss(output: Any, batch: Batch, loss_fn: LossFunction | None) -> WeightedLoss:
+    """The loss of one microbatch.
+
+    With ``loss_fn``: what it returns, a 0-dim tensor or (sum, weight). Without: ``output.loss``,
+    ``output["loss"]``, a 0-dim output, or the one 0-dim floating tensor of a tuple.
+
+    Raises:
+        EngineError: no loss can be found, or it is not a 0-dim floating tensor.
+    """
+    if loss_fn is None:
+        return WeightedLoss(check_scalar(_loss_in(output), "the loss that the model returned"), 1.0)
+    return check_pair(loss_fn(output, batch), "the {} that loss_fn returned")
+
+
+def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLoss:
+    """A 0-dim loss, or (sum, weight), as :class:`WeightedLoss`; otherwise an EngineError."""
+    if isinstance(found, tuple) and len(found) == 2:
+        return WeightedLoss(check_scalar(found[0], what.format("sum")), _check_weight(found[1], what.format("weight")))
+    return WeightedLoss(check_scalar(found, what.format("loss")), 1.0)
+
+
+def check_scalar(loss: Any, what: str) -> Tensor:
+    """``loss`` if it is a 0-dim floating tensor, otherwise an EngineError about ``what``."""
+    if not isinstance(loss, Tensor):
+        given = f"a {type(loss).__name__}"
+    elif loss.ndim or not loss.is_floating_point():
+        given = f"a {str(loss.dtype).removeprefix('torch.')} tensor of shape {tuple(loss.shape)}"
+    else:
+        return loss
+    raise EngineError(f"{what} is {given}; a loss is a 0-dim floating tensor: return a mean, or (sum, weight).")
+
+
+def _check_weight(weight: Any, what: str) -> Tensor | float:
+    if isinstance(weight, Tensor) and weight.ndim == 0:
+        return weight.detach()
+    if isinstance(weight, int | float):
+        return float(weight)
+    given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
+    raise EngineError(f"{what} is {given}; give a number or a 0-dim tensor beside the sum.")
+
+
+def check_trainable(loss: Tensor) -> None:
+    """Refuse a loss from which no gradient can flow."""
+    if not loss.requires_grad:
+        raise EngineError(
+            "the loss does not depend on any trainable parameter; check requires_grad, torch.no_grad and detach in "
+            "the model and the loss function."
+        )
+
+
+def _loss_in(output: Any) -> Any:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, tuple):
+        scalars = [part for part in output if _is_scalar(part)]
+        if len(scalars) == 1:
+            return scalars[0]
+    raise EngineError(
+        f"the model returned a {type(output).__name__} without a loss; pass labels to the model, or "
+        "loss_fn=... to engine.initialize."
+    )
+
+
+def _is_scalar(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.ndim == 0 and torch.is_floating_point(part)

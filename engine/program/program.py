@@ -1,0 +1,69 @@
+"""The user's model and loss as one function of a microbatch: move, cast, call, find the loss.
+
+Eval mode for a while.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from engine.precision.dtypes import Precision
+from engine.program.batch import Batch, call_model, map_tensors
+from engine.program.loss import LossFunction, WeightedLoss, find_loss
+
+
+class ForwardResult(NamedTuple):
+    """Held no longer than needed: the logits of a large vocabulary are the largest tensor of a step."""
+
+    output: Any
+    loss: WeightedLoss
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every stage runs, each as far as it goes."""
+
+    model: nn.Module
+    loss_fn: LossFunction | None
+    precision: Precision
+    device: torch.device
+
+    def move(self, batch: Batch) -> Batch:
+        """The batch on the device."""
+        return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def cast(self, batch: Batch) -> Batch:
+        """The batch in the dtype of the computation; the loss function sees it as it was."""
+        return map_tensors(batch, self.precision.input)
+
+    def forward(self, microbatch: Batch) -> ForwardResult:
+        """Output and loss of one microbatch."""
+        moved = self.move(microbatch)
+        output = call_model(self.model, self.cast(moved))
+        return ForwardResult(output, find_loss(output, moved, self.loss_fn))
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for one batch as its only argument, or for arguments as the model takes them."""
+        if len(args) == 1 and not kwargs:
+            return call_model(self.model, self.cast(self.move(args[0])))
+        return self.model(*self.cast(self.move(args)), **self.cast(self.move(kwargs)))
+
+    def on(self, device: torch.device) -> "Program":
+        """The same on another device."""
+        return replace(self, device=device)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module is in eval mode inside; afterwards each has its own flag back, since they need not all agree."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode

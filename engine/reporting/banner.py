@@ -1,0 +1,209 @@
+"""The plan in words: what will run, printed before it runs, and what it measured, printed after."""
+
+from collections.abc import Sequence
+
+from engine.config.sections import CheckpointConfig
+from engine.parallel.comm.traffic import Tally, megabytes
+from engine.parallel.kernel_injection.inject import describe_replacements as replaced
+from engine.parallel.pipeline.report.text import draw
+from engine.parallel.pipeline.schedule.simulate import peak_live, simulate
+from engine.parallel.tensor.collectives import LOGITS
+from engine.parallel.tensor.plan.tensor_plan import Reason
+from engine.planning.budgets import GatherPlan, RankPlan, reduces_each_microbatch
+from engine.planning.plan import Plan
+from engine.precision.loss_scaler import make_loss_scale
+from engine.zero.gather.gather_schedule import count_gathers
+
+
+def banner_text(plan: Plan, device: str) -> str:
+    """A dozen lines: grid, parameters, state and bytes per rank, and the rules in force."""
+    config, rank = plan.config, plan.rank(0)
+    clip = config.gradient_clipping
+    lines = {
+        "grid": f"{plan.grid(0)}, on {device}",
+        "model": _model_line(plan),
+        "batch": f"{config.train_batch_size} rows = {config.micro} micro x {config.accumulation} accumulation "
+        f"x {config.dp} data",
+        "precision": _precision_line(plan),
+        "zero": _zero_line(plan),
+        **_tensor_lines(plan),
+        **_pipeline_lines(plan),
+        **_kernel_lines(plan),
+        "state": _state_line(plan, rank),
+        "sends": _traffic_line(rank),
+        "optimizer": _optimizer_line(plan),
+        "clipping": f"one norm over the grid, clipped at {clip:g}" if clip else "off, the norm is reported",
+        "loss": "sum / weight over all microbatches and data ranks; a 0-dim loss weighs 1",
+        "seed": str(config.seed),
+        **_checkpoint_lines(config.checkpoint),
+    }
+    text = [f"  {name:<10} {line}" for name, line in lines.items()]
+    return "\n".join(["trine", *text, *(f"  note       {note}" for note in plan.notes)])
+
+
+def _checkpoint_lines(checkpoint: CheckpointConfig) -> dict[str, str]:
+    lines = {}
+    if checkpoint.init_from is not None:
+        lines["weights"] = f"from {checkpoint.init_from}"
+    if checkpoint.folder is not None:
+        every = f"every {checkpoint.every} steps" if checkpoint.every else "when asked"
+        lines["saves"] = f"{every} into {checkpoint.folder}, the newest {checkpoint.keep} stay"
+    return lines
+
+
+def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
+    """Planned bytes and calls beside measured ones, per step."""
+    planned = {(row.axis, row.label): row for row in plan.rank(rank).traffic}
+    lines = [f"bytes sent by rank {rank} per step, over {steps} steps", _row("axis", "what", "planned", "measured")]
+    for row in measured.rows():
+        plan_row = planned.pop((row.axis, row.label), None)
+        expected = _amount(plan_row.bytes, plan_row.calls) if plan_row else "-"
+        lines.append(_row(row.axis, row.label, expected, _amount(row.bytes / steps, row.calls / steps)))
+    lines += [_row(row.axis, row.label, _amount(row.bytes, row.calls), "0") for row in planned.values()]
+    return "\n".join(lines)
+
+
+def _row(axis: str, label: str, planned: str, measured: str) -> str:
+    return f"  {axis:<7} {label:<20} {planned:>26} {measured:>26}"
+
+
+def _amount(count: float, calls: float) -> str:
+    return f"{count:,.0f} in {calls:g} call{'s' * (calls != 1)}"
+
+
+def _model_line(plan: Plan) -> str:
+    frozen = sum(row.elements for row in plan.table if not row.trainable)
+    tied = sum(1 for row in plan.table if row.aliases)
+    extras = [f"{frozen:,} frozen"] * bool(frozen) + [f"{tied} tied"] * bool(tied)
+    return f"{plan.table.elements:,} parameters{''.join(', ' + extra for extra in extras)}"
+
+
+def _precision_line(plan: Plan) -> str:
+    config, precision = plan.config, plan.precision
+    kept = len(precision.kept.modules)
+    extra = f", {kept} module{'s' * (kept != 1)} kept in fp32" if kept and precision.compute is not None else ""
+    wire = f"{extra}; gradients travel in {config.communication_data_type or ('fp32' if precision.master else 'bf16')}"
+    if precision.compute is None:
+        return f"fp32, no second copy{wire}"
+    if not precision.master:
+        moments = "bf16" if precision.narrow_moments else "fp32"
+        return f"bf16 without a master, moments in {moments}, updates rounded stochastically{wire}"
+    if config.bf16.enabled:
+        return f"bf16 with fp32 master and accumulation{wire}"
+    scale = make_loss_scale(config.fp16)
+    return f"fp16 with fp32 master and accumulation, loss scale {scale.value:g}{', dynamic' * scale.dynamic}{wire}"
+
+
+def _zero_line(plan: Plan) -> str:
+    stage, layout = plan.config.zero_optimization.stage, plan.layout(plan.grid(0).coord())
+    if plan.config.dp == 1:
+        return f"stage {stage}: one data rank, so nothing is shared or sent"
+    if (gathers := plan.gathers(plan.grid(0).coord())) is not None:
+        return _gathers_line(plan, gathers)
+    what = "gradients reduce-scattered, parameters gathered" if stage else "gradients all-reduced"
+    return f"stage {stage}: {what} in {len(layout.buckets)} bucket{'s' * (len(layout.buckets) != 1)} during backward"
+
+
+def _gathers_line(plan: Plan, gathers: GatherPlan) -> str:
+    order, sizes = gathers.order, gathers.sizes
+    whole = [sum(sizes[index] for index in members) for members in order.members]
+    peak = max(map(sum, zip(whole, [*whole[1:], 0], strict=True)))
+    kept = sum(sizes[index] for index in gathers.pinned)
+    calls = count_gathers(order, gathers.passes, gathers.pinned).calls
+    over = f" and {megabytes(kept)} over the step" * bool(kept)
+    reduced = "microbatch" if reduces_each_microbatch(plan.config) else "step"
+    return (
+        f"stage 3: parameters gathered in {len(order.turns)} groups, {calls} times a step, at most {megabytes(peak)} "
+        f"whole at a time{over}; gradients reduce-scattered every {reduced}"
+    )
+
+
+def _tensor_lines(plan: Plan) -> dict[str, str]:
+    if plan.tensor is None:
+        return {}
+    kinds = [cut.kind for cut in plan.tensor.layers.values()]
+    counts = [f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)]
+    shown = len(plan.tensor.shown)
+    counts += [f"{shown} parameter{'s' * (shown > 1)} through views"] * bool(shown)
+    gathers = any(row.label == LOGITS for tally in plan.tensor_traffic.values() for row in tally.rows())
+    extra = "; the model's own loss gathers the logits" if gathers else ""
+    whole = sum(row.elements * row.dtype.itemsize for row in plan.table if row.name not in plan.tensor.parameters)
+    lines = [
+        f"{plan.config.tp} ranks share the layers ({', '.join(counts) or 'nothing is cut'}{extra}), {megabytes(whole)} "
+        f"are whole on every rank; plan: {plan.tensor.source}"
+    ]
+    if any(reason.how in ("view", "replicate") for reason in plan.tensor.reasons):
+        lines += reasons_table(plan.tensor.reasons).splitlines()
+    return {"tensor": _INDENT.join(lines)}
+
+
+def reasons_table(reasons: Sequence[Reason]) -> str:
+    """A plan that was found, group by group: which layers, how they run, why, and the bytes that every rank holds
+    where that is "replicate"."""
+    hows = [reason.how for reason in reasons]
+    counts = ", ".join(f"{hows.count(how)} {how}" for how in dict.fromkeys(hows))
+    cells = [
+        (f"{r.pattern}: {r.style}".rstrip(": "), r.how, f"{r.why}{f'; {megabytes(r.bytes)}' if r.bytes else ''}")
+        for r in reasons
+    ]
+    widths = [max((len(row[column]) for row in cells), default=0) for column in (0, 1)]
+    rows = [f"{what:<{widths[0]}}  {how:<{widths[1]}}  {why}" for what, how, why in cells]
+    return "\n".join([f"groups of layers: {counts}", *rows])
+
+
+def _kernel_lines(plan: Plan) -> dict[str, str]:
+    lines = ["blocks run under torch.compile"] * plan.config.compile
+    if plan.replacements:
+        lines += [f"{plan.config.kernels!r}, in these modules of the model:", *replaced(plan.replacements)]
+    return {"kernels": _INDENT.join(lines)} if lines else {}
+
+
+def _pipeline_lines(plan: Plan) -> dict[str, str]:
+    if plan.cut is None or plan.timeline is None:
+        return {}
+    count, ranks = plan.schedule.stages, plan.schedule.rank_of_stage
+    measure = "measured seconds" if plan.config.parallel.balance == "time" else "FLOPs"
+    lines = [f"{count} stages, {f'balanced by {measure}' if plan.config.parallel.split == 'auto' else 'as given'}"]
+    total = sum(call.flops for call in plan.timeline.calls) or 1
+    for stage, part in enumerate(plan.cut.stages):
+        calls = [plan.timeline.calls[index] for index in sorted(part.calls)]
+        held = sum(row.elements for row in plan.table if row.name in part.parameters)
+        where = f" on rank {ranks[stage]}" if count > plan.config.pp else ""
+        share = sum(call.flops for call in calls) / total
+        lines.append(
+            f"stage {stage}{where}: {calls[0].unit} .. {calls[-1].unit}, {held:,} parameters, {share:.0%} of the FLOPs,"
+            f" receives {len(part.receives)} value{'s' * (len(part.receives) != 1)} a microbatch"
+        )
+    timeline = simulate(plan.schedule)
+    picture = draw(timeline, 107).splitlines()
+    what = "microbatches" if count == plan.config.pp else "microbatches of one stage"
+    idle = f"{timeline.bubble:.0%} idle, rank r holds {' '.join(map(str, peak_live(plan.schedule)))} {what}"
+    chosen = plan.decision.lines() if plan.decision else ()
+    drawn = [f"{picture[0]}, {idle}", *chosen, *picture[1:]]
+    return {"pipeline": _INDENT.join(lines), "schedule": _INDENT.join(drawn)}
+
+
+_INDENT = "\n" + 13 * " "
+
+
+def _state_line(plan: Plan, rank: RankPlan) -> str:
+    parts = ", ".join(f"{kind} {megabytes(count)}" for kind, count in rank.state_bytes.items() if count)
+    unknown = "" if plan.moments is not None else ", optimizer state not known"
+    return f"{megabytes(sum(rank.state_bytes.values()))} a rank ({parts}{unknown})"
+
+
+def _traffic_line(rank: RankPlan) -> str:
+    if not rank.traffic:
+        return "nothing: one rank"
+    by_axis: dict[str, int] = {}
+    for row in rank.traffic:
+        by_axis[row.axis] = by_axis.get(row.axis, 0) + row.bytes
+    parts = ", ".join(f"{axis} {megabytes(count)}" for axis, count in by_axis.items())
+    return f"{megabytes(sum(by_axis.values()))} a rank and step ({parts})"
+
+
+def _optimizer_line(plan: Plan) -> str:
+    optimizer = plan.config.optimizer
+    kind = optimizer.type if optimizer else "given in code"
+    schedule = plan.config.scheduler.type if plan.config.scheduler else "constant lr or given in code"
+    return f"{kind}, {len(plan.groups)} group{'s' * (len(plan.groups) > 1)}, {schedule}"

@@ -1,0 +1,139 @@
+"""Step reports are made here, the same on every rank, and rank 0 writes them: JSON lines, TensorBoard."""
+
+import json
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from engine.config import Config
+from engine.config.sections import MonitorConfig
+from engine.errors import ConfigError
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.traffic import Tally
+from engine.planning.plan import Plan
+from engine.reporting.step_report import StepReport, peak_memory, utilisation
+from engine.step.state import StepState
+from engine.step.update import UpdateOutcome
+
+
+class Sink(Protocol):
+    """Takes reports; only rank 0 has sinks."""
+
+    def write(self, report: StepReport) -> None:
+        """Take one report."""
+
+    def close(self) -> None:
+        """Write out what is left."""
+
+
+class JsonLines:
+    """One JSON object a line, appended, so that a resumed run goes on in the same file."""
+
+    def __init__(self, path: str) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+
+    def write(self, report: StepReport) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(report.as_dict()) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard; needs the extra ``ui``."""
+
+    def __init__(self, folder: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(folder)
+
+    def write(self, report: StepReport) -> None:
+        """Write every number of the report."""
+        for name, value in report.as_dict().items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(f"train/{name}", value, report.step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+def check_sinks(config: MonitorConfig) -> None:
+    """Refuse a sink whose package is not installed, on every rank, before anything is started."""
+    if config.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError(
+            f"monitor.tensorboard: {config.tensorboard!r} needs the package tensorboard, which is not installed; "
+            "pip install 'trine[ui]', or leave it out."
+        )
+
+
+def make_sinks(config: MonitorConfig) -> Sequence[Sink]:
+    """The sinks that a configuration asks for."""
+    sinks: list[Sink] = []
+    if config.jsonl:
+        sinks.append(JsonLines(config.jsonl))
+    if config.tensorboard:
+        sinks.append(TensorBoard(config.tensorboard))
+    return sinks
+
+
+class StepReporter:
+    """The reports of one engine."""
+
+    def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
+        self._every, self._comm, self._device = config.monitor.every, comm, device
+        self._sinks = make_sinks(config.monitor) if comm.grid.rank == 0 else ()
+        self.trained = Tally()
+        """What training steps have sent."""
+        self.attempts = 0
+        """Training steps, skipped ones among them."""
+
+    def make(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
+        """The report of a step after ``made`` updates."""
+        control, world = outcome.control, self._comm.grid.world_size
+        parameter_tokens = plan.table.elements * control.tokens / world if step.text else None
+        tflops, mfu = utilisation(parameter_tokens, step.seconds, self._device)
+        return StepReport(
+            step=made,
+            loss=control.loss / control.weight if control.weight else math.nan,
+            weight=control.weight,
+            grad_norm=outcome.norm,
+            lr=outcome.lr,
+            tokens=int(control.tokens),
+            seconds=step.seconds,
+            tflops=tflops,
+            mfu=mfu,
+            peak_bytes=peak_memory(self._device),
+            bytes_sent=self._comm.tally.since(step.sent).bytes(),
+            skipped=outcome.skipped,
+            nonfinite=outcome.nonfinite,
+            loss_scale=outcome.scale,
+        )
+
+    def record(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
+        """The report of a training step, which is counted, and logged if it is its turn.
+
+        Whose turn it is does not depend on where this start of the run began.
+        """
+        report = self.make(step, outcome, plan, made)
+        self.attempts += 1
+        for row in self._comm.tally.since(step.sent).rows():
+            self.trained.add(row)
+        if report.step % self._every == 0 or report.skipped or self.attempts == 1:
+            for sink in self._sinks:
+                sink.write(report)
+        return report
+
+    def close(self) -> None:
+        """Close the logs."""
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = ()

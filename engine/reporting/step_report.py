@@ -1,0 +1,87 @@
+"""What a step reports: losses, norms and counts that are equal on every rank, and this rank's times and bytes."""
+
+import resource
+from dataclasses import asdict, dataclass
+from math import inf
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+# Dense bf16 TFLOP/s by the vendors' datasheets; MFU is stated only against one of these.
+PEAK_TFLOPS = MappingProxyType(
+    {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0, "L40S": 362.0, "V100": 125.0}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One optimizer step. Loss, weight, norm, lr, tokens, skipped, nonfinite and scale are equal on every rank."""
+
+    step: int
+    """Updates made, this one included (0 for an evaluation before the first)."""
+    loss: float
+    """Sum of losses over sum of weights, over all microbatches and data ranks."""
+    weight: float
+    """What the sum of losses was divided by: microbatches, or the weights of the loss function."""
+    grad_norm: float
+    """L2 norm of the averaged gradient before clipping; nan for an evaluation."""
+    lr: float
+    """Rate of the first group in this update."""
+    tokens: int
+    """Elements of ``input_ids``, else rows, over all data ranks."""
+    seconds: float
+    """On this rank: this step up to where all ranks agree on its norm, and the update of the step before."""
+    tflops: float | None
+    """Achieved per rank: 6 x parameters x tokens / seconds / ranks; None where tokens are rows."""
+    mfu: float | None
+    """``tflops`` over the dense bf16 peak of the GPU; None where the peak is not known."""
+    peak_bytes: int
+    """Largest memory of this rank so far: allocated on the GPU, or resident."""
+    bytes_sent: int
+    """Sent by this rank in this step, by ring convention."""
+    skipped: bool
+    """The gradient was not finite and nothing was updated."""
+    nonfinite: str | None
+    """What was not finite in a skipped step: the first such parameter by name, or "the loss", "the weight" or
+    "the gradient norm" where all gradients are; None in any other step."""
+    loss_scale: float
+    """What backward multiplied the loss with; 1.0 without fp16."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All values, for a log; what is not finite is None, as JSON has no word for it."""
+        values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        return {name: None if value != value or value in (inf, -inf) else value for name, value in values.items()}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the allocator's peak on a GPU, the resident peak of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Dense bf16 peak of the device, or None if we do not know it."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for model, peak in PEAK_TFLOPS.items() if model in name), None)
+
+
+def utilisation(
+    parameter_tokens: float | None, seconds: float, device: torch.device
+) -> tuple[float | None, float | None]:
+    """(TFLOP/s, share of the device's dense bf16 peak) for this rank's share of parameters x tokens.
+
+    Six operations each. None where it is not known what a token is, or what the device can do.
+    """
+    if parameter_tokens is None:
+        return None, None
+    tflops, peak = 6e-12 * parameter_tokens / seconds, peak_tflops(device)
+    return tflops, tflops / peak if peak else None

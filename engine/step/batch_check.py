@@ -1,0 +1,87 @@
+"""Whether all ranks of a replica were given the same batch, found before anything of it is computed.
+
+All tensor and pipeline ranks of one data coordinate work on the same rows. If one is given others, shapes
+may fit and the training be wrong without a word, or a receive may wait for ever.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.config import Config
+from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm
+from engine.program.batch import Batch, named_tensors, take_microbatches
+
+_REFUSED = -1
+
+
+def take_batch(
+    batch: Batch | Iterator[Batch], config: Config, comm: Comm, device: torch.device
+) -> tuple[list[Batch], Exception | None]:
+    """The microbatches of a step, and what is wrong with them on this rank or on another of its replica."""
+    microbatches: list[Batch] = []
+    problem: Exception | None = None
+    try:
+        microbatches = take_microbatches(batch, config.micro, config.accumulation)
+    except Exception as error:  # an iterator may fail in any way
+        problem = error
+    try:
+        check_batch(microbatches, problem, comm, device)
+    except EngineError as error:
+        problem = error
+    return microbatches, problem
+
+
+def check_batch(microbatches: Sequence[Batch], problem: Exception | None, comm: Comm, device: torch.device) -> None:
+    """Compare this rank's batch with its replica's: one all-gather of 8 bytes a rank, label "batch check".
+
+    ``problem``: why this rank has no batch, which the others are told.
+
+    Raises:
+        EngineError: on every rank of the replica, if batches differ or a rank has none.
+    """
+    ranks = comm.grid.size("replica")
+    if ranks == 1:
+        return
+    digest = _REFUSED if problem is not None else _digest(microbatches)
+    mine = torch.tensor([digest], dtype=torch.int64, device=device)
+    table = torch.empty(ranks, dtype=torch.int64, device=device)
+    comm.all_gather(table, mine, "replica", "batch check").wait()
+    if problem is not None:
+        return
+    digests, peers = table.tolist(), comm.grid.peers("replica")
+    for other, rank in zip(digests, peers, strict=True):
+        if other == _REFUSED:
+            raise EngineError(f"rank {rank} refused its batch, so no rank makes this step; its message tells why.")
+    for other, rank in zip(digests, peers, strict=True):
+        if other != digests[0]:
+            raise EngineError(
+                f"rank {peers[0]} and rank {rank} were given different batches; all tensor and pipeline ranks of a "
+                f"data coordinate (here {comm.grid.coord().dp}) pass the same: let the sampler use grid.coord().dp "
+                "and grid.dp."
+            )
+
+
+def _digest(microbatches: Sequence[Batch]) -> int:
+    """62 bits of what the tensors are and hold."""
+    shapes, content = 0, 0
+    for index, microbatch in enumerate(microbatches):
+        for name, tensor in named_tensors(microbatch):
+            shapes = zlib.crc32(f"{index} {name} {tuple(tensor.shape)} {tensor.dtype}".encode(), shapes)
+            content = _content(tensor.detach(), content)
+    return (shapes & 0x3FFFFFFF) << 32 | content
+
+
+def _content(tensor: Tensor, before: int) -> int:
+    data = tensor.contiguous().reshape(-1)
+    if not data.numel():
+        return before
+    octets = data.view(torch.uint8)
+    if tensor.device.type == "cpu":
+        return zlib.crc32(octets.numpy().data, before)
+    # on a device, sums that see the place of an octet: only one number is read
+    weights = torch.arange(octets.numel(), device=octets.device).remainder_(65521).add_(1)
+    return zlib.crc32(int((octets * weights).sum()).to_bytes(8, "little", signed=True), before)

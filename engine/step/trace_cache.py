@@ -1,0 +1,113 @@
+"""Traces of the model's forward and their partitions, by input signature; a new signature is traced when it comes."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from engine.errors import EngineError
+from engine.parallel.model.side_effects import AttributeState, State
+from engine.parallel.pipeline.partition.partition import Partition, repartition
+from engine.parallel.tensor.tp_axis import TensorAxis
+from engine.parallel.trace.model_trace import ModelTrace, trace_difference
+from engine.parallel.trace.tracer import trace_model
+from engine.planning.plan import Plan
+from engine.program.batch import Batch
+from engine.program.program import Program
+
+ForwardCall = Callable[[], Any]
+
+
+_SIGHTS = 64
+"""Input signatures that are remembered; with more, the oldest is looked at anew."""
+
+
+_STATES = 8
+"""The same for the states of the model's attributes, for each signature."""
+
+
+class TracedForward(NamedTuple):
+    """A forward as it was seen, and how it is cut."""
+
+    timeline: ModelTrace
+    cut: Partition
+
+
+class TraceCache:
+    """Timelines and cuts by input signature and by what the model's attributes say; the first comes from the plan."""
+
+    def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch) -> None:
+        self._plan, self._program, self._axis = plan, program, axis
+        ranks = plan.schedule.rank_of_stage
+        self._held = [{row.name for row in plan.table.held_by(rank)} for rank in ranks]
+        """By stage."""
+        self._learnt = [
+            {row.name for row in plan.table.held_by(rank) if not row.trainable or row.name in stage.parameters}
+            for rank, stage in zip(ranks, plan.cut.stages if plan.cut else (), strict=False)
+        ]
+        """The same without what only other stages of the rank train: a gradient would come when its bucket has left."""
+        self._seen: dict[object, list[tuple[State, TracedForward]]] = {}
+        self._switches = AttributeState(program.model)
+        self._state: State = {}
+        views = plan.tensor is not None and plan.tensor.follows_activations  # the plan's are not those of the run
+        if plan.timeline is not None and plan.cut is not None and not views:
+            self.refresh()
+            with torch.enable_grad():
+                self._seen[self._key(example, "train")] = [(self._state, TracedForward(plan.timeline, plan.cut))]
+
+    def refresh(self) -> None:
+        """Before each step: read the attributes that may turn the forward another way."""
+        self._state = self._switches.read()
+
+    def of(self, microbatch: Batch, kind: str, run: ForwardCall) -> TracedForward:
+        """The sight of a microbatch; looks at it if there is none like it. Nothing is communicated.
+
+        Raises:
+            PlanError: the model does something else with this input, which the cut does not allow.
+        """
+        key = self._key(microbatch, kind)
+        known = self._seen.get(key, [])
+        for state, sight in known:
+            if self._switches.same(state, self._state):
+                return sight
+        found = self._look(run)
+        for state, sight in known:
+            if trace_difference(sight.timeline, found.timeline) is None:
+                self._switches.settle(state, self._state)
+                found = sight
+        if len(self._seen) >= _SIGHTS and key not in self._seen:
+            del self._seen[next(iter(self._seen))]
+        self._seen[key] = [*known[1 - _STATES :], (self._state, found)]
+        return found
+
+    def look_again(self, microbatch: Batch, kind: str, run: ForwardCall) -> None:
+        """Whether a microbatch whose loss is not a number still takes the path that was seen. Nothing is communicated.
+
+        Raises:
+            EngineError: it does not; names the first event that differs. The next step looks at it anew.
+        """
+        found = self.of(microbatch, kind, run)
+        what = trace_difference(found.timeline, self._probe(run))
+        if what is not None:
+            del self._seen[self._key(microbatch, kind)]
+            raise EngineError(
+                f"the loss is not a number, because the forward is another than the one that was cut: it {what}; let "
+                "only shapes of the input and attributes of modules, set between steps, choose its path."
+            )
+
+    def _look(self, run: ForwardCall) -> TracedForward:
+        assert self._plan.cut is not None
+        timeline = self._probe(run)
+        held = self._learnt if torch.is_grad_enabled() else self._held
+        return TracedForward(timeline, repartition(timeline, self._plan.cut.boundaries, held))
+
+    def _probe(self, run: ForwardCall) -> ModelTrace:
+        with self._axis.dry_run():
+            return trace_model(self._program.model, run, stages=self._plan.schedule.stages)
+
+    def _key(self, microbatch: Batch, kind: str) -> object:
+        leaves, spec = pytree.tree_flatten(microbatch)
+        shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        return kind, torch.is_grad_enabled(), str(spec), shapes

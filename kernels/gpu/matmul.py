@@ -1,0 +1,167 @@
+"""Matrix products in Triton with what follows them: bias, activation, residual, all before the only store.
+
+    out = act(op(a) op(b) + bias) + residual          op: as it lies, or transposed
+
+One program a processor walks over the tiles of ``out`` ("persistent"), in groups of rows that share columns of b in the
+cache. The sum over K is fp32, in one order: equal inputs give equal bits.
+
+    tile_place      which tile comes when                 }
+    tile_product    the sum over K of one tile            } each by itself, for kernels that wait for rows of a, or
+    tile_finish     bias, activation, residual, stores    } send tiles of out, between them
+
+Tiles come and go through tensor descriptors (TMA) where the GPU has them, by pointers elsewhere: ``DESCRIBED``. Either
+way what lies outside of a matrix is read as zero and not written.
+
+Shape suffixes: M rows of out, N its columns, K what is summed over.
+"""
+
+import triton
+import triton.language as tl
+
+from engine.kernels.gpu.activation_math import activated
+
+
+@triton.jit
+def load_tile(
+    source, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, TRANSPOSED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """[BR, BC] of the contiguous ``source`` [rows, columns], of which TRANSPOSED makes [BC, BR]."""
+    if DESCRIBED:
+        values = source.load([row, column])
+        if TRANSPOSED:
+            values = values.T
+    else:
+        r = row + tl.arange(0, BR)
+        c = column + tl.arange(0, BC)
+        start = source + tl.cast(row, tl.int64) * columns
+        step = tl.arange(0, BR) * columns
+        if TRANSPOSED:
+            place = step[None, :] + c[:, None]
+            inside = (r < rows)[None, :] & (c < columns)[:, None]
+        else:
+            place = step[:, None] + c[None, :]
+            inside = (r < rows)[:, None] & (c < columns)[None, :]
+        values = tl.load(start + place, mask=inside, other=0.0)
+    return values
+
+
+@triton.jit
+def store_tile(
+    target, values, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, DESCRIBED: tl.constexpr
+):  # fmt: skip
+    """Put fp32 ``values`` [BR, BC] into the contiguous ``target`` [rows, columns], in its dtype."""
+    if DESCRIBED:
+        target.store([row, column], values.to(target.dtype))
+    else:
+        r = tl.arange(0, BR)
+        c = tl.arange(0, BC)
+        inside = (row + r < rows)[:, None] & (column + c < columns)[None, :]
+        start = target + tl.cast(row, tl.int64) * columns + column
+        tl.store(start + r[:, None] * columns + c[None, :], values.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_place(tile, rows, columns, GROUP: tl.constexpr):
+    """(row, column) of a tile, of ``rows`` x ``columns``: down GROUP rows before the next column."""
+    size = GROUP * columns
+    first = tile // size * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    inside = tile % size
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def tile_product(
+    a, b, row, column, M, N, K,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """[BM, BN] in fp32, from the elements ``row``, ``column`` of out on."""
+    sums = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        if A_TRANSPOSED:
+            left = load_tile(a, k, row, K, M, BK, BM, True, DESCRIBED)
+        else:
+            left = load_tile(a, row, k, M, K, BM, BK, False, DESCRIBED)
+        if B_TRANSPOSED:
+            right = load_tile(b, column, k, N, K, BN, BK, True, DESCRIBED)
+        else:
+            right = load_tile(b, k, column, K, N, BK, BN, False, DESCRIBED)
+        sums = tl.dot(left, right, sums, input_precision=PRECISION)
+    return sums
+
+
+@triton.jit
+def tile_finish(
+    sums, bias, residual, kept, out, row, column, M, N,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """What follows the product of one tile, which is ``kept`` as it is for the backward."""
+    if KEEPS:
+        store_tile(kept, sums, row, column, M, N, BM, BN, DESCRIBED)
+    if BIAS:
+        place = column + tl.arange(0, BN)
+        sums += tl.load(bias + place, mask=place < N, other=0.0).to(tl.float32)[None, :]
+    sums = activated(sums, ACTIVATION)
+    if RESIDUAL:
+        sums += load_tile(residual, row, column, M, N, BM, BN, False, DESCRIBED).to(tl.float32)
+    store_tile(out, sums, row, column, M, N, BM, BN, DESCRIBED)
+
+
+@triton.jit
+def tile_halves(sums, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of the columns."""
+    return tl.split(tl.permute(tl.reshape(sums, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def tile_finish_halves(
+    sums, bias, residual, kept, out, row, column, M, N,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """:func:`tile_finish` of one half of the columns after the other, which takes fewer registers."""
+    left, right = tile_halves(sums, BM, BN)
+    tile_finish(
+        left, bias, residual, kept, out, row, column, M, N,
+        ACTIVATION, BIAS, RESIDUAL, KEEPS, BM, BN // 2, DESCRIBED,
+    )  # fmt: skip
+    tile_finish(
+        right, bias, residual, kept, out, row, column + BN // 2, M, N,
+        ACTIVATION, BIAS, RESIDUAL, KEEPS, BM, BN // 2, DESCRIBED,
+    )  # fmt: skip
+
+
+@triton.jit
+def product_kernel(
+    a, b, bias, residual, kept, out, M, N, K,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """All tiles of out [M, N], each finished in PARTS (2 or 4) parts of its columns."""
+    rows = tl.cdiv(M, BM)
+    columns = tl.cdiv(N, BN)
+    for tile in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
+        tile_row, tile_column = tile_place(tile, rows, columns, GROUP)
+        row = tile_row * BM
+        column = tile_column * BN
+        sums = tile_product(a, b, row, column, M, N, K, A_TRANSPOSED, B_TRANSPOSED, PRECISION, BM, BN, BK, DESCRIBED)
+        if PARTS == 2:
+            tile_finish_halves(
+                sums, bias, residual, kept, out, row, column, M, N,
+                ACTIVATION, BIAS, RESIDUAL, KEEPS, BM, BN, DESCRIBED,
+            )  # fmt: skip
+        else:
+            left, right = tile_halves(sums, BM, BN)
+            tile_finish_halves(
+                left, bias, residual, kept, out, row, column, M, N,
+                ACTIVATION, BIAS, RESIDUAL, KEEPS, BM, BN // 2, DESCRIBED,
+            )  # fmt: skip
+            tile_finish_halves(
+                right, bias, residual, kept, out, row, column + BN // 2, M, N,
+                ACTIVATION, BIAS, RESIDUAL, KEEPS, BM, BN // 2, DESCRIBED,
+            )  # fmt: skip

@@ -1,0 +1,68 @@
+"""Gated linear units (Dauphin et al. 2017; SwiGLU, GeGLU, ReGLU: Shazeer 2020) after their products.
+
+    y = f(gate) up      by element; the backward computes f(gate) again
+
+Shape suffixes: N rows (all leading dims together), F width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
+from engine.kernels.ops.row_shapes import is_narrow, rows_of
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
+    """gate, up [.., F] -> [.., F]; two halves of one tensor are read where they lie. Differentiable."""
+    if has_torch_function((gate, up)):
+        return handle_torch_function(gated, (gate, up), gate, up, activation, kernels)
+    alike = gate.shape == up.shape and gate.dtype == up.dtype
+    if not alike or not is_narrow(gate) or not kernels.triton("gated", gate, gate.shape[-1]):
+        return gated_reference(gate, up, activation)
+    y: Tensor = _gated(rows_of(gate), rows_of(up), activation)
+    return y.view(gate.shape)
+
+
+def gated_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """The same in plain torch."""
+    return ACTIVATIONS[activation](gate) * up
+
+
+@torch.library.custom_op("trine::gated", mutates_args=())
+def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    from engine.kernels.gpu.gated_unit import gated_forward
+
+    return gated_forward(gate, up, activation)
+
+
+@torch.library.custom_op("trine::gated_backward", mutates_args=())
+def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    from engine.kernels.gpu.gated_unit import gated_backward
+
+    return gated_backward(dy, gate, up, activation)
+
+
+@_gated.register_fake
+def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@_gated_backward.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, ctx.activation = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    return *_gated_backward(rows_of(dy), *ctx.saved_tensors, ctx.activation), None
+
+
+_gated.register_autograd(_gradients, setup_context=_keep)

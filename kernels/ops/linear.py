@@ -1,0 +1,260 @@
+"""A linear layer with what follows it, and the products of its backward.
+
+    y = act(x W' + b) + residual     d = dy act'(x W' + b)     dx = d W     dW = d' x     db = sum d
+
+In one kernel bias, activation and residual are applied to the fp32 sums before they are stored; x W' is stored beside
+them if the activation's slope needs it and somebody wants gradients. The table of winners knows the forward as "linear"
+and the products of the backward as "linear_backward": either may be Triton's or the library's (cuBLAS). After the
+library's product bias, activation and residual are the pointwise operator ("activation").
+
+Shape suffixes: M rows (all leading dims together), I inputs, O outputs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
+
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
+from engine.kernels.ops.bias_activation import activate
+from engine.kernels.ops.row_shapes import is_narrow
+
+_ALIGNED = 16
+"""Bytes in a row of a matrix must be a multiple, for tensor descriptors."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearForm:
+    """What a layer does beside its tensors."""
+
+    activation: Activation = "none"
+    transposed: bool = False
+    """Whether the weight is [I, O], as in Hugging Face's Conv1D."""
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, kernels: Kernels, residual: Tensor | None = None
+) -> Tensor:
+    """x [.., I] -> [.., O]; weight [O, I] or [I, O], bias [O], residual [.., O]. Under autocast in its dtype."""
+    given = tuple(t for t in (x, weight, bias, residual) if t is not None)
+    if has_torch_function(given):
+        return handle_torch_function(linear, given, x, weight, bias, form, kernels, residual=residual)
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    matrix_IO = weight if form.transposed or weight.ndim != 2 else weight.t()
+    if not _fits(x, matrix_IO, bias):
+        return linear_reference(x, weight, bias, form, residual)
+    backward = kernels.triton("linear_backward", x, x.shape[-1])
+    if kernels.triton("linear", x, x.shape[-1]):
+        return _fused(x, matrix_IO, bias, (form.activation, backward), residual)
+    pointwise = form.activation != "none" and kernels.triton("activation", x, matrix_IO.shape[1])
+    if not pointwise and not backward:
+        return linear_reference(x, weight, bias, form, residual)
+    early, late = (None, bias) if pointwise else (bias, None)
+    pre = _by_library(x, matrix_IO, early) if backward else functional.linear(x, matrix_IO.t(), early)
+    return activate(pre, late, form.activation, kernels, residual)
+
+
+def linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, residual: Tensor | None = None
+) -> Tensor:
+    """The same in plain torch."""
+    y = ACTIVATIONS[form.activation](functional.linear(x, weight.t() if form.transposed else weight, bias))
+    return y if residual is None else y + residual
+
+
+def _fused(
+    x: Tensor, matrix_IO: Tensor, bias: Tensor | None, how: tuple[Activation, bool], residual: Tensor | None
+) -> Tensor:
+    """All in one kernel; ``how``: the activation, and whether the backward is Triton's."""
+    activation, backward = how
+    shape = (*x.shape[:-1], matrix_IO.shape[1])
+    added = residual is not None and residual.dtype == x.dtype and residual.shape == shape
+    inside = _rows(residual) if residual is not None and added else None
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, matrix_IO, bias) if t is not None)
+    # the slope of a ReLU can be told from its result
+    keeps = wanted and activation != "none" and not (activation == "relu" and inside is None)
+    y_MO: Tensor = _linear(_rows(x), matrix_IO, bias, inside, activation, keeps, backward)[0]
+    y = y_MO.view(shape)
+    return y if residual is None or added else y + residual
+
+
+def _by_library(x: Tensor, matrix_IO: Tensor, bias: Tensor | None) -> Tensor:
+    """The library's product with a backward of Triton's."""
+    y: Tensor = _library_linear(_rows(x), matrix_IO, bias)
+    return y.view(*x.shape[:-1], matrix_IO.shape[1])
+
+
+def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
+    """a [.., K] times b [K, N] -> [.., N], of a backward; not differentiable where it is Triton's."""
+    if has_torch_function((a, b)):
+        return handle_torch_function(product, (a, b), a, b, kernels)
+    if b.ndim != 2 or not _multiply(a, b) or not kernels.triton("linear_backward", a, a.shape[-1]):
+        return a @ b
+    a_MK = a if a.ndim == 2 and _lies(a) else _rows(a)
+    if not _lies(a_MK):
+        return a @ b
+    out: Tensor = _product(a_MK, b)
+    return out.view(*a.shape[:-1], b.shape[1])
+
+
+def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels) -> None:
+    """Add a [M, K] times b [K, N] to ``into`` [M, N], which may be fp32 where the operands are not: a main gradient.
+
+    Triton's kernel adds the fp32 sums; torch rounds the product to the dtype of the operands first.
+    """
+    fits = _multiply(a, b) and _lies(a) and into.shape == (a.shape[0], b.shape[1]) and _is_written(into, a)
+    if fits and kernels.triton("linear_backward", a, a.shape[-1]):
+        _add_product(into, a, b)
+    elif into.dtype == a.dtype:
+        into.addmm_(a, b)
+    else:
+        into += a @ b
+
+
+def _fits(x: Tensor, matrix_IO: Tensor, bias: Tensor | None) -> bool:
+    if matrix_IO.ndim != 2 or not _multiply(x, matrix_IO) or not _is_aligned(x.shape[-1], x):
+        return False
+    return bias is None or (bias.dtype == x.dtype and bias.shape == matrix_IO.shape[1:] and bias.is_contiguous())
+
+
+def _multiply(a: Tensor, b: Tensor) -> bool:
+    if not is_narrow(a) or a.dtype != b.dtype or not a.numel() or a.shape[-1] != b.shape[0]:
+        return False
+    return _lies(b) and _is_aligned(b.shape[1], b)
+
+
+def _is_written(into: Tensor, a: Tensor) -> bool:
+    """Whether a kernel can add to it in place."""
+    aligned = _is_aligned(into.shape[1], into) and not into.data_ptr() % _ALIGNED
+    return into.dtype in (a.dtype, torch.float32) and into.is_contiguous() and aligned
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _lies(matrix: Tensor) -> bool:
+    """Whether a kernel can read the matrix, or its transposed, as it lies in memory."""
+    rows, columns = matrix.shape
+    plain = matrix.is_contiguous() and _is_aligned(columns, matrix)
+    return plain or (matrix.t().is_contiguous() and _is_aligned(rows, matrix))
+
+
+def _is_aligned(size: int, tensor: Tensor) -> bool:
+    return size > 0 and size * tensor.element_size() % _ALIGNED == 0
+
+
+@torch.library.custom_op("trine::linear", mutates_args=())
+def _linear(
+    x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, keeps: bool,
+    backward: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y, x W' or nothing); ``matrix`` [I, O]; ``backward``: whether Triton multiplies there too."""
+    from engine.kernels.gpu.linear import Follows, launch_matmul
+
+    return launch_matmul(x, matrix, Follows(bias, activation, residual, keeps))
+
+
+@torch.library.custom_op("trine::library_linear", mutates_args=())
+def _library_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x, matrix.t(), bias)
+
+
+@torch.library.custom_op("trine::product", mutates_args=())
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    from engine.kernels.gpu.linear import Follows, launch_matmul
+
+    return launch_matmul(a, b, Follows())[0]
+
+
+@torch.library.custom_op("trine::add_product", mutates_args=("into",))
+def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    from engine.kernels.gpu.linear import Follows, launch_matmul
+
+    launch_matmul(a, b, Follows(residual=into), into)
+
+
+@_linear.register_fake
+def _(
+    x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, keeps: bool,
+    backward: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y = x.new_empty(x.shape[0], matrix.shape[1])
+    return y, torch.empty_like(y) if keeps else y.new_empty(0)
+
+
+@_library_linear.register_fake
+def _(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], matrix.shape[1])
+
+
+@_product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+@_add_product.register_fake
+def _(into: Tensor, a: Tensor, b: Tensor) -> None:
+    return None
+
+
+def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, matrix, bias, residual, ctx.activation, keeps, ctx.backward = inputs
+    y, pre = output
+    ctx.mark_non_differentiable(pre)
+    ctx.set_materialize_grads(False)
+    ctx.by_result = ctx.activation == "relu" and residual is None
+    needed = pre if keeps else y if ctx.by_result else None
+    ctx.save_for_backward(x, matrix, bias if keeps else None, needed)
+    ctx.bias = None if bias is None else bias.dtype
+
+
+def _linear_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
+    x, matrix, bias, needed = ctx.saved_tensors
+    if not any(ctx.needs_input_grad[:3]):  # then what the slope needs was not kept
+        return None, None, None, dy if ctx.needs_input_grad[3] else None, None, None, None
+    d, dbias = dy.contiguous(), None
+    if ctx.activation != "none":
+        d, dbias = torch.ops.trine.activate_backward(d, needed, bias, ctx.activation)
+    if ctx.bias is not None and (dbias is None or not dbias.numel()):
+        dbias = d.sum(0, dtype=torch.float32)
+    dx, dmatrix = _operand_gradients(ctx, d, x, matrix, triton=ctx.backward)
+    dbias = None if ctx.bias is None or dbias is None else dbias.to(ctx.bias)
+    return dx, dmatrix, dbias, dy if ctx.needs_input_grad[3] else None, None, None, None
+
+
+def _operand_gradients(
+    ctx: Any, d: Tensor, x: Tensor, matrix: Tensor, *, triton: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx, and dW in the order in which W lies."""
+    times = _product if triton else torch.mm
+    needs_x, needs_matrix = ctx.needs_input_grad[:2]
+    dx = times(d, matrix.t()) if needs_x else None
+    if not needs_matrix:
+        return dx, None
+    return dx, times(x.t(), d) if matrix.is_contiguous() else times(d.t(), x).t()
+
+
+def _keep_library_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, matrix, bias = inputs
+    ctx.save_for_backward(x, matrix)
+    ctx.bias = None if bias is None else bias.dtype
+
+
+def _library_linear_gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, matrix = ctx.saved_tensors
+    d = dy.contiguous()
+    dbias = None if ctx.bias is None else d.sum(0, dtype=torch.float32).to(ctx.bias)
+    return *_operand_gradients(ctx, d, x, matrix, triton=True), dbias
+
+
+_linear.register_autograd(_linear_gradients, setup_context=_keep_linear)
+
+
+_library_linear.register_autograd(_library_linear_gradients, setup_context=_keep_library_linear)

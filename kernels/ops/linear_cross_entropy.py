@@ -1,0 +1,315 @@
+"""Cross-entropy of a linear layer's outputs that never stores all of them (as Liger's and Apple's CCE, Wijmans et al.
+2024, do not): tokens go through the head in chunks, and only a chunk's logits live.
+
+    a chunk    logits_CW = x W' + b  ->  terms of the softmax  ->  gradient written over the logits  ->  dx, dW, db
+
+The size of a chunk is such that its logits take about the bytes of all hidden states, C W ~ N H, and at least those of
+a quarter of dW, C ~ H / 2: dW goes through memory once a chunk, which must hide behind the chunk's products.
+
+Gradients come in one of two ways:
+    at once      a whole vocabulary, a loss summed over the tokens: dx and dW are found with the loss, for a gradient
+                 of 1 a token, and scaled in backward. 6 N V H flop. Until backward dx and dW (fp32) are kept.
+    again        anything else (a gradient for each token, columns on several ranks, other terms): backward computes
+                 the logits again, by the same chunks. 8 N V H flop. Between the two a few numbers a token are kept.
+dW and db are summed over the chunks in fp32 (fp64 for fp64) and rounded once. Memory beside inputs and results: one
+chunk's logits, dW in fp32.
+
+Shape suffixes: N tokens, C tokens of a chunk, H width, V vocabulary, W rows of it at hand.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
+
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.cross_entropy import CrossEntropy, check_target
+from engine.kernels.ops.parallel_softmax import (
+    Exchange,
+    Question,
+    Slopes,
+    Softmax,
+    Statistics,
+    find_gradient,
+    find_statistics,
+    join_softmax_terms,
+    uses_triton,
+)
+
+LEAST_CHUNK = 256
+"""Tokens: fewer would leave a matrix product without work."""
+
+
+_FP16_SLOPE = 256.0
+"""What fp16 gradients of logits are multiplied with until they are summed: a share of the softmax below 6e-8 would be
+0, whatever the loss scale is, which comes later."""
+
+
+_SLAB = 8192
+"""Rows of dW that are added at once where a product cannot add for itself."""
+
+
+class Head(NamedTuple):
+    """The linear layer: weight [W, H], bias [W] or None, of one dtype with the hidden states."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def logits(self, hidden_CH: Tensor) -> Tensor:
+        """[C, W]"""
+        return functional.linear(hidden_CH, self.weight, self.bias)
+
+
+class Conditions(NamedTuple):
+    """How :func:`linear_terms` works, beside its tensors."""
+
+    kernels: Kernels
+    exchange: Exchange | None = None
+    """None: all columns are at hand."""
+    known: Softmax | None = None
+    """Of the same logits, from before."""
+
+
+class LinearTerms(NamedTuple):
+    """[N] each, in fp32 or wider, over the whole vocabulary, with gradients but for ``largest``."""
+
+    largest: Tensor
+    log_sum: Tensor
+    picked: Tensor | None
+    weighted: Tensor | None
+
+
+def chunk_tokens(tokens: int, width: int, columns: int) -> int:
+    """Tokens of a chunk, a power of two: the larger of what the two rules above give, or just more."""
+    wanted = max(-(-tokens * width // max(columns, 1)), width // 2, LEAST_CHUNK)
+    return 1 << (wanted - 1).bit_length()
+
+
+def linear_cross_entropy(
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_N: Tensor, form: CrossEntropy, kernels: Kernels
+) -> Tensor:
+    """Cross-entropy of ``linear(hidden, weight, bias)`` in fp32 (fp64 for fp64): [], or [N] without a reduction.
+
+    Target int64. Differentiable once, in hidden, weight and bias. Under autocast the product is in its dtype.
+
+    Raises:
+        EngineError: a target outside the vocabulary. On a GPU nobody looks.
+    """
+    given = tuple(x for x in (hidden_NH, weight_VH, bias_V) if x is not None)
+    if has_torch_function(given):
+        return handle_torch_function(linear_cross_entropy, given, hidden_NH, weight_VH, bias_V, target_N, form, kernels)
+    check_target(target_N, len(weight_VH), form.ignore_index)
+    hidden_NH, weight_VH, bias_V = as_autocast(hidden_NH, weight_VH, bias_V)
+    counted_N = target_N != form.ignore_index
+    if form.reduction != "none" and torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        total: Tensor = _Summed.apply(hidden_NH, weight_VH, bias_V, target_N, (form, kernels))  # type: ignore[no-untyped-call]
+        return total
+    question = Question(target_N, even=form.label_smoothing > 0)
+    terms = linear_terms(hidden_NH, Head(weight_VH, bias_V), question, Conditions(kernels))
+    assert terms.picked is not None
+    losses_N = form.losses(terms.log_sum, terms.picked, terms.weighted, len(weight_VH))
+    return form.reduced(losses_N.masked_fill(~counted_N, 0), counted_N)
+
+
+def linear_terms(hidden_NH: Tensor, head: Head, question: Question, conditions: Conditions) -> LinearTerms:
+    """Terms of the softmax of ``head.logits(hidden)``; logits are computed again in backward.
+
+    With an exchange the columns lie on several ranks: one maximum and one sum for all tokens, and none where the
+    softmax is known and nothing else is asked. Backward exchanges nothing: the gradient of the hidden states is that
+    of the columns at hand, and the caller sums it.
+    """
+    found: tuple[Any, ...] = _Terms.apply(hidden_NH, *head, question, conditions)  # type: ignore[no-untyped-call]
+    return LinearTerms(*found)
+
+
+def as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In the dtype that autocast, if it is on, gives a linear layer."""
+    kind = hidden.device.type
+    if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _chunks(hidden_NH: Tensor, columns: int) -> Iterator[slice]:
+    tokens, width = hidden_NH.shape
+    size = chunk_tokens(tokens, width, columns)
+    for first in range(0, tokens, size):
+        yield slice(first, first + size)
+
+
+def _columns_like(hidden_NH: Tensor, head: Head, kernels: Kernels) -> bool:
+    return uses_triton("linear_cross_entropy", hidden_NH, len(head.weight), kernels)
+
+
+class _Sums:
+    """Gradients, as chunks add to them; what nobody wants is not computed."""
+
+    def __init__(self, hidden_NH: Tensor, head: Head, wanted: tuple[bool, ...]) -> None:
+        self._hidden, self._weight = hidden_NH, head.weight
+        wide = torch.promote_types(head.weight.dtype, torch.float32)
+        wants_hidden, wants_weight, wants_bias = wanted
+        self.hidden = torch.empty_like(hidden_NH, memory_format=torch.contiguous_format) if wants_hidden else None
+        self.weight = torch.zeros_like(head.weight, dtype=wide) if wants_weight else None
+        bias = head.bias if wants_bias else None
+        self.bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+
+    def add(self, part: slice, grad_CW: Tensor) -> None:
+        """The gradient of a chunk's logits."""
+        if self.hidden is not None:
+            torch.mm(grad_CW, self._weight, out=self.hidden[part])
+        if self.weight is not None:
+            _add_product(self.weight, grad_CW.t(), self._hidden[part])
+        if self.bias is not None:
+            self.bias += grad_CW.sum(0, dtype=self.bias.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, products of narrow numbers summed as wide ones."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif not a.is_cuda:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    elif _adds_wide(a.device, a.dtype):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        for rows, its in zip(torch.split(total, _SLAB), torch.split(a, _SLAB), strict=True):
+            rows += torch.mm(its, b, out_dtype=total.dtype)
+
+
+@cache
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch adds a product of ``dtype`` to fp32 in place; older ones want a sum of ``dtype``."""
+    narrow = torch.zeros((16, 16), dtype=dtype, device=device)
+    wide = torch.zeros_like(narrow, dtype=torch.float32)
+    try:
+        torch.addmm(wide, narrow, narrow, out_dtype=wide.dtype, out=wide)
+    except RuntimeError:
+        return False
+    return True
+
+
+class _Terms(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_WH: Tensor,
+        bias_W: Tensor | None,
+        question: Question,
+        conditions: Conditions,
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        head = Head(weight_WH, bias_W)
+        ctx.triton = _columns_like(hidden_NH, head, conditions.kernels)
+        known, answered = conditions.known, question.target is None and not question.weighted
+        if known is not None and answered:
+            softmax, picked_N, weighted_N = known, None, None
+        else:
+            found = _statistics(hidden_NH, head, question, ctx.triton)
+            softmax, picked_N, weighted_N = join_softmax_terms(
+                found, question, len(weight_WH), conditions.exchange, known
+            )
+        ctx.save_for_backward(hidden_NH, weight_WH, bias_W, question.target, question.weight, *softmax)
+        ctx.question = question._replace(target=None, weight=None)
+        ctx.mark_non_differentiable(softmax.largest)
+        return softmax.largest, softmax.log_sum.clone(), picked_N, weighted_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_WH, bias_W, target_N, weight_W, largest_N, log_sum_N = ctx.saved_tensors
+        head, softmax = Head(weight_WH, bias_W), Softmax(largest_N, log_sum_N)
+        question = ctx.question._replace(target=target_N, weight=weight_W)
+        sums = _Sums(hidden_NH, head, ctx.needs_input_grad[:3])
+        with _without_autocast(hidden_NH):
+            for part in _chunks(hidden_NH, len(weight_WH)):
+                logits_CW, asked = head.logits(hidden_NH[part]), question.rows(part)
+                its = Softmax(softmax.largest[part], softmax.log_sum[part])
+                wanted = Slopes(*slopes).rows(part)
+                sums.add(part, find_gradient(logits_CW, asked, its, wanted, ctx.triton, inplace=True))
+                del logits_CW  # before the next chunk's are made
+        return sums.hidden, _as(sums.weight, weight_WH), _as(sums.bias, bias_W), None, None
+
+
+class _Summed(torch.autograd.Function):
+    """The loss over all tokens of a whole vocabulary, and its gradients with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        how: tuple[CrossEntropy, Kernels],
+    ) -> Tensor:
+        form, kernels = how
+        head, counted_N = Head(weight_VH, bias_V), target_N != form.ignore_index
+        triton = _columns_like(hidden_NH, head, kernels)
+        sums = _Sums(hidden_NH, head, ctx.needs_input_grad[:3])
+        parts: list[Tensor] = []
+        unit = _FP16_SLOPE if hidden_NH.dtype == torch.float16 else 1.0
+        with _without_autocast(hidden_NH):
+            for part in _chunks(hidden_NH, len(weight_VH)):
+                logits_CV = head.logits(hidden_NH[part])
+                question = Question(target_N[part], even=form.label_smoothing > 0)
+                found = find_statistics(logits_CV, question, triton)
+                softmax, picked_C, weighted_C = join_softmax_terms(found, question, len(weight_VH), None)
+                assert picked_C is not None
+                losses_C = form.losses(softmax.log_sum, picked_C, weighted_C, len(weight_VH))
+                parts.append(losses_C.masked_fill_(~counted_N[part], 0))
+                slopes = form.slopes(counted_N[part].to(losses_C.dtype) * unit, len(weight_VH))
+                sums.add(part, find_gradient(logits_CV, question, softmax, slopes, triton, inplace=True))
+                del logits_CV  # before the next chunk's are made
+        ctx.save_for_backward(sums.hidden, sums.weight, sums.bias, counted_N)
+        ctx.unit = unit
+        ctx.mean, ctx.dtypes = form.reduction == "mean", (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
+        wide = torch.promote_types(hidden_NH.dtype, torch.float32)
+        losses_N = torch.cat(parts) if parts else hidden_NH.new_empty(0, dtype=wide)
+        return form.reduced(losses_N, counted_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden_NH, dweight_VH, dbias_V, counted_N = ctx.saved_tensors
+        slope = slope / ctx.unit
+        if ctx.mean:
+            slope = slope / counted_N.sum().clamp_(min=1)
+        weight, bias = ctx.dtypes
+        scaled = _scaled(dhidden_NH, slope), _scaled(dweight_VH, slope, weight), _scaled(dbias_V, slope, bias)
+        return *scaled, None, None
+
+
+def _statistics(hidden_NH: Tensor, head: Head, question: Question, triton: bool) -> Statistics:
+    """Of all tokens, chunk by chunk."""
+    found: list[Statistics] = []
+    with _without_autocast(hidden_NH):
+        for part in _chunks(hidden_NH, len(head.weight)):
+            found.append(find_statistics(head.logits(hidden_NH[part]), question.rows(part), triton))
+    if not found:
+        found = [find_statistics(head.logits(hidden_NH), question, triton)]
+    if len(found) == 1:
+        return found[0]
+    return Statistics(*(None if column[0] is None else torch.cat(column) for column in zip(*found, strict=True)))  # type: ignore[arg-type]
+
+
+def _scaled(x: Tensor | None, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+    """x scale, rounded once."""
+    if x is None:
+        return None
+    # of one dim: a scalar would be rounded to the dtype of x first
+    return torch.mul(x, scale.reshape(1), out=torch.empty_like(x, dtype=dtype))
+
+
+def _without_autocast(x: Tensor) -> torch.autocast:
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _as(total: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    return None if total is None or parameter is None else total.to(parameter.dtype)

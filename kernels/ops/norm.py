@@ -1,0 +1,167 @@
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), alone or after a residual sum.
+
+    s = x + residual      y = (s - mean) / sqrt(variance + eps) (offset + weight) + bias        over the last dim
+
+Both implementations compute in fp32 (fp64 for fp64) and round once, at the end.
+
+Shape suffixes: N rows (all leading dims together), H width.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
+
+from engine.kernels.dispatch import Kernels
+
+WIDEST, WIDEST_LAYER_FP32 = 16384, 8192
+"""A row that a program can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Which norm."""
+
+    eps: float
+    centered: bool = False
+    """LayerNorm: the mean is taken off."""
+    offset: float = 0.0
+    """Added to the weight: 1 where a model stores the difference from 1."""
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Kernels) -> Tensor:
+    """x [.., H] -> [.., H] in the dtype of x; weight, bias [H]. Differentiable."""
+    if has_torch_function((x, weight)):
+        return handle_torch_function(norm, (x, weight), x, weight, bias, form, kernels)
+    if not _fits(x, weight, bias, form) or not kernels.triton("norm", x, x.shape[-1]):
+        return norm_reference(x, weight, bias, form)
+    x_NH = x.reshape(-1, x.shape[-1]).contiguous()
+    y_NH: Tensor = _norm(x_NH, weight, bias, form.eps, form.offset, form.centered)[0]
+    return y_NH.view(x.shape)
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, affine: tuple[Tensor, Tensor | None], form: Norm, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
+    """(norm of x + residual, x + residual), both [.., H] in the dtype of x. Differentiable."""
+    weight, bias = affine
+    if has_torch_function((x, residual, weight)):
+        given = x, residual, affine, form, kernels
+        return handle_torch_function(add_norm, (x, residual, weight), *given)
+    alike = residual.shape == x.shape and residual.dtype == x.dtype
+    if not alike or not _fits(x, weight, bias, form) or not kernels.triton("norm", x, x.shape[-1]):
+        stream = x + residual
+        return norm_reference(stream, weight, bias, form), stream
+    x_NH, residual_NH = (t.reshape(-1, t.shape[-1]).contiguous() for t in (x, residual))
+    y_NH, stream_NH, _, _ = _add_norm(x_NH, residual_NH, weight, bias, form.eps, form.offset, form.centered)
+    return y_NH.view(x.shape), stream_NH.view(x.shape)
+
+
+def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -> Tensor:
+    """The same in plain torch."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    width, scale = x.shape[-1:], weight.to(wide)
+    if form.offset:
+        scale = scale + form.offset
+    if form.centered:
+        shift = None if bias is None else bias.to(wide)
+        return functional.layer_norm(x.to(wide), width, scale, shift, form.eps).to(x.dtype)
+    y = functional.rms_norm(x.to(wide), width, scale, form.eps)
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -> bool:
+    most = WIDEST_LAYER_FP32 if form.centered and x.dtype == torch.float32 else WIDEST
+    narrow = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and 0 < x.shape[-1] <= most
+    return narrow and all(t.dtype == x.dtype and t.is_contiguous() for t in (weight, bias) if t is not None)
+
+
+@torch.library.custom_op("trine::norm", mutates_args=())
+def _norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from engine.kernels.gpu.norm import norm_forward
+
+    y, _, mean, rstd = norm_forward(x, None, (weight, bias), eps, offset, centered)
+    return y, mean, rstd
+
+
+@torch.library.custom_op("trine::add_norm", mutates_args=())
+def _add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, centered: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from engine.kernels.gpu.norm import norm_forward
+
+    return norm_forward(x, residual, (weight, bias), eps, offset, centered)
+
+
+@torch.library.custom_op("trine::norm_backward", mutates_args=())
+def _norm_backward(
+    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, offset: float,
+    biased: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from engine.kernels.gpu.norm import norm_backward
+
+    return norm_backward(dy, dstream, stream, weight, (mean, rstd), (offset, mean.numel() > 0, biased))
+
+
+@_norm.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), _statistic(x, centered), _statistic(x, True)
+
+
+@_add_norm.register_fake
+def _(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, centered: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x), _statistic(x, centered), _statistic(x, True)
+
+
+@_norm_backward.register_fake
+def _(
+    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, offset: float,
+    biased: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dweight = torch.empty_like(weight, dtype=torch.float32)
+    return torch.empty_like(stream), dweight, torch.empty_like(dweight) if biased else dweight.new_empty(0)
+
+
+def _statistic(x: Tensor, present: bool) -> Tensor:
+    return x.new_empty(x.shape[0] if present else 0, dtype=torch.float32)
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, _, offset, _ = inputs
+    ctx.save_for_backward(x, weight, *output[1:])
+    ctx.offset, ctx.bias = offset, None if bias is None else bias.dtype
+
+
+def _norm_gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    dx, dweight, dbias = _norm_backward(dy.contiguous(), None, x, weight, mean, rstd, ctx.offset, ctx.bias is not None)
+    return dx, dweight.to(weight.dtype), None if ctx.bias is None else dbias.to(ctx.bias), None, None, None
+
+
+def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, weight, bias, _, offset, _ = inputs
+    ctx.save_for_backward(output[1], weight, *output[2:])
+    ctx.offset, ctx.bias = offset, None if bias is None else bias.dtype
+
+
+def _add_norm_gradients(ctx: Any, dy: Tensor, dstream: Tensor, *_: Any) -> tuple[Any, ...]:
+    stream, weight, mean, rstd = ctx.saved_tensors
+    ds, dweight, dbias = _norm_backward(
+        dy.contiguous(), dstream.contiguous(), stream, weight, mean, rstd, ctx.offset, ctx.bias is not None
+    )
+    return ds, ds, dweight.to(weight.dtype), None if ctx.bias is None else dbias.to(ctx.bias), None, None, None
+
+
+_norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
+
+
+_add_norm.register_autograd(_add_norm_gradients, setup_context=_keep_add_norm)

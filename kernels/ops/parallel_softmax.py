@@ -1,0 +1,253 @@
+"""What a loss wants to know of the softmax of logits whose columns may lie on several ranks (Megatron-LM, Shoeybi et
+al. 2019, section 3), and its gradient.
+
+    largest     max x                         found here on the columns at hand, fp32 (fp64 for fp64)
+    log_sum     log sum exp(x - largest)      ``join_softmax_terms`` joins the columns: one maximum and one sum
+    picked      x at the target - largest     over the ranks, by an ``Exchange`` that the caller brings
+    weighted    sum w (x - largest)
+
+No softmax is kept: the gradient computes it again from the logits. ``largest`` is a constant for gradients: in every
+loss what it adds cancels.
+
+Shape suffixes: N rows, W columns at hand.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.dispatch import Kernels
+
+
+class Question(NamedTuple):
+    """Which terms are asked for beside ``log_sum``."""
+
+    target: Tensor | None = None
+    """[N] int64, columns of the whole vocabulary, the same on all ranks."""
+    weight: Tensor | None = None
+    """[W], of the columns at hand."""
+    even: bool = False
+    """``weighted`` with the weight 1 for every column, in place of ``weight``."""
+    start: int = 0
+    """The first column at hand."""
+
+    @property
+    def weighted(self) -> bool:
+        """Whether there are weights."""
+        return self.even or self.weight is not None
+
+    def rows(self, part: slice) -> "Question":
+        """The same of some rows."""
+        return self if self.target is None else self._replace(target=self.target[part])
+
+
+class Statistics(NamedTuple):
+    """Of the columns at hand, [N] each, without gradients."""
+
+    largest: Tensor
+    """-inf or inf where that is it: then the others take differences from 0."""
+    total: Tensor
+    """sum exp(x - largest)"""
+    picked: Tensor | None
+    """x at the target, not yet less ``largest``; 0 where the target lies elsewhere."""
+    weighted: Tensor | None
+
+
+class Softmax(NamedTuple):
+    """exp(x - largest - log_sum) is the softmax over the whole vocabulary; [N] each."""
+
+    largest: Tensor
+    """0 where that is infinite."""
+    log_sum: Tensor
+
+
+class Slopes(NamedTuple):
+    """Gradients of the terms, [N] each; None: nobody wants it."""
+
+    log_sum: Tensor | None
+    picked: Tensor | None = None
+    weighted: Tensor | None = None
+
+    def rows(self, part: slice) -> "Slopes":
+        """The same of some rows."""
+        return Slopes(*(None if slope is None else slope[part] for slope in self))
+
+
+class Exchange(Protocol):
+    """How terms travel between the ranks that hold the columns."""
+
+    def largest(self, values: Tensor) -> None:
+        """Leave the largest values, in place."""
+
+    def sum(self, values: Tensor) -> None:
+        """Leave the sums, in place."""
+
+
+def fits_softmax_kernels(logits: Tensor) -> bool:
+    """Whether the kernels can read these logits [N, W]."""
+    narrow = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return narrow and logits.dim() == 2 and logits.shape[1] > 0 and logits.stride(1) == 1
+
+
+def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Statistics:
+    """One pass over the logits."""
+    if not triton or not fits_softmax_kernels(logits_NW):
+        return statistics_reference(logits_NW, question)
+    target, weight, even, start = question
+    largest, total, picked, weighted = _statistics(logits_NW, target, weight, even, start)
+    return Statistics(largest, total, None if target is None else picked, weighted if question.weighted else None)
+
+
+def join_softmax_terms(
+    found: Statistics, question: Question, width: int, exchange: Exchange | None, known: Softmax | None = None
+) -> tuple[Softmax, Tensor | None, Tensor | None]:
+    """(softmax, picked, weighted) over all columns; of ``width`` columns here. What is ``known`` is not sent again."""
+    own_N = found.largest.masked_fill(found.largest.isinf(), 0)
+    largest_N = found.largest.clone() if known is None else known.largest
+    if known is None:
+        if exchange is not None:
+            exchange.largest(largest_N)
+        largest_N.masked_fill_(largest_N.isinf(), 0)
+    terms = []
+    if known is None:
+        infinite = found.largest == torch.inf
+        terms.append(found.total * (found.largest.masked_fill(infinite, 0) - largest_N).exp())
+    if question.target is not None and found.picked is not None:
+        _, elsewhere = place_in(question.target, question.start, width)
+        terms.append((found.picked - largest_N).masked_fill_(elsewhere, 0))
+    if found.weighted is not None:
+        weights: Tensor | int = width if question.weight is None else question.weight.to(own_N.dtype).sum()
+        terms.append(found.weighted + (own_N - largest_N) * weights)
+    sums_KN = torch.stack(terms) if terms else largest_N.new_empty((0, len(largest_N)))
+    if terms and exchange is not None:
+        exchange.sum(sums_KN)
+    sums = list(sums_KN.unbind())
+    softmax = known or Softmax(largest_N, sums.pop(0).log())
+    picked_N = sums.pop(0) if question.target is not None else None
+    return softmax, picked_N, sums.pop() if sums else None
+
+
+def find_gradient(
+    logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes, triton: bool, inplace: bool = False
+) -> Tensor:
+    """d_log_sum softmax + d_picked at the target + d_weighted w, in the dtype of the logits, and 0 where all are 0.
+
+    ``inplace``: written over the logits.
+    """
+    if slopes.log_sum is None:
+        slopes = slopes._replace(log_sum=torch.zeros_like(softmax.largest))
+    if not triton or not fits_softmax_kernels(logits_NW):
+        found = gradient_reference(logits_NW, question, softmax, slopes)
+        return logits_NW.copy_(found) if inplace else found
+    slopes = Slopes(*(None if slope is None else slope.contiguous() for slope in slopes))
+    given = question.target, question.weight, *softmax, *slopes, question.start
+    if not inplace:
+        grad_NW: Tensor = _gradient(logits_NW, *given)
+        return grad_NW
+    _gradient_(logits_NW, *given)
+    return logits_NW
+
+
+def place_in(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """(columns at hand, where the column lies elsewhere) of columns of the whole vocabulary."""
+    place = target - start
+    elsewhere = (place < 0) | (place >= width)
+    return place.masked_fill_(elsewhere, 0), elsewhere
+
+
+def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
+    """:func:`find_statistics` in plain torch."""
+    wide = torch.promote_types(logits_NW.dtype, torch.float32)
+    largest_N = logits_NW.amax(-1).to(wide)
+    shifted_NW = logits_NW - largest_N.masked_fill(largest_N.isinf(), 0).unsqueeze(-1)  # wide by promotion
+    picked_N = weighted_N = None
+    if question.target is not None:
+        place_N, elsewhere_N = place_in(question.target, question.start, logits_NW.shape[-1])
+        picked_N = logits_NW.gather(-1, place_N.unsqueeze(-1)).squeeze(-1).to(wide).masked_fill_(elsewhere_N, 0)
+    if question.weighted:
+        weighted_N = (shifted_NW if question.weight is None else shifted_NW * question.weight).sum(-1)
+    return Statistics(largest_N, shifted_NW.exp_().sum(-1), picked_N, weighted_N)
+
+
+def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes) -> Tensor:
+    """:func:`find_gradient` in plain torch."""
+    log_sum_N, picked_N, weighted_N = slopes
+    assert log_sum_N is not None
+    shares_NW = (logits_NW - softmax.largest.unsqueeze(-1)).sub_(softmax.log_sum.unsqueeze(-1)).exp_()
+    grad_NW = shares_NW.mul_(log_sum_N.unsqueeze(-1))
+    wanted_N = log_sum_N != 0
+    if picked_N is not None:
+        assert question.target is not None
+        place_N, elsewhere_N = place_in(question.target, question.start, logits_NW.shape[-1])
+        grad_NW.scatter_add_(-1, place_N.unsqueeze(-1), picked_N.masked_fill(elsewhere_N, 0).unsqueeze(-1))
+        wanted_N = wanted_N | (picked_N != 0)
+    if weighted_N is not None:
+        weight: Tensor | float = 1.0 if question.weight is None else question.weight
+        grad_NW += weighted_N.unsqueeze(-1) * weight
+        wanted_N = wanted_N | (weighted_N != 0)
+    return grad_NW.masked_fill_(~wanted_N.unsqueeze(-1), 0).to(logits_NW.dtype)
+
+
+def uses_triton(operator: str, logits: Tensor, width: int, kernels: Kernels) -> bool:
+    """The choice for ``operator`` on tensors like ``logits``, rows of ``width``."""
+    return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels.triton(operator, logits, width)
+
+
+@torch.library.custom_op("trine::softmax_statistics", mutates_args=())
+def _statistics(
+    logits: Tensor, target: Tensor | None, weight: Tensor | None, even: bool, start: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from engine.kernels.gpu.cross_entropy import Asked, softmax_statistics
+
+    return softmax_statistics(logits, Asked(target, weight, even, start))
+
+
+@torch.library.custom_op("trine::softmax_gradient", mutates_args=())
+def _gradient(
+    logits: Tensor, target: Tensor | None, weight: Tensor | None, largest: Tensor, log_sum: Tensor,
+    d_log_sum: Tensor, d_picked: Tensor | None, d_weighted: Tensor | None, start: int,
+) -> Tensor:  # fmt: skip
+    from engine.kernels.gpu import cross_entropy as gpu
+
+    out = logits.new_empty(logits.shape)
+    asked = gpu.Asked(target, weight, weight is None, start)
+    gpu.softmax_gradient(logits, asked, (largest, log_sum), gpu.SlopeBuffers(d_log_sum, d_picked, d_weighted), out)
+    return out
+
+
+@torch.library.custom_op("trine::softmax_gradient_", mutates_args=("logits",))
+def _gradient_(
+    logits: Tensor, target: Tensor | None, weight: Tensor | None, largest: Tensor, log_sum: Tensor,
+    d_log_sum: Tensor, d_picked: Tensor | None, d_weighted: Tensor | None, start: int,
+) -> None:  # fmt: skip
+    from engine.kernels.gpu import cross_entropy as gpu
+
+    asked = gpu.Asked(target, weight, weight is None, start)
+    gpu.softmax_gradient(logits, asked, (largest, log_sum), gpu.SlopeBuffers(d_log_sum, d_picked, d_weighted), logits)
+
+
+@_statistics.register_fake
+def _(
+    logits: Tensor, target: Tensor | None, weight: Tensor | None, even: bool, start: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = logits.shape[0]
+    asked = (True, True, target is not None, even or weight is not None)
+    first, second, third, fourth = (logits.new_empty(rows if want else 0, dtype=torch.float32) for want in asked)
+    return first, second, third, fourth
+
+
+@_gradient.register_fake
+def _(
+    logits: Tensor, target: Tensor | None, weight: Tensor | None, largest: Tensor, log_sum: Tensor,
+    d_log_sum: Tensor, d_picked: Tensor | None, d_weighted: Tensor | None, start: int,
+) -> Tensor:  # fmt: skip
+    return logits.new_empty(logits.shape)
+
+
+@_gradient_.register_fake
+def _(
+    logits: Tensor, target: Tensor | None, weight: Tensor | None, largest: Tensor, log_sum: Tensor,
+    d_log_sum: Tensor, d_picked: Tensor | None, d_weighted: Tensor | None, start: int,
+) -> None:  # fmt: skip
+    return None

@@ -1,0 +1,107 @@
+"""Rotary position embedding (Su et al. 2021) of queries and keys, as models write it:
+
+    y = x cos + turn(x) sin      of the first R features; the others pass through
+    turn                         (x1, x2) -> (-x2, x1) of the two halves, or of neighbours where interleaved
+
+cos and sin have all R features, and what belongs to x1 and x2 may differ.
+
+Shape suffixes: B batch, H heads, S positions, D features of a head, R of them turned.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.row_shapes import is_narrow
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """How the tensors lie."""
+
+    interleaved: bool = False
+    """Neighbours are turned (GPT-J), and not the two halves (GPT-NeoX, Llama)."""
+    heads_dim: int = 1
+    """1: [B, H, S, D]; 2: [B, S, H, D]."""
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """q and k, which may differ in their heads, turned; cos, sin [B or 1, S, R]. Differentiable."""
+    if has_torch_function((q, k, cos, sin)):
+        return handle_torch_function(rotary, (q, k, cos, sin), q, k, cos, sin, form, kernels)
+    if not _fits(q, k, cos, sin, form.heads_dim) or not kernels.triton("rotary", q, q.shape[-1]):
+        return rotary_reference(q, k, cos, sin, form)
+    q_BHSD, k_BHSD = (_dense(x.transpose(1, form.heads_dim)) for x in (q, k))
+    turned = _rotary(q_BHSD, k_BHSD, cos.contiguous(), sin.contiguous(), form.interleaved, False)
+    return turned[0].transpose(1, form.heads_dim), turned[1].transpose(1, form.heads_dim)
+
+
+def rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary) -> tuple[Tensor, Tensor]:
+    """The same in plain torch."""
+    cos, sin = cos.unsqueeze(form.heads_dim), sin.unsqueeze(form.heads_dim)
+    return _turned(q, cos, sin, form.interleaved), _turned(k, cos, sin, form.interleaved)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    features = cos.shape[-1]
+    first, rest = (x, None) if features == x.shape[-1] else (x[..., :features], x[..., features:])
+    if interleaved:
+        turn = torch.stack((-first[..., 1::2], first[..., ::2]), dim=-1).flatten(-2)
+    else:
+        turn = torch.cat((-first[..., features // 2 :], first[..., : features // 2]), dim=-1)
+    y = first * cos + turn * sin
+    return y if rest is None else torch.cat((y, rest), dim=-1)
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> bool:
+    if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and is_narrow(q) and cos.shape == sin.shape):
+        return False
+    batch, _, length, features = q.transpose(1, heads_dim).shape
+    even = cos.shape[2] % 2 == 0 and 0 < cos.shape[2] <= features
+    alike = all(t.dtype == q.dtype for t in (k, cos, sin)) and not (cos.requires_grad or sin.requires_grad)
+    agree = (k.shape[0], *k.transpose(1, heads_dim).shape[2:]) == (batch, length, features)
+    return even and alike and agree and cos.shape[1] == length and cos.shape[0] in (1, batch)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _blank(x: Tensor) -> Tensor:
+    """Memory of the same order of dims, whose features lie together."""
+    made = torch.empty_like(x)
+    return made if made.stride(-1) == 1 else x.new_empty(x.shape)
+
+
+@torch.library.custom_op("trine::rotary", mutates_args=())
+def _rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    from engine.kernels.gpu.rotary import turn
+
+    out = _blank(q), _blank(k)
+    turn((q, k), (cos, sin), out, interleaved, transposed)
+    return out
+
+
+@_rotary.register_fake
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transposed: bool) -> tuple[Tensor, Tensor]:
+    return _blank(q), _blank(k)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, cos, sin, ctx.interleaved, ctx.transposed = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _gradients(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
+    """The transposed map, which is the turn back where cos and sin are those of an angle."""
+    made = _rotary(_dense(dq), _dense(dk), *ctx.saved_tensors, ctx.interleaved, not ctx.transposed)
+    return *made, None, None, None, None
+
+
+_rotary.register_autograd(_gradients, setup_context=_keep)

@@ -1,0 +1,101 @@
+"""Adam and AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019) on a flat run of weights, decided on the device.
+
+    g = gradient factor                                    factor: one over the loss scale and weight, times clipping
+    g = g + wd w  (Adam)     or     w = w - lr wd w  (AdamW)
+    m = m + (1 - beta1) (g - m)      v = v + (1 - beta2) (g^2 - v)
+    w = w - lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
+
+All in fp32 (fp64 for fp64), rounded once at the end. Whether there is an update at all is a scalar on the device too,
+so that the host waits for nothing. With a master the narrow weights, a slice of the buffer that is gathered next, are
+written in the same pass; what a user has written into them since the last update goes into the master first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.dispatch import Kernels
+from engine.kernels.optim.stochastic_rounding import StochasticRounding
+from engine.kernels.optim.update_rules import AdamRule
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDecision:
+    """What the device has decided about an update: two fp64 scalars on it."""
+
+    factor: Tensor
+    """What gradients are multiplied with."""
+    go: Tensor
+    """0: nothing is updated."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamRun:
+    """A run of elements; all tensors contiguous, of one size."""
+
+    weights: Tensor
+    """fp32 (fp64), or bf16 that is rounded stochastically."""
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+    """Moments: in the dtype of the weights; of bf16 weights in fp32 or bf16."""
+    narrow: Tensor | None = None
+    """Weights in the dtype of the computation, where ``weights`` are their master."""
+
+
+def fits_adamw_kernel(weights: Tensor, kernels: Kernels) -> bool:
+    """Whether a kernel is to update runs of these weights."""
+    fitting = weights.dtype in (torch.float32, torch.bfloat16) and kernels.replaces(weights.device)
+    return fitting and weights.numel() > 0 and kernels.triton("adamw", weights, _width(weights))
+
+
+def adamw_(
+    run: AdamRun,
+    rule: AdamRule,
+    step: int,
+    decision: DeviceDecision,
+    kernels: Kernels,
+    rounding: StochasticRounding | None = None,
+) -> None:
+    """Update number ``step`` (from 1) in place, if the decision is to go; ``rounding``: of bf16 weights.
+
+    Optimizers are not differentiated and never compiled with a model, so this is no operator of torch.
+    """
+    if not fits_adamw_kernel(run.weights, kernels):
+        adamw_reference_(run, rule, step, decision, rounding)
+        return
+    from engine.kernels.gpu.adamw import adamw
+
+    updated = run.weights, run.first, run.second, run.narrow
+    adamw(updated, run.gradient, (decision.factor, decision.go), rule, step, rounding)
+
+
+def adamw_reference_(
+    run: AdamRun, rule: AdamRule, step: int, decision: DeviceDecision, rounding: StochasticRounding | None = None
+) -> None:
+    """The same in plain torch."""
+    wide = torch.promote_types(run.weights.dtype, torch.float32)
+    (beta1, beta2), w = rule.betas, run.weights.to(wide)
+    if run.narrow is not None:
+        w = torch.where(run.narrow != w.to(run.narrow.dtype), run.narrow.to(wide), w)
+    g = run.gradient.to(wide) * decision.factor.to(wide)
+    if rule.weight_decay and rule.decoupled:
+        w = w - rule.lr * rule.weight_decay * w
+    elif rule.weight_decay:
+        g = g + rule.weight_decay * w
+    m, v = run.first.to(wide), run.second.to(wide)
+    m, v = m + (1 - beta1) * (g - m), v + (1 - beta2) * (g * g - v)
+    w = w - rule.lr / (1 - beta1**step) * m / (v.sqrt() * (1 - beta2**step) ** -0.5 + rule.eps)
+    go = decision.go != 0
+    for kind, (target, values) in enumerate(((run.weights, w), (run.first, m), (run.second, v))):
+        if rounding is not None and target.dtype == torch.bfloat16:
+            values = rounding.round(values, kind)
+        target.copy_(torch.where(go, values.to(target.dtype), target))
+    if run.narrow is not None:
+        run.narrow.copy_(torch.where(go, w.to(run.narrow.dtype), run.narrow))
+
+
+def _width(weights: Tensor) -> int:
+    """A power of two: runs of nearly one size are decided alike."""
+    return 1 << (weights.numel().bit_length() - 1)

@@ -1,0 +1,242 @@
+"""``trine checkpoint``: look at checkpoints, check them, take the model out of them. No torch: it answers at once.
+
+What a checkpoint holds, in words, as the banner of a run tells what it does. No torch.
+"""
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+
+from engine.checkpoint.format.filesystem import Files, remove_tree, write_new
+from engine.checkpoint.format.manifest import Manifest, StoredTensor
+from engine.checkpoint.format.pieces import Part
+from engine.checkpoint.format.safetensors_file import lay_out
+from engine.checkpoint.format.step_folders import committed, read_manifest, steps_of
+from engine.checkpoint.format.step_reader import ReadRequest, StepReader
+from engine.checkpoint.format.strict_json import Fields, dump
+from engine.errors import CheckpointError
+from engine.launch.run_folder import CHECKPOINTS
+from engine.parallel.comm.traffic import megabytes
+from engine.parallel.grid import Grid
+
+MODEL, SINGLE = "model/", "model.safetensors"
+
+
+def info(folder: Path) -> None:
+    """Print what a checkpoint holds, from its manifest alone.
+
+    Args:
+        folder: a run's (its newest checkpoint) or a checkpoint's, here and below.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+    files, step = Files(), find(folder)
+    with _plain_errors(step):
+        lines = {**checkpoint_lines(read_manifest(files, step)), "beside it": beside(files, step)}
+    print(step)
+    for word, text in lines.items():
+        if text:
+            print(f"  {word:<10} {''.join(c if c.isprintable() else '?' for c in text)}")
+
+
+def verify_checkpoint(folder: Path, everything: bool) -> None:
+    """Read every block of a checkpoint, or of all of a run, and print a line for each.
+
+    Raises:
+        CheckpointError: damage; names file and tensor.
+    """
+    newest = find(folder)
+    beside_it = committed(Files(), newest.parent)
+    steps = beside_it if everything and newest in beside_it else [newest]
+    damaged = []
+    for step in steps:
+        try:
+            print(_verified(step), flush=True)
+        except CheckpointError as error:
+            if len(steps) == 1:
+                raise
+            print(error, file=sys.stderr)
+            damaged.append(step.name)
+    if damaged:
+        raise CheckpointError(f"{len(damaged)} of {len(steps)} checkpoints are damaged: {', '.join(damaged)}.")
+
+
+def export(folder: Path, out: Path, single: bool) -> None:
+    """Copy the model folder of a checkpoint, checked on the way; it appears whole, by rename, or not at all.
+
+    Args:
+        single: all tensors in one ``model.safetensors`` instead of a file for each rank that wrote.
+
+    Raises:
+        CheckpointError: ``out`` is there and not empty, damage, a disk that is full.
+    """
+    files, step, target = Files(), find(folder), out.absolute()
+    written = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    if os.path.lexists(target) and (not files.is_folder(target) or files.names(target)):
+        raise CheckpointError(f"{out} is there already and not an empty folder; nothing is written over: name another.")
+    with _plain_errors(step):
+        reader = StepReader(files, step)
+        written.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            files.make_folder(written)
+            count = _copy_model(files, reader, written, single)
+            files.sync_folder(written)
+            files.rename(written, target)
+            files.sync_folder(target.parent)
+        finally:
+            if files.is_folder(written):
+                remove_tree(files, written)
+    print(f"{out}: the model of {step}, {megabytes(count)}, every block checked")
+
+
+def find(folder: Path) -> Path:
+    """The checkpoint that a folder is, or the newest in it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path, files = folder.absolute(), Files()
+    with _plain_errors(path):
+        found = steps_of(files, path) or committed(files, path / CHECKPOINTS)
+    if not found:
+        there = "has no checkpoint" if files.is_folder(path) else "is no folder"
+        raise CheckpointError(f"{folder} {there}; give the folder of a run, or one of its step-N folders.")
+    return found[-1]
+
+
+@contextmanager
+def _plain_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}.") from error
+
+
+def _verified(step: Path) -> str:
+    started = perf_counter()
+    with _plain_errors(step):
+        reader = StepReader(Files(), step)
+        reader.verify()
+    manifest, seconds = reader.manifest, perf_counter() - started
+    size, files, tensors = megabytes(sum(manifest.files.values())), len(manifest.files), len(manifest.tensors)
+    return f"{step} is sound: {size} in {files} files, {tensors} tensors, {seconds:.1f} s"
+
+
+def _copy_model(files: Files, reader: StepReader, target: Path, single: bool) -> int:
+    """Returns the bytes that were written."""
+    count = 0
+    for name in reader.manifest.files:
+        weights = name.endswith((".safetensors", ".safetensors.index.json"))
+        if name.startswith(MODEL) and not (single and weights):
+            count += write_new(files, target / name.removeprefix(MODEL), reader.chunks(name))
+    return count + (write_new(files, target / SINGLE, _joined(reader)) if single else 0)
+
+
+def _joined(reader: StepReader) -> Iterator[memoryview]:
+    """One file of all tensors, piece by piece; no more than one tensor is in memory."""
+    model = {name: reader.manifest.tensors[name] for name in reader.manifest.model_kinds()}
+    names = {tensor.pieces[0].key: name for name, tensor in model.items()}
+    kinds = {key: reader.kinds[name] for key, name in names.items()}
+    layout = lay_out(kinds, {"format": "pt"})
+    yield memoryview(layout.header)
+    for key in sorted(names, key=lambda key: layout.places[key][1]):
+        data = memoryview(bytearray(kinds[key].bytes))
+        reader.read([ReadRequest(names[key], Part(kinds[key].shape).whole(), data)])
+        yield data
+
+
+def checkpoint_lines(manifest: Manifest) -> dict[str, str]:
+    """Lines as in the banner of a run."""
+    return {
+        "saved": _saved(manifest),
+        "grid": _grid(Fields(manifest.info.get("grid"), "the grid in the manifest")),
+        "model": _model(manifest),
+        "optimizer": _optimizer(manifest),
+        **_tracked(manifest),
+        "files": _folders(manifest),
+        "checked by": f"{manifest.checksum.algorithm} of every {manifest.checksum.block_bytes >> 10} KiB that is read",
+        "client": _shortened(dump({"": manifest.user}).decode()[4:-1]) if manifest.user else "",
+    }
+
+
+def _saved(manifest: Manifest) -> str:
+    update = Fields(manifest.progress.get("update"), "the counters in the manifest")
+    known = Fields(manifest.info, "the manifest").object("versions")
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(known.items()))
+    counts = [f"{update.count(name):,} {word}" for name, word in (("samples", "rows"), ("tokens", "tokens"))]
+    skipped = f", {update.count('skipped'):,} steps skipped" if update.count("skipped") else ""
+    return f"{manifest.info.get('time')} after update {manifest.step:,}: {', '.join(counts)}{skipped} ({versions})"
+
+
+def _grid(grid: Fields) -> str:
+    ranks = Grid(grid.count("pp"), grid.count("dp"), grid.count("tp"), 0)
+    return f"{ranks}, ZeRO {grid.count('zero')}; any other grid loads it too"
+
+
+def _model(manifest: Manifest) -> str:
+    tensors = {word: _under(manifest, folder) for word, folder in (("parameters", "param"), ("buffers", "buffer"))}
+    parts = [
+        f"{_elements(found):,} {word} in {len(found)} tensors, {_dtypes(found)}"
+        for word, found in tensors.items()
+        if found
+    ]
+    names = len(manifest.aliases)
+    tied = f"{names} other name{'s' * (names != 1)} of tied ones" if names else ""
+    return "; ".join(filter(None, [*parts, tied]))
+
+
+def _optimizer(manifest: Manifest) -> str:
+    families = sorted({name.partition("/")[0] for name in manifest.tensors} - {"param", "buffer"})
+    kept = [
+        f"{name} {_dtypes(found)} of {_elements(found):,}" for name in families for found in [_under(manifest, name)]
+    ]
+    groups = len(Fields(manifest.optimizer, "the optimizer in the manifest").list("groups"))
+    head = f"{manifest.optimizer.get('type')}, {groups} group{'s' * (groups != 1)}"
+    return ", ".join([head, *kept])
+
+
+def _tracked(manifest: Manifest) -> dict[str, str]:
+    """What was registered, such as the place in the data."""
+    lines = {}
+    for name, state in Fields(manifest.progress, "the manifest").object("tracked").items():
+        plain = isinstance(state, dict) and all(isinstance(value, int | float | str) for value in state.values())
+        text = ", ".join(f"{key} {value}" for key, value in state.items()) if plain else str(state)
+        lines[name] = _shortened(text)
+    return lines
+
+
+def _folders(manifest: Manifest) -> str:
+    sizes: dict[str, list[int]] = {}
+    for name, size in manifest.files.items():
+        sizes.setdefault(name.partition("/")[0], []).append(size)
+    parts = [f"{folder} {megabytes(sum(found))} in {len(found)}" for folder, found in sorted(sizes.items())]
+    return f"{megabytes(sum(manifest.files.values()))} in {len(manifest.files)} ({', '.join(parts)})"
+
+
+def beside(files: Files, step: Path) -> str:
+    """What else lies in the run's folder."""
+    steps = [path.name for path in committed(files, step.parent) if path != step]
+    hidden = {step.name, "latest", *steps}
+    others = [name for name in files.names(step.parent) if name not in hidden]
+    return ", ".join([*steps, *others]) if step.name not in others else ""
+
+
+def _under(manifest: Manifest, folder: str) -> list[StoredTensor]:
+    return [tensor for name, tensor in manifest.tensors.items() if name.partition("/")[0] == folder]
+
+
+def _elements(tensors: list[StoredTensor]) -> int:
+    return sum(tensor.kind.bytes // tensor.kind.width for tensor in tensors)
+
+
+def _dtypes(tensors: list[StoredTensor]) -> str:
+    return " and ".join(sorted({tensor.kind.dtype for tensor in tensors}))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:97]}..."

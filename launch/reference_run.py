@@ -1,0 +1,103 @@
+"""The pieces of the reference run that are not the engine's: settings, corpus, validation, sample."""
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import engine
+from engine.data import evaluation_batches
+from engine.data.corpus import Corpus, builtin_corpus, text_corpus
+from engine.launch.run_folder import CHECKPOINTS, METRICS
+from engine.launch.train_options import DATA_CONFIG, DEFAULT_CONFIG
+from engine.models.decoder import Decoder, DecoderConfig, generate
+
+EVALUATION_BATCHES = 8
+"""Validation batches a rank reads at the end: enough for two digits of bits per byte."""
+
+
+CHECKPOINT_EVERY = 50
+"""Steps between two checkpoints, half a minute on two CPU cores, where the configuration does not say."""
+
+
+def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
+    """The JSON configuration with what the command line adds: schedule length, bf16 on GPUs, log file, checkpoints.
+
+    Raises:
+        ConfigError: the file is missing or is no JSON object.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    path = options.config or root / (DATA_CONFIG if ranks % 4 else DEFAULT_CONFIG)
+    settings = engine.load_config(path).to_json()
+    given = json.loads(Path(path).read_text(encoding="utf-8"))
+    if settings["scheduler"] is None:
+        warm = max(2, options.steps // 10)
+        settings["scheduler"] = {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": options.steps, "warmup_num_steps": warm, "cos_min_ratio": 0.1},
+        }
+    if "bf16" not in given and "fp16" not in given:
+        settings["bf16"]["enabled"] = torch.cuda.is_available()
+    settings["monitor"]["jsonl"] = settings["monitor"]["jsonl"] or str(options.out / METRICS)
+    settings["checkpoint"]["folder"] = settings["checkpoint"]["folder"] or str(options.out / CHECKPOINTS)
+    if "every" not in given.get("checkpoint", {}):
+        settings["checkpoint"]["every"] = CHECKPOINT_EVERY
+    return settings
+
+
+def read_corpus(options: Namespace) -> tuple[Corpus, Corpus]:
+    """Training and validation text: the user's files, or the interpreter's own sources."""
+    if options.data:
+        return text_corpus(options.data, "train"), text_corpus(options.data, "validation")
+    return builtin_corpus("train"), builtin_corpus("validation")
+
+
+def describe_text(corpus: Corpus) -> str:
+    """A line for the banner."""
+    return f"  text       {corpus.name}, {len(corpus.tokens):,} bytes of {corpus.files} files, digest {corpus.digest}"
+
+
+def decoder_config(options: Namespace) -> DecoderConfig:
+    """The shape of the decoder."""
+    return DecoderConfig(layers=options.layers, width=options.width, heads=options.heads, context=options.context)
+
+
+def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, torch.Tensor]:
+    """The shapes of one microbatch, so that the engine can cut the model before the first batch is read."""
+    rows = engine.load_config(settings, int(os.environ.get("WORLD_SIZE", "1"))).micro
+    ids = torch.empty((rows, shape.context), dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def save_last(eng: engine.Engine, before: int) -> None:
+    """Begin a checkpoint of the end, unless nothing was trained after ``before`` or its step has one. Collective."""
+    every = eng.config.checkpoint.every
+    if eng.step_count > before and (not every or eng.step_count % every):
+        eng.save_checkpoint()
+
+
+def evaluate(eng: engine.Engine, corpus: Corpus, context: int) -> float:
+    """Validation loss in nats per byte; every byte counts once, over all data ranks."""
+    coord, rows = eng.grid.coord(), eng.config.micro * eng.config.accumulation
+    batches: Iterator[Any] = evaluation_batches(corpus, context, rows, coord.dp, eng.grid.dp, EVALUATION_BATCHES)
+    total = weight = 0.0
+    for batch in batches:
+        report = eng.eval_batch(batch)
+        if report.weight:
+            total, weight = total + report.loss * report.weight, weight + report.weight
+    return total / weight
+
+
+def sample_text(eng: engine.Engine, shape: DecoderConfig, length: int) -> bytes | None:
+    """Text that the trained model writes, on rank 0; the whole model is put together there. Collective."""
+    state = eng.full_state_dict()
+    if eng.grid.rank:
+        return None
+    model = Decoder(shape)
+    model.load_state_dict(state)
+    prompt = b"def "
+    return prompt + generate(model, prompt, length)

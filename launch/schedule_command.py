@@ -1,0 +1,218 @@
+"""``trine schedule``: a pipeline schedule as a picture, in figures, beside all others, as a file. No torch."""
+
+import math
+import shutil
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import load_config
+from engine.errors import EngineError, ScheduleError
+from engine.parallel.pipeline.report.perfetto import trace
+from engine.parallel.pipeline.report.svg import svg
+from engine.parallel.pipeline.report.text import Panel, Summary, cost_of_slices, draw, number, summarize
+from engine.parallel.pipeline.schedule.actions import ENDINGS, Schedule, read_schedule
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
+from engine.parallel.pipeline.schedule.simulate import Cost, simulate
+from engine.parallel.pipeline.schedule.validate import check
+
+RANKS, MICROBATCHES = 4, 8
+"""Where nothing says how many."""
+
+
+def add_options(command: ArgumentParser) -> None:
+    """The words after ``trine schedule``."""
+    command.add_argument("kind", nargs="?", metavar="KIND", help=(
+        f"{', '.join(SCHEDULE_KINDS)}, or a .txt or .csv file of action tokens (default 1f1b)"
+    ))  # fmt: skip
+    command.add_argument("--config", type=Path, help="take kind and sizes from a JSON configuration")
+    command.add_argument("--world", type=int, help="number of processes, where the configuration needs it")
+    command.add_argument("--ranks", type=int, help=f"pipeline ranks (default {RANKS})")
+    command.add_argument("--microbatches", type=int, help=f"per step (default {MICROBATCHES})")
+    command.add_argument("--virtual-stages", type=int, help="stages on each rank (default: as the kind has them)")
+    times = command.add_argument_group("times of a rank's whole slice; a stage takes its part of that")
+    times.add_argument("--forward", type=float, default=1, help="default %(default)s")
+    times.add_argument("--backward", type=float, help="default: input + weight")
+    times.add_argument("--input", type=float, help="gradient of the input (default: half a backward, or 1)")
+    times.add_argument("--weight", type=float, help="gradient of the weights (default: half a backward, or 1)")
+    times.add_argument("--transfer", type=float, default=0, help="of one message (default %(default)s)")
+    command.add_argument("--compare", action="store_true", help="a table of all kinds for these sizes")
+    command.add_argument("--tokens", action="store_true", help="print action tokens, for a file of your own")
+    command.add_argument("--width", type=int, help="columns of the picture (default: the terminal's)")
+    command.add_argument("--svg", type=Path, metavar="FILE", help="write the picture as SVG")
+    command.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
+
+
+def run(options: Namespace) -> None:
+    """Print what was asked for.
+
+    Raises:
+        EngineError: no such kind, sizes that it does not allow, a file that is wrong or cannot be written.
+    """
+    asked, cost = _asked(options), _cost(options)
+    if options.compare and (options.kind or options.tokens):
+        raise ScheduleError(
+            f"--compare shows the figures of all kinds; leave out {options.kind or '--tokens'}, or --compare."
+        )
+    panels = _print_comparison(asked, cost) if options.compare else [_print_one(asked, cost, options)]
+    for path, text in ((options.svg, svg), (options.trace, trace)):
+        if path is not None:
+            _write(path, text(panels))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A schedule by kind and sizes; None: not said."""
+
+    kind: str
+    ranks: int | None
+    microbatches: int | None
+    virtual_stages: int | None
+
+
+def _asked(options: Namespace) -> _Asked:
+    """From the command line, then from the configuration, then by default."""
+    given = _Asked(options.kind or "1f1b", options.ranks, options.microbatches, options.virtual_stages)
+    if options.config is None and options.world is not None:
+        raise ScheduleError("--world settles what a configuration leaves open; give --config, or leave it out.")
+    if options.config is None:
+        return given
+    config = load_config(options.config, options.world)
+    kind = options.kind or config.parallel.schedule
+    ranks = config.parallel.pipeline if given.ranks is None else given.ranks
+    microbatches = config.gradient_accumulation_steps if given.microbatches is None else given.microbatches
+    if not isinstance(ranks, int) or microbatches is None:
+        raise ScheduleError(
+            f"{options.config} leaves the number of pipeline ranks or of microbatches (gradient_accumulation_steps) to "
+            "the number of processes; give that with --world, or --ranks and --microbatches."
+        )
+    virtual = config.parallel.virtual_stages if given.virtual_stages is None else given.virtual_stages
+    return _Asked(kind, ranks, microbatches, virtual)
+
+
+def _cost(options: Namespace) -> Cost:
+    named = {word: getattr(options, word) for word in ("forward", "backward", "input", "weight", "transfer")}
+    for word, time in named.items():
+        if time is not None and not (math.isfinite(time) and time >= 0 and (time or word != "forward")):
+            at_least = "more than 0" if word == "forward" else "0 or more"
+            raise ScheduleError(f"--{word} {time:g} is no time; give a number, {at_least}.")
+    half = 1 if options.backward is None else options.backward / 2
+    into = half if options.input is None else options.input
+    weight = half if options.weight is None else options.weight
+    backward = into + weight if options.backward is None else options.backward
+    return Cost(options.forward, backward, into, weight, options.transfer)
+
+
+def _made(asked: _Asked) -> Schedule:
+    ranks = RANKS if asked.ranks is None else asked.ranks
+    microbatches = MICROBATCHES if asked.microbatches is None else asked.microbatches
+    usual = SCHEDULE_KINDS[asked.kind].virtual_stages if asked.kind in SCHEDULE_KINDS else 1
+    virtual = usual if asked.virtual_stages is None else asked.virtual_stages
+    return make_schedule(asked.kind, ranks, microbatches, virtual)
+
+
+def _read(asked: _Asked) -> Schedule:
+    schedule = read_schedule(asked.kind)
+    ranks = len(schedule.per_rank)
+    for word, wanted, found in (
+        ("ranks", asked.ranks, ranks),
+        ("microbatches", asked.microbatches, schedule.microbatches),
+        ("virtual-stages", asked.virtual_stages, schedule.stages / ranks),
+    ):
+        if wanted is not None and wanted != found:
+            raise ScheduleError(
+                f"schedule {asked.kind} has {found:g} {word.replace('-', ' ')}, not {wanted}: a file says that itself; "
+                f"leave --{word} out."
+            )
+    return schedule
+
+
+def _print_one(asked: _Asked, cost: Cost, options: Namespace) -> Panel:
+    schedule = _read(asked) if asked.kind.endswith(ENDINGS) else _made(asked)
+    check(schedule)
+    timeline = simulate(schedule, cost_of_slices(schedule, cost))
+    if options.tokens:
+        print(schedule.text(), end="")
+        return Panel(timeline)
+    print(draw(timeline, options.width or shutil.get_terminal_size((120, 24)).columns))
+    figures = summarize(timeline)
+    lines = {
+        "stages": f"{figures.stages}: {_places(schedule)}, by rank",
+        "idle share (bubble)": f"{figures.bubble:.1%}",
+        "time of the step": f"{figures.makespan:.6g}, {_times(cost)}",
+        "most activations held": f"{' '.join(map(number, figures.peak_slices))} slices, by rank",
+        "messages sent": f"{' '.join(map(str, figures.messages))}, by rank",
+    }
+    for name, text in lines.items():
+        print(f"{name:<22} {text}")
+    return Panel(timeline)
+
+
+def _places(schedule: Schedule, most: int = 8) -> str:
+    places = ["+".join(map(str, stages)) for stages in schedule.stages_of_rank]
+    return " ".join(places[:most]) + (" ..." if len(places) > most else "")
+
+
+def _times(cost: Cost) -> str:
+    backward = f"{cost.backward:g} (split: {cost.backward_input:g} + {cost.backward_weight:g})"
+    transfer = f", a transfer {cost.transfer:g}" if cost.transfer else ""
+    return f"where the forward of a slice takes {cost.forward:g}, its backward {backward}{transfer}"
+
+
+_COLUMNS = ("kind", "stages", "idle", "time", "held", "messages", "backward")
+
+
+_MEANING = """\
+time: of a step, {times}
+held: most activations on one rank, in slices (what a rank keeps of its whole share of the model for one microbatch)
+messages: over all ranks"""
+
+
+def _print_comparison(asked: _Asked, cost: Cost) -> list[Panel]:
+    """All kinds, the least idle first; returns those that these sizes allow."""
+    found: list[tuple[Summary, Panel]] = []
+    refused: dict[str, str] = {}
+    for kind in SCHEDULE_KINDS.values():
+        virtual = asked.virtual_stages if kind.most is None else None  # the others have a number of their own
+        try:
+            schedule = _made(_Asked(kind.name, asked.ranks, asked.microbatches, virtual))
+        except ScheduleError as error:
+            refused[kind.name] = str(error)
+            continue
+        timeline = simulate(schedule, cost_of_slices(schedule, cost))
+        found.append((summarize(timeline), Panel(timeline)))
+    if not found:
+        raise ScheduleError(next(iter(refused.values())))
+    found.sort(key=lambda pair: (round(pair[0].bubble, 9), pair[0].peak, pair[0].messages))
+    rows = [_COLUMNS, *(_cells(panel.timeline.schedule.name, figures) for figures, panel in found)]
+    print(_table(rows))
+    print(_MEANING.format(times=_times(cost)))
+    for name, reason in refused.items():
+        print(f"{name} is left out: {reason}")
+    return [panel for _, panel in found]
+
+
+def _cells(kind: str, figures: Summary) -> tuple[str, ...]:
+    return (
+        kind, str(figures.stages), f"{figures.bubble:.1%}", f"{figures.makespan:.6g}", number(figures.peak),
+        str(sum(figures.messages)), "split" if figures.splits else "whole",
+    )  # fmt: skip
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """The first column to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.rjust(width) if column else cell.ljust(width)
+                  for column, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    )  # fmt: skip
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EngineError(f"{path}: {error.strerror}; name a file in a folder that is there.") from None

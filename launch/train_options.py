@@ -1,0 +1,43 @@
+"""The words of ``train.py`` on the command line. No torch: ``--help`` answers at once."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+DEFAULT_CONFIG = Path("configs/tp2_pp2_zero1.json")
+"""For a multiple of four ranks."""
+
+
+DATA_CONFIG = Path("configs/dp_zero1.json")
+"""For any other number."""
+
+
+def training_options(arguments: Sequence[str] | None = None) -> Namespace:
+    """Parse the options of the reference run; everything has a default."""
+    parser = ArgumentParser(
+        prog="train.py",
+        description="Train a small byte-level decoder on real text. "
+        "Start it with torchrun --nproc_per_node N train.py, or alone as one process.",
+    )
+    parser.add_argument("--config", type=Path, default=None, help=(
+        f"JSON configuration (default {DEFAULT_CONFIG} for a multiple of 4 ranks, otherwise {DATA_CONFIG})"
+    ))  # fmt: skip
+    parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="your own text instead of the built-in")
+    parser.add_argument("--steps", type=_count, default=250, help="optimizer steps in all (default %(default)s)")
+    parser.add_argument("--layers", type=_count, default=4, help="blocks of the decoder (default %(default)s)")
+    parser.add_argument("--width", type=_count, default=128, help="width of the decoder (default %(default)s)")
+    parser.add_argument("--heads", type=_count, default=4, help="attention heads (default %(default)s)")
+    parser.add_argument("--context", type=_count, default=128, help="tokens in a window (default %(default)s)")
+    parser.add_argument("--sample", type=_count, default=200, help="bytes of text at the end (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/train"), help=(
+        "folder of the run, which goes on if there is one (default %(default)s)"
+    ))  # fmt: skip
+    parser.add_argument("--fresh", action="store_true", help="start over; the run in the folder is kept under a number")
+    return parser.parse_args(arguments)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)  # argparse names the option and the value
+    return number

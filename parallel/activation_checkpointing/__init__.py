@@ -1,0 +1,1 @@
+"""Activation checkpointing: blocks, or chosen operators in them, are recomputed in backward."""

@@ -1,0 +1,168 @@
+"""Activation checkpointing (Chen et al. 2016): a block keeps its input and runs again in backward.
+
+    full         every block
+    selective    every n-th block ("every"), or every block, of which the outputs of listed operators are kept
+
+The random state at the block's entry is put back for the second run, so that dropout draws the same masks. A
+model whose own switch is on (Hugging Face's ``gradient_checkpointing_enable``) is left to itself.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from engine.config.sections import ActivationCheckpointingConfig
+from engine.errors import ConfigError
+from engine.parallel.activation_checkpointing.operators import DEFAULT, OPERATOR_KINDS
+from engine.parallel.activation_checkpointing.selective import Operator, SavedActivations, Selective
+from engine.parallel.model.blocks import find_units
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+
+def recomputed_blocks(model: nn.Module, settings: ActivationCheckpointingConfig) -> Mapping[str, nn.Module]:
+    """The modules that run again in backward with all that they do, by name.
+
+    Raises:
+        ConfigError: ``every`` is larger than the number of blocks.
+    """
+    if _switched_on(model) or settings.mode == "full":
+        return _blocks(model)
+    if settings.every is None:
+        return MappingProxyType({})
+    blocks = list(_blocks(model).items())
+    if settings.every > len(blocks):
+        raise ConfigError(
+            f"activation_checkpointing.every {settings.every}: the model has {len(blocks)} blocks, so that none would "
+            "be recomputed; give a smaller number, or leave activation_checkpointing out."
+        )
+    return MappingProxyType(dict(blocks[settings.every - 1 :: settings.every]))
+
+
+def selective_blocks(model: nn.Module, settings: ActivationCheckpointingConfig) -> Mapping[str, nn.Module]:
+    """The modules that run again in backward but for some operators, by name."""
+    chosen = settings.mode == "selective" and settings.every is None and not _switched_on(model)
+    return _blocks(model) if chosen else MappingProxyType({})
+
+
+def find_operators(settings: ActivationCheckpointingConfig) -> frozenset[Operator]:
+    """The operators whose outputs are kept.
+
+    Raises:
+        ConfigError: torch has no such operator, or it gives no memory of its own.
+    """
+    names = settings.save if settings.save is not None else DEFAULT
+    known = [name for kind in names for name in OPERATOR_KINDS.get(kind, ())]
+    found = {operator for name in known for operator in _overloads(name) if _gives_own_memory(operator)}
+    for name in names:
+        if name not in OPERATOR_KINDS:
+            found.update(_asked(name))
+    return frozenset(found)
+
+
+class Recomputation:
+    """Makes the forward of blocks one that is recomputed; ``remove`` puts the user's back.
+
+    ``axis``: of the layers that are cut, whose sums selective checkpointing keeps.
+    """
+
+    def __init__(
+        self, model: nn.Module, settings: ActivationCheckpointingConfig, axis: TensorAxis | None = None
+    ) -> None:
+        self._forwards: list[tuple[nn.Module, Any]] = []
+        if _switched_on(model):
+            return
+        selective = Selective(find_operators(settings), axis)
+        for block in recomputed_blocks(model, settings).values():
+            self._replace(block, _recomputed(block))
+        for block in selective_blocks(model, settings).values():
+            self._replace(block, recomputed_in_part(block, selective))
+
+    def _replace(self, block: nn.Module, forward: Any) -> None:
+        self._forwards.append((block, vars(block).get("forward")))
+        object.__setattr__(block, "forward", forward)
+
+    def remove(self) -> None:
+        """Undo."""
+        for block, before in self._forwards:
+            if before is None:
+                del vars(block)["forward"]
+            else:
+                object.__setattr__(block, "forward", before)
+        self._forwards = []
+
+
+def recomputed_in_part(block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None) -> Any:
+    """A forward for ``block`` that keeps what ``selective`` says; what each call keeps is added to ``started``."""
+    inner = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        kept = SavedActivations()
+        out = checkpoint(inner, *args, use_reentrant=False, context_fn=lambda: selective.contexts(kept), **kwargs)
+        kept.finish(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
+        if started is not None:
+            started.append(kept)
+        return out
+
+    return forward
+
+
+def _blocks(model: nn.Module) -> Mapping[str, nn.Module]:
+    units = find_units(model)
+    return MappingProxyType({name: units.modules[name] for name in units.blocks})
+
+
+def _switched_on(model: nn.Module) -> bool:
+    """Hugging Face's own switch, under its new or its old name."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))
+
+
+def _recomputed(block: nn.Module) -> Any:
+    inner = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    return forward
+
+
+def _asked(name: str) -> Sequence[Operator]:
+    """The operators that a torch name of the user stands for."""
+    found = list(_overloads(name))
+    if not found:
+        known = {word.split(".")[0].replace("::", ".") for word in torch._C._dispatch_get_all_op_names()}
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "name one that a profile of the model shows, such as aten.mm."
+        raise ConfigError(f"activation_checkpointing.save holds {name!r}, which this version of torch has not; {hint}")
+    own = [operator for operator in found if _gives_own_memory(operator)]
+    if not own:
+        raise ConfigError(
+            f"activation_checkpointing.save holds {name!r}, which gives or writes memory of its arguments, so that "
+            "there is nothing to keep; leave it out."
+        )
+    return own
+
+
+def _overloads(name: str) -> Iterator[Operator]:
+    space, operator, *overload = name.split(".")
+    packet = getattr(getattr(torch.ops, space, None), operator, None)
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        for word in overload or packet.overloads():  # type: ignore[no-untyped-call]
+            found = getattr(packet, word, None)
+            if isinstance(found, torch._ops.OpOverload):
+                yield found
+
+
+def _gives_own_memory(operator: Operator) -> bool:
+    schema = operator._schema
+    return not schema.is_mutable and all(result.alias_info is None for result in schema.returns)

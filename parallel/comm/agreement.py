@@ -1,0 +1,75 @@
+"""What all ranks must agree on: one fails and all raise, rank 0 decides for all, tensors compared by their bits."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm
+
+_UNREADY = "could not make ready for this run, so no rank starts"
+
+
+@contextmanager
+def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> Iterator[None]:
+    """What is inside succeeds on all ranks, or all raise: who fails its own error, the others "rank r" and ``failure``.
+
+    One all-gather of 8 bytes a rank over the world, label "start". Inside, nothing may be communicated.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    failed = gather_from_all(torch.tensor([problem is not None], dtype=torch.int64), comm, device, "start").flatten()
+    if problem is not None:
+        raise problem
+    if failed.any():
+        raise EngineError(f"rank {int(failed.nonzero()[0])} {failure}; its message tells why.")
+
+
+def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device) -> bytes:
+    """What rank 0 makes, on every rank; if it cannot, all raise: rank 0 its own error, the others that it did.
+
+    Two all-reduces over the world, label "start": the length, then the bytes. Other ranks do not call ``make``.
+    """
+    made, problem = b"", None
+    if comm.grid.rank == 0:
+        try:
+            made = make()
+        except Exception as error:
+            problem = error
+    length = torch.tensor([-1 if problem is not None else len(made)], dtype=torch.int64, device=device)
+    comm.all_reduce(length, "world", "start").wait()
+    if problem is not None:
+        raise problem
+    if int(length) < 0:
+        raise EngineError(f"rank 0 {_UNREADY}; its message tells why.")
+    data = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    if made:
+        data.copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
+    comm.all_reduce(data, "world", "start").wait()
+    return data.cpu().numpy().tobytes()
+
+
+def gather_from_all(values: Tensor, comm: Comm, device: torch.device, label: str = "equal weights") -> Tensor:
+    """``values`` of every rank as rows [world size, elements], on the CPU; one all-gather over the world."""
+    world = comm.grid.world_size
+    table = torch.zeros(world, values.numel(), dtype=values.dtype, device=device)
+    table[comm.grid.rank] = values.to(device)
+    comm.all_gather(table.view(-1), table[comm.grid.rank], "world", label).wait()
+    return table.cpu()
+
+
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """int64, 0-dim: exact, and independent of the device's order of addition; 0 for what has no memory."""
+    if tensor.is_meta or not tensor.numel():
+        return torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)
+    flat = tensor.detach().contiguous().reshape(-1)
+    word = next(word for size, word in _WORDS if flat.element_size() % size == 0)
+    return flat.view(word).sum(dtype=torch.int64)

@@ -1,0 +1,171 @@
+"""The only door to ``torch.distributed``: every collective is named, recorded and counted here.
+
+``Comm`` is what the engine calls; a ``Backend`` does the work, ``TorchBackend`` between real processes.
+Collectives and messages are issued at once and finished by ``Pending.wait``.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import sleep
+
+from torch import Tensor
+
+from engine.errors import EngineError, first_line
+from engine.parallel.comm.backend import Backend, Link, Reduction, Wait
+from engine.parallel.comm.traffic import Op, Record, Tally, Traffic, sent_bytes
+from engine.parallel.grid import Axis, Grid
+
+FLIGHT_RECORD_LENGTH = 256
+
+
+class Pending:
+    """A collective under way; ``wait`` finishes it and names it when it fails."""
+
+    def __init__(
+        self, wait: Wait | None = None, describe: Callable[[], str] = str, broken: Callable[[], None] | None = None
+    ) -> None:
+        self._wait = wait
+        self._describe = describe
+        self._broken = broken
+
+    def wait(self) -> None:
+        """Block (on a GPU: the current stream) until the result may be read.
+
+        Raises:
+            EngineError: the collective failed or timed out; the message names it and its ranks.
+        """
+        wait, self._wait = self._wait, None
+        if wait is None:
+            return
+        try:
+            wait()
+        except RuntimeError as error:
+            raise _named_failure(self._describe(), error, self._broken) from error
+
+
+_HOLD_BACK_SECONDS = 10.0
+"""A hundred times what the launcher takes to see that a process has ended, and to end the others."""
+
+
+def _named_failure(what: str, error: RuntimeError, broken: Callable[[], None] | None) -> EngineError:
+    """The error of a rank whose communication failed, most often because another rank has ended before.
+
+    A launcher ends this process when it sees the other one end. Waiting for that keeps the traceback of the first
+    failure the last one of the job; without a launcher nobody would come.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        if broken is not None:
+            broken()
+        sleep(_HOLD_BACK_SECONDS)
+    cause = first_line(error)
+    return EngineError(f"{what} failed: {cause}. A peer has probably stopped; look for the first traceback of the job.")
+
+
+class Comm:
+    """Named, counted collectives over the axes of a grid.
+
+    ``tally`` sums calls and sent bytes by axis and label; ``records`` holds the last collectives in
+    the order of their issue. An axis of one rank sends nothing and counts nothing.
+    """
+
+    def __init__(self, grid: Grid, backend: Backend) -> None:
+        self.grid = grid
+        self.broken: Callable[[], None] | None = None
+        """Called before the wait for a launcher that is to end this process."""
+        self.tally = Tally()
+        self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
+        self._backend = backend
+        self._sequence = 0
+        self._closed = False
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, label: str, op: Reduction = "sum") -> Pending:
+        """Sum ``tensor`` (any shape) in place over ``axis``; with ``op`` "max" leave the largest values."""
+        return self._issue("all_reduce", tensor, axis, label, lambda: self._backend.all_reduce(tensor, axis, op))
+
+    def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
+        """Sum ``tensor`` in place over some indices of axis pp, for which ``connect`` was called before."""
+        call = partial(self._backend.sum_over_stages, tensor, stages)
+        return self._issue("all_reduce", tensor, "pp", label, call, len(stages))
+
+    def connect(self, stages: tuple[int, ...]) -> None:
+        """Prepare sums over these indices of axis pp. All ranks of the world call it, in the same order."""
+        self._backend.connect(stages)
+
+    def link(self, links: Sequence[Link]) -> None:
+        """Prepare messages over these links. All ranks of the world call it alike."""
+        self._backend.link(links)
+
+    def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
+        """Send ``tensor`` over ``link``, label its flow or another; unchanged until the wait."""
+        call = partial(self._backend.send, tensor, link.target, link.channel)
+        return self._issue("send", tensor, "pp", label or link.channel.flow, call)
+
+    def receive(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
+        """Fill ``tensor`` with what comes over ``link``; messages of one channel keep their order."""
+        call = partial(self._backend.receive, tensor, link.source, link.channel)
+        return self._issue("receive", tensor, "pp", label or link.channel.flow, call)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis, label: str) -> Pending:
+        """Sum ``full`` [N*s] over ``axis``, leaving slice ``index`` in ``shard`` [s]; ``full`` may be spoiled."""
+        return self._issue("reduce_scatter", full, axis, label, lambda: self._backend.reduce_scatter(shard, full, axis))
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
+        """Concatenate every rank's ``shard`` [s] into ``full`` [N*s] over ``axis``."""
+        return self._issue("all_gather", full, axis, label, lambda: self._backend.all_gather(full, shard, axis))
+
+    def open_gathers(self) -> None:
+        """Prepare ``gather_parameters``. All ranks of the world call it."""
+        self._backend.open_gathers()
+
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str) -> Pending:
+        """``all_gather`` of several (full, shard) over dp at once, apart from other traffic of that axis."""
+        elements = sum(full.numel() for full, _ in pairs)
+        size = sum(full.numel() * full.element_size() for full, _ in pairs)
+        work = _Work("all_gather", elements, size, str(pairs[0][0].dtype).removeprefix("torch."))
+        return self._launch(work, "dp", label, lambda: self._backend.gather_parameters(pairs), self.grid.dp)
+
+    def close(self) -> None:
+        """End the communication of this engine; the process group itself belongs to the :class:`World`."""
+        self._closed = True
+        self._backend.close()
+
+    def _issue(
+        self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait], ranks: int | None = None
+    ) -> Pending:
+        ranks = self.grid.size(axis) if ranks is None else ranks
+        dtype = str(full.dtype).removeprefix("torch.")
+        work = _Work(op, full.numel(), full.numel() * full.element_size(), dtype)
+        return self._launch(work, axis, label, call, ranks)
+
+    def _launch(self, work: "_Work", axis: Axis, label: str, call: Callable[[], Wait], ranks: int) -> Pending:
+        if ranks == 1:
+            return Pending()
+        if self._closed:
+            raise EngineError(f"{label} was asked for after close(): this engine is over; make a new one.")
+        self._sequence += 1
+        record = Record(self._sequence, work.op, axis, label, work.elements, work.dtype)
+        self.records.append(record)
+        if work.op != "receive":
+            self.tally.add(Traffic(axis, label, 1, sent_bytes(work.op, work.bytes, ranks)))
+
+        def describe() -> str:
+            kind = "message" if work.op in ("send", "receive") else "collective"
+            return f"{kind} {record} between ranks {self.grid.peers(axis)} on rank {self.grid.rank}"
+
+        try:
+            return Pending(call(), describe, self.broken)
+        except RuntimeError as error:
+            raise _named_failure(describe(), error, self.broken) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a collective or message moves."""
+
+    op: Op
+    elements: int
+    bytes: int
+    dtype: str

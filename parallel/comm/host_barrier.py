@@ -1,0 +1,225 @@
+"""Ranks of one host that see the same memory and wait for each other in the kernel, not in a loop.
+
+    exchange   host, address, word   all on one host? then everyone knows where the others listen
+    connect    to lower indices      Unix sockets in the abstract namespace: there is no file
+    accept     higher indices        who knows the word that only the exchange has told
+    hand out   memory of index 0     memfd, a file without a name, which ends with the last process that has it
+
+So nothing is left behind whatever ends a rank, and its sockets, closed by the kernel, tell the others at once. No torch
+here.
+"""
+
+import mmap
+import os
+import secrets
+import socket
+import struct
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Tells every rank the bytes of all ranks, by index; all give equally many."""
+
+
+_PART = 32
+"""Bytes of each of the three parts of what a rank says of itself: host, address, word."""
+
+
+NO_HOST = bytes(_PART)
+"""In place of a host: this rank shares no memory."""
+
+
+_SETUP_SECONDS = 30.0
+"""How long to wait for what a peer has done already or does next."""
+
+
+class HostBarrier:
+    """Memory that all ranks see, and a barrier in which a rank sends and receives log2(ranks) bytes.
+
+    The barrier is that of Hensgen, Finkel and Manber 1988 ("Two algorithms for barrier synchronization"): in turns
+    d = 1, 2, 4, .. < ranks index i tells i + d, and hears from i - d, that it has come and has heard what came before.
+
+    Args:
+        links: a connected stream socket to every other rank by its index; ``close`` closes them.
+        memory: the same on all ranks.
+        seconds: how long to wait for a rank.
+    """
+
+    def __init__(
+        self, index: int, size: int, links: dict[int, socket.socket], memory: mmap.mmap, seconds: float
+    ) -> None:
+        self.index, self.size, self.memory = index, size, memory
+        self._links, self._seconds = links, seconds
+        self._leave = weakref.finalize(self, _close, tuple(links.values()))
+        distances = [1 << turn for turn in range((size - 1).bit_length())]
+        self._told = [(index + distance) % size for distance in distances]
+        self._heard = [(index - distance) % size for distance in distances]
+        for link in links.values():
+            link.settimeout(None)  # Python's would ask the kernel twice for each byte
+            link.setsockopt(
+                socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(int(seconds * 1e6), 10**6))
+            )
+
+    def arrive(self) -> None:
+        """Say that this rank has come to the barrier; ``meet`` must follow.
+
+        Raises:
+            RuntimeError: a rank has ended.
+        """
+        self._tell(self._told[0])
+
+    def meet(self) -> None:
+        """Return when all ranks have come: what they have written before can then be read.
+
+        Raises:
+            RuntimeError: a rank has ended or did not come in time.
+        """
+        self._hear(self._heard[0])
+        for told, heard in zip(self._told[1:], self._heard[1:], strict=True):
+            self._tell(told)
+            self._hear(heard)
+
+    def close(self) -> None:
+        """Leave the others: whoever waits for this rank is told. Who forgets this leaves when he is collected."""
+        self._leave()
+
+    def _tell(self, index: int) -> None:
+        try:
+            self._links[index].send(b"\0")
+        except OSError as error:
+            raise RuntimeError(f"index {index} of this axis has ended or given up ({error.strerror})") from error
+
+    def _hear(self, index: int) -> None:
+        try:
+            if self._links[index].recv(1):
+                return
+        except BlockingIOError:
+            raise RuntimeError(f"index {index} of this axis did not come within {self._seconds:g} s") from None
+        except OSError as error:
+            raise RuntimeError(f"index {index} of this axis has ended or given up ({error.strerror})") from error
+        raise RuntimeError(f"index {index} of this axis has ended or given up (connection closed)")
+
+
+def _close(links: Iterable[socket.socket]) -> None:
+    for link in links:
+        link.close()
+
+
+def open_neighbours(
+    index: int, size: int, host: bytes, shared_bytes: int, seconds: float, exchange: Exchange
+) -> HostBarrier | None:
+    """Find the other ranks; None, on all of them alike, if they run on several hosts or one of them cannot take part.
+
+    All ranks call it, and communicate by ``exchange`` up to three times.
+
+    Args:
+        host: of this rank, from :func:`host_identity`; ``NO_HOST`` keeps all ranks from sharing.
+        shared_bytes: size of the memory, the same on all ranks.
+        seconds: how long a barrier waits for a rank.
+    """
+    opening = _Opening(index, size, host, shared_bytes)
+    try:
+        opening.peers = exchange(opening.listen())
+        if not opening.has_one_host() or not all(map(any, exchange(bytes([opening.connect()])))):
+            return None
+        memory = opening.share()
+        if not all(map(any, exchange(bytes([memory is not None])))) or memory is None:
+            return None
+        links, opening.links = opening.links, {}
+        return HostBarrier(index, size, links, memory, seconds)
+    finally:
+        opening.close()
+
+
+class _Opening:
+    """The steps of :func:`open_neighbours` on one rank. They report instead of raising: all ranks take the next one."""
+
+    def __init__(self, index: int, size: int, host: bytes, shared_bytes: int) -> None:
+        self.peers: Sequence[bytes] = ()
+        self.links: dict[int, socket.socket] = {}
+        self._index, self._size, self._host, self._shared_bytes = index, size, host, shared_bytes
+        self._listener: socket.socket | None = None
+        self._word = b""
+
+    def listen(self) -> bytes:
+        """Host, address and word of this rank; zeros if it cannot take part."""
+        address, word = f"trine-{secrets.token_hex(_PART)}".encode()[:_PART], secrets.token_bytes(_PART)
+        if self._host != NO_HOST:
+            with suppress(OSError):
+                self._listener = socket.socket(socket.AF_UNIX)
+                self._listener.bind(b"\0" + address)
+                self._listener.listen(self._size)
+                self._word = word
+                return self._host + address + word
+        return bytes(3 * _PART)
+
+    def has_one_host(self) -> bool:
+        """Whether all ranks, this one included, can take part and run on one host."""
+        hosts = {peer[:_PART] for peer in self.peers}
+        return len(hosts) == 1 and NO_HOST not in hosts
+
+    def connect(self) -> bool:
+        """Call all lower indices. Their kernel answers, nobody waits."""
+        with suppress(OSError):
+            for index, peer in enumerate(self.peers[: self._index]):
+                link = self.links[index] = socket.socket(socket.AF_UNIX)
+                link.settimeout(_SETUP_SECONDS)
+                link.connect(b"\0" + peer[_PART : 2 * _PART])
+                link.send(peer[2 * _PART :] + struct.pack("i", self._index))
+            return True
+        return False
+
+    def share(self) -> mmap.mmap | None:
+        """Accept all higher indices, who have called by now, and map the same memory as they."""
+        with suppress(OSError, ValueError):
+            while len(self.links) < self._size - 1:
+                self._accept()
+            descriptor = self._receive_memory() if self._index else self._send_memory()
+            try:
+                return mmap.mmap(descriptor, self._shared_bytes)
+            finally:
+                os.close(descriptor)
+        self.close()  # nobody shall wait for this rank
+        return None
+
+    def close(self) -> None:
+        """Close the listener, and what has not been handed on."""
+        _close(self.links.values())
+        if self._listener is not None:
+            self._listener.close()
+
+    def _accept(self) -> None:
+        """One caller, if it knows the word: every process of this host can see the address."""
+        assert self._listener is not None
+        self._listener.settimeout(_SETUP_SECONDS)
+        link, _ = self._listener.accept()
+        link.settimeout(_SETUP_SECONDS)
+        told = link.recv(_PART + struct.calcsize("i"))
+        if told[:_PART] == self._word:
+            self.links[struct.unpack("i", told[_PART:])[0]] = link
+        else:
+            link.close()
+
+    def _send_memory(self) -> int:
+        descriptor = os.memfd_create("trine")
+        os.ftruncate(descriptor, self._shared_bytes)
+        for link in self.links.values():
+            socket.send_fds(link, [b"\0"], [descriptor])
+        return descriptor
+
+    def _receive_memory(self) -> int:
+        _, descriptors, _, _ = socket.recv_fds(self.links[0], 1, 1)
+        if not descriptors:
+            raise OSError("index 0 has ended")
+        return descriptors[0]
+
+
+def host_identity() -> bytes:
+    """Equal for processes of one user on one running system; ``NO_HOST`` where memory cannot be shared in this way."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not (hasattr(os, "memfd_create") and hasattr(socket, "AF_UNIX") and boot.exists()):
+        return NO_HOST
+    return sha256(f"{socket.gethostname()} {boot.read_text(encoding='ascii')} {os.getuid()}".encode()).digest()

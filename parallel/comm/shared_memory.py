@@ -1,0 +1,209 @@
+"""Collectives between ranks of one host, through memory that all of them see: what gloo does by messages.
+
+    rank 0   write slot 0 │           │ read the slots ─ write slot 0' │ ..
+    rank 1   write slot 1 │  barrier  │ read the slots ─ write slot 1' │ ..
+                          └ start .. wait ┘
+
+Every rank has two slots and writes them in turn. A slot is written again two barriers later, and a rank comes to the
+next barrier only when it has read everything, so that one barrier a piece is enough. What does not fit a slot goes in
+pieces.
+
+A sum is made by every rank itself from all slots, which costs less than another barrier; large sums of four ranks and
+more are made in parts, one by each rank, and fetched after a second one. Either way it is added in one order, pairs of
+neighbours first, and has the same bits on all ranks: half precision in fp32 and rounded once, where gloo rounds every
+addition.
+
+Shape suffixes: R ranks, s elements of a shard, n elements of a piece.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from engine.parallel.comm.backend import Reduction, Wait
+from engine.parallel.comm.host_barrier import NO_HOST, Exchange, HostBarrier, host_identity, open_neighbours
+
+SLOT_BYTES = 1 << 19
+"""Smaller ones cost more barriers, larger ones leave the processor's cache and are memory that every engine takes."""
+
+
+_MANY_RANKS = 4
+
+
+_IN_PARTS = 1 << 19
+"""Ranks and bytes of a piece from which a sum in parts costs less."""
+
+
+_MOST_VIEWS = 256
+"""Views of slots that are kept, because making them costs as much as a small sum."""
+
+
+_Steps = Iterator[None]
+"""A collective in two halves: it stops once, when everything is told that the others may wait for."""
+
+
+def shared_bytes(ranks: int) -> int:
+    """How much memory the ranks share."""
+    return 2 * ranks * SLOT_BYTES
+
+
+class SharedMemory:
+    """Collectives of one axis on tensors in the CPU's memory, of any size and any dtype that torch adds.
+
+    A collective begins where it is called and is finished by its wait, or by the next call: nothing goes on in
+    between, and no other thread takes part. Waits may come in any order.
+
+    All raise RuntimeError, as those of a process group do, when a rank has ended or does not come. Nothing works
+    from then on, and the other ranks are told.
+    """
+
+    def __init__(self, neighbours: HostBarrier) -> None:
+        self.ranks = neighbours.size
+        self._index = neighbours.index
+        self._neighbours = neighbours
+        self._slots: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
+        self._turn = 0
+        self._under_way: _Steps = iter(())
+        self._failure = ""
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Wait:
+        """Sum ``tensor``, or take the largest values, in place; not a number is larger than any."""
+        return self._start(self._all_reduce(tensor.data, op))
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Wait:
+        """Sum ``full`` [R*s] and leave this rank's slice in ``shard`` [s], which may lie in ``full``."""
+        return self._start(self._reduce_scatter(shard.data, full.data.view(self.ranks, -1)))
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Wait:
+        """Concatenate every rank's ``shard`` [s] into ``full`` [R*s]."""
+        return self._start(self._all_gather(full.data.view(self.ranks, -1), shard.data))
+
+    def close(self) -> None:
+        """Leave the other ranks and let go of the memory."""
+        self._give_up("it is closed")
+
+    def _start(self, steps: _Steps) -> Wait:
+        self._finish(self._under_way)
+        self._under_way = steps
+        self._finish(islice(steps, 1))
+        return partial(self._finish, steps)
+
+    def _finish(self, steps: _Steps) -> None:
+        """Take ``steps``. What interrupts them, Ctrl-C too, leaves the ranks at different places for good."""
+        if self._failure:
+            raise RuntimeError(self._failure)
+        try:
+            for _ in steps:
+                pass
+        except BaseException as error:
+            self._give_up(str(error) or type(error).__name__)
+            raise
+
+    def _give_up(self, failure: str) -> None:
+        self._failure = failure
+        self._slots.clear()
+        self._neighbours.close()
+
+    def _next_slots(self, dtype: torch.dtype, elements: int) -> list[Tensor]:
+        """The first ``elements`` of every rank's slot, by rank, for the next piece."""
+        self._turn ^= 1
+        key = (self._turn, dtype, elements)
+        found = self._slots.get(key)
+        if found is None:
+            if len(self._slots) == _MOST_VIEWS:
+                self._slots.clear()
+            table = torch.frombuffer(self._neighbours.memory, dtype=dtype).view(2, self.ranks, -1)
+            found = self._slots[key] = [slot[:elements] for slot in table[self._turn]]
+        return found
+
+    def _pieces(self, whole: Tensor, slot_bytes: int) -> Iterator[slice]:
+        """Slices of ``whole`` [..] of a slot each."""
+        size, elements = max(1, slot_bytes // whole.itemsize), whole.numel()
+        return (slice(start, min(start + size, elements)) for start in range(0, elements, size))
+
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> _Steps:
+        flat = tensor.reshape(-1)  # of the same memory where that is contiguous
+        for piece in self._pieces(flat, SLOT_BYTES):
+            piece_n = flat[piece]
+            in_parts = self.ranks >= _MANY_RANKS and piece_n.nbytes >= _IN_PARTS
+            yield from (self._reduce_in_parts if in_parts else self._reduce_whole)(piece_n, op)
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
+
+    def _exchange(self, own: Tensor) -> Generator[None, None, list[Tensor]]:
+        """Every rank's ``own``, by rank, flat, until the barrier after the next."""
+        slots = self._next_slots(own.dtype, own.numel())
+        mine = slots[self._index]
+        (mine if own.dim() == 1 else mine.view(own.shape)).copy_(own)
+        yield from self._barrier()
+        return slots
+
+    def _barrier(self) -> _Steps:
+        self._neighbours.arrive()
+        yield
+        self._neighbours.meet()
+
+    def _reduce_whole(self, piece_n: Tensor, op: Reduction) -> _Steps:
+        slots = yield from self._exchange(piece_n)
+        _combine(slots, piece_n, op)
+
+    def _reduce_in_parts(self, piece_n: Tensor, op: Reduction) -> _Steps:
+        """Every rank reduces one part into its slot for the next barrier, and copies those of the others."""
+        size, ranks = piece_n.numel(), self.ranks
+        parts = [slice(size * rank // ranks, size * (rank + 1) // ranks) for rank in range(ranks)]
+        own = parts[self._index]
+        given = yield from self._exchange(piece_n)
+        reduced = self._next_slots(piece_n.dtype, size)
+        _combine([slot[own] for slot in given], reduced[self._index][own], op)
+        yield from self._barrier()
+        for slot, part in zip(reduced, parts, strict=True):
+            piece_n[part].copy_(slot[part])
+
+    def _reduce_scatter(self, shard_s: Tensor, full_Rs: Tensor) -> _Steps:
+        for piece in self._pieces(shard_s, SLOT_BYTES // self.ranks):
+            given_Rn = full_Rs[:, piece]
+            slots = yield from self._exchange(given_Rn)
+            _combine([slot.view(given_Rn.shape)[self._index] for slot in slots], shard_s[piece], "sum")
+
+    def _all_gather(self, full_Rs: Tensor, shard_s: Tensor) -> _Steps:
+        for piece in self._pieces(shard_s, SLOT_BYTES):
+            slots = yield from self._exchange(shard_s[piece])
+            for row_s, slot in zip(full_Rs, slots, strict=True):
+                row_s[piece].copy_(slot)
+
+
+def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> SharedMemory | None:
+    """Shared memory of an axis; None, on all ranks alike, if one of them does not want it or is on another host.
+
+    All ranks of the axis call it; see :func:`open_neighbours`.
+    """
+    host = host_identity() if wanted else NO_HOST
+    neighbours = open_neighbours(index, ranks, host, shared_bytes(ranks), seconds, exchange)
+    return None if neighbours is None else SharedMemory(neighbours)
+
+
+def _combine(parts: Sequence[Tensor], out: Tensor, op: Reduction) -> None:
+    """Reduce ``parts`` into ``out``, whose memory is none of theirs."""
+    if op == "sum" and len(parts) > 2 and out.is_floating_point() and out.itemsize < 4:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        out.copy_(total)
+    else:
+        _in_pairs(torch.maximum if op == "max" else torch.add, parts, out)
+
+
+def _in_pairs(reduce: Callable[..., Tensor], parts: Sequence[Tensor], out: Tensor) -> None:
+    """(0 + 1) + (2 + 3) for four, (0 + 1) + 2 for three: rounding grows with the logarithm of their number."""
+    half = (len(parts) + 1) // 2
+    left, right = parts[0], parts[half]
+    if half > 1:
+        _in_pairs(reduce, parts[:half], out)
+        left = out
+    if len(parts) - half > 1:
+        right = torch.empty_like(out)
+        _in_pairs(reduce, parts[half:], right)
+    reduce(left, right, out=out)

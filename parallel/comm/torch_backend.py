@@ -1,0 +1,240 @@
+"""Communication between real processes: NCCL on GPUs, gloo on CPUs."""
+
+import atexit
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from engine.errors import EngineError
+from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
+from engine.parallel.comm.shared_memory import SharedMemory, open_shared_memory
+from engine.parallel.comm.world import shares_memory
+from engine.parallel.grid import Axis, Grid
+
+_Key = Axis | Literal["gathers"] | tuple[int, ...] | Channel
+"""An axis, the data axis once more for parameters, indices of axis pp that sum, or a channel of messages."""
+
+
+class TorchBackend:
+    """Real processes: NCCL on GPUs, gloo on CPUs, one group per axis taken from a DeviceMesh.
+
+    NCCL runs all messages of one group on one stream, in the order of their issue, and a message waits there for
+    its other end. Ranks of a pipeline issue theirs in different orders, so with NCCL (``linked``) every channel has
+    a group of its own, in which both ends agree on the order. gloo tells channels apart by tags.
+
+    On CPUs tensor ranks of one host, who communicate most and run the same program, use memory that they share.
+    """
+
+    def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
+        self._device = device
+        self._linked = device.type == "cuda" if linked is None else linked
+        mesh = init_device_mesh(device.type, (grid.pp, grid.dp, grid.tp), mesh_dim_names=("pp", "dp", "tp"))
+        self._grid, self._here = grid, grid.coord().pp
+        self._groups: dict[_Key, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
+        axes: tuple[Axis, ...] = ("pp", "dp", "tp")
+        for axis in axes:
+            self._groups[axis] = mesh.get_group(axis)
+        self._groups["replica"] = self._replica()
+        self._shared = self._share("tp") if device.type == "cpu" and grid.tp > 1 else {}
+        atexit.register(self._groups.clear)
+
+    def _open(self, groups: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """Make all ``groups``, which every rank has to do; the one that has this rank, or None."""
+        made = [dist.new_group(list(group)) for group in groups]
+        return next((m for m, group in zip(made, groups, strict=True) if self._grid.rank in group), None)
+
+    def _share(self, axis: Axis) -> dict[Axis, SharedMemory]:
+        """What replaces the group of ``axis``, and any other of the same ranks, if they run on one host."""
+        group, grid = self._groups[axis], self._grid
+        assert group is not None
+        seconds = group._get_backend(self._device).options._timeout.total_seconds()
+        exchange = partial(_exchange, group)
+        found = open_shared_memory(grid.index(axis), grid.size(axis), shares_memory(), seconds, exchange)
+        alike: tuple[Axis, ...] = ("tp", "replica", "world")
+        return {} if found is None else {name: found for name in alike if grid.peers(name) == grid.peers(axis)}
+
+    def _replica(self) -> dist.ProcessGroup | None:
+        grid = self._grid
+        if grid.dp == 1:
+            return self._groups["world"]
+        if grid.pp == 1 or grid.tp == 1:
+            return self._groups["tp" if grid.pp == 1 else "pp"]
+        return self._open(list(grid.groups("replica")))
+
+    def open_gathers(self) -> None:
+        """Make a second group of the data axis."""
+        self._groups["gathers"] = self._open(list(self._grid.groups("dp")))
+
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
+        """Concatenate shards."""
+        group = self._groups["gathers"]
+        waits = [_all_gather(full, shard, group) for full, shard in pairs]
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+
+        return finish
+
+    def connect(self, stages: tuple[int, ...]) -> None:
+        """Make the groups of these stages, for every data and tensor coordinate."""
+        if stages not in self._groups:
+            groups = [tuple(peers[stage] for stage in stages) for peers in self._grid.groups("pp")]
+            self._groups[stages] = self._open(groups)
+
+    def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
+        """Sum ``tensor`` in place."""
+        return _finisher(dist.all_reduce(tensor, group=self._groups[stages], async_op=True))
+
+    def link(self, links: Sequence[Link]) -> None:
+        """Make the groups of these links, and use each once, in one order for all ranks: NCCL connects at first use."""
+        for link in sorted(set(links)) if self._linked else ():
+            if link.channel not in self._groups:
+                peers: list[tuple[int, ...]] = [
+                    (line[link.source], line[link.target]) for line in self._grid.groups("pp")
+                ]
+                self._groups[link.channel] = self._open(peers)
+                self._touch(link)
+
+    def _touch(self, link: Link) -> None:
+        token, here = torch.zeros(1, device=self._device), self._here
+        if here == link.source:
+            self.send(token, link.target, link.channel)()
+        elif here == link.target:
+            self.receive(token, link.source, link.channel)()
+
+    def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
+        """Send to a rank of this pipeline."""
+        group, tag = self._group_of(channel)
+        return _finisher(group.send([tensor], self._index(to), tag))  # isend looks up the group for every message
+
+    def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
+        """Receive from a rank of this pipeline."""
+        group, tag = self._group_of(channel)
+        return _finisher(group.recv([tensor], self._index(source), tag))
+
+    def _index(self, pp: int) -> int:
+        """Of a pipeline rank in the group of a channel: that of the axis, or one of its own with two ranks."""
+        return int(pp > self._here) if self._linked else pp
+
+    def _group_of(self, channel: Channel) -> tuple[dist.ProcessGroup, int]:
+        """Group and tag of a channel: gloo has tags, NCCL needs groups."""
+        group = self._groups.get(channel if self._linked else "pp")
+        if not self._linked and group is not None:
+            place = channel.source * _MOST_PLACES + channel.target
+            return group, 3 * place + ("state", "forward", "backward").index(channel.flow)
+        if group is None:
+            raise EngineError(
+                f"stages {channel.source} and {channel.target} have not been linked, because no value passed between "
+                "them in the example batch; pass an example_batch that takes the same path through the model."
+            )
+        return group, 0
+
+    def close(self) -> None:
+        """Let go of the groups. One that outlives the process group aborts the interpreter at its exit."""
+        atexit.unregister(self._groups.clear)
+        self._groups.clear()
+        for shared in self._shared.values():
+            shared.close()
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
+        """Sum ``tensor``, or take the largest values, in place."""
+        if axis in self._shared:
+            return self._shared[axis].all_reduce(tensor, op)
+        reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        return _finisher(dist.all_reduce(tensor, reduction, self._groups[axis], async_op=True))
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """Sum slices; on gloo by exchanging slices and adding them in rank order."""
+        if axis in self._shared:
+            return self._shared[axis].reduce_scatter(shard, full)
+        group = self._groups[axis]
+        if dist.get_backend(group) == "gloo":
+            return _reduce_scatter_by_exchange(shard, full, group)
+        return _finisher(_REDUCE_SCATTER(shard, full, group=group, async_op=True))
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        """Concatenate shards."""
+        if axis in self._shared:
+            return self._shared[axis].all_gather(full, shard)
+        return _all_gather(full, shard, self._groups[axis])
+
+
+_MOST_PLACES = 1 << 14
+"""Stages that tags can tell apart."""
+
+
+# torch 2.13 renames the flat collectives and warns about the old names.
+_RENAMED = hasattr(dist, "reduce_scatter_single")
+
+
+_REDUCE_SCATTER = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
+
+
+_ALL_GATHER = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
+
+
+def _finisher(work: dist.Work | None) -> Wait:
+    return work.wait if work is not None else lambda: None
+
+
+def _exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
+    """The bytes of all ranks of a group, by index."""
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    full = own.new_empty(dist.get_world_size(group), len(data))
+    _ALL_GATHER(full.view(-1), own, group=group)
+    return [bytes(row) for row in full.tolist()]
+
+
+def _all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> Wait:
+    """All-gather; on gloo, for what is worth it, by messages from every rank to every other.
+
+    gloo's own gathers into memory of its own and copies from there, which costs as much as half of the sending.
+    """
+    if dist.get_backend(group) != "gloo" or full.numel() * full.element_size() < _WORTH_MESSAGES:
+        return _finisher(_ALL_GATHER(full, shard, group=group, async_op=True))
+    index, ranks = dist.get_rank(group), dist.get_world_size(group)
+    slices = full.view(ranks, -1)
+    if slices[index].data_ptr() != shard.data_ptr():
+        slices[index].copy_(shard)
+    waits = []
+    for distance in range(1, ranks):
+        to, source = (index + distance) % ranks, (index - distance) % ranks
+        waits.append(_finisher(dist.isend(shard, group=group, group_dst=to)))
+        waits.append(_finisher(dist.irecv(slices[source], group=group, group_src=source)))
+
+    def finish() -> None:
+        for wait in waits:
+            wait()
+
+    return finish
+
+
+_WORTH_MESSAGES = 1 << 16
+"""Bytes from which the copies cost more than the messages do."""
+
+
+def _reduce_scatter_by_exchange(shard: Tensor, full: Tensor, group: dist.ProcessGroup | None) -> Wait:
+    """Reduce-scatter as an all-to-all and a sum.
+
+    gloo's own reduce-scatter is an all-reduce inside: it sends twice the bytes and refuses a shard
+    that lies in ``full``. Adding in rank order also makes the result independent of timing; half
+    precision is added in fp32.
+    """
+    received = torch.empty_like(full)
+    work = _finisher(dist.all_to_all_single(received, full, group=group, async_op=True))
+
+    def finish() -> None:
+        work()
+        first, *others = received.view(dist.get_world_size(group), -1)
+        total = first.float() if first.element_size() < 4 else first
+        for other in others:
+            total += other
+        shard.copy_(total)
+
+    return finish

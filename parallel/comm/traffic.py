@@ -1,0 +1,98 @@
+"""What travels: how many bytes a collective sends, and the tally of what was sent.
+
+One rule serves the planner and the counter, so that a plan can be compared with a run exactly.
+Bytes are those that one rank sends in a ring (Patarasuk and Yuan 2009): a reduce-scatter or an
+all-gather of n bytes over N ranks sends n(N-1)/N, an all-reduce is one of each. A send of n bytes to
+one other rank sends n, and its receive nothing.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from engine.parallel.grid import Axis
+
+Op = Literal["all_reduce", "reduce_scatter", "all_gather", "send", "receive"]
+
+
+# How often the (N-1)/N part of the payload leaves a rank.
+_PASSES: Mapping[Op, int] = MappingProxyType({"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1})
+
+
+def megabytes(count: int) -> str:
+    """Bytes in a unit that reads well."""
+    if count < 100 * 2**10:
+        return f"{count} B" if count < 10_000 else f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
+    """Bytes that one rank sends for one collective whose full tensor has ``payload_bytes``, or for one message."""
+    if op in ("send", "receive"):
+        return payload_bytes if op == "send" else 0
+    return _PASSES[op] * payload_bytes * (ranks - 1) // ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Calls and sent bytes of one label on one axis, on one rank. Receives are no calls."""
+
+    axis: Axis
+    label: str
+    calls: int
+    bytes: int
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.axis, self.label, self.calls + other.calls, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One collective or message as it was issued; the flight record keeps the last ones."""
+
+    sequence: int
+    op: Op
+    axis: Axis
+    label: str
+    elements: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"#{self.sequence} {self.op} '{self.label}' over {self.axis}, {self.elements} x {self.dtype}"
+
+
+class Tally:
+    """Sums of :class:`Traffic` by axis and label."""
+
+    def __init__(self, entries: Iterable[Traffic] = ()) -> None:
+        self._rows: dict[tuple[Axis, str], Traffic] = {}
+        for entry in entries:
+            self.add(entry)
+
+    def add(self, entry: Traffic) -> None:
+        """Count one more entry."""
+        key = (entry.axis, entry.label)
+        self._rows[key] = self._rows[key] + entry if key in self._rows else entry
+
+    def rows(self) -> tuple[Traffic, ...]:
+        """All sums, ordered by axis and label."""
+        return tuple(self._rows[key] for key in sorted(self._rows))
+
+    def bytes(self) -> int:
+        """All bytes sent by this rank."""
+        return sum(row.bytes for row in self._rows.values())
+
+    def since(self, earlier: "Tally") -> "Tally":
+        """What was added after ``earlier`` was copied."""
+        before = {(row.axis, row.label): row for row in earlier.rows()}
+        return Tally(
+            Traffic(row.axis, row.label, row.calls - old.calls, row.bytes - old.bytes) if old else row
+            for row in self.rows()
+            for old in [before.get((row.axis, row.label))]
+            if old != row
+        )
+
+    def copy(self) -> "Tally":
+        """A snapshot that later calls do not change."""
+        return Tally(self.rows())

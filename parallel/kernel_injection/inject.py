@@ -1,0 +1,105 @@
+"""Look through a model for what our operators compute, and put them there.
+
+Heads: linear layers from hidden states to the logits of a vocabulary, whose loss need not store them.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.activation_functions import Activation
+from engine.parallel.kernel_injection.equivalence import is_linear_layer
+from engine.parallel.kernel_injection.gated_mlp import find_gated, injected_gated_mlp
+from engine.parallel.kernel_injection.linear_activation import find_activated, injected_activation, pass_through
+from engine.parallel.kernel_injection.norm import find_norm, injected_norm
+from engine.parallel.kernel_injection.rotary import find_rotary, injected_rotary, rotary_globals
+from engine.parallel.model.forward_patch import put_on
+
+PutOn = Callable[[], Callable[[], None]]
+"""Puts a forward on; what it returns takes it off."""
+
+
+class Replacement(NamedTuple):
+    """A module whose forward goes through an operator of ours."""
+
+    module: str
+    operator: str
+    detail: str
+    """What exactly it computes, for people."""
+    activation: Activation = "none"
+    """Of a linear layer: what it computes beside."""
+
+
+def describe_replacements(replacements: Sequence[Replacement]) -> list[str]:
+    """For people: each operator with the modules that have got it, alike ones together."""
+    groups = Counter((r.operator, re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", r.module), r.detail) for r in replacements)
+    return [f"{operator:<7} {name} ({count}): {detail}" for (operator, name, detail), count in groups.items()]
+
+
+def find_replacements(model: nn.Module, kernels: Kernels) -> list[tuple[Replacement, PutOn]]:
+    """The modules that compute what one of our operators does, and what puts it there. Nothing is communicated.
+
+    No parameter is read, so that a model on the meta device will do, and no random number of the user's is drawn.
+    """
+    forwards: dict[object, Callable[..., Any]] = {}
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    found: list[tuple[Replacement, PutOn]] = []
+    for path, module in model.named_modules():
+        parts = _parts(module, kernels)
+        targets = [module.get_submodule(part.child) for part in parts]
+        if any(uses[id(target)] > uses[id(module)] for target in targets):
+            continue  # somebody else calls it too
+        for part, target in zip(parts, targets, strict=True):
+            # alike modules share one function, which torch.compile then compiles once
+            forward = forwards.setdefault((type(module), part.child, part.detail), part.forward)
+            name = ".".join(filter(None, (path, part.child)))
+            what = Replacement(name, part.operator, part.words, part.activation)
+            found.append((what, partial(put_on, target, forward)))
+    return found
+
+
+class _Part(NamedTuple):
+    """A forward for a module, or for a child of it."""
+
+    operator: str
+    words: str
+    detail: object
+    """What the forward is made of, beside the class of the module."""
+    forward: Callable[..., Any]
+    child: str = ""
+    activation: Activation = "none"
+
+
+def _parts(module: nn.Module, kernels: Kernels) -> list[_Part]:
+    own = type(module).forward
+    if (norm := find_norm(module)) is not None:
+        return [_Part("norm", norm.words, norm, injected_norm(norm, own, kernels))]
+    if (gated := find_gated(module)) is not None:
+        return [_Part("gated", gated.words, gated, injected_gated_mlp(gated, own, kernels))]
+    if (pair := find_activated(module)) is not None:
+        layer = _Part(
+            "linear", f"with {pair.activation}", pair, injected_activation(pair, kernels), pair.linear, pair.activation
+        )
+        return [layer, _Part("linear", f"in {pair.linear}", pair, pass_through, pair.act)]
+    for name, function in rotary_globals(module):
+        if (form := find_rotary(function)) is not None:
+            return [_Part("rotary", name, form, injected_rotary(own, name, function, form, kernels))]
+    return []
+
+
+def find_heads(model: nn.Module) -> Iterator[str]:
+    """Layers with a row for each row of an embedding of the model, and more rows than inputs.
+
+    What is no head after all loses nothing: logits that are looked at by anything but a loss are computed as before.
+    """
+    vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or not is_linear_layer(module):
+            continue
+        if module.out_features in vocabularies and module.out_features > module.in_features:
+            yield name

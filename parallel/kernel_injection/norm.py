@@ -1,0 +1,79 @@
+"""Modules that are an RMSNorm or a LayerNorm, whatever their class is called."""
+
+from collections.abc import Callable, Iterator
+from itertools import permutations, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.kernels.ops.norm import Norm, norm
+from engine.parallel.kernel_injection.equivalence import agrees, own_forward, random, twin
+
+_SCALES = (1.0, 1e-3, 1e2, 0.0)
+"""Of the trial's rows: among small values eps can be told from another."""
+
+
+class NormModule(NamedTuple):
+    """Which norm a module is, and which of its parameters are what."""
+
+    form: Norm
+    weight: str
+    bias: str | None
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        kind = "LayerNorm" if self.form.centered else "RMSNorm"
+        return f"{kind}, eps {self.form.eps:g}{', weights from 1' * bool(self.form.offset)}"
+
+
+def find_norm(module: nn.Module) -> NormModule | None:
+    """What norm ``module`` computes, if it computes one."""
+    forward, sizes = own_forward(module), [tuple(p.shape) for p in module._parameters.values() if p is not None]
+    small = 0 < len(sizes) <= 2 and len(set(sizes)) == 1 and len(sizes[0]) == 1 and sizes[0][0] > 1
+    if forward is None or not small or module._modules or module._buffers:
+        return None
+    names = [name for name, p in module._parameters.items() if p is not None]
+    parameters = {name: random(*sizes[0], seed=number) for number, name in enumerate(names)}
+    copy = twin(module, parameters, {})
+    x = random(len(_SCALES), 2, *sizes[0], seed=3) * torch.tensor(_SCALES, dtype=torch.float64)[:, None, None]
+    for form in _forms(module, names):
+        operator = _operator(copy, form)
+        if agrees(lambda x: forward(copy, x), operator, [x], list(copy.parameters())):
+            return form if _rounds_alike(copy, forward, x) else None
+    return None
+
+
+def _forms(module: nn.Module, names: list[str]) -> Iterator[NormModule]:
+    named = vars(module).items()
+    numbers = {value for name, value in named if "eps" in name and type(value) is float and 0 < value < 0.01}
+    for eps, centered, offset in product(sorted(numbers), (False, True), (0.0, 1.0)):
+        for weight, *bias in permutations(names):
+            yield NormModule(Norm(eps, centered, offset), weight, bias[0] if bias else None)
+
+
+def _operator(module: nn.Module, found: NormModule) -> Callable[[Tensor], Tensor]:
+    weight: Any = getattr(module, found.weight)
+    bias: Any = None if found.bias is None else getattr(module, found.bias)
+    return lambda x: norm(x, weight, bias, found.form, REFERENCE)
+
+
+def _rounds_alike(copy: nn.Module, forward: Callable[..., Any], x: Tensor) -> bool:
+    """Whether what is narrow comes out as narrow."""
+    return bool(forward(copy.bfloat16(), x.bfloat16()).dtype == torch.bfloat16)
+
+
+def injected_norm(found: NormModule, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
+    """The forward of such a module through the operator; other inputs than one tensor of its dtype take its own."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        weight = getattr(self, found.weight)
+        plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == weight.dtype
+        if not plain or torch.is_autocast_enabled(args[0].device.type):
+            return own(self, *args, **kwargs)
+        bias = None if found.bias is None else getattr(self, found.bias)
+        return norm(args[0], weight, bias, found.form, kernels)
+
+    return forward

@@ -1,0 +1,152 @@
+"""A model from the meta device gets its weights: block by block, and only those that this rank keeps.
+
+Of a block that a rank needs, all parameters exist for a moment, are drawn by the block's own initialisation
+(Hugging Face's ``_init_weights``, or ``reset_parameters`` of its modules, children first) and cut to what the
+rank keeps. The seed is the run's and the block's name, so that values do not depend on the grid. Weights that come
+from a folder (``checkpoint.init_from``) are not drawn: their places are made, and filled later.
+"""
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import PlanError
+from engine.parallel.model.blocks import find_units
+from engine.parallel.model.rng_streams import keyed_generators
+
+Keep = Callable[[str, Tensor], Tensor]
+"""What a rank keeps of a parameter: (first name, whole tensor) -> part."""
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, names: Collection[str], seed: int, device: torch.device, keep: Keep) -> None:
+    """Give every meta parameter in ``names``, and every meta buffer, its initial value on ``device``.
+
+    Parameter objects stay; all others stay on the meta device. Nothing is communicated.
+
+    Raises:
+        PlanError: a module has such a tensor and no way to initialise it.
+    """
+    wanted = {id(p): name for name, p in model.named_parameters() if name in names and p.is_meta}
+    for name, part in _groups(model):
+        own = [p for _, _, p in _tensors(part) if isinstance(p, nn.Parameter)]
+        buffers = any(not isinstance(t, nn.Parameter) for _, _, t in _tensors(part))
+        if buffers or any(id(p) in wanted for p in own):
+            with keyed_generators(device, seed, zlib.crc32(name.encode())):
+                _fill(_Filling(model, name, device), part, wanted, keep)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in wanted and parameter.is_meta:
+            raise PlanError(f"parameter {name!r} is on the meta device and {_NO_WAY}")
+
+
+_NO_WAY = (
+    "its module has no reset_parameters that sets it; add one (and _init_weights in a Hugging Face model), or build "
+    "the model in memory."
+)
+
+
+Part = list[tuple[str, nn.Module]]
+"""Modules by name, parents after their children."""
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[str, Part]]:
+    """The units with all that is in them, then every other module alone."""
+    units = find_units(model).modules
+    inside: set[int] = set()
+    for name, unit in units.items():
+        part = [(f"{name}.{path}" if path else name, module) for path, module in unit.named_modules()]
+        inside.update(id(module) for _, module in part)
+        yield name, part[::-1]
+    for name, module in model.named_modules():
+        if id(module) not in inside:
+            yield name, [(name, module)]
+
+
+def _tensors(part: Part) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Meta tensors that the modules themselves hold."""
+    for _, module in part:
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_meta:
+                yield module, leaf, tensor
+
+
+class _Filling:
+    """What it takes to initialise one group."""
+
+    def __init__(self, model: nn.Module, name: str, device: torch.device) -> None:
+        self.name, self.device = name, device
+        self.initialise: Any = getattr(model, "_init_weights", None)
+
+    def run(self, part: Part) -> None:
+        """Every module's own initialisation, children first."""
+        for _, module in part:
+            reset: Any = getattr(module, "reset_parameters", None)
+            if self.initialise is not None:
+                self.initialise(module)
+            elif reset is not None:
+                reset()
+
+
+def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> None:
+    """Put whole tensors in place of the meta ones, initialise, keep the parts, put the rest back."""
+    given = list(_tensors(part))
+    done = [(m, leaf, p) for _, m in part for leaf, p in m._parameters.items() if p is not None and not p.is_meta]
+    for module, leaf, parameter in done:  # tied to an earlier block, which has set it
+        _set(module, leaf, nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
+    made: dict[int, Tensor] = {}
+    for module, leaf, tensor in given:
+        if id(tensor) not in made:
+            made[id(tensor)] = _unset(tensor, filling.device)
+        _set(module, leaf, made[id(tensor)])
+    filling.run(part)
+    for module, leaf, parameter in done:
+        _set(module, leaf, parameter)
+    for module, leaf, tensor in given:
+        full = made[id(tensor)]
+        is_buffer = leaf in module._buffers
+        if is_buffer:
+            _check_set(full, f"buffer {leaf!r} of {filling.name or 'the model'!r}")
+            continue
+        module._parameters[leaf] = tensor  # type: ignore[assignment]
+        if id(tensor) in wanted and tensor.is_meta:
+            name = wanted[id(tensor)]
+            _check_set(full, f"parameter {name!r}")
+            _become(tensor, keep(name, full.detach()))
+
+
+def replace_meta(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Let the meta parameters of these names be these tensors, whose content comes later. The objects stay."""
+    for name, parameter in model.named_parameters():
+        if name in values and parameter.is_meta:
+            _become(parameter, values[name])
+
+
+def _become(parameter: Tensor, values: Tensor) -> None:
+    other = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    vars(other).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]  # the object stays, for ties
+
+
+def _set(module: nn.Module, leaf: str, tensor: Any) -> None:
+    (module._parameters if leaf in module._parameters else module._buffers)[leaf] = tensor
+
+
+def _unset(tensor: Tensor, device: torch.device) -> Tensor:
+    """A whole tensor whose content shows that nobody has set it."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if empty.is_floating_point():
+        empty.fill_(torch.nan)
+    elif not empty.is_complex() and empty.dtype != torch.bool:
+        empty.fill_(torch.iinfo(empty.dtype).min)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _check_set(tensor: Tensor, what: str) -> None:
+    if tensor.is_complex() or tensor.dtype == torch.bool:
+        return
+    unset = tensor.isnan() if tensor.is_floating_point() else tensor == torch.iinfo(tensor.dtype).min
+    if bool(unset.any()):
+        raise PlanError(f"{what} is on the meta device and {_NO_WAY}")

@@ -1,0 +1,190 @@
+"""Which schedule suits a model: each is laid out in time with what its own stages cost, and weighed in memory.
+
+    cut into p x v stages --> cost of each stage --> simulate each kind --> seconds of a step
+                                                 --> activations held   --> more than the limit: refused
+
+Of those that fit, the fastest; a gain of at most 1 % is not worth more stages or a less plain kind.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from engine.errors import ScheduleError
+from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule, why_unfit
+from engine.parallel.pipeline.schedule.simulate import Cost, StageTimes, simulate
+
+PLAIN_FIRST = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
+"""Kinds that are tried, the plainest first."""
+
+
+_NEAR = 1.01
+
+
+_ROOM = 1.1
+"""Kinds that hold as many microbatches as 1f1b hold them of other stages too: a little more, if stages are uneven."""
+
+
+_LINES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """One stage on one microbatch; ``CallCost`` says what the parts are."""
+
+    forward_seconds: float
+    input_seconds: float
+    weight_seconds: float
+    kept_bytes: int
+    left_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What schedules are tried on."""
+
+    ranks: int
+    """Of the pipeline axis."""
+    microbatches: int
+    transfer_seconds: float = 0.0
+    """From the end of a stage until the next one, on another rank, has its values."""
+    limit_bytes: int | None = None
+    """Most activations on a rank; None: a tenth more than 1f1b would hold on its worst one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What came of one kind."""
+
+    kind: str
+    virtual_stages: int
+    seconds: float = 0.0
+    """Of all forwards and backwards of a step, predicted; FLOPs where nothing was measured."""
+    bubble: float = 0.0
+    peak_bytes: int = 0
+    """Activations on the rank that holds most."""
+    refused: str = ""
+    """Why it cannot be taken; empty: it can."""
+
+    @property
+    def name(self) -> str:
+        """Such as ``interleaved x 2``."""
+        return self.kind + f" x {self.virtual_stages}" * (self.virtual_stages > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleDecision:
+    """The schedule that was chosen, and what it was chosen from."""
+
+    schedule: Schedule
+    virtual_stages: int
+    limit_bytes: int
+    ranking: tuple[Tried, ...]
+    """The chosen one, then the others that fit from fast to slow, then the refused."""
+
+    @property
+    def chosen(self) -> Tried:
+        """The first of the ranking."""
+        return self.ranking[0]
+
+    def lines(self) -> tuple[str, ...]:
+        """The ranking in words: what was taken, a line for each that fits, one for each reason to refuse."""
+        fit = [tried for tried in self.ranking if not tried.refused]
+        lines = [
+            f"auto: {self.chosen.name}, best of {len(fit)} within {self.limit_bytes / 2**20:.1f} MiB of activations"
+        ]
+        lines += [
+            f"{tried.name}: {tried.seconds / max(self.chosen.seconds, 1e-30):.2f} x the time, {tried.bubble:.0%} idle, "
+            f"{tried.peak_bytes / 2**20:.1f} MiB"
+            for tried in fit[:_LINES]
+        ]
+        refused: dict[str, list[str]] = {}
+        for tried in self.ranking:
+            size = f" {tried.peak_bytes / 2**20:.1f} MiB" if tried.peak_bytes else ""
+            refused.setdefault(tried.refused, []).append(tried.name + size)
+        return (*lines, *(f"{reason}: {', '.join(names)}" for reason, names in refused.items() if reason))
+
+
+def choose(
+    cuts: Mapping[int, Sequence[StageCost] | str], machine: Machine, kinds: Sequence[str] = PLAIN_FIRST
+) -> ScheduleDecision:
+    """The training schedule that makes a step fastest within the limit. Pure arithmetic, alike on every rank.
+
+    ``cuts``: by stages a rank, what each stage costs, or why the model cannot be cut into so many.
+
+    Raises:
+        ScheduleError: nothing fits.
+    """
+    limit = _usual_bytes(cuts, machine) if machine.limit_bytes is None else machine.limit_bytes
+    found: list[tuple[Tried, Schedule | None]] = []
+    for virtual_stages, stages in sorted(cuts.items()):
+        for kind in map(SCHEDULE_KINDS.__getitem__, kinds):
+            if kind.fewest <= virtual_stages <= (kind.most or virtual_stages):
+                found.append(_try(Tried(kind.name, virtual_stages), stages, machine, limit))
+    fit = [(tried, schedule) for tried, schedule in found if not tried.refused]
+    if not fit:
+        raise ScheduleError(_refusal([tried for tried, _ in found], machine, limit))
+    fastest = min(tried.seconds for tried, _ in fit)
+    # as in the order of trial: fewer stages first, then the plainer kind
+    chosen, schedule = next(pair for pair in fit if pair[0].seconds <= fastest * _NEAR)
+    assert schedule is not None
+    others = sorted((tried for tried, _ in fit if tried is not chosen), key=lambda tried: tried.seconds)
+    refused = [tried for tried, _ in found if tried.refused]
+    return ScheduleDecision(schedule, chosen.virtual_stages, limit, (chosen, *others, *refused))
+
+
+def peak_bytes(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[int, ...]:
+    """Most bytes of activations that each rank holds at once.
+
+    F adds what the stage keeps and B frees it; I frees it but for what it leaves to W, which W frees.
+    """
+
+    def change(action: Action) -> int:
+        stage = stages[action.stage]
+        if action.op is Op.BACKWARD_INPUT:
+            return stage.left_bytes - stage.kept_bytes
+        if action.op is Op.BACKWARD_WEIGHT:
+            return -stage.left_bytes
+        return stage.kept_bytes if action.op is Op.FORWARD else -stage.kept_bytes
+
+    return tuple(max(accumulate(map(change, row)), default=0) for row in schedule.per_rank)
+
+
+def _refusal(found: Sequence[Tried], machine: Machine, limit: int) -> str:
+    weighed = [tried for tried in found if tried.peak_bytes > limit]
+    if weighed:
+        least = min(weighed, key=lambda tried: tried.peak_bytes)
+        return (
+            f"no schedule holds at most {limit:,} bytes of activations on a rank (parallel.activation_limit_bytes): "
+            f"{least.name} holds least, {least.peak_bytes:,}; raise the limit, or give smaller microbatches."
+        )
+    return (
+        f"no schedule for parallel.schedule 'auto' has these stages on {machine.ranks} ranks; begin as many stages in "
+        "parallel.split as there are pipeline ranks, or name a schedule."
+    )
+
+
+def _usual_bytes(cuts: Mapping[int, Sequence[StageCost] | str], machine: Machine) -> int:
+    """A tenth more than what 1f1b would hold on its worst rank, with neighbouring stages joined to one a rank."""
+    virtual_stages, stages = next((v, stages) for v, stages in sorted(cuts.items()) if not isinstance(stages, str))
+    parts = [stages[first : first + virtual_stages] for first in range(0, len(stages), virtual_stages)]
+    joined = [StageCost(0.0, 0.0, 0.0, sum(stage.kept_bytes for stage in part), 0) for part in parts]
+    return int(_ROOM * max(peak_bytes(make_schedule("1f1b", machine.ranks, machine.microbatches), joined)))
+
+
+def _try(
+    tried: Tried, stages: Sequence[StageCost] | str, machine: Machine, limit: int
+) -> tuple[Tried, Schedule | None]:
+    if isinstance(stages, str):
+        return replace(tried, refused=stages), None
+    sizes = tried.kind, machine.ranks, machine.microbatches, tried.virtual_stages
+    if why_unfit(*sizes) is not None:
+        few = SCHEDULE_KINDS[tried.kind].microbatches_of(machine.ranks)
+        return replace(tried, refused=f"needs {few} microbatches"), None
+    schedule = make_schedule(*sizes)
+    times = tuple(StageTimes(s.forward_seconds, s.input_seconds, s.weight_seconds) for s in stages)
+    timeline = simulate(schedule, Cost(transfer=machine.transfer_seconds, times=times))
+    peak = max(peak_bytes(schedule, stages))
+    over = "more than the limit" if peak > limit else ""
+    return replace(tried, seconds=timeline.makespan, bubble=timeline.bubble, peak_bytes=peak, refused=over), schedule

@@ -1,0 +1,1 @@
+"""Schedules, predicted or measured, for people: text, SVG, Perfetto."""

@@ -1,0 +1,52 @@
+"""The pipeline as it ran: the spans of all ranks on one time axis, to lay beside the predicted ones."""
+
+import time
+
+import torch
+
+from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm
+from engine.parallel.pipeline.runtime.executor import Executor
+from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
+from engine.parallel.pipeline.schedule.simulate import Span, StepTimeline
+
+LABEL = "timeline"
+_OPS = tuple(Op)
+
+
+def measured_timeline(schedule: Schedule, executor: Executor, comm: Comm, device: torch.device) -> StepTimeline:
+    """What each rank of this pipeline did when, in seconds from the first action; the same on all of its ranks.
+
+    Clocks are compared at the end of a sum over axis pp, from which all ranks return at nearly the same moment. Waits
+    for messages are idle time. Collective over axis pp, label "timeline": that sum, and a gather of 5 fp64 values an
+    action.
+
+    Raises:
+        EngineError: the last thing that this rank has run was no training step.
+    """
+    rows = schedule.per_rank
+    if [span.action for span in executor.spans] != list(rows[comm.grid.coord().pp]):
+        raise EngineError("timeline() shows the last train_batch, and there was none since; train a batch first.")
+    comm.all_reduce(torch.zeros(1, device=device), "pp", LABEL).wait()
+    now = time.perf_counter()
+    longest = max(map(len, rows))
+    own = torch.zeros(longest, 5, dtype=torch.float64)
+    for index, (action, start, end) in enumerate(executor.spans):
+        place = _OPS.index(action.op), action.stage, action.microbatch
+        own[index] = torch.tensor([*place, start - now, end - now], dtype=torch.float64)
+    full = torch.zeros(len(rows) * longest * 5, dtype=torch.float64, device=device)
+    here = slice(comm.grid.coord().pp * longest * 5, (comm.grid.coord().pp + 1) * longest * 5)
+    full[here] = own.view(-1).to(device)
+    comm.all_gather(full, full[here].clone(), "pp", LABEL).wait()
+    first = float(full.view(len(rows), longest, 5)[:, 0, 3].min())
+    table = full.view(len(rows), longest, 5).tolist()
+    return StepTimeline(
+        schedule,
+        tuple(
+            tuple(
+                Span(Action(_OPS[int(op)], int(stage), int(microbatch)), start - first, end - first)
+                for op, stage, microbatch, start, end in line[: len(row)]
+            )
+            for line, row in zip(table, rows, strict=True)
+        ),
+    )

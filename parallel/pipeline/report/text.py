@@ -1,0 +1,245 @@
+"""The figures of a schedule that people compare, and a timeline together with what its numbers are.
+
+A timeline as text: one row a rank, time from left to right.
+
+    1f1b
+    rank 0 |F0 F1  .  . B0 B0 F2 B1 B1  . B2 B2
+    rank 1 | . F0 B0 B0 F1 B1 B1 F2 B2 B2  .  .
+
+Where ranks have several stages, cells are tokens with the stage, ``2F5``; too wide for that, capitals are the first
+stage of a rank and small letters its later ones, ``f5``. Too wide for that, too, it keeps one letter of each cell;
+wider still, a letter stands for several cells and shows what most of that time is spent on, so that the phases remain.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import chain
+from math import ceil
+from statistics import median
+
+from engine.parallel.pipeline.schedule.actions import Action, Schedule
+from engine.parallel.pipeline.schedule.simulate import Cost, Span, StepTimeline, peak_live
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What one step of a schedule needs. A *slice* is a rank's share of the model if all ranks have equal ones."""
+
+    stages: int
+    bubble: float
+    """Share of the ranks' time that is idle."""
+    makespan: float
+    """From the first start to the last end, in the unit of the costs."""
+    peak_slices: tuple[Fraction, ...]
+    """Most activations that each rank holds at once, in those of one slice for one microbatch."""
+    messages: tuple[int, ...]
+    """Activations and gradients that each rank sends to others."""
+    splits: bool
+    """Whether backwards are split into input and weight."""
+
+    @property
+    def peak(self) -> Fraction:
+        """Of the rank that holds most."""
+        return max(self.peak_slices)
+
+
+def summarize(timeline: StepTimeline) -> Summary:
+    """The figures of a timeline, simulated or measured."""
+    schedule = timeline.schedule
+    rank_of = schedule.rank_of_stage
+    sends = Counter(rank_of[action.stage] for row in schedule.per_rank for action in row if schedule.sends(action))
+    ranks = len(schedule.per_rank)
+    return Summary(
+        stages=schedule.stages,
+        bubble=timeline.bubble,
+        makespan=timeline.makespan,
+        peak_slices=tuple(Fraction(live * ranks, schedule.stages) for live in peak_live(schedule)),
+        messages=tuple(sends[rank] for rank in range(ranks)),
+        splits=schedule.splits,
+    )
+
+
+def cost_of_slices(schedule: Schedule, whole: Cost) -> Cost:
+    """``whole`` says how long a rank takes for its whole slice; a stage takes its part of that.
+
+    So the times of schedules with one and with several stages a rank can be compared. A transfer stays as long.
+    """
+    ranks = len(schedule.per_rank)
+    share = (ranks / schedule.stages,) * schedule.stages if schedule.stages != ranks else ()
+    return Cost(
+        whole.forward, whole.backward, whole.backward_input, whole.backward_weight, whole.transfer, share
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A timeline to be shown. Several, such as predicted and measured, are shown one above the other."""
+
+    timeline: StepTimeline
+    """Its step begins at 0."""
+    title: str = ""
+    """What it is besides the name of its schedule: predicted, measured."""
+    seconds: bool = False
+    """Its times are seconds, as measured; otherwise of any unit."""
+
+    def headline(self) -> str:
+        """Its name and figures in one line."""
+        schedule, figures = self.timeline.schedule, summarize(self.timeline)
+        ranks, each = len(schedule.per_rank), schedule.stages / len(schedule.per_rank)
+        size = f"{_count(ranks, 'rank')}{f' x {each:g} stages' if each != 1 else ''}"
+        parts = [
+            size, _count(schedule.microbatches, "microbatch"),
+            f"{figures.bubble:.1%} idle", f"at most {slices(figures.peak)} held", self.duration(figures.makespan),
+        ]  # fmt: skip
+        return ", ".join(filter(None, [schedule.name, self.title])) + ": " + ", ".join(filter(None, parts))
+
+    def duration(self, time: float) -> str:
+        """A time in words; empty where its unit is not known."""
+        if not self.seconds:
+            return ""
+        unit, factor = next((pair for pair in (("s", 1.0), ("ms", 1e3)) if time * pair[1] >= 1), ("us", 1e6))
+        return f"{time * factor:.3g} {unit}" if time * factor < 100 else f"{time * factor:.0f} {unit}"
+
+
+def end_of(panel: Panel, panels: Sequence[Panel]) -> float:
+    """When the last of the panels ends whose times have the unit of ``panel``; they are shown on one scale."""
+    return max(other.timeline.makespan for other in panels if other.seconds == panel.seconds)
+
+
+def slices(count: Fraction) -> str:
+    """``4 slices``, ``2.5 slices``."""
+    return f"{number(count)} slice{'s' * (count != 1)}"
+
+
+def number(count: Fraction) -> str:
+    """With at most two decimals: ``4``, ``2.5``."""
+    return f"{float(count):.2f}".rstrip("0").rstrip(".")
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{('es' if noun.endswith('ch') else 's') * (count != 1)}"
+
+
+IDLE = "."
+
+
+_ROUNDING = 1e-9
+"""Sums of float costs may end a little past a cell."""
+
+
+Label = Callable[[Action], str]
+
+
+def draw(timeline: StepTimeline, width: int = 120) -> str:
+    """The picture, in at most ``width`` columns where the names of ranks leave room; no newline at its end.
+
+    A cell is as long as the shortest action.
+    """
+    return draw_panels((Panel(timeline),), width)
+
+
+def draw_panels(panels: Sequence[Panel], width: int = 120) -> str:
+    """Several timelines one above the other; those of one unit share a scale, the longest takes all columns.
+
+    So two kinds of schedule can be compared, and a measured step in seconds lies under the predicted one: where
+    both have the same shape they look the same. The first panel says how long a cell is.
+    """
+    names = [f"rank {rank}" for rank in range(max(len(panel.timeline.spans) for panel in panels))]
+    margin = max(map(len, names))
+    room = max(width - margin - 2, 1)
+    layout = _layout(panels, room)
+    pictures = []
+    for panel in panels:
+        cell = end_of(panel, panels) / layout.length if layout.length else 1
+        rows = [f"{name:{margin}} |{row}" for name, row in zip(names, _rows(panel, layout, cell), strict=False)]
+        pictures.append("\n".join([_title(panel, layout, cell), *rows]))
+    return "\n\n".join(pictures)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    length: float
+    """Of the longest panels, in cells: the shortest action of the first panel."""
+    merged: int
+    """Cells in a column."""
+    wide: int
+    """Characters of a column, blanks between columns not counted; 1: there are no blanks."""
+    label: Callable[[StepTimeline], Label]
+
+
+def _layout(panels: Sequence[Panel], room: int) -> _Layout:
+    """The most telling labels for which there is room."""
+    length = end_of(panels[0], panels) / _shortest(panels[0])
+    cells = ceil(length - _ROUNDING)
+    for label in (_token, _small):
+        wide = max(map(len, _texts(panels, label)))
+        if cells * (wide + 1) - 1 <= room:
+            return _Layout(length, 1, wide, label)
+    return _Layout(length, ceil(cells / room), 1, _letter)
+
+
+def _texts(panels: Sequence[Panel], label: Callable[[StepTimeline], Label]) -> Iterator[str]:
+    for timeline in (panel.timeline for panel in panels):
+        yield from map(label(timeline), chain.from_iterable(timeline.schedule.per_rank))
+
+
+def _shortest(panel: Panel) -> float:
+    """The time of the shortest action; of the shortest kind of action where each took a little more or less."""
+    times: dict[str, list[float]] = {}
+    for span in (span for row in panel.timeline.spans for span in row if span.end > span.start):
+        times.setdefault(span.action.op, []).append(span.end - span.start)
+    typical: Callable[[list[float]], float] = median if panel.seconds else min
+    return min(map(typical, times.values()), default=1)
+
+
+def _title(panel: Panel, layout: _Layout, cell: float) -> str:
+    parts = [panel.headline() if panel.title else panel.timeline.schedule.name]
+    if layout.label is not _token and _several(panel.timeline):
+        parts.append("small letters are later stages of a rank")
+    if panel.seconds:
+        parts.append(f"a {'letter' if layout.wide == 1 else 'cell'} is {panel.duration(cell * layout.merged)}")
+    elif layout.wide == 1:
+        parts.append(f"a letter is the time of {'one cell' if layout.merged == 1 else f'{layout.merged} cells'}")
+    return ", ".join(parts)
+
+
+def _rows(panel: Panel, layout: _Layout, cell: float) -> list[str]:
+    column = cell * layout.merged
+    columns, label = ceil(panel.timeline.makespan / column - _ROUNDING), layout.label(panel.timeline)
+    rows = [_row(spans, column, columns, label) for spans in panel.timeline.spans]
+    blank = " " if layout.wide > 1 else ""
+    return [blank.join(text.rjust(layout.wide) for text in row) for row in rows]
+
+
+def _several(timeline: StepTimeline) -> bool:
+    return any(len(stages) > 1 for stages in timeline.schedule.stages_of_rank)
+
+
+def _token(timeline: StepTimeline) -> Label:
+    """Without the stage where each rank has one."""
+    return str if _several(timeline) else _small(timeline)
+
+
+def _small(timeline: StepTimeline) -> Label:
+    letter = _letter(timeline)
+    return lambda action: f"{letter(action)}{action.microbatch}"
+
+
+def _letter(timeline: StepTimeline) -> Label:
+    first = {min(stages) for stages in timeline.schedule.stages_of_rank if stages}
+    return lambda action: action.op.value if action.stage in first else action.op.value.lower()
+
+
+def _row(spans: Sequence[Span], cell: float, cells: int, label: Label) -> list[str]:
+    """The label on which most of each cell is spent; the earliest of equals."""
+    shares: list[dict[str, float]] = [{} for _ in range(cells)]
+    for span in spans:
+        text = label(span.action)
+        for index in range(int(span.start / cell), min(ceil(span.end / cell), cells)):
+            overlap = min(span.end, (index + 1) * cell) - max(span.start, index * cell)
+            shares[index][text] = shares[index].get(text, 0) + overlap
+    for share in shares:
+        share[IDLE] = cell - sum(share.values())
+    return [max(share, key=share.__getitem__) for share in shares]

@@ -1,0 +1,1 @@
+"""A schedule carried out on this rank: stages, messages, backwards."""

@@ -1,0 +1,174 @@
+"""Tier 2: every operation between calls that touches a value is compared with the probe by name.
+
+    this stage needs it      it runs; what other stages want is kept
+    it was received          the received value takes its place
+    neither                  it is skipped; one that draws random numbers draws them, so that streams stay alike
+
+Free operations run unseen: their path may depend on the content of the batch (a padding mask may be full or not).
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._pytree import tree_map
+
+from engine.errors import EngineError
+from engine.parallel.pipeline.runtime.stage_forward import StageForward, leaves_of
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, has_views
+from engine.parallel.trace.model_trace import FromArgument, FromValue, Recipe
+from engine.parallel.trace.torch_function import Function, Operation, functions_shown_to, user_place
+
+_MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
+
+
+class GlueForward(StageForward, TorchFunctionMode):
+    """A run that decides on each operation between calls."""
+
+    def _prepare(self) -> None:
+        TorchFunctionMode.__init__(self)
+        self._operations = 0
+        self._quiet = False
+        self._here: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
+        """Id of a value's tensor -> the tensor, and whether it has content."""
+        self._written: dict[int, tuple[torch.UntypedStorage, bool]] = {}
+        """Storages that values were written to, and whether here; kept, so that the keys stay unique."""
+        present = self.plan.parameters
+        self._of_model = {id(parameter): name in present for name, parameter in self._parameters.items()}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with functions_shown_to(self._show), self:
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_views(args, kwargs):
+            with self:
+                return GlobalTensor.__torch_function__(func, types, args, kwargs)
+        return self._show(func, args, kwargs or {})
+
+    def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
+        with self._aside():
+            out = super().skip(output, writes, arguments)
+        for leaf, tensor in zip(output.leaves, leaves_of(out), strict=True):
+            if isinstance(leaf, FromValue):
+                self._note(tensor, leaf.value in self._received)
+        for position, number in writes:
+            self._note(arguments[position], number in self._received)
+        return out
+
+    def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> None:
+        with self._aside():
+            super().keep(output, writes, arguments, out)
+        for leaf, tensor in zip(output.leaves, leaves_of(out), strict=True):
+            if not isinstance(leaf, FromArgument) or tensor is not arguments[leaf.argument]:
+                self._note(tensor, True)
+        for position, _ in writes:
+            self._note(arguments[position], True)
+
+    @contextmanager
+    def _in_unit(self) -> Iterator[None]:
+        # popped, where nobody has put a mode above: less work for each operation, and nothing for a compiler to see
+        on_top = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
+        with super()._in_unit(), _pop_mode_temporarily() if on_top else nullcontext():
+            yield
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Our own operations are none of the program's."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    def _check_event(self, event: int, what: str) -> None:
+        if event != self._calls + self._operations:
+            expected = self._expected()
+            raise EngineError(
+                f"the forward reaches {what} where the probe saw {expected}: the code between units takes another path "
+                "than in the probe; it may depend on the shapes of the input only."
+            )
+
+    def _expected(self) -> str:
+        if self._operations == len(self.timeline.glue):
+            return "no more operations"
+        glue = self.timeline.glue[self._operations]
+        return f"{glue.name} at {glue.place}" if glue.calls_before == self._calls else "a call"
+
+    def _show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._quiet or self.inside:
+            return function(*args, **kwargs)
+        operation = Operation(function, args, kwargs)
+        free = operation.is_metadata or operation.is_blank or not any(map(self._knows, operation.tensors))
+        with self._aside():
+            return operation.run() if free else self._decide(operation)
+
+    def _decide(self, operation: Operation) -> Any:
+        index = self._operations
+        glue = self.timeline.glue[index] if index < len(self.timeline.glue) else None
+        self.stop_after(glue.event if glue else None)
+        if glue is None or glue.name != operation.name or glue.calls_before != self._calls:
+            self._check_event(-1, f"{operation.name} at {user_place()}")
+            raise AssertionError("no event has a negative number")
+        self._operations += 1
+        if index in self.plan.glue or (not glue.makes and all(map(self._has_content, operation.tensors))):
+            out = operation.run()
+            self.keep(glue.output, glue.writes, operation.leaves, out)
+            self._note_written(operation, True)
+            return out
+        if glue.random:
+            self._draw(operation)
+        out = self.skip(glue.output, glue.writes, operation.leaves)
+        if operation.name == _MODULE_BACKWARD_HOOK:  # torch looks for its mark in the history of what comes out
+            out = operation.function(*out) if isinstance(out, tuple) else operation.function(out)
+            for tensor in leaves_of(out):
+                self._note(tensor, True)
+        self._note_written(operation, all(number in self._received for _, number in glue.writes))
+        return out
+
+    def _draw(self, operation: Operation) -> None:
+        def ones(leaf: Any) -> Any:
+            known = isinstance(leaf, Tensor) and self._knows(leaf)
+            return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if known else leaf
+
+        args, kwargs = tree_map(ones, (operation.args, dict(operation.kwargs)))
+        with torch.no_grad():
+            operation.function(*args, **kwargs)
+
+    # ---- which tensors are values
+
+    def _knows(self, tensor: Tensor) -> bool:
+        return self._find(tensor) is not None
+
+    def _has_content(self, tensor: Tensor) -> bool:
+        return self._find(tensor) is not False
+
+    def _find(self, tensor: Tensor) -> bool | None:
+        """Whether a value or parameter has content; None: it is free."""
+        noted = self._here.get(id(tensor))
+        if noted is not None and noted[0]() is tensor:
+            return noted[1]
+        if id(tensor) in self._of_model:
+            return self._of_model[id(tensor)]
+        if (
+            self._written
+            and type(tensor) is Tensor
+            and tensor.layout == torch.strided
+            and tensor.untyped_storage()._cdata in self._written
+        ):
+            return self._written[tensor.untyped_storage()._cdata][1]
+        return None
+
+    def _note(self, leaf: Any, has_content: bool) -> None:
+        if isinstance(leaf, Tensor) and id(leaf) not in self._of_model:
+            self._here[id(leaf)] = weakref.ref(leaf), has_content
+
+    def _note_written(self, operation: Operation, has_content: bool) -> None:
+        for tensor in (*operation.written, *operation.statistics):
+            storage = tensor.untyped_storage()
+            self._written[storage._cdata] = storage, has_content

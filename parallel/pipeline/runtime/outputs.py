@@ -1,0 +1,77 @@
+"""What the last stage's model returned, on rank 0."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from engine.parallel.comm.backend import state_link
+from engine.parallel.comm.comm import Comm
+from engine.parallel.trace.model_trace import FreeTensor, FromParameter, FromValue, Leaf, ModelTrace
+
+LABEL = "outputs"
+
+
+@dataclass(frozen=True, slots=True)
+class Carrier:
+    """How outputs get to rank 0."""
+
+    comm: Comm
+    device: torch.device
+    last: int
+    """The index of axis pp that has the last stage."""
+
+
+def bring_outputs(
+    results: Sequence[Any], timelines: Sequence[ModelTrace], model: nn.Module, carrier: Carrier
+) -> list[Any]:
+    """The results of the microbatches from the last stage of rank 0's replica, on rank 0; elsewhere nothing.
+
+    ``results``: (output, sum, weight) of each microbatch, where the last stage lies. Rank 0 knows their structure
+    from the timelines, and the shapes of parameters from ``model``, so that tensors alone travel.
+    """
+    comm, last = carrier.comm, carrier.last
+    coord = comm.grid.coord()
+    if coord.dp or coord.tp or coord.pp not in (0, last):
+        return []
+    if last == 0:
+        return list(results)
+    if coord.pp == last:
+        for result in results:
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    comm.send(leaf.detach().contiguous(), state_link(last, 0), LABEL).wait()
+        return []
+    parameters = dict(model.named_parameters())
+    return [_receive(timeline, parameters, carrier) for timeline in timelines]
+
+
+def _receive(timeline: ModelTrace, parameters: Mapping[str, Tensor], carrier: Carrier) -> Any:
+    leaves: list[Any] = []
+    for leaf in timeline.result.leaves:
+        found = _like(leaf, timeline, parameters)
+        if found is None:
+            leaves.append(getattr(leaf, "content", None))
+            continue
+        tensor = torch.empty(found[0], dtype=found[1], device=carrier.device)
+        carrier.comm.receive(tensor, state_link(carrier.last, 0), LABEL).wait()
+        leaves.append(tensor)
+    return pytree.tree_unflatten(leaves, timeline.result.spec)
+
+
+def _like(
+    leaf: Leaf, timeline: ModelTrace, parameters: Mapping[str, Tensor]
+) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Shape and dtype of a leaf that is a tensor."""
+    if isinstance(leaf, FromValue):
+        value = timeline.values[leaf.value]
+        return value.shape, value.dtype
+    if isinstance(leaf, FreeTensor):
+        return leaf.shape, leaf.dtype
+    if isinstance(leaf, FromParameter):
+        parameter = parameters[leaf.parameter]  # absent ones keep shape and dtype
+        return tuple(parameter.shape), parameter.dtype
+    return None

@@ -1,0 +1,109 @@
+"""Runs the stages of a cut on one model, in the user's own forward.
+
+A model may hold several stages (virtual stages) and see several input signatures: each forward brings its own
+timeline and plan. Nothing here knows neighbours or ranks: received tensors come in, tensors to send come out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from traceback import clear_frames
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import EngineError
+from engine.parallel.model.forward_patch import Interception
+from engine.parallel.model.placeholders import PlaceholderPool
+from engine.parallel.model.torch_checkpoint import open_checkpoints, recomputed, spread_checkpoints
+from engine.parallel.pipeline.partition.stage_plan import StagePlan
+from engine.parallel.pipeline.runtime.glue_forward import GlueForward
+from engine.parallel.pipeline.runtime.stage_forward import StageForward, StopForward
+from engine.parallel.trace.model_trace import ModelTrace
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a forward of one stage gave."""
+
+    result: Any
+    """What the program returned; None where another stage reaches its end."""
+    sent: dict[int, Tensor]
+    """Value -> its tensor, attached to autograd, for every value of the plan's ``sends``.
+
+    A tensor made by a unit is what its forward returned, before forward hooks: a hook on that tensor
+    (``output.register_hook``) sees the backward, one that replaces the output does not.
+    """
+
+
+class Stage:
+    """A model whose forwards can be run one stage at a time. ``close`` makes it what it was."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._blanks = model, PlaceholderPool(device)
+        self._parameters = dict(model.named_parameters())
+        self._intercepted: dict[str, Interception] = {}
+        self._run: StageForward | None = None
+        self._seen: ModelTrace | None = None
+
+    def forward(
+        self, timeline: ModelTrace, plan: StagePlan, program: Callable[[], Any], received: Mapping[int, Tensor]
+    ) -> StageResult:
+        """Run ``program``, which the timeline was probed from, as far as ``plan`` needs.
+
+        ``received``: for each value of ``plan.receives`` a leaf tensor, requiring a gradient if the value's ``grad``
+        says so and this is training. The caller runs backward from ``sent`` with the gradients that receivers
+        return, summed; gradients for earlier stages lie then in ``.grad`` of ``received``.
+
+        Raises:
+            EngineError: the program takes another path than in the probe, or a value has another shape.
+        """
+        if received.keys() != plan.receives.keys():
+            raise EngineError(
+                f"stage {plan.stage} was given the values {sorted(received)}; it receives {sorted(plan.receives)}."
+            )
+        self._intercept(timeline)
+        kind = GlueForward if plan.tier == 2 else StageForward
+        run = kind(timeline, plan, received, self._parameters, self._blanks)
+        result = None
+        before, self._run = self._run, run
+        try:
+            with open_checkpoints(recompute=True), spread_checkpoints(run), run.watching():
+                result = program()
+        except StopForward as stop:
+            if stop.run is not run:
+                raise
+            # generators left in the middle must undo what they hold open now, not when they are collected
+            clear_frames(stop.__traceback__)
+        finally:
+            self._run = before
+        run.finish()
+        sent = {number: run.sent[number] for number in plan.sends}
+        return StageResult(result if plan.last else None, sent)
+
+    def close(self) -> None:
+        """Take our hands off the model; absent parameters stay absent."""
+        for interception in reversed(self._intercepted.values()):
+            interception.remove()
+        self._intercepted.clear()
+        self._seen = None
+
+    def _intercept(self, timeline: ModelTrace) -> None:
+        if timeline is self._seen:
+            return
+        self._seen = timeline
+        for unit in timeline.units:
+            if unit not in self._intercepted:
+                module = self._model.get_submodule(unit)
+                self._intercepted[unit] = Interception(unit, module, self._call, self._skips)
+
+    def _skips(self, unit: str) -> bool:
+        return self._run is not None and self._run.takes(unit) and self._run.skips_next()
+
+    def _call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._run
+        if run is None or not run.takes(unit):  # recomputed in backward, or inside another unit
+            return forward(*args, **kwargs)
+        if run.regions and torch.is_grad_enabled() and not run.skips_next():
+            forward = recomputed(forward, run.regions[-1])
+        return run.call(unit, forward, args, kwargs)

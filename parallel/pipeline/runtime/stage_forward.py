@@ -1,0 +1,198 @@
+"""One forward of one stage: the user's own program, in which absent calls give received values or NaN.
+
+    call of this stage         runs; what other stages want is kept
+    call of another stage      does not run; returns what was received, else NaN; hooks of the unit run all the same
+    glue                       runs on whatever is there (tier 1); ``glue_run`` looks at each operation (tier 2)
+
+The program is left at the first event after the last needed one, so that all hooks of the last unit have run.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from engine.errors import EngineError
+from engine.parallel.model.placeholders import PlaceholderPool, is_expanded
+from engine.parallel.pipeline.partition.stage_plan import StagePlan
+from engine.parallel.trace.model_trace import (
+    Constant,
+    FreeTensor,
+    FromArgument,
+    FromParameter,
+    FromValue,
+    Leaf,
+    ModelTrace,
+    Recipe,
+)
+
+_REMEDY = "its path depends on something else than the shapes of the input; make it the same for every microbatch."
+
+
+def leaves_of(out: Any) -> list[Any]:
+    """The leaves of an output, which most often is one tensor."""
+    return [out] if type(out) is Tensor else tree_leaves(out)
+
+
+class StopForward(BaseException):
+    """Leaves the user's forward. No Exception: user code that catches those must not swallow it."""
+
+    def __init__(self, run: "StageForward") -> None:
+        super().__init__()
+        self.run = run
+
+
+class StageForward:
+    """Tier 1: only calls are looked at."""
+
+    def __init__(
+        self,
+        timeline: ModelTrace,
+        plan: StagePlan,
+        received: Mapping[int, Tensor],
+        parameters: Mapping[str, nn.Parameter],
+        blanks: PlaceholderPool,
+    ) -> None:
+        self.timeline, self.plan = timeline, plan
+        self.inside = False
+        """Whether a unit runs: what it calls is its own affair."""
+        self.regions: list[dict[str, Any]] = []
+        """Options of the checkpoints that the program is in; see ``checkpoints``."""
+        self.sent: dict[int, Tensor] = {}
+        self._received, self._parameters, self._blanks = received, parameters, blanks
+        self._calls = 0
+        for number, tensor in received.items():
+            self._check(number, tensor, "received")
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What a tier adds to the state of a run."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the program."""
+        yield
+
+    def takes(self, unit: str) -> bool:
+        """Whether a call of ``unit`` is an event of this forward."""
+        return not self.inside and unit in self.timeline.unit_names
+
+    def skips_next(self) -> bool:
+        """Whether the next call is of another stage."""
+        return self._calls not in self.plan.calls
+
+    def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The event of a call: run it or answer it."""
+        index = self._calls
+        call = self.timeline.calls[index] if index < len(self.timeline.calls) else None
+        self.stop_after(call.event if call else None)
+        if call is None or call.unit != unit:
+            expected = f"unit {call.unit!r}" if call else "the end"
+            raise EngineError(f"the forward calls unit {unit!r} where the probe saw {expected}: {_REMEDY}")
+        self._check_event(call.event, f"unit {unit!r}")
+        self._calls += 1
+        leaves = tree_leaves((args, kwargs)) if self.timeline.asks_arguments[index] else []
+        if index not in self.plan.calls:
+            return self.skip(call.output, call.writes, leaves)
+        with self._in_unit():
+            out = forward(*args, **kwargs)
+        self.keep(call.output, call.writes, leaves, out)
+        return out
+
+    def finish(self) -> None:
+        """Check that the program made everything that was planned.
+
+        Raises:
+            EngineError: it ended early.
+        """
+        missing = [number for number in self.plan.sends if number not in self.sent]
+        if missing:
+            what = self.timeline.describe(missing[0])
+        elif self.plan.last and self._calls < len(self.timeline.calls):
+            what = f"a call of unit {self.timeline.calls[self._calls].unit!r}"
+        else:
+            return
+        raise EngineError(f"the forward ended before {what}, which the probe saw: {_REMEDY}")
+
+    def stop_after(self, event: int | None) -> None:
+        """Leave the program if nothing from ``event`` on is needed."""
+        if not self.plan.last and (event is None or event > self.plan.last_event):
+            raise StopForward(self)
+
+    def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
+        """What an event of another stage returns here."""
+        for position, number in writes:
+            if number in self._received:
+                self._put(arguments[position], number)
+        leaves = [self._rebuild(leaf, arguments) for leaf in output.leaves]
+        return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
+
+    def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> None:
+        """Keep what other stages want of what an event made."""
+        leaves = leaves_of(out)
+        if len(leaves) != len(output.leaves):
+            raise EngineError(
+                f"a unit returned {len(leaves)} leaves where the probe saw {len(output.leaves)}: {_REMEDY}"
+            )
+        for position, number in writes:
+            self._keep(number, arguments[position])
+        for leaf, tensor in zip(output.leaves, leaves, strict=True):
+            if isinstance(leaf, FromValue):
+                self._keep(leaf.value, tensor)
+
+    @contextmanager
+    def _in_unit(self) -> Iterator[None]:
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
+    def _check_event(self, event: int, what: str) -> None:
+        """Tier 1 does not see glue, and cannot compare positions."""
+
+    def _keep(self, number: int, tensor: Tensor) -> None:
+        if number in self.plan.sends:
+            self._check(number, tensor, "sent")
+            # the receiver gets what it is now, not what a later operation writes over it
+            self.sent[number] = tensor.clone() if self.timeline.values[number].rewritten else tensor
+
+    def _check(self, number: int, tensor: Tensor, verb: str) -> None:
+        value = self.timeline.values[number]
+        if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
+            what = self.timeline.describe(number)
+            raise EngineError(
+                f"{what} is {verb} as {tensor.dtype} {tuple(tensor.shape)} where the probe saw "
+                f"{value.dtype} {value.shape}: its shape depends on something else than the shapes of the input."
+            )
+
+    def _rebuild(self, leaf: Leaf, arguments: list[Any]) -> Any:
+        match leaf:
+            case FromValue(number):
+                return self._value(number)
+            case FromArgument(position):
+                return arguments[position]
+            case FromParameter(name):
+                return self._parameters[name]
+            case Constant(content):
+                return content
+            case FreeTensor():
+                raise AssertionError("an event makes values, no free tensors")
+
+    def _value(self, number: int) -> Tensor:
+        value = self.timeline.values[number]
+        if number in self._received:
+            tensor = self._received[number]
+            return tensor.clone() if value.rewritten else tensor
+        grad = value.grad and torch.is_grad_enabled()
+        return self._blanks.give(value.shape, value.dtype).requires_grad_(grad)
+
+    def _put(self, target: Tensor, number: int) -> None:
+        """The caller holds the written object: the received value goes into it."""
+        if is_expanded(target) or target.is_leaf:
+            target.requires_grad_(False)
+            target.data = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        target.copy_(self._received[number])

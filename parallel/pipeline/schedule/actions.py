@@ -1,0 +1,247 @@
+"""The words of schedules: actions, and in which order every pipeline rank does them; pure data.
+
+A schedule is one row of actions per rank, compute only. An action prints as a token, ``2F5``: stage 2,
+forward, microbatch 5. Sends and receives follow from :meth:`Schedule.needs`, so that a generator cannot
+forget one:
+
+    rank 0   0F0 ----.   0F1 ----.                  0B0
+                     v           v                   ^
+    rank 1          1F0         1B0 needs 1F0 -------'      0B0 receives what 1B0 sends
+
+A stage lies on one rank; a rank may hold several stages (interleaved, V-shaped). A backward is either
+whole, ``B``, or split into ``I``, the gradient of the input that the previous stage waits for, and ``W``,
+the gradient of the weights that nobody waits for (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
+
+Schedules in files: a line of action tokens a rank, as ``trine schedule --tokens`` prints them.
+
+On which rank each stage lies: the three placements of the built kinds, and how microbatches pass a loop.
+
+    line    one stage a rank                     0  1  2
+    loop    stage s on rank s % p                0  1  2     3  4  5
+    v       there and back again                 0  1  2     5  4  3
+
+In a line and in a loop every stage sends to the next rank, in a loop the last rank to the first. In a V the
+last rank hands over to itself, and the loss is computed on rank 0, where the batch comes in.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.errors import ScheduleError
+
+
+class Op(StrEnum):
+    """What is computed; the letter of the token."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+    # Enum hashes in Python; schedules of 100,000 actions are looked up several times
+    __hash__ = str.__hash__
+
+
+_TOKEN = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+
+
+class Action(NamedTuple):
+    """One unit of compute: an operation of one stage on one microbatch. Prints as ``2F5``."""
+
+    op: Op
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, token: str) -> "Action":
+        """The action that prints as ``token``.
+
+        Raises:
+            ScheduleError: it is no token.
+        """
+        found = _TOKEN.fullmatch(token)
+        if found is None:
+            raise ScheduleError(f"{token!r} is no action; write stage, F, B, I or W, and microbatch, such as 2F5.")
+        return cls(Op(found[2]), int(found[1]), int(found[3]))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of work of all ranks. ``check`` proves that it is complete and can be done.
+
+    Raises:
+        ScheduleError: there are not as many rows as ranks, or a stage lies on no rank or on several.
+    """
+
+    name: str
+    stages: int
+    """Stages of the model, over all ranks."""
+    microbatches: int
+    per_rank: tuple[tuple[Action, ...], ...]
+    """Row r is what rank r of the pipeline axis does, first action first."""
+    stages_of_rank: tuple[tuple[int, ...], ...]
+    """The stages that lie on each rank, ascending."""
+    training: bool = True
+    """False for a schedule that has no backward."""
+
+    def __post_init__(self) -> None:
+        if self.stages < 1 or self.microbatches < 1:
+            raise ScheduleError(
+                f"schedule {self.name} over {self.stages} stages and {self.microbatches} microbatches is empty; "
+                "give at least one of each."
+            )
+        if len(self.stages_of_rank) != len(self.per_rank):
+            raise ScheduleError(
+                f"schedule {self.name} has {len(self.per_rank)} rows but stages for {len(self.stages_of_rank)} ranks; "
+                "give one row for each rank."
+            )
+        held = Counter(stage for stages in self.stages_of_rank for stage in stages)
+        wrong = sorted(stage for stage in held.keys() | set(range(self.stages)) if held[stage] != 1)
+        outside = sorted(stage for stage in held if not 0 <= stage < self.stages)
+        for stage in (wrong + outside)[:1]:
+            ranks = [str(rank) for rank, stages in enumerate(self.stages_of_rank) if stage in stages]
+            raise ScheduleError(
+                f"schedule {self.name} of {self.stages} stages has stage {stage} on "
+                f"{'ranks ' + ' and '.join(ranks) if ranks else 'no rank'}; "
+                f"place each of the stages 0 to {self.stages - 1} on one rank."
+            )
+
+    @cached_property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The rank on which each stage lies."""
+        pairs = sorted((stage, rank) for rank, stages in enumerate(self.stages_of_rank) for stage in stages)
+        return tuple(rank for _, rank in pairs)
+
+    @cached_property
+    def _split(self) -> frozenset[tuple[int, int]]:
+        inputs = (action for row in self.per_rank for action in row if action.op is Op.BACKWARD_INPUT)
+        return frozenset((action.stage, action.microbatch) for action in inputs)
+
+    @property
+    def splits(self) -> bool:
+        """Whether some backwards have two parts."""
+        return bool(self._split)
+
+    def backward_of(self, stage: int, microbatch: int) -> Action:
+        """The action that yields the gradient of a stage's input: ``I`` where the backward is split, else ``B``."""
+        split = (stage, microbatch) in self._split
+        return Action(Op.BACKWARD_INPUT if split else Op.BACKWARD, stage, microbatch)
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """All actions whose results ``action`` uses, on whatever rank."""
+        stage, microbatch = action.stage, action.microbatch
+        if action.op is Op.FORWARD:
+            return (Action(Op.FORWARD, stage - 1, microbatch),) if stage else ()
+        if action.op is Op.BACKWARD_WEIGHT:
+            return (Action(Op.BACKWARD_INPUT, stage, microbatch),)
+        own = Action(Op.FORWARD, stage, microbatch)
+        return (own, self.backward_of(stage + 1, microbatch)) if stage + 1 < self.stages else (own,)
+
+    def feeds(self, action: Action) -> Action | None:
+        """The action of a neighbouring stage that uses the result of ``action``: the inverse of :meth:`needs`."""
+        stage, microbatch = action.stage, action.microbatch
+        if action.op is Op.FORWARD:
+            return Action(Op.FORWARD, stage + 1, microbatch) if stage + 1 < self.stages else None
+        if action.op is Op.BACKWARD_WEIGHT or stage == 0:
+            return None
+        return self.backward_of(stage - 1, microbatch)
+
+    def receives(self, action: Action) -> Action | None:
+        """The action on another rank whose result must arrive before ``action``."""
+        here = self.rank_of_stage[action.stage]
+        away = (need for need in self.needs(action) if self.rank_of_stage[need.stage] != here)
+        return next(away, None)
+
+    def sends(self, action: Action) -> Action | None:
+        """The action on another rank to which the result of ``action`` goes."""
+        fed = self.feeds(action)
+        if fed is None or self.rank_of_stage[fed.stage] == self.rank_of_stage[action.stage]:
+            return None
+        return fed
+
+    def text(self) -> str:
+        """One line of tokens a rank; :func:`parse_schedule` reads it."""
+        return "".join(" ".join(map(str, row)) + "\n" for row in self.per_rank)
+
+
+def parse_schedule(text: str, name: str) -> Schedule:
+    """Read a schedule: a line of tokens per rank, between them blanks or commas; ``#`` begins a comment.
+
+    A stage lies on the rank whose line has it. ``check`` says whether the order is right.
+
+    Raises:
+        ScheduleError: a token is wrong, a stage stands on several lines, or stages are left out.
+    """
+    rows: list[tuple[Action, ...]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        tokens = line.partition("#")[0].replace(",", " ").split()
+        try:
+            row = tuple(Action.parse(token) for token in tokens)
+        except ScheduleError as error:
+            raise ScheduleError(f"{name}, line {number}: {error}") from None
+        if row:
+            rows.append(row)
+    placed = tuple(tuple(sorted({action.stage for action in row})) for row in rows)
+    actions = [action for row in rows for action in row]
+    # counting distinct numbers, not the largest: a slip such as 0F10000000 must not make a giant
+    return Schedule(
+        name=name,
+        stages=len({action.stage for action in actions}),
+        microbatches=len({action.microbatch for action in actions}),
+        per_rank=tuple(rows),
+        stages_of_rank=placed,
+        training=any(action.op is not Op.FORWARD for action in actions),
+    )
+
+
+ENDINGS = (".txt", ".csv")
+"""Where a configuration or the command line names a schedule, these are files and all else are kinds."""
+
+
+def read_schedule(path: str) -> Schedule:
+    """The schedule of a file, which ``check`` has still to prove; its name is the path.
+
+    Raises:
+        ScheduleError: it cannot be read, or is none.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"schedule {path}: {error.strerror}; give the path of a file of actions.") from None
+    except UnicodeDecodeError:
+        raise ScheduleError(f"schedule {path} is no text; give a file of actions such as 0F0 0B0.") from None
+    return parse_schedule(text, path)
+
+
+Placement = tuple[tuple[int, ...], ...]
+"""The stages of each rank, ascending."""
+
+
+def loop(ranks: int, virtual_stages: int) -> Placement:
+    """Stage s on rank s % ``ranks``; a line, where each rank holds one stage."""
+    return tuple(tuple(range(rank, ranks * virtual_stages, ranks)) for rank in range(ranks))
+
+
+def v_shape(ranks: int) -> Placement:
+    """Stages r and 2p-1-r on rank r (Qi et al. 2024, Pipeline Parallelism with Controllable Memory)."""
+    return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
+
+
+def rounds(ranks: int, microbatches: int) -> list[range]:
+    """The microbatches that go around a loop together, before the next ones enter.
+
+    A round of fewer than p leaves gaps, for its first comes back to rank 0 after p clocks; each more than p
+    costs memory. So there are m // p of them, as even as they can be: at least p in each where m allows it.
+    """
+    count = max(1, microbatches // ranks)
+    starts = [-(-microbatches * index // count) for index in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]

@@ -1,0 +1,138 @@
+"""Which action must come before which, and an order that keeps all such rules or the circle that forbids one.
+
+All rules have one form: this action comes after that one. Nothing in a schedule is chosen at run time, so one
+order that respects all rules proves that every run ends, whatever the speed of ranks and links; and where
+no order exists, some ranks wait for each other in a circle, which is what an error names.
+
+    stuck, because rank 1 begins with microbatch 1, which rank 0 starts only after 0B0
+
+    rank 0   0F0  0B0  0F1  0B1        0B0 waits for 1B0, which stands after 1F1
+    rank 1   1F1  1F0  1B0  1B1        1F1 waits for 0F1, which stands after 0B0
+
+Actions are numbers here, row after row, and a rule is a column: for each action the number of the one that it
+comes after, or -1. Half a million actions are then ordered in a second.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, chain, repeat
+
+from engine.errors import ScheduleError
+from engine.parallel.pipeline.schedule.actions import Op, Schedule
+
+Columns = tuple[Sequence[int], ...]
+"""Rules of one form each; -1 where there is none for an action."""
+
+
+class DependencyGraph:
+    """The actions of a complete schedule as numbers, and which must come before which."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.actions = list(chain.from_iterable(schedule.per_rank))
+        ends = list(accumulate(map(len, schedule.per_rank)))
+        self.rows = [range(end - len(row), end) for row, end in zip(schedule.per_rank, ends, strict=True)]
+        self.rank = list(chain.from_iterable(repeat(rank, len(row)) for rank, row in enumerate(schedule.per_rank)))
+        self.needs = self._needs()
+
+    def _needs(self) -> Columns:
+        """The need of the own stage, and that of the stage before (of a forward) or after (of a backward)."""
+        microbatches = self.schedule.microbatches
+        size = self.schedule.stages * microbatches
+        # by stage * microbatches + microbatch; what lies outside the stages finds the -1 at the ends
+        forward, backward = [-1] * (size + microbatches), [-1] * (size + microbatches)
+        is_forward, is_weight = Op.FORWARD, Op.BACKWARD_WEIGHT
+        for number, (op, stage, microbatch) in enumerate(self.actions):
+            if op is is_forward:
+                forward[stage * microbatches + microbatch] = number
+            elif op is not is_weight:
+                backward[stage * microbatches + microbatch] = number
+        own, other = [-1] * len(self.actions), [-1] * len(self.actions)
+        for number, (op, stage, microbatch) in enumerate(self.actions):
+            cell = stage * microbatches + microbatch
+            if op is is_forward:
+                other[number] = forward[cell - microbatches]
+            elif op is is_weight:
+                own[number] = backward[cell]
+            else:
+                own[number] = forward[cell]
+                other[number] = backward[cell + microbatches]
+        return own, other
+
+    def sends(self) -> list[tuple[int, int]]:
+        """Every action whose result goes to another rank, with the one there that uses it; by the latter's number."""
+        rank = self.rank
+        return [
+            (source, taker) for taker, source in enumerate(self.needs[1]) if source >= 0 and rank[source] != rank[taker]
+        ]
+
+    def with_rendezvous(self, receives_ahead: int) -> Columns:
+        """The needs and, for each send, that the sender goes on only when the receiver has offered to receive."""
+        column = [-1] * len(self.actions)
+        for source, taker in self.sends():
+            offered_after = taker - receives_ahead - 1
+            if offered_after in self.rows[self.rank[taker]] and source + 1 in self.rows[self.rank[source]]:
+                column[source + 1] = offered_after
+        return (*self.needs, column)
+
+    def order(self, rules: Columns) -> list[int]:
+        """An order of all actions that keeps every row and every rule; in time linear in their number.
+
+        Raises:
+            ScheduleError: there is none.
+        """
+        heads = [row.start for row in self.rows]
+        stops = [row.stop for row in self.rows]
+        asleep: dict[int, list[int]] = {}  # by the action that ends the sleep
+        awake = list(range(len(heads)))
+        done = bytearray(len(self.actions) + 1)
+        done[-1] = True  # where a rule names no action
+        order: list[int] = []
+        while awake:
+            rank = awake.pop()
+            head, stop = heads[rank], stops[rank]
+            while head < stop:
+                missing = _missing(rules, head, done)
+                if missing >= 0:
+                    asleep.setdefault(missing, []).append(rank)
+                    break
+                done[head] = True
+                order.append(head)
+                if head in asleep:
+                    awake.extend(asleep.pop(head))
+                head += 1
+            heads[rank] = head
+        if len(order) < len(self.actions):
+            raise ScheduleError(self._circle(rules, heads, done))
+        return order
+
+    def _circle(self, rules: Columns, heads: Sequence[int], done: bytearray) -> str:
+        """Follow who waits for whom from any rank that has not finished, until a rank comes up again."""
+        rank = next(rank for rank, row in enumerate(self.rows) if heads[rank] < row.stop)
+        waits: dict[int, str] = {}
+        while rank not in waits:
+            missing = _missing(rules, heads[rank], done)
+            waits[rank] = self._why(heads[rank], missing)
+            rank = self.rank[missing]
+        circle = list(waits)[list(waits).index(rank) :]
+        sends = " when sends block" if len(rules) > len(self.needs) else ""
+        return (
+            f"schedule {self.schedule.name} is stuck{sends}: {'; '.join(waits[rank] for rank in circle)}. "
+            f"Reorder {'this row' if len(circle) == 1 else 'one of these rows'}."
+        )
+
+    def _why(self, head: int, missing: int) -> str:
+        here, there = self.rank[head], self.rank[missing]
+        if any(column[head] == missing for column in self.needs):
+            where = "later in the same row" if here == there else f"of rank {there}"
+            return f"rank {here} at {self.actions[head]} waits for {self.actions[missing]} {where}"
+        sent = self.actions[head - 1]
+        taker = self.schedule.sends(sent)
+        return f"rank {here} before {self.actions[head]} waits until rank {there} receives {sent} for {taker}"
+
+
+def _missing(rules: Columns, head: int, done: bytearray) -> int:
+    """An action that must come before ``head`` and is not done; -1: there is none."""
+    for column in rules:
+        if not done[column[head]]:
+            return column[head]
+    return -1

@@ -1,0 +1,133 @@
+"""The kinds of schedules that can be asked for by name, and the names that other parts import.
+
+    kind         stages       holds         backward   bubble for m >= p   good for
+    gpipe        a line       m             whole      (p-1)/(m+p-1)       the order of one process
+    1f1b         a line       p             whole      (p-1)/(m+p-1)       little memory, fewest messages
+    interleaved  v in a loop  p + (p-1)/v   whole      (p-1)/(vm+p-1)      few microbatches
+    looped-bfs   v in a loop  m             whole      (p-1)/(vm+p-1)      ZeRO 2 and 3: a stage is gathered once
+    zb-h1        v in a loop  p             split      (p-1)/(3vm+p-1)     little memory and few microbatches
+    zb-v         2 in a V     p             split      (p-1)/(6m+p-1)      the same, with quick links
+    dualpipe-v   2 in a V     p + 1/2       partly     (p-1)/(6m+p-1)      messages that hide behind compute
+
+Held are activations of whole slices of the model, one microbatch each, on the fullest rank. The bubble is the idle
+share of the step where a forward and each half of a backward take equally long.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from engine.errors import ScheduleError
+from engine.parallel.pipeline.schedule.actions import Schedule
+from engine.parallel.pipeline.schedule.dualpipe_v import dualpipe_v
+from engine.parallel.pipeline.schedule.one_f_one_b import gpipe, interleaved, looped_bfs, one_f_one_b
+from engine.parallel.pipeline.schedule.zero_bubble import zb_h1, zb_v
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleKind:
+    """A schedule that can be made from sizes."""
+
+    name: str
+    description: str
+    """One line, for lists."""
+    paper: str
+    placement: str
+    """``line``, ``loop`` or ``v``: see :mod:`engine.parallel.pipeline.schedule.actions`."""
+    virtual_stages: int
+    """Stages on each rank where nobody asks for another number."""
+    fewest: int
+    """Stages on each rank, at least."""
+    most: int | None
+    """Stages on each rank, at most; None: any number."""
+    splits: bool
+    """Whether weight gradients are computed apart from input gradients."""
+    make: Callable[[int, int, int], Schedule]
+    """Of ranks, microbatches and stages on each rank, which must fit."""
+    microbatches_of: Callable[[int], int] = lambda ranks: 1
+    """The fewest microbatches for so many ranks."""
+
+
+_ALL = (
+    ScheduleKind(
+        "gpipe", "all forwards, then all backwards; sums gradients in the order of one process",
+        "Huang et al. 2019, GPipe", "line", 1, 1, 1, False, lambda p, m, v: gpipe(p, m),
+    ),
+    ScheduleKind(
+        "1f1b", "a backward as soon as possible; holds p microbatches however many there are",
+        "Narayanan et al. 2019, PipeDream", "line", 1, 1, 1, False, lambda p, m, v: one_f_one_b(p, m),
+    ),
+    ScheduleKind(
+        "interleaved", "1f1b over several stages a rank: idle time divided by their number, more messages",
+        "Narayanan et al. 2021, Megatron-LM", "loop", 2, 2, None, False, interleaved,
+    ),
+    ScheduleKind(
+        "looped-bfs", "several stages a rank, one after the other: ZeRO gathers and reduces each stage once",
+        "Lamy-Poirier 2022, Breadth-First Pipeline Parallelism", "loop", 2, 2, None, False, looped_bfs,
+    ),
+    ScheduleKind(
+        "zb-h1", "weight gradients fill the idle time of 1f1b or interleaved, in the memory of 1f1b",
+        "Qi et al. 2023, Zero Bubble Pipeline Parallelism", "loop", 1, 1, None, True, zb_h1,
+    ),
+    ScheduleKind(
+        "zb-v", "two stages a rank, there and back: nearly no idle time in the memory of 1f1b",
+        "Qi et al. 2024, Pipeline Parallelism with Controllable Memory", "v", 2, 2, 2, True, lambda p, m, v: zb_v(p, m),
+    ),
+    ScheduleKind(
+        "dualpipe-v", "two stages a rank, there and back: forwards of one beside backwards of the other",
+        "DeepSeek-AI 2024, DeepSeek-V3", "v", 2, 2, 2, True, lambda p, m, v: dualpipe_v(p, m), lambda p: 2 * p,
+    ),
+)  # fmt: skip
+
+
+SCHEDULE_KINDS: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind for kind in _ALL})
+"""All kinds by their name in the configuration, the simplest first."""
+
+
+def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> str | None:
+    """Why ``make_schedule`` refuses these sizes, in one sentence; None if it takes them."""
+    if kind not in SCHEDULE_KINDS:
+        *names, last = SCHEDULE_KINDS
+        return f"schedule {kind!r} is not built; choose {', '.join(names)} or {last}."
+    found = SCHEDULE_KINDS[kind]
+    held = _held(found, virtual_stages)
+    if min(ranks, microbatches) < 1:
+        return (
+            f"schedule {kind} over {ranks * found.fewest} stages and {microbatches} microbatches is empty; "
+            "give at least one of each."
+        )
+    if held < found.fewest or (found.most and held > found.most):
+        holds = {
+            "line": "one stage",
+            "v": "two stages",
+            "loop": "one stage or more" if found.fewest == 1 else "several stages",
+        }
+        return (
+            f"schedule {kind} with virtual_stages = {virtual_stages}: it holds {holds[found.placement]} on each rank; "
+            f"set virtual_stages to {found.fewest}{'' if found.most else ' or more'}."
+        )
+    if microbatches < found.microbatches_of(ranks):
+        return (
+            f"schedule {kind} with {microbatches} microbatches over {ranks} ranks: it needs "
+            f"{found.microbatches_of(ranks)} or more; raise gradient_accumulation_steps or choose zb-v."
+        )
+    return None
+
+
+def make_schedule(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+    """The training schedule that the configuration names, for ``virtual_stages`` stages on each of ``ranks`` ranks.
+
+    A kind that always holds two stages a rank takes 1, the default of the configuration, as not given.
+
+    Raises:
+        ScheduleError: there is no such kind, or it does not allow these sizes.
+    """
+    reason = why_unfit(kind, ranks, microbatches, virtual_stages)
+    if reason is not None:
+        raise ScheduleError(reason)
+    return SCHEDULE_KINDS[kind].make(ranks, microbatches, _held(SCHEDULE_KINDS[kind], virtual_stages))
+
+
+def _held(kind: ScheduleKind, virtual_stages: int) -> int:
+    """Stages on each rank: a number that the kind fixes need not be given."""
+    return kind.virtual_stages if virtual_stages == 1 and kind.fewest == kind.most else virtual_stages

@@ -1,0 +1,140 @@
+"""Schedules written out by rule: one stage on each rank, or several in a loop; backwards are whole.
+
+In the pictures a backward takes two clocks, a forward one.
+
+The order of evaluation: the forwards alone, for stages that lie anywhere.
+
+forward_only(v_shape(2), 3)     rank 0   0F0 0F1  .  3F0 0F2 3F1  .  3F2
+                                rank 1    .  1F0 2F0 1F1 2F1 1F2 2F2  .
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice, zip_longest
+
+from engine.parallel.pipeline.schedule.actions import Action, Op, Placement, Schedule, loop, rounds
+
+
+# gpipe(3, 4): all forwards, then all backwards.
+#
+#    rank 0  F0 F1 F2 F3  .  .  .  .  .  . B0 B0 B1 B1 B2 B2 B3 B3
+#    rank 1   . F0 F1 F2 F3  .  .  . B0 B0 B1 B1 B2 B2 B3 B3  .  .
+#    rank 2   .  . F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3  .  .  .  .
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """GPipe (Huang et al. 2019): simple, but every rank holds the activations of all microbatches.
+
+    Backwards go from microbatch 0 up, so that gradients add up in the order of one process.
+    """
+    return _breadth_first("gpipe", ranks, microbatches, 1)
+
+
+# one_f_one_b(3, 4): the same clocks and the same idle time, but a backward goes as soon as it can, so that
+# rank r never holds more than 3 - r microbatches. It runs that many forwards ahead, then one for one.
+#
+#    rank 0  F0 F1 F2  .  .  .  . B0 B0 F3 B1 B1  . B2 B2  . B3 B3
+#    rank 1   . F0 F1  .  . B0 B0 F2 B1 B1 F3 B2 B2  . B3 B3  .  .
+#    rank 2   .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  .  .  .  .
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """1F1B (Narayanan et al. 2019, PipeDream; its flush variant): rank r holds min(m, p - r) microbatches."""
+    rows = []
+    for stage in range(ranks):
+        forwards, backwards = (_run(op, stage, range(microbatches)) for op in (Op.FORWARD, Op.BACKWARD))
+        rows.append(tuple(_one_for_one(forwards, backwards, ranks - stage - 1)))
+    return _schedule("1f1b", microbatches, loop(ranks, 1), rows)
+
+
+# interleaved(2, 4, 2): stages 0 and 2 on rank 0, 1 and 3 on rank 1. A rank starts after fewer layers, so that the
+# idle clocks are those of smaller stages; two microbatches go around the loop before the next two enter.
+#
+#    rank 0  0F0 0F1 2F0 2F1 0F2   . 2B0 2B0 0F3 2B1 2B1 2F2 0B0 0B0 2F3 0B1 0B1   . 2B2 2B2   . 2B3 2B3 0B2 0B2 0B3 0B3
+#    rank 1    . 1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1F2 1B0 1B0 1F3 1B1 1B1 3F2 3B2 3B2 3F3 3B3 3B3 1B2 1B2 1B3 1B3   .   .
+def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al. 2021, Megatron-LM, section 2.2), here for any number of microbatches.
+
+    The bubble is (p-1)/(vm+p-1) for m >= p, also where p does not divide m: ``rounds`` are then a little larger
+    than p. Rank r holds (v-1)n + 2(p-r) - 1 activations of a stage at most, n of the largest round.
+    """
+    turns = rounds(ranks, microbatches)
+    most = max(map(len, turns))
+    placement = loop(ranks, virtual_stages)
+    rows = []
+    for rank, stages in enumerate(placement):
+        forwards = chain.from_iterable(_run(Op.FORWARD, stage, turn) for turn in turns for stage in stages)
+        backwards = chain.from_iterable(_run(Op.BACKWARD, stage, turn) for turn in turns for stage in stages[::-1])
+        ahead = (virtual_stages - 1) * most + 2 * (ranks - rank - 1)
+        rows.append(tuple(_one_for_one(forwards, backwards, ahead)))
+    return _schedule("interleaved", microbatches, placement, rows)
+
+
+# looped_bfs(2, 4, 2): a stage does all its microbatches before the rank turns to its next stage, so that ZeRO
+# gathers and reduces each stage once a step, while the others compute. The bubble is that of interleaved.
+#
+#    rank 0  0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3   .   .   . 2B0 2B0 2B1 2B1 2B2 2B2 2B3 2B3 0B0 0B0 0B1 0B1 0B2 0B2 0B3 0B3
+#    rank 1    . 1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B0 3B0 3B1 3B1 3B2 3B2 3B3 3B3 1B0 1B0 1B1 1B1 1B2 1B2 1B3 1B3   .   .
+def looped_bfs(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
+    """Breadth-first pipeline parallelism (Lamy-Poirier 2022): every rank holds the activations of all microbatches.
+
+    Backwards go from microbatch 0 up, so that gradients add up in the order of one process.
+    """
+    return _breadth_first("looped-bfs", ranks, microbatches, virtual_stages)
+
+
+def _breadth_first(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
+    placement, every = loop(ranks, virtual_stages), range(microbatches)
+    rows = []
+    for stages in placement:
+        forwards = chain.from_iterable(_run(Op.FORWARD, stage, every) for stage in stages)
+        backwards = chain.from_iterable(_run(Op.BACKWARD, stage, every) for stage in stages[::-1])
+        rows.append((*forwards, *backwards))
+    return _schedule(name, microbatches, placement, rows)
+
+
+def _one_for_one(forwards: Iterable[Action], backwards: Iterable[Action], ahead: int) -> Iterator[Action]:
+    """``ahead`` forwards; then a forward and a backward in turn; then what is left."""
+    rest = iter(forwards)
+    yield from islice(rest, ahead)
+    for pair in zip_longest(rest, backwards):
+        yield from (action for action in pair if action is not None)
+
+
+def _run(op: Op, stage: int, microbatches: range) -> Iterator[Action]:
+    return (Action(op, stage, microbatch) for microbatch in microbatches)
+
+
+def _schedule(name: str, microbatches: int, placement: Placement, rows: Sequence[tuple[Action, ...]]) -> Schedule:
+    stages = sum(map(len, placement))
+    return Schedule(name, stages, microbatches, tuple(rows), placement)
+
+
+def forward_only(placement: Placement | int, microbatches: int) -> Schedule:
+    """The forwards of all microbatches; ``placement`` may be the number of ranks with one stage each.
+
+    Idle are p-1 clocks of a loop of m >= p microbatches, which is the least, and 2(p-1) of a V, where the
+    result has to come back to rank 0. No more than the ranks' number of microbatches, or a round, is on the way.
+    """
+    if isinstance(placement, int):
+        placement = loop(placement, 1)
+    ranks = len(placement)
+    stages = sum(map(len, placement))
+    if ranks and placement == loop(ranks, stages // ranks):
+        turns = rounds(ranks, microbatches)
+        orders = [[(stage, i) for turn in turns for stage in held for i in turn] for held in placement]
+    else:
+        orders = _deepest_first(placement, microbatches)
+    rows = tuple(tuple(Action(Op.FORWARD, stage, i) for stage, i in order) for order in orders)
+    return Schedule("forward", stages, microbatches, rows, placement, training=False)
+
+
+def _deepest_first(placement: Placement, microbatches: int) -> list[list[tuple[int, int]]]:
+    """Clock by clock, every rank does the last of its stages that it can; p microbatches are on the way at most."""
+    stages = sum(map(len, placement))
+    done = [0] * stages
+    rows: list[list[tuple[int, int]]] = [[] for _ in placement]
+    while stages and done[-1] < microbatches:
+        entered = min(microbatches, done[-1] + len(placement))
+        ready = [count < before for count, before in zip(done, [entered, *done], strict=False)]
+        for row, held in zip(rows, placement, strict=True):
+            stage = next((stage for stage in reversed(held) if ready[stage]), None)
+            if stage is not None:
+                row.append((stage, done[stage]))
+                done[stage] += 1
+    return rows

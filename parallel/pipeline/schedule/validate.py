@@ -1,0 +1,127 @@
+"""Whether a schedule can be done, how long it takes and how much it holds; found from the data alone."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from engine.errors import ScheduleError
+from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
+from engine.parallel.pipeline.schedule.dependencies import DependencyGraph
+
+
+def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
+    """Prove that ``schedule`` can be run, before anything is sent.
+
+    Complete: every stage does the forward and the backward (B, or I and W) of each microbatch exactly once,
+    on the rank that holds the stage; without backwards where the schedule is not for training.
+
+    Ordered, and free of deadlock with asynchronous sends: a rank works through its row from left to right,
+    waits before each action for all that it ``needs``, and never waits for a send. Values that a stage
+    sends past its neighbour add nothing here: the chain of needs already orders them.
+
+    One order of messages: all stages take the microbatches in the same order, forwards and backwards each. So
+    between any two stages messages are received in the order in which they are sent, and need no tags.
+
+    With ``receives_ahead`` also free of deadlock with blocking sends and no buffer anywhere (rendezvous): a rank
+    that begins an action has offered to receive for it and for so many actions after it, and goes on to its
+    next action when what it sent was met by such an offer. 0 is enough for gpipe, 1f1b and zb-h1 of one stage a rank;
+    interleaved needs 1, or 2(n-p) where n > p microbatches are in a round. No small number is enough where a rank runs
+    ahead of a stage that takes its messages later: looped-bfs, zb-v, dualpipe-v, zb-h1 of several stages a rank. Their
+    sends must be asynchronous, and ``releases`` says when one has ended.
+
+    Raises:
+        ScheduleError: names what is missing, doubled or misplaced, or all actions of one circle of waiting
+            and what each waits for, or the first two actions that take messages out of order.
+    """
+    rules = complete_rules(schedule)
+    rules.order(rules.needs)
+    if receives_ahead is not None:
+        rules.order(rules.with_rendezvous(receives_ahead))
+    _check_message_order(schedule)
+
+
+def complete_rules(schedule: Schedule) -> DependencyGraph:
+    """Its actions as numbers.
+
+    Raises:
+        ScheduleError: the schedule is incomplete.
+    """
+    _check_complete(schedule)
+    return DependencyGraph(schedule)
+
+
+def _check_message_order(schedule: Schedule) -> None:
+    """Values may go past the neighbour, so that all stages count, not only pairs; within one rank nothing travels."""
+    if sum(map(bool, schedule.stages_of_rank)) < 2:
+        return
+    flows: list[list[list[Action]]] = [[[] for _ in range(schedule.stages)] for _ in range(2)]
+    forward, weight = Op.FORWARD, Op.BACKWARD_WEIGHT
+    for row in schedule.per_rank:
+        for action in row:
+            if action.op is not weight:
+                flows[action.op is forward][action.stage].append(action)
+    for first, *others in flows:
+        microbatches = [action.microbatch for action in first]
+        for stage in others:
+            if [action.microbatch for action in stage] != microbatches:
+                here, there = next(pair for pair in zip(first, stage, strict=True) if pair[0][2] != pair[1][2])
+                raise ScheduleError(
+                    f"schedule {schedule.name} has {there} where stage 0 has {here}: messages between two stages are "
+                    "taken in the order in which they are sent; let all stages take microbatches in the same order."
+                )
+
+
+def _check_complete(schedule: Schedule) -> None:
+    if _is_complete(schedule):
+        return
+    count = Counter(action for row in schedule.per_rank for action in row)
+    wanted = set(_wanted(schedule))
+    rank_of = schedule.rank_of_stage
+    problems = {
+        "missing": [str(action) for action in sorted(wanted - count.keys())],
+        "more than once": [str(action) for action, times in count.items() if times > 1 and action in wanted],
+        "not part of it": [str(action) for action in sorted(count.keys() - wanted)],
+        "on the wrong rank": [
+            f"{action} (on {rank}, not {rank_of[action.stage]})"
+            for rank, row in enumerate(schedule.per_rank)
+            for action in row
+            if action in wanted and rank_of[action.stage] != rank
+        ],
+    }
+    found = "; ".join(f"{what}: {_some(tokens)}" for what, tokens in problems.items() if tokens)
+    must = "F and B (or I and W)" if schedule.training else "F and nothing else"
+    raise ScheduleError(
+        f"schedule {schedule.name} of {schedule.stages} stages and {schedule.microbatches} microbatches is not "
+        f"complete: {found}. Each stage does {must} of every microbatch once, on its own rank."
+    )
+
+
+def _is_complete(schedule: Schedule) -> bool:
+    """Quickly, without saying what is wrong."""
+    stages, microbatches, rank_of = schedule.stages, schedule.microbatches, schedule.rank_of_stage
+    bits = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 4, Op.BACKWARD_WEIGHT: 8}
+    seen = bytearray(stages * microbatches)
+    for rank, row in enumerate(schedule.per_rank):
+        for op, stage, microbatch in row:
+            if not (0 <= stage < stages and 0 <= microbatch < microbatches and rank_of[stage] == rank):
+                return False
+            cell, bit = stage * microbatches + microbatch, bits[op]
+            if seen[cell] & bit:
+                return False
+            seen[cell] |= bit
+    return set(seen) <= ({1 | 2, 1 | 4 | 8} if schedule.training else {1})
+
+
+def _wanted(schedule: Schedule) -> Iterator[Action]:
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
+            yield Action(Op.FORWARD, stage, microbatch)
+            if schedule.training:
+                backward = schedule.backward_of(stage, microbatch)
+                yield backward
+                if backward.op is Op.BACKWARD_INPUT:
+                    yield Action(Op.BACKWARD_WEIGHT, stage, microbatch)
+
+
+def _some(tokens: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(tokens) - most} more" if len(tokens) > most else ""
+    return ", ".join(tokens[:most]) + more

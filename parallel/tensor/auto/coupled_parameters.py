@@ -1,0 +1,318 @@
+"""Which parameters of a block are cut together, and which rows of each a rank needs.
+
+A product R sums over the width of its input x. Rank r can do its share from a slice of x alone, and needs of the
+products before only what that slice depends on. Backward from a random gradient on the slice shows it: rows of an
+earlier weight whose gradient is exactly zero are not needed.
+
+                                     q k v        q k v        rank 0 has x[0:4]: rows 0:4 of each third
+    c_attn ── attention ── x ── R    # . # . # .               rank 1 has x[4:8]: rows 4:8
+                                     . # . # . #
+
+If the ranks need different rows that together are all, R is a row layer and the weights before it are its columns.
+Nothing is known of heads or classes; rows stay in their order, which is what the code expects.
+
+Which parameters a block multiplies its activations with: a function mode around one run of it.
+
+Some functions are changed while it looks, so that the gradients of what it finds are zero only where nothing is
+needed:
+
+    relu          leaks, or a dead unit would look as if nobody needed it
+    norms         do not differentiate their statistics: a norm over a cut width is then taken element by element
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from engine.parallel.shard_table import Range
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.rules.attention import multi_head_in_steps
+from engine.parallel.tensor.plan.ranges import cut_parts, ranges_of
+from engine.parallel.tensor.plan.tensor_plan import ParameterCut
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""args and kwargs of the block, with content."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoupledParameters:
+    """A row layer and what is cut with it."""
+
+    row: str
+    """The parameter whose product is summed over the ranks."""
+    columns: tuple[str, ...]
+    """The parameters whose products give the parts."""
+    cuts: Mapping[str, ParameterCut]
+    """Everything that is cut, by parameter; a column that all ranks need whole has one range with all holders."""
+    partial: tuple[str, ...]
+    """Whole parameters that are used between columns and row: their gradient is a part on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulRecord:
+    """An activation times a parameter, or a view of one."""
+
+    weight: str
+    bias: str | None
+    x: Tensor
+    x_dim: int
+    """The dim of x that is summed over."""
+    weight_dim: int
+    """The dim of the whole parameter that is summed over."""
+
+
+class GradientSparsity:
+    """One run of ``block`` under observation; ``groups`` may be asked for several numbers of ranks.
+
+    ``block``: a copy with random weights in eval mode; ``given``: what it is called with, the hidden states
+    random; ``others``: parameters that are cut otherwise; ``used``: which leaves of its output somebody reads.
+    """
+
+    def __init__(
+        self, block: nn.Module, given: Given, others: Collection[str] = (), used: Collection[int] | None = None
+    ) -> None:
+        self._block, self._given, self._others, self._used = block, given, frozenset(others), used
+        self._parameters = dict(block.named_parameters())
+        self._generator = torch.Generator().manual_seed(0)
+        self.products = self._run(())
+        self._multiplied = {product.weight for product in self.products}
+        # a key's bias has no gradient: it follows its weight
+        self._bias_of = {product.weight: product.bias for product in self.products if product.bias}
+
+    def groups(self, tp: int) -> tuple[CoupledParameters, ...]:
+        """The groups for ``tp`` ranks, in the order of their rows in the run.
+
+        A row that is a column of a larger group is left to that: of a, b and o in a chain with a narrow place between
+        a and b (queries by way of a low rank), b and o are cut.
+        """
+        taken = set(self._others)
+        rows = [row for row in dict.fromkeys(product.weight for product in self.products) if row not in taken]
+        alone = {row: group for row in rows if (group := self._group(row, tp, taken)) is not None}
+        found = []
+        for row in alone:
+            if any(row in other.columns and self._size(other) > self._size(alone[row]) for other in alone.values()):
+                continue
+            if row not in taken and (group := self._group(row, tp, taken)) is not None:
+                taken.update(group.cuts)
+                found.append(replace(group, partial=self._between(group)))
+        return tuple(found)
+
+    def _size(self, group: CoupledParameters) -> int:
+        return sum(self._parameters[name].numel() for name in group.cuts)
+
+    def width(self, row: str) -> int:
+        """Inputs of a product."""
+        return next(p.x.shape[p.x_dim] for p in self.products if p.weight == row)
+
+    def _run(self, cut_off: Sequence[str]) -> list[MatmulRecord]:
+        args, kwargs = self._given
+        watch = MatmulTrace(self._block, cut_off)
+        with torch.enable_grad(), watch:
+            self._block(*args, **kwargs)
+        return watch.seen
+
+    def _group(self, row: str, tp: int, taken: set[str]) -> CoupledParameters | None:
+        products = [p for p in self.products if p.weight == row and p.x.requires_grad]
+        if not products or any(p.x.shape[p.x_dim] % tp for p in products):
+            return None
+        needed = self._needed(products, tp)
+        cuts = dict(self._cuts(row, needed, taken))
+        columns = [name for name in cuts if name in self._multiplied]
+        if not columns or self._goes_elsewhere(row, columns):
+            return None
+        inputs = {id(p.x) for p in self.products if p.weight in columns}
+        for product in self.products:  # multi-query keys and values: every rank needs them whole
+            name = product.weight
+            shares = id(product.x) in inputs and name not in cuts and name not in taken and name != row
+            if shares and name in needed and any(needed[name][0][0]):
+                size = self._parameters[name].shape[0]
+                cuts[name] = ParameterCut(0, (Range(0, size, tuple(range(tp))),))
+                columns.append(name)
+        for name in columns:
+            if (bias := self._bias_of.get(name)) is not None:
+                cuts[bias] = ParameterCut(0, cuts[name].ranges)
+        cuts[row] = ParameterCut(
+            products[0].weight_dim, cut_parts(self._parameters[row].shape[products[0].weight_dim], tp)
+        )
+        return CoupledParameters(row, tuple(columns), cuts, ())
+
+    def _needed(self, products: Sequence[MatmulRecord], tp: int) -> dict[str, list[list[list[bool]]]]:
+        """By parameter and rank: for each dim, which rows have a gradient."""
+        names = list(self._parameters)
+        found: dict[str, list[list[list[bool]]]] = {}
+        for rank in range(tp):
+            out = torch.zeros(())
+            for product in products:
+                width = product.x.shape[product.x_dim] // tp
+                part = product.x.narrow(product.x_dim, rank * width, width)
+                noise = torch.randn(part.shape, generator=self._generator, dtype=part.dtype)
+                out = out + (part * noise).sum()
+            grads = torch.autograd.grad(out, list(self._parameters.values()), retain_graph=True, allow_unused=True)
+            for name, grad in zip(names, grads, strict=True):
+                if grad is not None:
+                    found.setdefault(name, []).append([_nonzero(grad, dim) for dim in range(grad.dim())])
+        return {name: ranks for name, ranks in found.items() if len(ranks) == tp}
+
+    def _cuts(
+        self, row: str, needed: Mapping[str, list[list[list[bool]]]], taken: set[str]
+    ) -> Iterator[tuple[str, ParameterCut]]:
+        biases = set(self._bias_of.values())
+        for name, ranks in needed.items():
+            if name == row or name in taken or name in biases:
+                continue
+            for dim in range(self._parameters[name].dim()):
+                rows = [by_dim[dim] for by_dim in ranks]
+                if _is_cut(rows):
+                    yield name, ParameterCut(dim, ranges_of(rows))
+                    break
+
+    def _goes_elsewhere(self, row: str, columns: Sequence[str]) -> bool:
+        """Whether what the columns give reaches an output of the block beside the row, as a residual does."""
+        outputs = [leaf for leaf in self._outputs((row,)) if leaf.requires_grad]
+        total = sum((leaf.double().sum() for leaf in outputs), torch.zeros((), dtype=torch.float64))
+        if not total.requires_grad:
+            return False
+        wanted = [self._parameters[name] for name in columns]
+        grads = torch.autograd.grad(total, wanted, allow_unused=True)
+        return any(grad is not None and bool(grad.any()) for grad in grads)
+
+    def _outputs(self, cut_off: Sequence[str]) -> list[Tensor]:
+        args, kwargs = self._given
+        with torch.enable_grad(), MatmulTrace(self._block, cut_off):
+            out = self._block(*args, **kwargs)
+        return float_leaves(out, self._used)
+
+    def _between(self, group: CoupledParameters) -> tuple[str, ...]:
+        """Whole parameters that still reach the row when its columns give no gradient."""
+        products = self._run([name for name in group.cuts if name != group.row])
+        inputs = [p.x for p in products if p.weight == group.row and p.x.requires_grad]
+        names = [name for name in self._parameters if name not in group.cuts]
+        if not inputs or not names:
+            return ()
+        total: Tensor = torch.stack([x.sum() for x in inputs]).sum()
+        grads = torch.autograd.grad(total, [self._parameters[name] for name in names], allow_unused=True)
+        return tuple(name for name, grad in zip(names, grads, strict=True) if grad is not None)
+
+
+def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
+    """The float tensors among the leaves of an output that are ``used``; a view is one leaf."""
+    leaves = pytree.tree_leaves(out, is_leaf=lambda node: isinstance(node, GlobalTensor))
+    read = [leaf for number, leaf in enumerate(leaves) if used is None or number in used]
+    return [leaf for leaf in read if isinstance(leaf, Tensor | GlobalTensor) and leaf.is_floating_point()]
+
+
+def _nonzero(grad: Tensor, dim: int) -> list[bool]:
+    others = [d for d in range(grad.dim()) if d != dim]
+    largest = grad.abs().amax(others) if others else grad.abs()
+    return (largest > 0).tolist()
+
+
+def _is_cut(rows: Sequence[Sequence[bool]]) -> bool:
+    """Whether the ranks need different rows that together are all."""
+    covered = all(any(held) for held in zip(*rows, strict=True))
+    return covered and not all(all(own) for own in rows) and any(own != rows[0] for own in rows[1:])
+
+
+_LEAK = 0.3
+
+
+class _Form(NamedTuple):
+    """Where a function has its operands, and the dims that it sums over."""
+
+    x: int
+    weight: int
+    bias: int | None
+    x_dim: int
+    weight_dim: int
+
+
+_MATMUL = _Form(0, 1, None, -1, -2)
+
+
+_ADDMM = _Form(1, 2, 0, -1, -2)
+
+
+_BY_FUNCTION: Mapping[Any, _Form] = MappingProxyType(
+    {functional.linear: _Form(0, 1, 2, -1, -1), torch.addmm: _ADDMM, torch.baddbmm: _ADDMM}
+    | dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm), _MATMUL)
+    | dict.fromkeys((Tensor.bmm, torch._grouped_mm, getattr(functional, "grouped_mm", torch._grouped_mm)), _MATMUL)
+)
+
+
+_RELUS = frozenset((functional.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_))
+
+
+_STATISTICS = frozenset((Tensor.mean, torch.mean, Tensor.var, torch.var, Tensor.sum, torch.sum))
+
+
+_NORMS = frozenset((functional.layer_norm, functional.rms_norm, torch.layer_norm))
+
+
+class MatmulTrace(TorchFunctionMode):
+    """Records the products of ``block``. ``cut_off``: parameters whose products are detached."""
+
+    def __init__(self, block: nn.Module, cut_off: Collection[str] = ()) -> None:
+        super().__init__()
+        self.seen: list[MatmulRecord] = []
+        self._cut_off = cut_off
+        self._owner = {p.untyped_storage().data_ptr(): (name, p) for name, p in block.named_parameters()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.multi_head_attention_forward:
+            with self:
+                return multi_head_in_steps(*args, **kwargs)
+        if func in _BY_FUNCTION and self._note(_BY_FUNCTION[func], args, kwargs):
+            return func(*args, **kwargs).detach()
+        if func in _RELUS:
+            return functional.leaky_relu(args[0], _LEAK)
+        if func in _STATISTICS and kwargs.get("keepdim"):
+            return func(*args, **kwargs).detach()
+        if func in _NORMS and args[0].requires_grad:
+            return _without_statistics(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _note(self, form: _Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the product is to be detached."""
+        weight = args[form.weight] if len(args) > form.weight else kwargs.get("weight", kwargs.get("mat2"))
+        found = self._owner_of(weight)
+        if found is None or weight is None or weight.dim() < 2:
+            return False
+        name, parameter = found
+        stride, size = weight.stride(form.weight_dim), weight.shape[form.weight_dim]
+        dims = [d for d in range(parameter.dim()) if parameter.stride(d) == stride and parameter.shape[d] == size]
+        if not dims:
+            return False
+        bias = None
+        if form.bias is not None:
+            bias = self._owner_of(args[form.bias] if len(args) > form.bias else kwargs.get("bias"))
+        is_vector = bias is not None and bias[1].dim() == 1
+        self.seen.append(
+            MatmulRecord(name, bias[0] if bias and is_vector else None, args[form.x], form.x_dim, dims[-1])
+        )
+        return name in self._cut_off
+
+    def _owner_of(self, tensor: Any) -> tuple[str, nn.Parameter] | None:
+        return self._owner.get(tensor.untyped_storage().data_ptr()) if isinstance(tensor, Tensor) else None
+
+
+def _without_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The norm's value, with the gradient of a product with its weight."""
+    weight = args[2] if len(args) > 2 else kwargs.get("weight")
+    bias = args[3] if len(args) > 3 else kwargs.get("bias")
+    x = args[0]
+    with torch.no_grad():
+        plain = func(*args, **kwargs)
+    moved = x - x.detach()
+    out = plain + (moved if weight is None else moved * weight.detach())
+    for parameter in (weight, bias):
+        if parameter is not None:
+            out = out + (parameter - parameter.detach())
+    return out

@@ -1,0 +1,317 @@
+"""Is a plan right? All tensor ranks of a block in one process, forward and backward, against the whole block.
+
+Compared are the outputs and the input gradients of every rank, and every parameter's gradient, put together from
+the rows that the ranks hold: rows of several holders and partial gradients are summed, as in a run.
+
+The arithmetic is float64, so that the rule can be exact: a value is right if it is within TOLERANCE of the largest
+of its tensor; a tensor that is nowhere above ZERO of the largest gradient of the block is zero in truth (the bias
+of a key), and both must be.
+
+A block's arithmetic in float64 and without dropout, whatever its code asks for.
+
+Norms and softmax of many models compute in fp32 by their own word; a proof in float64 would see their rounding.
+"""
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from engine.errors import first_line
+from engine.parallel.tensor.auto.coupled_parameters import Given, float_leaves
+from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.redistribute import SequenceError, enter_stream, full
+from engine.parallel.tensor.global_tensor.rules.attention import multi_head_in_steps
+from engine.parallel.tensor.layers.apply_plan import apply_plan
+from engine.parallel.tensor.plan.ranges import rows_of_rank
+from engine.parallel.tensor.plan.tensor_plan import TensorPlan
+from engine.parallel.tensor.thread_ranks import CollectiveCall, SimulatedAxis, run_tensor_ranks
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+TOLERANCE = 1e-9
+
+
+ZERO = 1e-9
+
+
+PROOF = "proof"
+"""Named as the one that gathers outputs to compare them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockResult:
+    """One forward and backward."""
+
+    outputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor | None, ...]
+    """Gradients of the inputs that have one."""
+    parameters: Mapping[str, Tensor | None]
+    evaluated: tuple[Tensor, ...] = ()
+    """Outputs in eval mode, whose code may be another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came out of a proof."""
+
+    problem: str = ""
+    """What differs, or what the code raised; empty: the plan is right."""
+    called: tuple[CollectiveCall, ...] = ()
+    """The collectives of a rank."""
+    gathers: tuple[str, ...] = ()
+    """Functions that had to gather a view."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the plan is right."""
+        return not self.problem
+
+
+class BlockReference:
+    """A block, uncut, and what it gives for each of ``givens``; ``prove`` compares a plan with that.
+
+    ``block`` has float64 parameters with random content; it is copied for every rank and not changed.
+    """
+
+    def __init__(self, block: nn.Module, givens: Sequence[Given], used: Collection[int] | None = None) -> None:
+        self._block, self._givens, self._used = block, givens, used
+        with exactly():
+            self._outcomes = [_both_modes(copy.deepcopy(block), given, used) for given in givens]
+
+    def prove(self, plan: TensorPlan, tp: int) -> Verdict:
+        """Whether the block under ``plan`` gives the same on ``tp`` tensor ranks."""
+        verdict = Verdict()
+        for given, truth in zip(self._givens, self._outcomes, strict=True):
+            verdict = self._prove(plan, tp, given, truth)
+            if not verdict.holds:
+                return verdict
+        return verdict
+
+    def _prove(self, plan: TensorPlan, tp: int, given: Given, truth: BlockResult) -> Verdict:
+        def body(axis: TensorAxis) -> _Rehearsed:
+            mine = copy.deepcopy(self._block)
+            views = apply_plan(mine, plan, axis).views
+            assert isinstance(axis, SimulatedAxis)
+            with Exact(axis.index + 1):  # in a region ranks draw numbers of their own
+                outcome = _rehearse(mine, given, self._used, views)
+                partial = {name for name, p in mine.named_parameters() if p in views.partial}
+                rehearsed = _Rehearsed(outcome, list(axis.called), list(views.gathers), partial)
+                evaluated = _evaluate(mine, given, self._used, views)
+            return rehearsed._replace(outcome=replace(outcome, evaluated=evaluated))
+
+        try:
+            with exactly():
+                ranks = run_tensor_ranks(tp, body)
+        except SequenceError:
+            raise
+        except Exception as error:  # whatever the block's code does with a part
+            return Verdict(f"{type(error).__name__}: {first_line(error)}")
+        plan = replace(plan, partial=plan.partial | ranks[0].partial)
+        problem = next(_differences(plan, truth, [rank.outcome for rank in ranks]), "")
+        return Verdict(problem, tuple(ranks[0].called), tuple(ranks[0].gathers))
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """Inside, this thread computes in float64 and without dropout."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.enable_grad(), Exact():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _Rehearsed(NamedTuple):
+    """What a simulated rank found."""
+
+    outcome: BlockResult
+    called: list[CollectiveCall]
+    gathers: list[str]
+    partial: set[str]
+
+
+def _rehearse(
+    block: nn.Module, given: Given, used: Collection[int] | None, views: GlobalTensorContext | None = None
+) -> BlockResult:
+    """Run it on copies of ``given`` and back from a fixed random gradient of everything float that somebody reads."""
+    fresh = _Fresh(views)
+    args, kwargs = pytree.tree_map(fresh, given)
+    outputs = [_plain(leaf) for leaf in float_leaves(block(*args, **kwargs), used)]
+    generator = torch.Generator().manual_seed(7)
+    roots = [leaf for leaf in outputs if leaf.requires_grad]
+    noise = [torch.randn(root.shape, generator=generator, dtype=root.dtype) for root in roots]
+    if roots:
+        torch.autograd.backward(roots, noise)
+    gradients = {name: p.grad for name, p in block.named_parameters()}
+    return BlockResult(tuple(leaf.detach() for leaf in outputs), tuple(t.grad for t in fresh.inputs), gradients)
+
+
+def _both_modes(block: nn.Module, given: Given, used: Collection[int] | None) -> BlockResult:
+    return replace(_rehearse(block, given, used), evaluated=_evaluate(block, given, used))
+
+
+def _evaluate(
+    block: nn.Module, given: Given, used: Collection[int] | None, views: GlobalTensorContext | None = None
+) -> tuple[Tensor, ...]:
+    """What it gives in eval mode, which it is left in."""
+    args, kwargs = pytree.tree_map(_Fresh(views), given)
+    return tuple(_plain(leaf).detach() for leaf in float_leaves(block.eval()(*args, **kwargs), used))
+
+
+class _Fresh:
+    """Copies arguments; a copy of what needs a gradient is written to as freely as the original could be."""
+
+    def __init__(self, views: GlobalTensorContext | None) -> None:
+        self.inputs: list[Tensor] = []
+        self._views = views
+
+    def __call__(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        twin = leaf.detach().clone()
+        if not leaf.requires_grad:
+            return twin
+        self.inputs.append(twin.requires_grad_())
+        if self._views is not None and self._views.sequence:  # as the block before gives it
+            twin = enter_stream(self._views, twin)
+        return twin.clone()
+
+
+def _plain(leaf: Tensor) -> Tensor:
+    return full(leaf, PROOF) if isinstance(leaf, GlobalTensor) else leaf
+
+
+def _differences(plan: TensorPlan, truth: BlockResult, ranks: Sequence[BlockResult]) -> Iterator[str]:
+    """What differs from the truth, outputs first."""
+    gradients = [grad for grad in (*truth.inputs, *truth.parameters.values()) if grad is not None]
+    largest = max((_top(grad) for grad in gradients), default=0.0)
+    for rank, outcome in enumerate(ranks):
+        for kind, mine, whole in (
+            ("output", outcome.outputs, truth.outputs),
+            ("output in eval mode", outcome.evaluated, truth.evaluated),
+            ("input", outcome.inputs, truth.inputs),
+        ):
+            what = f"gradient of input {{}} on rank {rank}" if kind == "input" else f"{kind} {{}} on rank {rank}"
+            floor = largest if kind == "input" else 0.0
+            if len(mine) != len(whole):
+                yield f"there are {len(mine)} {kind}s on rank {rank}, not {len(whole)}"
+                continue
+            yield from (
+                f"{what.format(number)} {wrong}"
+                for number, (a, b) in enumerate(zip(mine, whole, strict=True))
+                if (wrong := _wrong(a, b, floor))
+            )
+    for name, whole_grad in truth.parameters.items():
+        for grad in _assembled(plan, name, whole_grad, [outcome.parameters[name] for outcome in ranks]):
+            if wrong := _wrong(grad, whole_grad, largest):
+                yield f"the gradient of {name} {wrong}"
+
+
+def _assembled(
+    plan: TensorPlan, name: str, whole: Tensor | None, parts: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """The gradient of the whole parameter, or each rank's where all must have it."""
+    cut = plan.parameters.get(name)
+    if cut is None and name not in plan.partial:
+        return parts
+    if whole is None or any(part is None for part in parts):
+        return [None] if all(part is None for part in parts) else [next(p for p in parts if p is not None)]
+    total = torch.zeros_like(whole)
+    for rank, part in enumerate(parts):
+        assert part is not None
+        if cut is None:
+            total += part
+        else:
+            total.index_add_(cut.dim, torch.tensor(rows_of_rank(cut.ranges, rank)), part)
+    return [total]
+
+
+def _wrong(mine: Tensor | None, whole: Tensor | None, largest: float) -> str:
+    """What is wrong with a value; empty: nothing. ``largest``: of all gradients of the block."""
+    if mine is None or whole is None:
+        return "" if mine is None and whole is None else "is missing" if mine is None else "should not be there"
+    if mine.shape != whole.shape:
+        return f"has the shape {list(mine.shape)}, not {list(whole.shape)}"
+    if not whole.numel():
+        return ""
+    top = _top(whole)
+    error, allowed = _top(mine - whole), max(TOLERANCE * top, TOLERANCE * ZERO * largest)
+    finite = bool(torch.isfinite(mine).all()) or not bool(torch.isfinite(whole).all())
+    if finite and (error <= allowed or (top <= ZERO * largest and _top(mine) <= ZERO * largest)):
+        return ""
+    return f"is off by {error:.1e} where its largest is {top:.1e}"
+
+
+def _top(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+
+
+_GROUPED = frozenset({torch._grouped_mm, getattr(functional, "grouped_mm", torch._grouped_mm)})
+
+
+_FLOAT = frozenset((Tensor.float,))
+
+
+_DROPOUTS = frozenset(
+    (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
+     functional.feature_alpha_dropout, torch.dropout, torch.alpha_dropout, torch.feature_dropout)
+)  # fmt: skip
+
+
+_DRAWS = frozenset(
+    (torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.bernoulli,
+     torch.normal, torch.multinomial, Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_,
+     Tensor.random_, Tensor.exponential_, Tensor.multinomial)
+)  # fmt: skip
+
+
+class Exact(TorchFunctionMode):
+    """Inside, fp32 means float64 and nothing is dropped; what is drawn is that of ``seed``, in whichever thread."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {key: _widened(value) for key, value in (kwargs or {}).items()}
+        args = tuple(map(_widened, args))
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func in _DRAWS:
+            kwargs.setdefault("generator", self._generator)
+        if func in _FLOAT:
+            func = Tensor.double
+        if func in _GROUPED and args[0].dtype == torch.float64:  # which it does not take
+            return _grouped_mm(*args, **kwargs)
+        if func is functional.multi_head_attention_forward:  # whose inner functions this mode would not see
+            with self:
+                return multi_head_in_steps(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+def _grouped_mm(x_SI: Tensor, weight_EIO: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
+    """Rows ``offs[e-1]:offs[e]`` of x times matrix e."""
+    ends = [0, *offs.tolist()]
+    parts = [x_SI[start:stop] @ weight_EIO[e] for e, (start, stop) in enumerate(pairwise(ends))]
+    rest = x_SI.new_zeros(x_SI.shape[0] - ends[-1], weight_EIO.shape[-1])
+    return torch.cat([*parts, rest])
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

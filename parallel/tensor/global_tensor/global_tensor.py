@@ -1,0 +1,226 @@
+"""The class: what the code sees of a tensor that is cut.
+
+    x.shape, x.size(-1), len(x), x.device      answered here, without communication
+    torch.softmax(x, -1), x @ w, x[:, 1:] ...  the function's rule (``views.rules``), else all arguments are gathered
+    Function.apply(x), x.data_ptr(), a kernel  refused: it would read memory that is not there
+
+``torch.autograd.Function.apply`` asks no class. But torch asks a tensor that requires a gradient for its sizes to build
+the graph, and for a View that question comes to ``__torch_dispatch__``: it is noted, and the first thing that the
+Function does with the View raises.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
+
+from engine.errors import EngineError
+from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets
+
+if TYPE_CHECKING:
+    from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
+
+
+Function = Callable[..., Any]
+
+
+class GlobalTensor(Tensor):
+    """``local``: this rank's part, in the autograd graph; ``full``: the shape of all; ``sets``: who holds what."""
+
+    local: Tensor
+    full: torch.Size
+    sets: Sets
+    views: "GlobalTensorContext"
+    copied: bool
+    """Whether plain code would here share memory with a tensor that ``local`` is a copy of."""
+    folded: tuple[int, ...] | None
+    """The dims that the first of two dims was made of, if it was."""
+
+    @staticmethod
+    def __new__(cls, local: Tensor, full: tuple[int, ...], sets: Sets, views: "GlobalTensorContext") -> "GlobalTensor":
+        view: GlobalTensor = Tensor._make_wrapper_subclass(
+            cls,
+            full,
+            dtype=local.dtype,
+            device=local.device,
+            requires_grad=local.requires_grad,
+            dispatch_sizes_strides_policy="sizes",
+        )
+        view.local, view.full, view.sets, view.views = local, torch.Size(full), sets, views
+        view.copied, view.folded = False, None
+        return view
+
+    @classmethod
+    def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        views = (first if type(first) is GlobalTensor else next(views_among(args, kwargs))).views
+        if views.reached_below is not None:
+            refuse_below(views)
+        rule = views.rules.get(func)
+        if rule is not None:
+            try:
+                return rule(views, func, *args, **kwargs)
+            except NoRuleError:
+                pass
+        return views.otherwise(views, func, *args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        view = next(views_among(args, kwargs or {}))
+        if func is torch.ops.aten.dim.default:  # torch.pow(x, 3.0) asks whether x, without a gradient, is a number
+            return view.ndim
+        view.views.reached_below = view.views.reached_below or _caller(str(func))
+        if func is torch.ops.aten.sym_size.default:  # asked where nothing may be raised
+            return view.full
+        return refuse_below(view.views)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"View(full={tuple(self.full)}, local={tuple(self.local.shape)}, dtype={self.local.dtype})"
+
+    __str__ = __repr__
+
+    def __format__(self, _: str) -> str:
+        return repr(self)
+
+    # ---- what costs nothing
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The full shape."""
+        return self.full
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """How many dims."""
+        return len(self.full)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Of the part, which may be a parameter that has been cast."""
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Of the part."""
+        return self.local.device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Of the part."""
+        return self.local.is_cuda
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Of the part."""
+        return self.local.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """Of the part."""
+        return self.local.grad_fn
+
+    @property
+    def requires_grad(self) -> bool:
+        """Of the part."""
+        return self.local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.local.requires_grad_(value)
+        follow_grad(self)
+
+    def size(self, dim: int | None = None) -> Any:
+        """The full size."""
+        return self.full if dim is None else self.full[dim]
+
+    def dim(self) -> int:
+        """How many dims."""
+        return len(self.full)
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        """Elements of all ranks together."""
+        return self.full.numel()
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        return self.full[0]
+
+
+def views_among(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
+    """The Views among arguments, also in lists and dicts."""
+    for argument in args:
+        if type(argument) is GlobalTensor:
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from views_among(argument, {})
+        elif isinstance(argument, dict):
+            yield from views_among((), argument)
+    if kwargs:
+        yield from views_among(kwargs.values(), {})
+
+
+def has_views(args: Any, kwargs: Any) -> bool:
+    """Whether there is one."""
+    return next(views_among(args, kwargs), None) is not None
+
+
+def show_parameter(
+    parameter: nn.Parameter, full: tuple[int, ...], sets: Sets, views: "GlobalTensorContext"
+) -> GlobalTensor:
+    """A parameter of which this rank holds a part, for code that expects it whole; nothing of it is remembered."""
+    return GlobalTensor(parameter, full, sets, views)
+
+
+def like(view: GlobalTensor, local: Tensor) -> GlobalTensor:
+    """What an operation made of ``view`` element by element."""
+    if local is view.local:
+        return view
+    made = GlobalTensor(local, view.full, view.sets, view.views)
+    made.folded = view.folded
+    return made
+
+
+def follow_grad(view: GlobalTensor) -> None:
+    """Tell torch whether a gradient is required, after ``local`` has been written."""
+    wanted = view.local.requires_grad
+    with torch._C.DisableTorchFunction():  # modes are not asked either
+        torch._C.TensorBase.requires_grad.__set__(view, wanted)  # type: ignore[attr-defined]
+
+
+def _caller(function: str) -> str:
+    """The autograd.Function that is applied, or else the operation."""
+    frame: FrameType | None = sys._getframe(2)
+    if frame is not None and frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
+        return f"autograd.Function {frame.f_locals['cls'].__name__}"
+    return function
+
+
+def refuse_below(views: "GlobalTensorContext") -> None:
+    """Raise for what has reached a View below the level of torch functions."""
+    caller, views.reached_below = views.reached_below, None
+    raise EngineError(
+        f"{caller} was given a tensor that is cut over tensor ranks, which it can neither read nor differentiate; "
+        "give it plain tensors: leave the module that calls it whole in parallel.tensor_plan."
+    )
+
+
+def _flatten(view: GlobalTensor) -> tuple[list[Tensor], Any]:
+    return [view.local], (tuple(view.full), view.sets, view.views)
+
+
+def _unflatten(leaves: Any, context: Any) -> Any:
+    (local,) = leaves
+    return GlobalTensor(local, *context) if isinstance(local, Tensor) else local
+
+
+register_pytree_node(GlobalTensor, _flatten, _unflatten)

@@ -1,0 +1,178 @@
+"""Which indices of a dim each rank holds: sorted sets, compared by value. Pure arithmetic.
+
+    blocks      0 0 0 1 1 1      every rank an equal part in rank order: collectives need no copy
+    even        0 1 0 1 0 1      every index at one rank, equally many at each
+    thirds      0 1 | 0 1 | 0 1  a fused q, k, v
+    shared      01 01 | 01 01    an index at several ranks: gradients are parts
+
+A dim that all ranks hold whole has no Index but None.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.parallel.shard_table import Range
+
+Indices = NDArray[np.int64]
+
+
+class NoRuleError(Exception):
+    """What is asked cannot be done on parts: the caller gathers instead."""
+
+
+class Index:
+    """``ranks[r]``: the sorted indices of a dim of ``size`` that rank r holds; together they are all."""
+
+    def __init__(self, ranks: Iterable[Indices], size: int) -> None:
+        self.ranks = tuple(np.ascontiguousarray(held, dtype=np.int64) for held in ranks)
+        self.size = size
+        self._key = (size, *(held.tobytes() for held in self.ranks))
+        self._hash = hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Index) and self._hash == other._hash and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"Index({self.size} over {len(self.ranks)}: {' '.join(map(str, self.counts))})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Index, (self.ranks, self.size)  # a hash of bytes differs between processes
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many each rank holds."""
+        return tuple(map(len, self.ranks))
+
+    @cached_property
+    def holders(self) -> Indices:
+        """For each index a number whose bit r says that rank r holds it."""
+        masks = np.zeros(self.size, dtype=np.int64)
+        for rank, held in enumerate(self.ranks):
+            masks[held] |= 1 << rank
+        return masks
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """The different values among ``holders``."""
+        return tuple(np.unique(self.holders).tolist())
+
+    @cached_property
+    def once(self) -> bool:
+        """Whether every index is held by one rank."""
+        return sum(self.counts) == self.size
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether moreover all ranks hold equally many."""
+        return self.once and len(set(self.counts)) == 1
+
+    @cached_property
+    def order(self) -> Indices:
+        """Of an even Index: where each index lies once the parts of all ranks are joined."""
+        return np.argsort(np.concatenate(self.ranks))
+
+    @cached_property
+    def blocks(self) -> bool:
+        """Whether moreover the parts of all ranks, joined, are in order."""
+        return self.even and bool((np.concatenate(self.ranks) == np.arange(self.size)).all())
+
+    @cached_property
+    def owned(self) -> "Index":
+        """The same with every index at the first of its holders only."""
+        masks = self.holders
+        first = masks & -masks
+        return Index((held[first[held] == 1 << rank] for rank, held in enumerate(self.ranks)), self.size)
+
+    @classmethod
+    def even_blocks(cls, size: int, ranks: int) -> "Index":
+        """Equal parts in rank order; ``ranks`` divides ``size``."""
+        return cls(np.split(np.arange(size), ranks), size)
+
+    @classmethod
+    def of_ranges(cls, ranges: Sequence[Range], ranks: int) -> "Index | None":
+        """From a row of the shard table, whose ranges cover the dim."""
+        held = [[np.arange(r.start, r.stop) for r in ranges if rank in r.holders] for rank in range(ranks)]
+        size = max(r.stop for r in ranges)
+        return index_of([np.sort(np.concatenate(pieces or [np.arange(0)])) for pieces in held], size)
+
+
+Sets = tuple[Index | None, ...]
+
+
+def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
+    """The Index; None where every rank holds all.
+
+    Raises:
+        NoRuleError: a dim of one element would be cut, which broadcasting does not allow.
+    """
+    if all(len(held) == size for held in ranks):
+        return None
+    if size == 1:
+        raise NoRuleError("one element")
+    return Index(ranks, size)
+
+
+def common(a: Index | None, b: Index | None) -> Index | None:
+    """What each rank holds of both.
+
+    Raises:
+        NoRuleError: that is not all.
+    """
+    if a is b or b is None:
+        return a
+    if a is None or a == b:
+        return b
+    both = [np.intersect1d(x, y, assume_unique=True) for x, y in zip(a.ranks, b.ranks, strict=True)]
+    found = index_of(both, a.size)
+    if found is not None and 0 in found.kinds:
+        raise NoRuleError("held by nobody")
+    return found
+
+
+def covers(sets: Iterable[Index | None]) -> bool:
+    """Whether of dims cut so, every element (one index of each dim) is held by some rank."""
+    kinds = [index.kinds for index in sets if index is not None]
+    return len(kinds) < 2 or all(_meet(masks) for masks in product(*kinds))
+
+
+def held_once(sets: Iterable[Index | None]) -> bool:
+    """Whether of dims cut so, every element is held by exactly one rank."""
+    kinds = [index.kinds for index in sets if index is not None]
+    return bool(kinds) and all(_meet(masks).bit_count() == 1 for masks in product(*kinds))
+
+
+def _meet(masks: Iterable[int]) -> int:
+    met = -1
+    for mask in masks:
+        met &= mask
+    return met
+
+
+def positions(have: Index | None, want: Index | None, rank: int) -> Indices | None:
+    """Where what rank ``rank`` shall have lies in what it has; None where it is all.
+
+    Raises:
+        NoRuleError: it does not have it.
+    """
+    if have == want:
+        return None
+    if want is None:
+        raise NoRuleError("more than is held")
+    wanted = want.ranks[rank]
+    if have is None:
+        return wanted
+    held = have.ranks[rank]
+    places = np.searchsorted(held, wanted)
+    if len(wanted) and (places[-1] >= len(held) or not np.array_equal(held[places], wanted)):
+        raise NoRuleError("more than is held")
+    return places

@@ -1,0 +1,166 @@
+"""Full shapes and index sets of what an operation makes. Pure arithmetic.
+
+reshape works on groups of dims whose products agree; a group that no rank has cut needs nothing:
+
+    (B, T, 3 C)  ->  (B, T, 3, H, D)      groups  B | T | 3 C -> 3 H D
+                        rank 0 holds of 3 C the flat numbers {q0, k0, v0}
+                        unravelled into (3, H, D): all x {0} x all, a product: this is the set of each new dim
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.parallel.tensor.global_tensor.index_sets import Index, Indices, NoRuleError, Sets, common, covers, index_of
+
+Shape = tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """What the code sees and who holds it."""
+
+    shape: Shape
+    sets: Sets
+
+
+def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
+    """The broadcast of all dims but the last ``tail`` (1 there), and what each rank holds of all operands.
+
+    Raises:
+        NoRuleError: some of it would be held by nobody.
+    """
+    dims = max(len(layout.shape) for layout in layouts)
+    shape: list[int] = [1] * dims
+    sets: list[Index | None] = [None] * dims
+    for layout in layouts:
+        offset = dims - len(layout.shape)
+        for dim in range(len(layout.shape) - tail):
+            if layout.shape[dim] != 1:
+                if shape[offset + dim] not in (1, layout.shape[dim]):
+                    raise NoRuleError("sizes do not agree")
+                shape[offset + dim] = layout.shape[dim]
+                sets[offset + dim] = common(sets[offset + dim], layout.sets[dim])
+    return checked(tuple(shape), tuple(sets))
+
+
+def checked(shape: Shape, sets: Sets) -> Layout:
+    """The layout.
+
+    Raises:
+        NoRuleError: some of it would be held by nobody.
+    """
+    if not covers(sets):
+        raise NoRuleError("held by nobody")
+    return Layout(shape, sets)
+
+
+def local_shape(layout: Layout, rank: int) -> Shape:
+    """The shape of what ``rank`` holds."""
+    pairs = zip(layout.shape, layout.sets, strict=True)
+    return tuple(size if index is None else index.counts[rank] for size, index in pairs)
+
+
+def positive_dim(dim: int, dims: int) -> int:
+    """``dim`` of so many counted from the first one.
+
+    Raises:
+        NoRuleError: there is no such dim; torch will say it better.
+    """
+    if not -max(dims, 1) <= dim < max(dims, 1):
+        raise NoRuleError("no such dim")
+    return dim % max(dims, 1)
+
+
+def infer_size(numel: int, shape: Sequence[int]) -> Shape:
+    """``shape`` with its -1 replaced."""
+    if -1 not in shape:
+        return tuple(shape)
+    known = -math.prod(shape)
+    return tuple(numel // max(known, 1) if size == -1 else size for size in shape)
+
+
+def reshaped(layout: Layout, shape: Shape) -> Layout:
+    """The layout with ``shape``.
+
+    Raises:
+        NoRuleError: what a rank holds is no product of sets there.
+    """
+    sets: list[Index | None] = [None] * len(shape)
+    for old, new in _groups(layout.shape, shape):
+        if any(layout.sets[dim] is not None for dim in old):
+            group = Layout(tuple(layout.shape[dim] for dim in old), tuple(layout.sets[dim] for dim in old))
+            for dim, index in zip(new, _regroup(group, [shape[dim] for dim in new]), strict=True):
+                sets[dim] = index
+    return Layout(shape, tuple(sets))
+
+
+def _groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
+    """Neighbouring dims of both whose products agree, as short as possible."""
+    i = j = 0
+    while i < len(old) or j < len(new):
+        left, right = list(range(i, min(i + 1, len(old)))), list(range(j, min(j + 1, len(new))))
+        i, j = i + len(left), j + len(right)
+        while (a := math.prod(old[d] for d in left)) != (b := math.prod(new[d] for d in right)):
+            if (a < b or j == len(new)) and i < len(old):
+                left.append(i)
+                i += 1
+            elif j < len(new):
+                right.append(j)
+                j += 1
+            else:
+                raise NoRuleError("sizes do not agree")
+        yield left, right
+
+
+def _regroup(group: Layout, shape: Sequence[int]) -> list[Index | None]:
+    ranks = range(next(len(index.ranks) for index in group.sets if index is not None))
+    held = [_unravel(_flat(group, rank), shape) for rank in ranks]
+    return [index_of([sets[dim] for sets in held], size) for dim, size in enumerate(shape)]
+
+
+def _flat(group: Layout, rank: int) -> Indices:
+    pairs = zip(group.shape, group.sets, strict=True)
+    axes = [np.arange(size) if index is None else index.ranks[rank] for size, index in pairs]
+    return np.ravel_multi_index(np.ix_(*axes), group.shape).ravel().astype(np.int64)
+
+
+def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
+    sets = [np.unique(along).astype(np.int64) for along in np.unravel_index(flat, shape)]
+    if math.prod(map(len, sets)) != len(flat):
+        raise NoRuleError("no product of sets")
+    return sets  # as many elements as the product that contains them: they are the product
+
+
+def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
+    """Of the indices ``taken`` of a dim: who holds them, by their old numbers and by their new ones (ascending)."""
+    held = [np.intersect1d(own, taken, assume_unique=True) for own in index.ranks]
+    new = index_of([np.searchsorted(taken, own) for own in held], len(taken))
+    return Index(held, index.size), new
+
+
+def repeated(index: Index, times: int, interleaved: bool) -> Index:
+    """Every index ``times`` times: a a b b where interleaved, otherwise a b a b."""
+    if interleaved:
+        ranks = [(own[:, None] * times + np.arange(times)).ravel() for own in index.ranks]
+    else:
+        ranks = [(np.arange(times)[:, None] * index.size + own).ravel() for own in index.ranks]
+    return Index(ranks, index.size * times)
+
+
+def concatenated(pieces: Sequence[tuple[int, Index | None]], ranks: int) -> Index | None:
+    """Pieces of a dim, each with its size, one behind the other."""
+    if all(index is None for _, index in pieces):
+        return None
+    starts = np.cumsum([0] + [size for size, _ in pieces])
+    held = [
+        np.concatenate(
+            [
+                start + (np.arange(size) if index is None else index.ranks[rank])
+                for (size, index), start in zip(pieces, starts, strict=False)
+            ]
+        )
+        for rank in range(ranks)
+    ]
+    return index_of(held, int(starts[-1]))

@@ -1,0 +1,127 @@
+"""What an operation reads: the part of each operand that this rank needs, aligned at the last dims.
+
+View                             its local, or the piece of it that is asked for
+Parameter                        its piece; the gradient is noted as partial
+plain, needs a gradient          f: the gradient is summed over the ranks, once for all uses of the object
+plain, one dim cut into blocks   its slice: the gradient is gathered, half the bytes
+plain, needs none                its piece
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine.parallel.tensor.collectives import COLUMN_INPUTS, copy_to, slice_of
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.index_sets import Index, Sets, positions
+from engine.parallel.tensor.global_tensor.layout import Layout, Shape, join_layouts
+
+if TYPE_CHECKING:
+    from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """Full shape and sets of a View or of a plain tensor."""
+    if type(tensor) is GlobalTensor:
+        return Layout(tensor.full, tensor.sets)
+    return Layout(tensor.shape, (None,) * tensor.ndim)
+
+
+class Joined(NamedTuple):
+    """The layout of what operands make together, and how each of them is cut for it."""
+
+    shape: Shape
+    sets: Sets
+    operands: tuple[Sets, ...]
+
+
+def broadcast_operands(views: "GlobalTensorContext", tensors: Sequence[Tensor], tail: int = 0) -> Joined:
+    """The broadcast of the operands, and what each rank holds of all of them; the last ``tail`` dims are left out.
+
+    Raises:
+        NoRuleError: some of it would be held by nobody.
+    """
+    layouts = tuple(map(layout_of, tensors))
+    return views.find(("join", tail, layouts), lambda: _join(layouts, tail))
+
+
+def _join(layouts: Sequence[Layout], tail: int) -> Joined:
+    made = join_layouts(layouts, tail)
+    return Joined(*made, tuple(_wanted(layout.shape, made.sets, tail) for layout in layouts))
+
+
+def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
+    """``sets`` for the dims of an operand; those of one element are left for broadcasting."""
+    offset = len(sets) - len(shape)
+    return tuple(sets[offset + dim] if shape[dim] != 1 else None for dim in range(len(shape) - tail))
+
+
+def part(views: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
+    """The local part of an operand whose dims are to be cut as the last of ``sets``."""
+    return fit(views, tensor, _wanted(tensor.shape, sets, 0))
+
+
+def fit(views: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
+    """The local part of an operand whose first dims are to be cut as ``wanted``."""
+    if type(tensor) is not GlobalTensor:
+        return cut_operand_as(views, tensor, wanted)
+    local = tensor.local
+    for dim, index in enumerate(wanted):
+        if index is not tensor.sets[dim]:
+            local = pick(views, local, dim, tensor.sets[dim], index)
+    return local
+
+
+def cut_operand_as(views: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
+    """The part of a plain tensor that ``wanted`` names for its first dims."""
+    if plain.requires_grad:
+        if isinstance(plain, nn.Parameter) and plain not in views.equal and views.sums_once(plain):
+            views.partial.add(plain)
+        elif torch.is_grad_enabled() and views.axis.size > 1:
+            cut = [dim for dim, index in enumerate(wanted) if index is not None]
+            index = wanted[cut[0]] if len(cut) == 1 else None
+            if index is not None and index.blocks:
+                return slice_of(plain, views.axis, cut[0], COLUMN_INPUTS)
+            plain = copied(views, plain)
+    for dim, index in enumerate(wanted):
+        if index is not None:
+            plain = pick(views, plain, dim, None, index)
+    return plain
+
+
+def copied(views: "GlobalTensorContext", plain: Tensor) -> Tensor:
+    """The one copy of a plain tensor, whose gradient is summed over the ranks."""
+    return views.entered(id(plain), plain, lambda passed: copy_to(plain, views.axis, passed=passed))
+
+
+def pick(views: "GlobalTensorContext", local: Tensor, dim: int, have: Index | None, want: Index | None) -> Tensor:
+    """The piece of ``local`` that belongs to ``want``: a view of it where its indices are evenly spaced.
+
+    Raises:
+        NoRuleError: this rank does not hold it.
+    """
+    place = views.find(("pick", have, want), lambda: _place(have, want, views.axis.index))
+    if place is None:
+        return local
+    if isinstance(place, slice):
+        return local[(slice(None),) * dim + (place,)]
+    return local.index_select(dim, on_device(views, ("pick", have, want, local.device), place, local.device))
+
+
+def on_device(views: "GlobalTensorContext", key: Any, places: Any, device: torch.device) -> Tensor:
+    """Indices as a tensor, kept under the key."""
+    return views.find(key, lambda: torch.as_tensor(places, device=device))
+
+
+def _place(have: Index | None, want: Index | None, rank: int) -> Any:
+    places = positions(have, want, rank)
+    if places is None:
+        return None
+    if len(places) < 2:
+        return slice(int(places[0]), int(places[0]) + 1) if len(places) else slice(0, 0)
+    step = int(places[1] - places[0])
+    evenly = bool((np.diff(places) == step).all())
+    return slice(int(places[0]), int(places[-1]) + 1, step) if evenly else places

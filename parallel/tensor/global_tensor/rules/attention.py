@@ -1,0 +1,190 @@
+"""Scaled dot product attention on parts, and the function behind nn.MultiheadAttention in steps that have rules.
+
+Queries, keys and values [.., heads, length, head size] may be cut along all dims but the last two.
+"""
+
+import inspect
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.kernels.ops.rotary import rotary_reference
+from engine.kernels.ops.vendor_ops import attend
+from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, like
+from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets
+from engine.parallel.tensor.global_tensor.layout import repeated
+from engine.parallel.tensor.global_tensor.operands import broadcast_operands, fit, layout_of
+from engine.parallel.tensor.global_tensor.rules.elementwise import draws_alone
+
+if TYPE_CHECKING:
+    from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
+
+
+_ATTENTION_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def attention_rule(views: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
+    """``F.scaled_dot_product_attention``.
+
+    Raises:
+        NoRuleError: positions or the head size are cut.
+    """
+    options = dict(zip(_ATTENTION_NAMES, args, strict=False)) | options
+    query, key, value, mask = (options.pop(name, None) for name in _ATTENTION_NAMES[:4])
+    tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
+    if any(index is not None for tensor in tensors for index in layout_of(tensor).sets[-2:]):
+        raise NoRuleError("positions are cut")
+    if options.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
+        return _grouped(views, func, (query, key, value, mask), options)
+    options.pop("enable_gqa", None)
+    joined = broadcast_operands(views, tensors, tail=2)
+    parts = [fit(views, tensor, own) for tensor, own in zip(tensors, joined.operands, strict=True)]
+    local = _attend(views, func, parts, options, joined.sets)
+    shape = (*joined.shape[:-2], query.shape[-2], value.shape[-1])
+    return GlobalTensor(local, shape, joined.sets, views)
+
+
+def fused_attention(views: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
+    """``kernels.library.attention``, which is the function above."""
+    return attend(*args, **options)
+
+
+def _attend(
+    views: "GlobalTensorContext", func: Function, parts: list[Tensor], options: dict[str, Any], sets: Sets
+) -> Tensor:
+    attend: Any = func
+    if draws_alone(sets, options.get("dropout_p", 0.0)):
+        with views.own_draws(parts[0].device):
+            return attend(*parts, **options)  # type: ignore[no-any-return]
+    return attend(*parts, **options)  # type: ignore[no-any-return]
+
+
+def _grouped(views: "GlobalTensorContext", func: Function, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Key and value heads that several query heads share."""
+    query, key, value, mask = tensors
+    times = query.shape[-3] // key.shape[-3]
+    parts = _matching_groups(views, (query, key, value), times)
+    if parts is None:
+        key, value = (torch.repeat_interleave(tensor, times, dim=-3) for tensor in (key, value))
+        return attention_rule(views, func, query, key, value, mask, **(options | {"enable_gqa": False}))
+    sets = query.sets[:-2]
+    if mask is not None:
+        parts.append(fit(views, mask, broadcast_operands(views, [query, mask], tail=2).operands[1]))
+    local = _attend(views, func, parts, options, sets)
+    return GlobalTensor(local, (*query.full[:-1], value.full[-1]), query.sets, views)
+
+
+def _matching_groups(views: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
+    """The parts, if every rank holds the key heads of its query heads and no others."""
+    if any(type(tensor) is not GlobalTensor for tensor in tensors):
+        return None
+    query, key, value = tensors
+    shared = key.sets[-3]
+    if shared is None or key.sets != value.sets or (query.full[:-3], query.sets[:-3]) != (key.full[:-3], key.sets[:-3]):
+        return None
+    heads = views.find(("repeat", shared, times), lambda: repeated(shared, times, interleaved=True))
+    return [query.local, key.local, value.local] if heads == query.sets[-3] else None
+
+
+_MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
+
+
+def multi_head(views: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+    """``F.multi_head_attention_forward``."""
+    return multi_head_in_steps(*args, **kwargs)
+
+
+def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
+    """``F.multi_head_attention_forward`` in functions that a mode or a view can follow.
+
+    Inputs [length, batch, width], or without batch; one q, k, v weight or three.
+
+    Raises:
+        NoRuleError: keys and values have biases, or are given.
+    """
+    bound = _MULTI_HEAD.bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = SimpleNamespace(**bound.arguments)
+    if any(given is not None for given in (a.bias_k, a.bias_v, a.static_k, a.static_v)) or a.add_zero_attn:
+        raise NoRuleError("keys beside those of the input")
+    batched = a.query.ndim == 3
+    inputs = [a.query, a.key, a.value]
+    if not batched:
+        inputs = [x.unsqueeze(1) for x in inputs]
+        a.key_padding_mask = None if a.key_padding_mask is None else a.key_padding_mask.unsqueeze(0)
+    query, key, value = (
+        projected.view(*projected.shape[:2], a.num_heads, -1).permute(1, 2, 0, 3) for projected in _project(a, inputs)
+    )
+    mask = _mask(a, query)
+    dropout = a.dropout_p if a.training else 0.0
+    if a.need_weights:
+        out, weights = _with_weights(a, (query, key, value, mask), dropout)
+    else:
+        causal = bool(a.is_causal and a.key_padding_mask is None)
+        out = functional.scaled_dot_product_attention(query, key, value, None if causal else mask, dropout, causal)
+        weights = None
+    # rows by batch, then length: the sum may stay cut along the length
+    out = functional.linear(out.transpose(1, 2).flatten(2), a.out_proj_weight, a.out_proj_bias).transpose(0, 1)
+    if not batched:
+        out, weights = out.squeeze(1), None if weights is None else weights.squeeze(0)
+    return out, weights
+
+
+def _project(a: SimpleNamespace, inputs: list[Tensor]) -> list[Tensor]:
+    """Queries, keys, values [length, batch, width]; in one product where they have one input."""
+    biases = (None,) * 3 if a.in_proj_bias is None else a.in_proj_bias.chunk(3)
+    if a.use_separate_proj_weight:
+        weights = (a.q_proj_weight, a.k_proj_weight, a.v_proj_weight)
+    elif a.query is a.key and a.key is a.value:
+        return list(functional.linear(inputs[0], a.in_proj_weight, a.in_proj_bias).chunk(3, dim=-1))
+    else:
+        weights = a.in_proj_weight.chunk(3)
+        if a.key is a.value:
+            inputs[2] = inputs[1]
+    return [functional.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True)]
+
+
+def _mask(a: SimpleNamespace, query: Tensor) -> Any:
+    """To be added to the scores [batch, heads, queries, keys]."""
+    mask = _additive(a.attn_mask, query.dtype)
+    if mask is not None and mask.ndim == 3:
+        mask = mask.view(-1, a.num_heads, *mask.shape[1:])
+    padding = _additive(a.key_padding_mask, query.dtype)
+    if padding is None:
+        return mask
+    padding = padding[:, None, None, :]
+    return padding if mask is None else mask + padding
+
+
+def _additive(mask: Any, dtype: torch.dtype) -> Any:
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+def _with_weights(a: SimpleNamespace, tensors: tuple[Any, ...], dropout: float) -> tuple[Any, Any]:
+    query, key, value, mask = tensors
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
+    scores = scores if mask is None else scores + mask
+    weights: Any = torch.softmax(scores, dim=-1)
+    weights = functional.dropout(weights, dropout) if dropout else weights
+    return weights @ value, weights.mean(dim=1) if a.average_attn_weights else weights
+
+
+def rotary_rule(views: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, *angles_and_form: Any) -> Any:
+    """Each rank turns the heads that it holds; what is plain stays so."""
+    cos, sin, form, kernels = angles_and_form
+    length = 3 - form.heads_dim
+    cuts = [layout_of(x).sets for x in (q, k)]
+    shared = {(sets[0], sets[length]) for sets in cuts}
+    plain = not any(type(angle) is GlobalTensor or angle.requires_grad for angle in (cos, sin))
+    if len(shared) != 1 or any(sets[3] for sets in cuts) or not plain:
+        return rotary_reference(q, k, cos, sin, form)
+    ((batch, positions),) = shared
+    wanted = (batch if cos.shape[0] != 1 else None, positions, None)
+    angles = (fit(views, angle, wanted) for angle in (cos, sin))
+    made = func(*(x.local if type(x) is GlobalTensor else x for x in (q, k)), *angles, form, kernels)
+    return tuple(like(x, local) if type(x) is GlobalTensor else local for x, local in zip((q, k), made, strict=True))

@@ -1,0 +1,195 @@
+"""Dropout: what only this rank holds is dropped by numbers of its own, what all hold alike.
+
+    held once       own numbers, between two seedings
+    held by all     the same numbers everywhere: generators agree
+    held by some    every rank draws the mask of the whole, and takes its part
+
+The same two seedings as in ``region``, around each draw: every number that is drawn in between belongs to a part, and
+afterwards all ranks go on as one.
+
+Functions that work element by element, and the choice of a dtype.
+
+f(x_AB, y_B)      x cut along A: y is used whole, x's part as it is; the result is cut as x
+f_(x, y)          the part of x is written in place; y is cut to fit it, gathered first if it must be
+x.type_as(y)      y gives a dtype and nothing else
+"""
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.errors import EngineError
+from engine.parallel.tensor.global_tensor.fallback import rule_name
+from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, follow_grad, like
+from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets, held_once
+from engine.parallel.tensor.global_tensor.operands import broadcast_operands, fit, part
+from engine.parallel.tensor.global_tensor.redistribute import full
+
+if TYPE_CHECKING:
+    from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
+
+
+def dropout(
+    views: "GlobalTensorContext",
+    func: Function,
+    input: Any,
+    p: float = 0.5,
+    training: bool | None = None,
+    inplace: bool = False,
+) -> Any:
+    """``F.dropout`` and ``F.alpha_dropout``; ``torch.dropout`` takes no default and no ``inplace``."""
+    if training is None:
+        training = func.__name__ == "dropout"  # of torch.nn.functional; its alpha_dropout does nothing by default
+    return drop(views, func, input, (p, training), inplace)
+
+
+def dropout_(
+    views: "GlobalTensorContext",
+    func: Function,
+    input: Any,
+    p: float,
+    training: bool | None = None,
+    train: bool = False,
+) -> Any:
+    """The forms of ``torch``."""
+    return drop(views, func, input, (p, train if training is None else training), None)
+
+
+def drop(
+    views: "GlobalTensorContext", func: Function, input: Any, how: tuple[float, bool], inplace: bool | None
+) -> Any:
+    """Run ``func(input, *how)``.
+
+    Raises:
+        NoRuleError: several ranks hold some of it, and no mask would do.
+    """
+    if type(input) is not GlobalTensor:
+        raise NoRuleError("no view")
+    extra = {} if inplace is None else {"inplace": inplace}
+    try:
+        alone = draws_alone(input.sets, how[0] if how[1] else 0.0)
+    except NoRuleError:
+        if func.__name__ != "dropout":
+            raise
+        mask = functional.dropout(input.local.new_ones(input.full), *how)
+        return input.mul_(mask) if inplace else input * mask
+    with views.own_draws(input.device) if alone else nullcontext():
+        return elementwise(views, func, input, *how, **extra)
+
+
+def draws_alone(sets: Sets, p: float) -> bool:
+    """Whether a rank draws by itself for a part that is cut so: False where nothing is drawn, or all draw alike.
+
+    Raises:
+        NoRuleError: several ranks hold some of it, not all.
+    """
+    if p == 0.0 or not any(index is not None for index in sets):
+        return False
+    if not held_once(sets):
+        raise NoRuleError("one mask for several holders")
+    return True
+
+
+def elementwise(views: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+    """Broadcast and run on parts."""
+    if not kwargs:
+        first: Any = args[0]
+        other: Any = args[1] if len(args) == 2 else None
+        if type(first) is GlobalTensor and len(args) < 3 and not isinstance(other, Tensor):
+            return like(first, func(first.local, *args[1:]))
+        if _alike(first, other):
+            return like(first, func(first.local, other.local))
+    elif kwargs.get("out") is not None:
+        raise NoRuleError("out")
+    elif kwargs.get("inplace") is True:
+        return in_place(views, func, *args, **kwargs)
+    return _broadcast(views, func, args, kwargs)
+
+
+def _broadcast(views: "GlobalTensorContext", func: Function, args: Any, kwargs: Any) -> GlobalTensor:
+    tensors = _tensors(args, kwargs)
+    joined = broadcast_operands(views, tensors)
+    parts = [fit(views, tensor, own) for tensor, own in zip(tensors, joined.operands, strict=True)]
+    return GlobalTensor(_call(func, args, kwargs, parts), joined.shape, joined.sets, views)
+
+
+def in_place(views: "GlobalTensorContext", func: Function, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write into the part of ``target``.
+
+    Raises:
+        EngineError: the part is a copy of what plain code would write into.
+    """
+    if type(target) is not GlobalTensor:
+        raise NoRuleError("a plain tensor is written")
+    check_memory(target, rule_name(func))
+    tensors = _tensors(args, kwargs)
+    for tensor in tensors:
+        if torch.broadcast_shapes(tensor.shape, target.full) != target.full:  # type: ignore[no-untyped-call]
+            raise NoRuleError("more than is written")
+    others = [_fit(views, tensor, target.sets, rule_name(func)) for tensor in tensors]
+    out = _call(func, (target, *args), kwargs, [target.local, *others])
+    if out is target.local:
+        follow_grad(target)
+        return target
+    return like(target, out)
+
+
+def check_memory(target: GlobalTensor, name: str) -> None:
+    """Raise where writing into ``target`` would not write into the tensor that it was taken from."""
+    if target.copied:
+        raise EngineError(
+            f"{name} writes in place into a piece of a tensor that is cut over tensor ranks, and this rank holds a "
+            f"copy of that piece: write x = {name.strip('_')}(x, ...) instead, which makes a new tensor."
+        )
+
+
+def cast_like(views: "GlobalTensorContext", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
+    """``given`` in another dtype or on another device, perhaps those of another tensor."""
+    args = tuple(other.local if type(other) is GlobalTensor else other for other in args)
+    kwargs = {key: other.local if type(other) is GlobalTensor else other for key, other in kwargs.items()}
+    if type(given) is GlobalTensor:
+        return like(given, func(given.local, *args, **kwargs))
+    return func(given, *args, **kwargs)
+
+
+def where(views: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+    """A choice; the form with one argument asks for places."""
+    if len(args) + len(kwargs) == 1:
+        raise NoRuleError("places depend on content")
+    return elementwise(views, func, *args, **kwargs)
+
+
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    found = [argument for argument in args if isinstance(argument, Tensor)]
+    if kwargs:
+        found += [argument for argument in kwargs.values() if isinstance(argument, Tensor)]
+    return found
+
+
+def _alike(first: Any, other: Any) -> bool:
+    return (
+        type(first) is GlobalTensor
+        and type(other) is GlobalTensor
+        and first.full == other.full
+        and first.sets == other.sets
+    )
+
+
+def _fit(views: "GlobalTensorContext", tensor: Tensor, sets: Sets, name: str) -> Tensor:
+    try:
+        return part(views, tensor, sets)
+    except NoRuleError:
+        assert type(tensor) is GlobalTensor
+        return part(views, full(tensor, name), sets)
+
+
+def _call(func: Function, args: Any, kwargs: Any, parts: list[Tensor]) -> Any:
+    left = iter(parts)
+    plain = [next(left) if isinstance(argument, Tensor) else argument for argument in args]
+    if not kwargs:
+        return func(*plain)
+    named = {key: next(left) if isinstance(argument, Tensor) else argument for key, argument in kwargs.items()}
+    return func(*plain, **named)

@@ -1,0 +1,249 @@
+"""Matrix products.
+
+Every dim of every operand gets a letter; operands are cut to what each rank holds of all of them:
+
+    x_BSI  w_OI  ->  y_BSO     w cut along O    y is cut along O                                column
+                               w cut along I    each rank has a part of the sum over I          row: parts are added
+                               x cut along S    y is cut along S, w's gradient is a part        sequence
+                               x along S, w     (S of rank 0, O of rank 1) would be held by
+                               along O          nobody: x is made whole first                   column after sequence
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.kernels.ops.activation_functions import ACTIVATIONS
+from engine.kernels.ops.linear import linear as fused
+from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
+from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, Sets, common, covers, held_once
+from engine.parallel.tensor.global_tensor.layout import Layout, Shape
+from engine.parallel.tensor.global_tensor.operands import layout_of, part
+from engine.parallel.tensor.global_tensor.redistribute import add_rows, gather_global
+
+if TYPE_CHECKING:
+    from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
+
+
+class EinsumSpec(NamedTuple):
+    """Which dim of which operand meets which, by letters; letters that ``out`` lacks are summed over."""
+
+    operands: tuple[str, ...]
+    out: str
+
+
+class _Plan(NamedTuple):
+    operands: tuple[Sets, ...]
+    """How each operand is cut."""
+    shape: Shape
+    sets: Sets
+    summed: bool
+    """Whether every rank has a part of the sum only."""
+
+
+def multiply_parts(
+    views: "GlobalTensorContext",
+    tensors: Sequence[Tensor],
+    product: EinsumSpec,
+    run: Callable[..., Tensor],
+    bias: Tensor | None = None,
+) -> GlobalTensor | Tensor:
+    """``run`` on the parts of ``tensors``, and the sum over the ranks where it is needed. ``bias`` has the last dim.
+
+    Raises:
+        NoRuleError: no way to cut this product.
+    """
+    layouts = tuple(map(layout_of, tensors))
+    try:
+        plan = views.find(("product", product, layouts), lambda: _plan(layouts, product))
+    except NoRuleError:
+        return multiply_parts(views, _with_whole(views, tensors), product, run, bias)
+    parts = [part(views, tensor, sets) for tensor, sets in zip(tensors, plan.operands, strict=True)]
+    folded = tensors[0].folded if type(tensors[0]) is GlobalTensor else None
+    if plan.summed:
+        return plus_bias(add_rows(views, run(*parts), folded), bias)
+    if bias is not None:
+        if bias.shape[-1] not in (1, plan.shape[-1]):
+            raise NoRuleError("sizes do not agree")
+        parts.append(part(views, bias, plan.sets))
+    out = GlobalTensor(run(*parts), plan.shape, plan.sets, views)
+    if len(plan.shape) == 2:
+        out.folded = folded
+    return out
+
+
+def plus_bias(out: GlobalTensor | Tensor, bias: Tensor | None) -> GlobalTensor | Tensor:
+    """``out``, which is nobody else's, with the bias added."""
+    if bias is None:
+        return out
+    if type(bias) is GlobalTensor and type(out) is not GlobalTensor:
+        return out + bias
+    return out.add_(bias)  # it is ours, and keeps its dtype under autocast
+
+
+def _with_whole(views: "GlobalTensorContext", tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The operands, the first one that is cut and no parameter made whole.
+
+    Raises:
+        NoRuleError: there is none.
+    """
+    for place, tensor in enumerate(tensors):
+        if type(tensor) is GlobalTensor and any(tensor.sets) and not isinstance(tensor.local, nn.Parameter):
+            if not views.sequence:
+                views.note_gather("matrix product")
+            return [*tensors[:place], gather_global(tensor), *tensors[place + 1 :]]
+    raise NoRuleError("parameters that do not fit")
+
+
+def _plan(layouts: Sequence[Layout], product: EinsumSpec) -> _Plan:
+    sizes: dict[str, int] = {}
+    cut: dict[str, Index | None] = {}
+    for layout, letters in zip(layouts, product.operands, strict=True):
+        for letter, size, index in zip(letters, layout.shape, layout.sets, strict=True):
+            if sizes.get(letter, 1) not in (1, size) and size != 1:
+                raise NoRuleError("sizes do not agree")
+            if size != 1 or letter not in sizes:
+                sizes[letter] = size if sizes.get(letter, 1) == 1 else sizes[letter]
+                cut[letter] = common(cut.get(letter), index)
+    summed = [letter for letter, index in cut.items() if index is not None and letter not in product.out]
+    if not covers(cut.values()):
+        raise NoRuleError("held by nobody")
+    if summed:
+        _sum_once(cut, product.out)
+    operands = tuple(tuple(cut[letter] for letter in letters) for letters in product.operands)
+    shape, sets = tuple(sizes[letter] for letter in product.out), tuple(cut[letter] for letter in product.out)
+    return _Plan(operands, shape, sets, bool(summed))
+
+
+def _sum_once(cut: dict[str, Index | None], out: str) -> None:
+    """Every term of the sum at one rank, all of the result at each."""
+    letters = [letter for letter, index in cut.items() if index is not None]
+    if any(letter in out for letter in letters):
+        raise NoRuleError("parts of a part")
+    first = cut[letters[0]]
+    if len(letters) == 1 and first is not None:
+        cut[letters[0]] = first if first.once else first.owned
+    elif not held_once(cut.values()):
+        raise NoRuleError("several ranks have a term")
+
+
+def linear_rule(views: "GlobalTensorContext", func: Function, input: Any, weight: Any, bias: Any = None) -> Any:
+    """``input`` [.., I], ``weight`` [O, I] or [I], ``bias`` [O]."""
+    rows = "abcdefgh"[: input.ndim - 1]
+    columns = "O" if weight.ndim == 2 else ""
+    product = EinsumSpec((rows + "I", columns + "I"), rows + columns)
+    return multiply_parts(views, (input, weight), product, functional.linear, bias)
+
+
+def fused_linear(
+    views: "GlobalTensorContext", func: Function, x: Any, weight: Any, *rest: Any, residual: Any = None
+) -> Any:
+    """``kernels.linear``; what follows the product follows its sum over the ranks."""
+    bias, form, kernels = rest
+    rows, plain = "abcdefgh"[: x.ndim - 1], replace(form, activation="none")
+    product = EinsumSpec((rows + "I", "IO" if form.transposed else "OI"), rows + "O")
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return fused(x, weight, bias, plain, kernels)
+
+    y = ACTIVATIONS[form.activation](multiply_parts(views, (x, weight), product, run, bias))
+    return y if residual is None else y + residual
+
+
+def matmul(views: "GlobalTensorContext", func: Function, input: Any, other: Any = None, **named: Any) -> Any:
+    """``matmul``, ``mm``, ``bmm``, ``mv``, ``dot``, with or without leading dims."""
+    other = other if other is not None else next(iter(named.values()))
+    return multiply_parts(views, (input, other), _matmul_letters(input.ndim, other.ndim), torch.matmul)
+
+
+def rmatmul(views: "GlobalTensorContext", func: Function, input: Any, other: Any) -> Any:
+    """``other @ input``."""
+    return matmul(views, func, other, input)
+
+
+def _matmul_letters(left: int, right: int) -> EinsumSpec:
+    lead = "abcdefgh"[: max(left, right, 2) - 2]
+    m, n = ("M" if left > 1 else ""), ("N" if right > 1 else "")
+    first = lead[len(lead) - max(left - 2, 0) :] + m + "K"
+    second = lead[len(lead) - max(right - 2, 0) :] + "K" + n
+    return EinsumSpec((first, second), lead + m + n)
+
+
+def addmm(
+    views: "GlobalTensorContext",
+    func: Function,
+    input: Any,
+    first: Any = None,
+    second: Any = None,
+    *,
+    beta: Any = 1,
+    **named: Any,
+) -> Any:
+    """``beta * input + alpha * first @ second``: ``addmm``, ``baddbmm``, ``addmv``."""
+    alpha = named.pop("alpha", 1)
+    if "out" in named:
+        raise NoRuleError("out")
+    left = [tensor for tensor in (first, second, *named.values()) if tensor is not None]
+    product = _matmul_letters(left[0].ndim, left[1].ndim)
+    if alpha == 1 and beta == 1 and product.out == "MN" and input.ndim == 1 and type(input) is not GlobalTensor:
+        return multiply_parts(views, left, product, _add_product, input)
+    out = multiply_parts(views, left, product, torch.matmul)
+    out = out * alpha if alpha != 1 else out
+    return out if beta == 0 else out + (input * beta if beta != 1 else input)
+
+
+def _add_product(first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.mm(first, second) if bias is None else torch.addmm(bias, first, second)
+
+
+def einsum(views: "GlobalTensorContext", func: Function, equation: Any, *operands: Any) -> Any:
+    """Letters as given; an ellipsis stands for leading dims."""
+    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    if not isinstance(equation, str) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise NoRuleError("numbers for letters")
+    product = _letters(equation.replace(" ", ""), [tensor.ndim for tensor in tensors])
+    return multiply_parts(views, tensors, product, lambda *parts: torch.einsum(equation, *parts))
+
+
+def _letters(equation: str, dims: list[int]) -> EinsumSpec:
+    left, arrow, out = equation.partition("->")
+    terms = left.split(",")
+    if not arrow:
+        letters = sorted(set(left) - {",", "."})
+        out = ("..." if "..." in left else "") + "".join(one for one in letters if left.count(one) == 1)
+    unnamed = [size - len(term.replace("...", "")) for term, size in zip(terms, dims, strict=True)]
+    stand = "0123456789"[: max(unnamed)]
+    spelled = [term.replace("...", stand[len(stand) - count :]) for term, count in zip(terms, unnamed, strict=True)]
+    if any(len(set(term)) < len(term) for term in spelled):
+        raise NoRuleError("a diagonal")
+    return EinsumSpec(tuple(spelled), out.replace("...", stand))
+
+
+def grouped_mm(
+    views: "GlobalTensorContext", func: Function, mat_a: Any, mat_b: Any, *, offs: Any = None, **options: Any
+) -> Any:
+    """Rows grouped by expert: ``mat_a`` [S, I], ``mat_b`` [E, I, O], ``offs`` [E] the ends of the groups of rows."""
+    if mat_a.ndim != 2 or mat_b.ndim != 3 or options.get("bias") is not None or type(offs) is GlobalTensor:
+        raise NoRuleError("another form")
+    if any(layout_of(tensor).sets[0] is not None for tensor in (mat_a, mat_b)):
+        raise NoRuleError("rows or experts are cut")
+    product = EinsumSpec(("SI", "EIO"), "SO")
+    return multiply_parts(views, (mat_a, mat_b), product, lambda a, b: func(a, b, offs=offs, **options))
+
+
+def embedding(views: "GlobalTensorContext", func: Function, input: Any, weight: Any, *args: Any, **options: Any) -> Any:
+    """Rows of a table [V, H] that may be cut along H; the indices may be cut."""
+    table = layout_of(weight)
+    if table.sets[0] is not None or args[1:2] not in ((), (None,)) or options.get("max_norm") is not None:
+        raise NoRuleError("rows are cut, or written")
+    ids = layout_of(input)
+    sets = (*ids.sets, table.sets[1])
+    if not covers(sets):
+        raise NoRuleError("held by nobody")
+    rows = part(views, input, ids.sets)
+    out = func(rows, part(views, weight, table.sets), *args, **options)
+    return GlobalTensor(out, (*ids.shape, table.shape[1]), sets, views)

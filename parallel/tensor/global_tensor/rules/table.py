@@ -1,0 +1,185 @@
+"""Which rule a torch function has. The table is made once."""
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.kernels.ops import vendor_ops
+from engine.kernels.ops.bias_activation import activate
+from engine.kernels.ops.gated_unit import gated
+from engine.kernels.ops.linear import linear as fused
+from engine.kernels.ops.norm import add_norm, norm
+from engine.kernels.ops.rotary import rotary
+from engine.parallel.tensor.global_tensor.rules import (
+    attention,
+    elementwise,
+    matmul,
+    metadata,
+    norms,
+    reductions,
+    shapes,
+    slicing,
+)
+
+TensorRule = Callable[..., Any]
+
+
+_ELEMENTWISE = """
+    abs absolute acos add addcdiv addcmul angle arccos arcsin arctan asin atan atan2 bitwise_and bitwise_not
+    bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip clone contiguous copysign cos cosh deg2rad div
+    divide double eq erf erfc erfinv exp exp2 expm1 float_power floor floor_divide fmax fmin fmod frac ge greater
+    greater_equal gt half heaviside bfloat16 bool float int long isfinite isinf isnan ldexp le lerp less less_equal
+    lgamma log log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor logit lt masked_fill
+    maximum minimum mul multiply nan_to_num ne neg negative not_equal positive pow rad2deg reciprocal relu
+    remainder round rsqrt rsub sigmoid sign sin sinc sinh sqrt square sub subtract tan tanh true_divide trunc xlogy
+    hypot softplus __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__
+    __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __invert__ __and__
+    __rand__ __or__ __ror__ __xor__ __rxor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+"""
+
+
+_FUNCTIONAL = """
+    gelu silu relu relu6 elu selu celu leaky_relu mish hardtanh hardsigmoid hardswish logsigmoid softplus softsign
+    sigmoid tanh tanhshrink hardshrink softshrink threshold
+"""
+
+
+_IN_PLACE = """
+    abs_ add_ addcdiv_ addcmul_ ceil_ clamp_ clamp_max_ clamp_min_ copy_ cos_ div_ divide_ exp_ fill_ floor_ lerp_ log_
+    logical_and_ logical_not_ logical_or_ masked_fill_ mul_ multiply_ nan_to_num_ neg_ pow_ reciprocal_ relu_ round_
+    rsqrt_ sigmoid_ sin_ sqrt_ square_ sub_ subtract_ tanh_ true_divide_ zero_
+    __iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__
+"""
+
+
+_IN_PLACE_FUNCTIONAL = "relu_ elu_ selu_ celu_ leaky_relu_ hardtanh_ threshold_"
+
+
+def _named(*names: str) -> Iterator[Any]:
+    """The functions and methods of these names."""
+    for name in names:
+        for owner in (Tensor, torch):
+            if callable(found := getattr(owner, name, None)):
+                yield found
+
+
+def _in_functional(*names: str) -> Iterator[Any]:
+    for name in names:
+        for owner in (functional, torch._C._nn):
+            if callable(found := getattr(owner, name, None)):
+                yield found
+
+
+def _get(name: str) -> Any:
+    """The question for an attribute of a tensor."""
+    return getattr(Tensor, name).__get__
+
+
+def _answered() -> Iterator[tuple[TensorRule, Any]]:
+    asked = "is_floating_point is_complex is_signed element_size get_device result_type is_contiguous is_inference"
+    yield from ((metadata.of_part, function) for function in _named(*asked.split()))
+    for name in "itemsize is_meta is_sparse layout is_quantized is_cpu is_nested".split():  # noqa: SIM905
+        yield metadata.of_part, _get(name)
+    likes = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
+    news = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+    yield from ((metadata.blank, function) for function in _named(*likes, *news))
+    yield metadata.size_of, torch.numel
+    yield metadata.strides, Tensor.stride
+    yield metadata.gradient, _get("grad")
+    yield from ((metadata.part_of, function) for function in (*_named("detach"), _get("data")))
+    yield from ((metadata.tell_part, function) for function in (Tensor.retain_grad, Tensor.requires_grad_))
+    yield metadata.register_hook, Tensor.register_hook
+
+
+def _by_element() -> Iterator[tuple[TensorRule, Any]]:
+    yield from ((elementwise.elementwise, function) for function in _named(*_ELEMENTWISE.split()))
+    yield from ((elementwise.elementwise, function) for function in _in_functional(*_FUNCTIONAL.split()))
+    yield from ((elementwise.in_place, function) for function in _named(*_IN_PLACE.split()))
+    yield from ((elementwise.in_place, function) for function in _in_functional(*_IN_PLACE_FUNCTIONAL.split()))
+    yield from ((elementwise.cast_like, function) for function in _named("to", "type", "type_as", "cuda", "cpu"))
+    yield from ((elementwise.where, function) for function in _named("where"))
+    yield from ((elementwise.dropout, function) for function in (functional.dropout, functional.alpha_dropout))
+    yield from ((elementwise.dropout_, function) for function in (torch.dropout, torch.alpha_dropout))
+
+
+def _shaped() -> Iterator[tuple[TensorRule, Any]]:
+    for rule, names in (
+        (shapes.reshape, ("view", "reshape")),
+        (shapes.reshape_as, ("view_as", "reshape_as")),
+        (shapes.permute, ("permute",)),
+        (shapes.transpose, ("transpose", "swapaxes", "swapdims")),
+        (shapes.last_two, ("t", "adjoint")),
+        (shapes.movedim, ("movedim", "moveaxis")),
+        (shapes.flatten, ("flatten", "ravel")),
+        (shapes.unflatten, ("unflatten",)),
+        (shapes.unsqueeze, ("unsqueeze",)),
+        (shapes.squeeze, ("squeeze",)),
+        (shapes.expand, ("expand", "broadcast_to")),
+        (shapes.expand_as, ("expand_as",)),
+        (shapes.repeat, ("repeat", "tile")),
+        (shapes.repeat_interleave, ("repeat_interleave",)),
+        (slicing.narrow, ("narrow",)),
+        (slicing.select, ("select",)),
+        (slicing.unbind, ("unbind",)),
+        (slicing.split, ("split", "split_with_sizes")),
+        (slicing.chunk, ("chunk",)),
+        (slicing.tensor_split, ("tensor_split",)),
+        (slicing.getitem, ("__getitem__",)),
+        (slicing.index_select, ("index_select",)),
+        (slicing.cat, ("cat", "concat", "concatenate")),
+        (slicing.stack, ("stack",)),
+    ):
+        yield from ((rule, function) for function in _named(*names))
+    yield slicing.split, torch.functional.split
+    yield shapes.last_two, _get("mT")
+    yield shapes.reversed_dims, _get("T")
+
+
+def _multiplied() -> Iterator[tuple[TensorRule, Any]]:
+    yield matmul.linear_rule, functional.linear
+    yield matmul.fused_linear, fused
+    yield from ((matmul.matmul, function) for function in _named("matmul", "mm", "bmm", "mv", "dot", "__matmul__"))
+    yield matmul.rmatmul, Tensor.__rmatmul__
+    yield from ((matmul.addmm, function) for function in _named("addmm", "baddbmm", "addmv"))
+    yield from ((matmul.einsum, function) for function in (torch.einsum, torch.functional.einsum))
+    grouped = (getattr(torch, "_grouped_mm", None), getattr(functional, "grouped_mm", None))
+    yield from ((matmul.grouped_mm, function) for function in grouped if function is not None)
+    yield matmul.embedding, functional.embedding
+    yield attention.attention_rule, functional.scaled_dot_product_attention
+    yield attention.fused_attention, vendor_ops.attention
+    yield attention.multi_head, functional.multi_head_attention_forward
+
+
+def _reduced() -> Iterator[tuple[TensorRule, Any]]:
+    keep = ("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "flip")
+    yield from ((reductions.along, function) for function in _named(*keep))
+    yield from ((reductions.along, function) for function in _in_functional("softmax", "log_softmax", "softmin"))
+    yield from ((reductions.roll, function) for function in _named("roll"))
+    yield from ((reductions.corner, function) for function in _named("tril", "triu"))
+    yield reductions.pad, functional.pad
+    less = ("amax", "amin", "max", "min", "argmax", "argmin", "logsumexp", "any", "all", "median", "aminmax")
+    yield from ((reductions.reduced, function) for function in _named(*less))
+    yield from ((reductions.vector_norm_rule, function) for function in _named("norm"))
+    yield reductions.vector_norm, torch.linalg.vector_norm
+    yield from ((reductions.topk, function) for function in _named("topk"))
+    yield from ((reductions.total, function) for function in _named("sum", "mean"))
+    yield from ((reductions.variance, function) for function in _named("var", "std"))
+    yield from ((norms.layer_norm, function) for function in (functional.layer_norm, torch.layer_norm))
+    yield from ((norms.rms_norm, function) for function in (functional.rms_norm, torch.rms_norm))
+
+
+def _own() -> Iterator[tuple[TensorRule, Any]]:
+    yield from ((elementwise.elementwise, function) for function in (gated, activate))
+    yield from ((norms.norm_rule, norm), (norms.add_norm_rule, add_norm), (attention.rotary_rule, rotary))
+
+
+def _table() -> Mapping[Any, TensorRule]:
+    parts = (_answered(), _by_element(), _shaped(), _multiplied(), _reduced(), _own())
+    return MappingProxyType({function: rule for part in parts for rule, function in part})
+
+
+TENSOR_RULES = _table()

@@ -1,0 +1,279 @@
+"""Linear layers cut over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
+
+    y = gelu(x A) B      A is cut by columns, B by rows: one sum of x's gradient, one sum of y, per pair.
+
+A layer of a user's model becomes one of these without leaving its object: ``adopt`` changes its class to one
+that is made of ``ColumnLayer`` or ``RowLayer`` and of the class it had, so that hooks, attributes,
+``isinstance`` and the user's own forward stay. ``ColumnLinear`` and ``RowLinear`` are for model writers.
+
+Weights are [out, in] as in ``nn.Linear``, or [in, out] as in Hugging Face's ``Conv1D``.
+
+Shape suffixes: I inputs, O outputs, P the part of either that this rank holds.
+
+A linear layer cut by its outputs that gives the whole: for layers without a partner that takes parts.
+
+A module whose own code computes with the parts of its parameters that a rank holds (fused experts of an MoE).
+
+    whole tokens ─ f ─┐
+    whole routing ─ f ┴── the module on its part of every expert ── g ── whole y
+
+Cutting every expert by its hidden width needs no routing between ranks: all see all tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode
+from torch.utils import _pytree as pytree
+
+from engine.errors import PlanError
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.activation_functions import Activation
+from engine.kernels.ops.linear import LinearForm, linear
+from engine.parallel.shard_table import Range
+from engine.parallel.tensor.collectives import gather_last
+from engine.parallel.tensor.deferred_linear import followed, fused_forward, is_conv1d
+from engine.parallel.tensor.global_tensor.rules.matmul import plus_bias
+from engine.parallel.tensor.layers.parallel_region import Region
+from engine.parallel.tensor.plan.ranges import cut_parts, held
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+
+def is_cut(module: nn.Module) -> bool:
+    """Whether this layer has become one of ours."""
+    return any(_ours(base) for base in type(module).__mro__)
+
+
+def has_plain_forward(module: nn.Module) -> bool:
+    """Whether forward is the library's own: a matrix product and nothing else."""
+    owner = next((base for base in type(module).__mro__ if "forward" in vars(base) and not _ours(base)), nn.Module)
+    return owner is nn.Linear or owner.__name__ == "Conv1D"
+
+
+def _ours(base: type) -> bool:
+    return base.__module__.startswith("engine.parallel.tensor.")
+
+
+def is_replaced(x: Tensor, kernels: Kernels) -> bool:
+    """Whether the product of a layer with ``x`` is one of ``kernels.linear``, and not the layer's own forward."""
+    if kernels.mode == "reference" or not kernels.replaces(x.device):
+        return False
+    # who looks at operations by name sees torch's own
+    return _get_current_function_mode() is None  # type: ignore[no-untyped-call]
+
+
+class ColumnLayer(nn.Module):
+    """x [.., I], whole and equal on all ranks -> y [.., P], this rank's columns.
+
+    Under sequence parallelism x is a view cut along the sequence: forward gathers it, backward scatters the sum.
+    Otherwise backward sums the gradient of x over "tp" (label "column inputs"), once for all column layers of a region
+    that are given the same tensor.
+    """
+
+    tensor_region: Region
+    tensor_plain = False
+    """Whether forward is a matrix product and nothing else."""
+    tensor_activation: Activation | None = None
+    """What the layer does to its product beside; the module that did it does nothing then."""
+
+    def forward(self, x_I: Tensor) -> Tensor:
+        """Run the layer's own forward on the region's copy of x."""
+        return self.tensor_region.enter(self, x_I).multiply(self)
+
+    def multiply(self, x_I: Tensor) -> Tensor:
+        """The layer's own product, and the activation."""
+        kernels = self.tensor_region.axis.kernels
+        if self.tensor_plain and is_replaced(x_I, kernels):
+            return fused_forward(self, x_I, self.tensor_activation or "none", kernels)
+        return followed(self, super().forward(x_I), kernels)
+
+
+class RowLayer(nn.Module):
+    """x [.., P], this rank's part of the features -> y [.., O], whole and equal on all ranks.
+
+    Forward sums y over "tp" (label "row outputs"); the bias, which every rank holds, is added once, afterwards.
+    Under sequence parallelism y is a view cut along the sequence: the sum is scattered.
+    """
+
+    tensor_region: Region
+    tensor_product: str
+
+    def forward(self, x_P: Tensor) -> Tensor:
+        """Multiply, sum, close the region, add the bias."""
+        region = self.tensor_region
+        y_O = region.product(self, x_P)
+        region.leave(x_P.device)
+        return plus_bias(y_O, self._parameters["bias"])
+
+    def multiply(self, x_P: Tensor) -> Tensor:
+        """This rank's part of the product, without the bias."""
+        weight: Any = self.weight
+        kernels = self.tensor_region.axis.kernels
+        if self.tensor_product != "own" and is_replaced(x_P, kernels):
+            return linear(x_P, weight, None, LinearForm(transposed=self.tensor_product == "conv1d"), kernels)
+        if self.tensor_product == "linear":
+            return functional.linear(x_P, weight)
+        if self.tensor_product == "conv1d":
+            return torch.matmul(x_P, weight)
+        return self._own_forward_without_bias(x_P)
+
+    def _own_forward_without_bias(self, x_P: Tensor) -> Tensor:
+        bias = self._parameters["bias"]
+        self._parameters["bias"] = None
+        try:
+            y_O: Tensor = super().forward(x_P)
+            return y_O
+        finally:
+            self._parameters["bias"] = bias
+
+
+class ColumnLinear(ColumnLayer, nn.Linear):
+    """An ``nn.Linear`` that holds ``out_features / size`` of its outputs; sizes are given for the whole layer.
+
+    Weights are drawn as for the whole layer, so that ranks with one seed hold parts of one matrix. Layers that
+    share an input, as query, key and value do, share it if they are given one ``region``; the row layer that
+    follows must be given the same.
+
+    Raises:
+        PlanError: the axis does not divide ``out_features``.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, axis: TensorAxis, region: Region | None = None
+    ) -> None:
+        _check_divides("out_features", out_features, axis.size)
+        super().__init__(in_features, out_features, bias)
+        keep_rows(self, 0, cut_parts(out_features, axis.size), axis.index)
+        prepare_column(self, region or Region(axis))
+
+
+class RowLinear(RowLayer, nn.Linear):
+    """An ``nn.Linear`` that holds ``in_features / size`` of its inputs; see :class:`ColumnLinear`.
+
+    Raises:
+        PlanError: the axis does not divide ``in_features``.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, axis: TensorAxis, region: Region | None = None
+    ) -> None:
+        _check_divides("in_features", in_features, axis.size)
+        super().__init__(in_features, out_features, bias)
+        keep_rows(self, 1, cut_parts(in_features, axis.size), axis.index)
+        prepare_row(self, region or Region(axis))
+
+
+def _check_divides(what: str, size: int, ranks: int) -> None:
+    if size % ranks:
+        raise PlanError(f"{what} = {size} does not divide among {ranks} tensor ranks; choose a multiple of {ranks}.")
+
+
+def prepare_column(module: nn.Module, region: Region) -> None:
+    """Give an already cut column layer its region and its local sizes."""
+    plain = has_plain_forward(module)
+    region.add(module, plain)
+    module.tensor_region, module.tensor_plain = region, plain  # type: ignore[assignment]
+    weight: Any = module.weight
+    if is_conv1d(module):
+        module.nf = weight.shape[1]
+    else:
+        module.out_features = weight.shape[0]
+
+
+def prepare_row(module: nn.Module, region: Region) -> None:
+    """Give an already cut row layer its region and its local sizes."""
+    module.tensor_region = region  # type: ignore[assignment]
+    weight: Any = module.weight
+    plain = has_plain_forward(module)
+    if is_conv1d(module):
+        module.tensor_product = "conv1d" if plain else "own"  # type: ignore[assignment]
+        module.nx = weight.shape[0]
+    else:
+        module.tensor_product = "linear" if plain else "own"  # type: ignore[assignment]
+        module.in_features = weight.shape[1]
+
+
+def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int) -> None:
+    """Cut the weight along ``dim``, and the bias if it lies along the same, to what rank ``index`` holds."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if name == "weight" or dim == 0:
+            parameter.data = local_rows(parameter.data, dim, ranges, index)
+
+
+def local_rows(full: Tensor, dim: int, ranges: tuple[Range, ...], index: int) -> Tensor:
+    """A new contiguous tensor of the ranges of ``full`` that rank ``index`` holds, in their order."""
+    return torch.cat([full.narrow(dim, r.start, r.stop - r.start) for r in ranges if index in r.holders], dim)
+
+
+COLUMN_OUTPUTS = "column outputs"
+
+
+class GatheredColumnLayer(ColumnLayer):
+    """x [.., I], whole and equal on all ranks -> y [.., O], whole and equal on all ranks.
+
+    Forward gathers y over "tp" (label "column outputs"), backward sums the gradient of x ("column inputs").
+    """
+
+    tensor_widths: tuple[int, ...]
+
+    def forward(self, x_I: Tensor) -> Tensor:
+        """This rank's columns, then everybody's."""
+        region = self.tensor_region
+        y_O = gather_last(super().forward(x_I), self.tensor_widths, region.axis, COLUMN_OUTPUTS)
+        region.leave(x_I.device)
+        return y_O
+
+
+class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
+    """An ``nn.Linear`` that holds ``out_features / size`` of its outputs and gives all; see :class:`ColumnLinear`.
+
+    Raises:
+        PlanError: the axis does not divide ``out_features``.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, axis: TensorAxis) -> None:
+        super().__init__(in_features, out_features, bias, axis=axis, region=Region(axis))
+        ranges = cut_parts(out_features, axis.size)
+        self.tensor_widths = tuple(held(ranges, index) for index in range(axis.size))
+
+
+def prepare_gathered(module: nn.Module, widths: tuple[int, ...]) -> None:
+    """Give an already cut layer what it needs beside its region."""
+    module.tensor_widths = widths  # type: ignore[assignment]
+
+
+class ExpertsLayer(nn.Module):
+    """Whole inputs -> whole outputs, both equal on all ranks; what the module gives is a part, and is summed.
+
+    Forward sums every float output over "tp" (label "row outputs"), backward the gradients of its float inputs
+    (label "column inputs").
+    """
+
+    tensor_region: Region
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Enter with all inputs, run the module's own forward, sum."""
+        region = self.tensor_region
+        device = next(self.parameters()).device
+
+        def enter(leaf: Any) -> Any:
+            return region.enter(self, leaf, again=True).copy if _is_float(leaf) else leaf
+
+        region.leave(device)
+        args, kwargs = pytree.tree_map(enter, (args, kwargs), is_leaf=_is_float)
+        out = super().forward(*args, **kwargs)
+        out = pytree.tree_map(lambda leaf: region.combine(leaf) if _is_float(leaf) else leaf, out)
+        region.leave(device)
+        return out
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def prepare_experts(module: nn.Module, region: Region) -> None:
+    """Give a module whose parameters are cut its region."""
+    region.add(module, plain=False)
+    module.tensor_region = region  # type: ignore[assignment]

@@ -1,0 +1,122 @@
+"""What lies between the column layers and the row layer of an attention or a perceptron.
+
+    whole x ─ f ─┬─ query ─┐
+                 ├─ key   ─┤ region: activations are cut   row ─ g ─ whole y
+                 └─ value ─┘
+
+Two things hold for a region at once. Its column layers share one copy of their input, so that the gradient is
+summed once. And since its activations are cut, its dropout must differ between tensor ranks, while outside
+activations are equal on all of them and dropout must be equal too. For that the region takes one number from
+the CPU's generator, which agrees on all ranks, and seeds from it twice: by rank where it opens, alike where it
+closes. Nothing is counted, so a block that is run again from the same random state draws the same masks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.parallel.model.rng_streams import derive_seed, seed_generators
+from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.redistribute import add_rows, cut_rows, gather_global, stream_dim
+from engine.parallel.tensor.overlap.async_input_grad import Entrance, Shared, has_own_weights, share_input
+from engine.parallel.tensor.overlap.chunked_matmul import SharedInPieces, is_in_pieces, scatter_product
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+
+class Region:
+    """The shared input copies and the random streams of one region.
+
+    ``views``: what views of the model share. With ``views.sequence`` the stream outside is cut along the sequence: it
+    is gathered where it enters, and what leaves is scattered.
+    """
+
+    def __init__(self, axis: TensorAxis, views: GlobalTensorContext | None = None) -> None:
+        self.axis = axis
+        self._views = views or GlobalTensorContext(axis)
+        self._plain: list[torch.nn.Module] = []
+        self._owned = True
+        """Whether every column layer is a plain matrix product, see :func:`copy_to`."""
+        self._entrances: dict[int | None, Entrance] = {}
+        self._folded: tuple[int, ...] | None = None
+        """The dims that the rows of what entered last were made of."""
+        self._entered: set[int] = set()
+        self._copies: list[tuple[Tensor, Shared]] = []
+        self._drawn: int | None = None
+
+    def add(self, layer: torch.nn.Module, plain: bool) -> None:
+        """A column layer of this region; ``plain``: it is a matrix product and nothing else."""
+        self._entrances.clear()
+        if plain:
+            self._plain.append(layer)
+        else:
+            self._owned = False
+
+    def enter(self, layer: torch.nn.Module, x: Tensor, again: bool = False) -> Shared:
+        """``x`` for a column layer: the same copy for the same tensor object until the region closes.
+
+        A layer that enters twice begins anew (recomputed activations may stop before the row layer), unless it says
+        that it comes ``again`` with another of its inputs.
+        """
+        if not self._entered or (id(layer) in self._entered and not again):
+            self._open(layer.training, x.device)
+        part = x.local if type(x) is GlobalTensor else x
+        shared = next((shared for given, shared in self._copies if given is part), None)
+        if shared is None:
+            shared = self._share(x, part)
+            self._copies.append((part, shared))
+        self._entered.add(id(layer))
+        return shared
+
+    def product(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
+        """The product of a row layer with its part of the features, summed as ``combine`` does it."""
+        own: Any = layer
+        if self._views.sequence and x.ndim > 2 and own.tensor_product != "own" and has_own_weights(layer):
+            rows, rest = divmod(x.shape[-2], self.axis.size)
+            if not rest and is_in_pieces(rows, x.narrow(-2, 0, rows), self.axis):
+                y = scatter_product(layer, x, self.axis)
+                return cut_rows(self._views, y, (*x.shape[:-1], y.shape[-1]))
+        return self.combine(own.multiply(x))
+
+    def combine(self, y: Tensor) -> Tensor:
+        """The sum over the ranks of their ``y``, whole, or cut along the sequence as the stream is."""
+        return add_rows(self._views, y, self._folded)
+
+    def _share(self, x: Tensor, part: Tensor) -> Shared:
+        dim = None
+        if type(x) is GlobalTensor:
+            dim, self._folded = stream_dim(x), x.folded
+            if dim is None:
+                return Shared(gather_global(x).local)
+        by_rows = dim is not None and dim == part.ndim - 2 and not self._views.regather
+        if by_rows and is_in_pieces(part.shape[-2], part, self.axis):
+            return SharedInPieces(part, self.axis, self._plain)
+        if dim not in self._entrances:
+            self._entrances[dim] = Entrance(self.axis, self._owned, self._forget, dim, self._views.regather)
+        return share_input(
+            part, self._entrances[dim], (other for other in self._plain if id(other) not in self._entered)
+        )
+
+    def leave(self, device: torch.device) -> None:
+        """The row layer has summed: what follows is whole again."""
+        self._close()
+        if self._drawn is not None:
+            seed_generators(device, derive_seed(self._drawn, 0))
+            self._drawn = None
+
+    def _open(self, training: bool, device: torch.device) -> None:
+        self._close()
+        self._drawn = None
+        if training and self.axis.size > 1 and not self.axis.dry:
+            self._drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+            seed_generators(device, derive_seed(self._drawn, self.axis.index + 1))
+
+    def _close(self) -> None:
+        """Between two forwards all attributes say what they said: none of them is a switch of the model."""
+        self._forget()
+        self._entered.clear()
+        self._folded = None
+
+    def _forget(self) -> None:  # not `_copies.clear`, which would stay the original's in a copied model
+        self._copies.clear()

@@ -1,0 +1,136 @@
+"""A first forward with inputs of another kind than the example's, under sequence parallelism.
+
+A parameter that meets activations cut along the sequence has on each tensor rank a part of its gradient, and the parts
+are summed once a step. If other inputs (a picture beside the text) take it to whole activations as well, that gradient
+is whole on every rank, and the sum would count it once for each.
+
+Cut parameters that are read by code outside their modules, which would compute with a part as if it were whole.
+
+A planned layer knows that its weight is a part and sums or gathers accordingly. ``functional.linear(x,
+self.embed.weight)`` in a block or in the code around the blocks does not, and its result would be wrong in silence.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from engine.errors import PlanError
+from engine.parallel.model.placeholders import trainable
+from engine.parallel.tensor.global_tensor.global_tensor import has_views
+from engine.parallel.tensor.plan.tensor_plan import TensorPlan
+from engine.parallel.trace.torch_function import Operation
+from engine.program.batch import Batch
+
+_KINDS = 1024
+"""Kinds of inputs that are remembered; with more, all are looked at anew."""
+
+
+class FirstUse:
+    """Watches the first forward of each kind of inputs; ``plan``: None without tensor parallelism."""
+
+    def __init__(self, model: nn.Module, plan: TensorPlan | None) -> None:
+        names = plan.beside if plan is not None else frozenset[str]()
+        self._parameters = {name: p for name, p in model.named_parameters() if name in names and trainable(p)}
+        self._seen: set[object] = set()
+
+    def watch(self, microbatch: Batch, run: Callable[[], Any]) -> Any:
+        """What ``run`` gives; the same on all tensor ranks.
+
+        Raises:
+            PlanError: these inputs take a parameter to whole activations that the example took to cut ones only.
+        """
+        if not self._parameters or not torch.is_grad_enabled():
+            return run()
+        kind = _kind(microbatch)
+        if kind in self._seen:
+            return run()
+        reads = PlainReads(self._parameters)
+        with reads:
+            result = run()
+        for name in reads.names:
+            raise PlanError(
+                f"parameter {name!r} is used on whole activations with these inputs, but in the example on activations "
+                "cut along the sequence only, and its gradient would be wrong; give an example_batch that takes both "
+                "ways, or switch sequence_parallel off."
+            )
+        if len(self._seen) >= _KINDS:
+            self._seen.clear()
+        self._seen.add(kind)
+        return result
+
+
+def _kind(microbatch: Batch) -> object:
+    leaves, spec = pytree.tree_flatten(microbatch)
+    return str(spec), tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+
+
+class OutsideReads(TorchFunctionMode):
+    """Watches one run of the uncut model; ``names`` are the parameters found, in the order of their reading.
+
+    Questions about shape, dtype and device are no reading: Hugging Face models ask weights for those.
+    """
+
+    def __init__(self, model: nn.Module, plan: TensorPlan) -> None:
+        super().__init__()
+        self.names: dict[str, None] = {}
+        self.plain: set[int] = set()
+        """Ids of the parameters that were read beside plain tensors alone."""
+        self._layers = [model.get_submodule(name) for name, cut in plan.layers.items() if cut.kind != "experts"]
+        of_layers = {id(p) for layer in self._layers for p in layer.parameters(recurse=False)}
+        # others are shown as views, or read by code that was proven to compute with a part
+        self._cut = {
+            id(p): name for name, p in model.named_parameters() if name in plan.parameters and id(p) in of_layers
+        }
+        self._running: list[frozenset[int]] = []
+        """The parameters of the planned layers that run, the innermost last."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the run."""
+        handles: list[RemovableHandle] = []
+        for layer in self._layers:
+            own = frozenset(id(parameter) for parameter in layer.parameters())
+            handles.append(layer.register_forward_pre_hook(lambda *_, own=own: self._running.append(own)))
+            handles.append(layer.register_forward_hook(lambda *_: self._leave()))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._running.clear()
+
+    def _leave(self) -> None:
+        self._running.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = Operation(func, args, kwargs or {})
+        if not operation.is_metadata:
+            if not has_views(args, kwargs):
+                self.plain.update(id(tensor) for tensor in operation.tensors if isinstance(tensor, nn.Parameter))
+            for tensor in operation.tensors:
+                if id(tensor) in self._cut and not any(id(tensor) in own for own in self._running):
+                    self.names[self._cut[id(tensor)]] = None
+        return operation.run()
+
+
+class PlainReads(TorchFunctionMode):
+    """Watches a forward of the cut model for those ``parameters`` that are used beside plain tensors alone."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._wanted = {id(parameter): name for name, parameter in parameters.items()}
+        self.names: dict[str, None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = Operation(func, args, kwargs or {})
+        if not has_views(args, kwargs) and not operation.is_metadata:
+            found = (self._wanted.get(id(tensor)) for tensor in operation.tensors)
+            self.names.update((name, None) for name in found if name is not None)
+        return operation.run()

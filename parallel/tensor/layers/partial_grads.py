@@ -1,0 +1,65 @@
+"""Gradients of which each tensor rank has a part: one sum over the axis "tp" a step.
+
+A parameter that all tensor ranks hold, but use on their own part of the activations (the norm of a query head,
+a key head that several ranks share), gets on each rank a part of its gradient:
+
+    key heads over tp=4     rank 0   rank 1   rank 2   rank 3
+    held                     h0       h0       h1       h1
+    sent                    [g0 0]   [g1 0]   [0 g2]   [0 g3]   all-reduce, label "replicated gradients"
+    taken                   g0+g1    g0+g1    g2+g3    g2+g3
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from engine.parallel.comm.comm import Comm
+from engine.parallel.shard_table import ShardRow, ShardTable
+
+LABEL = "replicated gradients"
+
+
+class PartialSums:
+    """Sums partial gradients in place. Every tensor rank must call it with the same parameters."""
+
+    def __init__(self, table: ShardTable, comm: Comm) -> None:
+        self._rows = {row.name: row for row in table if row.partial}
+        self._comm = comm
+
+    @torch.no_grad()
+    def __call__(self, grads: Mapping[str, Tensor]) -> None:
+        """``grads``: what this rank holds of each gradient. R elements travel for whole parameters of R elements."""
+        by_dtype: dict[torch.dtype, list[tuple[ShardRow, Tensor]]] = {}
+        for name, grad in grads.items():
+            by_dtype.setdefault(grad.dtype, []).append((self._rows[name], grad))
+        for dtype, members in by_dtype.items():
+            sizes = [row.elements for row, _ in members]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=members[0][1].device)
+            places = [
+                (place, grad)
+                for (row, grad), full in zip(members, torch.split(flat, sizes), strict=True)
+                for place in [_held(full.view(row.shape), row, self._comm.grid.coord().tp)]
+            ]
+            for parts, grad in places:
+                _copy(parts, grad, inward=True)
+            self._comm.all_reduce(flat, "tp", LABEL).wait()
+            for parts, grad in places:
+                _copy(parts, grad, inward=False)
+
+
+def _held(full: Tensor, row: ShardRow, index: int) -> tuple[int, list[Tensor]]:
+    """The dim that is cut and the pieces of ``full`` that rank ``index`` holds."""
+    if row.dim is None:
+        return 0, [full]
+    dim = row.dim
+    return dim, [full.narrow(dim, r.start, r.stop - r.start) for r in row.ranges if index in r.holders]
+
+
+def _copy(parts: tuple[int, list[Tensor]], grad: Tensor, inward: bool) -> None:
+    dim, pieces = parts
+    if grad.ndim == 0:
+        pieces[0].copy_(grad) if inward else grad.copy_(pieces[0])
+        return
+    for piece, own in zip(pieces, torch.split(grad, [piece.shape[dim] for piece in pieces], dim), strict=True):
+        piece.copy_(own) if inward else own.copy_(piece)

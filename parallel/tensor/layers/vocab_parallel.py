@@ -1,0 +1,137 @@
+"""Embedding and head with the vocabulary cut over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
+
+Vocabularies that the axis does not divide are cut into pieces of nearly equal size; nothing is padded.
+
+Shape suffixes: V the vocabulary, W this rank's part of it, D width.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from engine.errors import PlanError
+from engine.parallel.tensor.collectives import EMBEDDING, gather_last, reduce_from
+from engine.parallel.tensor.deferred_linear import fused_forward, is_conv1d
+from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.redistribute import add_rows, full, stream_dim
+from engine.parallel.tensor.layers.linear import has_plain_forward, is_replaced, keep_rows
+from engine.parallel.tensor.logits.logit_shard import Vocabulary
+from engine.parallel.tensor.logits.sharded_logits import ShardedLogits
+from engine.parallel.tensor.overlap.async_input_grad import Entrance, share_input
+from engine.parallel.tensor.plan.ranges import cut_unevenly
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+
+class EmbeddingLayer(nn.Module):
+    """Ids int64 [..], whole -> vectors [.., D], whole and equal on all ranks; under sequence parallelism cut along it.
+
+    Each rank looks up the rows that it holds and gives zero for the rest; one all-reduce over "tp", label
+    "embedding". The layer's own forward runs on local ids, so it may scale what it finds.
+    """
+
+    tensor_vocabulary: Vocabulary
+    tensor_views: GlobalTensorContext
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up, blank what others hold, sum."""
+        vocabulary = self.tensor_vocabulary
+        local = ids - vocabulary.start
+        elsewhere = (local < 0) | (local >= vocabulary.width)
+        x_D = super().forward(local.masked_fill_(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        if self.tensor_views.sequence and x_D.dim() > 2:
+            return add_rows(self.tensor_views, x_D, label=EMBEDDING)
+        return reduce_from(x_D, vocabulary.axis, EMBEDDING)
+
+
+class HeadLayer(nn.Module):
+    """x [.., D], whole -> logits [.., V] as :class:`ShardedLogits`.
+
+    Forward communicates nothing; backward sums the gradient of x over "tp", label "column inputs". In a dry run
+    the logits are a plain tensor of the whole shape.
+    """
+
+    tensor_vocabulary: Vocabulary
+    tensor_owned: bool
+
+    def forward(self, x_D: Tensor) -> Tensor:
+        """This rank's columns, behind the face of all."""
+        vocabulary = self.tensor_vocabulary
+        axis = vocabulary.axis
+        plain = [self] if self.tensor_owned else []
+        logits_W = share_input(*self.entrance(x_D), plain).multiply(self)
+        if axis.dry:
+            return gather_last(logits_W, vocabulary.widths, axis)
+        return ShardedLogits.wrap(logits_W, vocabulary)
+
+    def entrance(self, x_D: Tensor) -> tuple[Tensor, Entrance]:
+        """What this rank has of x, and how all of it comes here."""
+        dim = None
+        if type(x_D) is GlobalTensor:
+            dim = stream_dim(x_D)
+            x_D = full(x_D, "head") if dim is None else x_D.local
+        return x_D, Entrance(self.tensor_vocabulary.axis, self.tensor_owned, dim=dim)
+
+    def multiply(self, x_D: Tensor) -> Tensor:
+        """The layer's own product."""
+        kernels = self.tensor_vocabulary.axis.kernels
+        if self.tensor_owned and is_replaced(x_D, kernels):
+            return fused_forward(self, x_D, "none", kernels)
+        logits_W: Tensor = super().forward(x_D)
+        return logits_W
+
+
+class VocabularyEmbedding(EmbeddingLayer, nn.Embedding):
+    """An ``nn.Embedding`` that holds this rank's part of the rows; sizes are given for the whole.
+
+    Raises:
+        PlanError: ``max_norm`` or another option that needs all rows at once; fewer rows than ranks.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, axis: TensorAxis, **options: Any) -> None:
+        super().__init__(num_embeddings, embedding_dim, **options)
+        check_embedding(self, "this VocabularyEmbedding")
+        ranges = cut_unevenly(num_embeddings, axis.size)
+        keep_rows(self, 0, ranges, axis.index)
+        prepare_embedding(self, Vocabulary(axis, tuple(r.stop - r.start for r in ranges)))
+
+
+class VocabularyHead(HeadLayer, nn.Linear):
+    """An ``nn.Linear`` from a width to the logits of a vocabulary; sizes are given for the whole."""
+
+    def __init__(self, in_features: int, vocabulary: int, bias: bool = False, *, axis: TensorAxis) -> None:
+        super().__init__(in_features, vocabulary, bias)
+        ranges = cut_unevenly(vocabulary, axis.size)
+        keep_rows(self, 0, ranges, axis.index)
+        prepare_head(self, Vocabulary(axis, tuple(r.stop - r.start for r in ranges)))
+
+
+def check_embedding(module: nn.Embedding, name: str) -> None:
+    """Refuse the options that need all rows in one place."""
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise PlanError(
+                f"{name} has {option} = {getattr(module, option)}, which needs all rows of the vocabulary on one rank; "
+                f'build it without, or give it the style "replicate" in parallel.tensor_plan.'
+            )
+
+
+def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, views: GlobalTensorContext | None = None) -> None:
+    """Give an already cut embedding its vocabulary and its local sizes."""
+    module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
+    module.tensor_views = views or GlobalTensorContext(vocabulary.axis)  # type: ignore[assignment]
+    module.num_embeddings = vocabulary.width  # type: ignore[assignment]
+    padding: Any = module.padding_idx
+    if padding is not None:
+        local = padding - vocabulary.start
+        module.padding_idx = local if 0 <= local < vocabulary.width else None  # type: ignore[assignment]
+
+
+def prepare_head(module: nn.Module, vocabulary: Vocabulary) -> None:
+    """Give an already cut head its vocabulary and its local sizes."""
+    module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
+    module.tensor_owned = has_plain_forward(module)  # type: ignore[assignment]
+    if is_conv1d(module):
+        module.nf = vocabulary.width  # type: ignore[assignment]
+    else:
+        module.out_features = vocabulary.width  # type: ignore[assignment]

@@ -1,0 +1,1 @@
+"""Logits whose vocabulary is cut over axis tp, and losses on them that never gather the vocabulary."""

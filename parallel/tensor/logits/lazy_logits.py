@@ -1,0 +1,140 @@
+"""Functions that logits pass through without being computed (``logit_slice``): what a loss needs, and nothing else.
+
+Shapes change as ``logit_rules`` say, on the hidden states; a wider dtype is noted; a loss is computed by chunks.
+
+Logits that wait: what they will be made of, and how.
+
+head       hidden states, weight, bias          computed: their product
+derived    the same after a view, a slice ...   computed: what that makes of the source's logits, as if done then
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.errors import EngineError
+from engine.parallel.tensor.logits.logit_shard import LateProduct, LogitShard
+from engine.parallel.tensor.logits.losses import logsumexp, sharded_cross_entropy
+from engine.parallel.tensor.logits.rules import CONVERSIONS, LOGIT_RULES, SHAPES, VIEWS, LogitRule
+
+
+def _widened(func: Callable[..., Any], x: LogitShard, *args: Any, **kwargs: Any) -> Any:
+    """``float`` and its like; tried on an empty tensor."""
+    product = x.product
+    if product is None or any(isinstance(arg, LogitShard) for arg in (*args, *kwargs.values())):
+        return NotImplemented
+    before = torch.empty(0, dtype=x.dtype, device=x.local.device)
+    after = func(before, *args, **kwargs)
+    if not isinstance(after, Tensor) or after.device != before.device or kwargs.get("copy"):
+        return NotImplemented
+    if after.dtype == x.dtype:
+        return x
+    if after.dtype == torch.float64 or torch.promote_types(x.dtype, after.dtype) != after.dtype:
+        return NotImplemented
+    wider = LateProduct(product.weight, product.bias, after.dtype, product.kernels)
+    return LogitShard(x.local, x.vocabulary, x.dim, x.softmax, wider)
+
+
+def _contiguous(func: Callable[..., Any], x: LogitShard, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else x.now(x.local, same=True)
+
+
+def _detached(func: Callable[..., Any], x: LogitShard) -> Any:
+    return x.detached()
+
+
+def _viewed(func: Callable[..., Any], x: LogitShard, *sizes: Any, **kwargs: Any) -> Any:
+    """Where the logits will lie in memory, the hidden states need not."""
+    return LOGIT_RULES[func](Tensor.reshape, x, *sizes, **kwargs)
+
+
+def _functions(*names: str) -> list[Callable[..., Any]]:
+    return [getattr(owner, name) for owner in (torch, Tensor) for name in names]
+
+
+LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
+    {func: LOGIT_RULES[func] for func in SHAPES}
+    | dict.fromkeys(CONVERSIONS, _widened)
+    | dict.fromkeys(VIEWS, _viewed)
+    | dict.fromkeys(_functions("detach"), _detached)
+    | {Tensor.contiguous: _contiguous, functional.cross_entropy: sharded_cross_entropy}
+    | dict.fromkeys((*_functions("logsumexp"), torch.special.logsumexp), logsumexp)
+)
+
+
+def late_answer(func: Callable[..., Any], x: LogitShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What the rule of ``func`` makes of logits that wait and other arguments; ``NotImplemented``: compute them."""
+    rule = LATE_RULES.get(func)
+    return NotImplemented if rule is None else rule(func, x, *args, **kwargs)
+
+
+class LogitsSource(Protocol):
+    """Logits that others are made of."""
+
+    @property
+    def part(self) -> LogitShard:
+        """Computed."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether they are not."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LazyLogits:
+    """What stands behind logits until they are computed."""
+
+    part: LogitShard
+    """Hidden states and a product."""
+    compute: Callable[[], LogitShard]
+    source: LogitsSource | None = None
+
+
+def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
+    """Computes the logits of ``hidden``, with gradients; under no autocast, which has been done to its tensors.
+
+    ``weight``: the parameter, whose version tells whether it has been updated.
+
+    Raises:
+        EngineError: the weight, the bias or the hidden states have changed since.
+    """
+    product = hidden.product
+    assert product is not None
+    kept = weight, hidden.local, product.bias
+
+    def state() -> tuple[int, ...]:
+        return tuple(tensor._version for tensor in kept if tensor is not None)
+
+    before = state()
+
+    def compute() -> LogitShard:
+        if state() != before:
+            raise EngineError(
+                "logits were looked at for the first time after the weights or hidden states that they are made of had "
+                "been written, and they are computed when looked at: look before the step, or keep "
+                "output.logits.clone()."
+            )
+        with torch.enable_grad(), torch.autocast(hidden.local.device.type, enabled=False):
+            local = functional.linear(hidden.local, product.weight, product.bias)
+        return LogitShard(local, hidden.vocabulary, hidden.dim, hidden.softmax)
+
+    return compute
+
+
+def derived(source: LogitsSource, part: LogitShard, change: Callable[[LogitShard], Any]) -> LazyLogits:
+    """What ``change`` makes of the source's logits, in today's grad mode; ``part`` is what it made of hidden states."""
+    graded = torch.is_grad_enabled()
+
+    def compute() -> LogitShard:
+        logits = source.part
+        with torch.set_grad_enabled(graded):
+            found = change(logits)
+        assert isinstance(found, LogitShard), "logits cannot be changed as the hidden states were"
+        return found
+
+    return LazyLogits(part, compute, source)

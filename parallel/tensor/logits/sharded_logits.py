@@ -1,0 +1,334 @@
+"""Logits of which every tensor rank holds a slice of the vocabulary, behind the face of an ordinary tensor.
+
+Code that knows nothing of tensor parallelism gets them from the head. What it does with them is done on the
+slice where that is right (``logit_rules``): elementwise operations, another order of dims, losses. Anything else
+first gathers the vocabulary over "tp" (label "logits"), with gradients, and goes on with a plain tensor; the name
+of the function is kept.
+
+Logits may also wait (``late_head``): then nothing is computed until something other than a loss wants them. On a tensor
+axis of one rank, which they are made for only to wait, they become a plain tensor then, whatever is done with them.
+
+Functions that reach Python are answered by ``__torch_function__``. The few that do not (custom autograd
+functions) see a tensor that is in the autograd graph, and gather under ``__torch_dispatch__``.
+
+Shape suffixes: V the vocabulary, W this rank's part of it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from engine.errors import EngineError
+from engine.parallel.tensor.collectives import gather_last
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.redistribute import full
+from engine.parallel.tensor.logits.lazy_logits import LazyLogits, derived, late_answer
+from engine.parallel.tensor.logits.logit_shard import LogitShard, Vocabulary
+from engine.parallel.tensor.logits.rules import answer
+
+
+class ShardedLogits(Tensor):
+    """A tensor whose dim of the vocabulary is cut: this rank holds ``part``.
+
+    Raises:
+        EngineError: something writes into it in place, or hangs a hook on it.
+    """
+
+    _part: LogitShard | None
+    _full: Tensor | None
+    _waiting: LazyLogits | None
+    _derived: "list[weakref.ref[ShardedLogits]]"
+
+    @staticmethod
+    def wrap(local_W: Tensor, vocabulary: Vocabulary) -> "ShardedLogits":
+        """The logits [.., V] of which ``local_W`` is this rank's part."""
+        return ShardedLogits.of(LogitShard(local_W, vocabulary, local_W.dim() - 1))
+
+    @staticmethod
+    def of(part: LogitShard) -> "ShardedLogits":
+        """The tensor of which ``part`` is this rank's."""
+        wrapped: ShardedLogits = _Wrap.apply(part.local, part)  # type: ignore[no-untyped-call]
+        wrapped._part = part
+        return wrapped
+
+    @staticmethod
+    def late(hidden: LogitShard, compute: Callable[[], LogitShard]) -> "ShardedLogits":
+        """Logits of ``hidden`` states that wait for ``compute``."""
+        return _wait(LazyLogits(hidden, compute))
+
+    @property
+    def part(self) -> LogitShard:
+        """What this rank holds. Logits that wait are computed, and kept if that can be differentiated."""
+        if self._part is not None:
+            return self._part
+        assert self._waiting is not None
+        part = self._waiting.compute()
+        if part.local.requires_grad or not self.requires_grad:  # below autograd nothing is made that could be kept
+            self._part = part
+        return part
+
+    @property
+    def waits(self) -> bool:
+        """Whether neither these logits nor those that they were made of have been computed."""
+        source = None if self._waiting is None else self._waiting.source
+        return self._part is None and (source is None or source.waits)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """How the vocabulary lies on the ranks."""
+        return self._held.vocabulary
+
+    @property
+    def _held(self) -> LogitShard:
+        if self._part is None and self._waiting is not None:
+            return self._waiting.part
+        assert self._part is not None
+        return self._part
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank holds all of the vocabulary."""
+        return self.vocabulary.axis.size == 1
+
+    @property
+    def gathered(self) -> bool:
+        """Whether this object has been gathered."""
+        return self._full is not None
+
+    def full(self, reason: str = "full") -> Tensor:
+        """The whole tensor, plain, with gradients: one all-gather over "tp", label "logits"."""
+        part, vocabulary = self.part, self.vocabulary
+        local, dim = part.local, part.dim
+        if self.alone:
+            return local
+        wanted = torch.is_grad_enabled() and local.requires_grad
+        if self._full is None or self._full.requires_grad != wanted:
+            if reason not in vocabulary.gathers:
+                vocabulary.gathers.append(reason)
+            whole_V = gather_last(local.movedim(dim, -1), vocabulary.widths, vocabulary.axis)
+            self._full = whole_V if part.is_last else whole_V.movedim(-1, dim)
+        return self._full
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held, begin = self._held, self.vocabulary.start
+        place = f"columns {begin}:{begin + self.vocabulary.width}"
+        place += "" if held.is_last else f" of dim {held.dim}"
+        place += "" if self._part is not None else ", not computed"
+        return f"ShardedLogits(shape={tuple(self.shape)}, {place}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ABOUT_IT and (func is Tensor.__hash__ or not _is_plain(args[0])):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        result = _late(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        if all(logits.alone for logits in _found((args, kwargs))):
+            if _writes(function_name(func), args, kwargs):
+                _settle(_found((args, kwargs)))
+            return func(*_gathered(args, ""), **_gathered(dict(kwargs), ""))
+        result = answer(func, *_to_slices((args, dict(kwargs))))
+        if result is not NotImplemented:
+            return _from_slices(result, args)
+        name = function_name(func)
+        _refuse_writes(name, args, kwargs)
+        return func(*_gathered(args, name), **_gathered(dict(kwargs), name))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # autograd passes the tensor on under a new name
+            return _renamed(args[0])
+        name = func.__name__.split(".")[0]
+        _refuse_writes(name, args, kwargs or {})
+        with torch.no_grad():  # this is below autograd, which has seen the wrapped tensor
+            return func(*_gathered(args, name), **_gathered(dict(kwargs or {}), name))
+
+
+def gather_logits(tree: Any) -> Any:
+    """``tree`` (lists, tuples, dicts, Hugging Face outputs) with every cut tensor in it gathered."""
+    return _gathered(pytree.tree_map(_plain, tree, is_leaf=lambda node: type(node) is GlobalTensor), "whole")
+
+
+def _plain(leaf: Any) -> Any:
+    return full(leaf, "whole") if type(leaf) is GlobalTensor else leaf
+
+
+def _gathered(tree: Any, reason: str) -> Any:
+    return pytree.tree_map_only(ShardedLogits, lambda logits: logits.full(reason), tree)
+
+
+def _found(tree: Any) -> Iterator[ShardedLogits]:
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, ShardedLogits))
+
+
+def _is_plain(logits: Any) -> bool:
+    """Whether a plain tensor stands behind these logits already."""
+    return isinstance(logits, ShardedLogits) and logits._part is not None and logits.alone
+
+
+def _late(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function makes of logits that wait, without computing them."""
+    logits = args[0] if args else kwargs.get("input")
+    if not isinstance(logits, ShardedLogits) or not logits.waits or logits._waiting is None:
+        return NotImplemented
+    rest, named = args[1:], {name: value for name, value in kwargs.items() if value is not logits}
+    if any(True for _ in _found((rest, named))):
+        return NotImplemented
+    own = logits._waiting.part
+    found = late_answer(func, own if torch.is_grad_enabled() else own.detached(), rest, named)
+    if found is own:
+        return logits
+    if isinstance(found, LogitShard):
+        return _wait(derived(logits, found, lambda part: answer(func, (part, *rest), named)))
+    if not isinstance(found, tuple):
+        return found
+
+    def piece(place: int) -> Callable[[LogitShard], Any]:
+        return lambda part: answer(func, (part, *rest), named)[place]
+
+    return tuple(_wait(derived(logits, one, piece(place))) for place, one in enumerate(found))
+
+
+def _settle(logits: Iterator[ShardedLogits]) -> None:
+    """Compute what was made of the same logits, before something writes into them."""
+    for one in logits:
+        while one._waiting is not None and isinstance(one._waiting.source, ShardedLogits):
+            one = one._waiting.source
+        pending = [one]
+        while pending:
+            one = pending.pop()
+            _ = one.part
+            pending += [made for made in (reference() for reference in one._derived) if made is not None]
+
+
+def _to_slices(tree: Any) -> Any:
+    return pytree.tree_map_only(ShardedLogits, lambda logits: logits.part, tree)
+
+
+def _from_slices(result: Any, args: tuple[Any, ...]) -> Any:
+    """Slices as tensors; one that was given is the object that was given."""
+    given = {id(arg.part): arg for arg in args if isinstance(arg, ShardedLogits)}
+    return pytree.tree_map_only(
+        LogitShard, lambda part: given[id(part)] if id(part) in given else ShardedLogits.of(part), result
+    )
+
+
+class _Wrap(torch.autograd.Function):
+    """Gives the object a place in the graph, so that functions which Python does not see find gradients there."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, part: LogitShard) -> ShardedLogits:
+        ctx.part = part.dim, part.vocabulary
+        return _empty(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        dim, vocabulary = ctx.part
+        return grad.narrow(dim, vocabulary.start, vocabulary.width), None
+
+
+class _WrapLate(torch.autograd.Function):
+    """The same for logits that wait: what Python does not see computes them for itself."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight_WH: Tensor, bias_W: Tensor | None, part: LogitShard) -> ShardedLogits:
+        ctx.save_for_backward(hidden, weight_WH)
+        ctx.part, ctx.biased = (part.dim, part.vocabulary), bias_W is not None
+        return _empty(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden, weight_WH), (dim, vocabulary) = ctx.saved_tensors, ctx.part
+        mine = grad.narrow(dim, vocabulary.start, vocabulary.width).movedim(dim, -1).to(hidden.dtype)
+        mine_NW, hidden_NH = (x.reshape(-1, x.shape[-1]) for x in (mine, hidden.movedim(dim, -1)))
+        bias_W = mine_NW.sum(0) if ctx.biased else None
+        return (mine @ weight_WH).movedim(-1, dim), mine_NW.t() @ hidden_NH, bias_W, None
+
+
+def _wait(waiting: LazyLogits) -> ShardedLogits:
+    part = waiting.part
+    assert part.product is not None
+    given = part.local, part.product.weight, part.product.bias
+    wrapped: ShardedLogits = _WrapLate.apply(*given, part)  # type: ignore[no-untyped-call]
+    wrapped._waiting = waiting
+    if isinstance(waiting.source, ShardedLogits):
+        waiting.source._derived.append(weakref.ref(wrapped))
+    return wrapped
+
+
+def _renamed(logits: ShardedLogits) -> ShardedLogits:
+    """The same without gradients, made where no function of Python's is seen."""
+    made = _empty(logits._held)
+    if logits._part is not None:
+        made._part = logits._part.now(logits._part.local.detach(), same=True)
+    elif logits._waiting is not None:
+        made._waiting = derived(logits, logits._waiting.part.detached(), LogitShard.detached)
+    return made
+
+
+def _empty(part: LogitShard) -> ShardedLogits:
+    made: ShardedLogits = Tensor._make_wrapper_subclass(
+        ShardedLogits, part.shape, dtype=part.dtype, device=part.local.device
+    )
+    made._part, made._full, made._waiting, made._derived = None, None, None, []
+    return made
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """What a function is called; an attribute of tensors by its own name."""
+    name: str = getattr(func, "__name__", str(func))
+    owner = getattr(func, "__self__", None)
+    return getattr(owner, "__name__", name) if name == "__get__" else name
+
+
+def _writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    target = args[0] if args else None
+    writes = name == "__setitem__" or name == "__set__" or name in _HOOKS
+    writes |= name.endswith("_") and not name.endswith("__")
+    writes |= name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__int__", "__index__")
+    return (writes and isinstance(target, ShardedLogits)) or isinstance(kwargs.get("out"), ShardedLogits)
+
+
+def _refuse_writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if _writes(name, args, kwargs):
+        raise EngineError(
+            f"{name} was called on logits whose vocabulary is cut over the tensor ranks; they cannot be changed in "
+            "place or hooked: make a new tensor, or call engine.parallel.tensor.gather_logits on them first."
+        )
+
+
+def _functions_about_it() -> frozenset[Callable[..., Any]]:
+    properties = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "grad",
+                  "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "itemsize", "nbytes",
+                  "is_mps", "is_xpu", "is_nested", "output_nr", "_version")  # fmt: skip
+    methods = ("size", "dim", "numel", "nelement", "ndimension", "__len__", "is_floating_point", "is_complex",
+               "element_size", "get_device", "is_contiguous", "stride", "__hash__", "is_inference",
+               "is_signed")  # fmt: skip
+    functions = (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor)
+    return frozenset(
+        (*(getattr(Tensor, name).__get__ for name in properties), *(getattr(Tensor, n) for n in methods), *functions)
+    )
+
+
+_HOOKS = frozenset({"register_hook", "retain_grad", "register_post_accumulate_grad_hook"})
+
+
+_ABOUT_IT = _functions_about_it()

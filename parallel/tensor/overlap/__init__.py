@@ -1,0 +1,1 @@
+"""Tensor-parallel communication that runs beside matrix products."""

@@ -1,0 +1,341 @@
+"""Products of tensors that are cut along the sequence, in pieces: one travels while another is multiplied.
+
+    gather_multiply     x [.., S/T, I] ── gathered ── x W' [.., S, O]     backward: multiply_scatter of dy and W
+    multiply_scatter    x [.., S, P] ── x W' ── summed, cut [.., S/T, O]  backward: gather_multiply of dy and W
+
+A piece is the same slice of every rank's rows, so its product has rows of all ranks, each to be put in its place:
+
+    rank 0  a0 a1 | rank 1  b0 b1      piece 0: a0 b0      piece 1: a1 b1      result: a0 a1 b0 b1
+
+One piece is the plain form: gather, multiply; multiply, scatter. It is taken where nothing runs beside compute or the
+tensor is small (:func:`choose_pieces`). The weight gradient is computed while the last sum of the input gradient
+travels, from the gathered input, which is kept, or gathered once more behind the input gradient (``regather``: T times
+less memory, one more all-gather). Results are those of one piece up to rounding: a BLAS may add in another order.
+
+A ``Moves`` is what a kernel that sends by itself replaces: it would multiply a tile when its rows arrive, or send one
+when it is done, and write it where it belongs. The copies of rows into their places, the launches of every piece and
+the pieces themselves would go; the autograd functions here stay.
+
+Shape suffixes: T tensor ranks, S the sequence, I inputs, O outputs, P the part of the inputs that this rank holds.
+
+Column and row layers of a stream that is cut along the sequence, whose products run while their rows travel.
+
+    stream [.., S/T, I] ── gathered in pieces, each multiplied as it comes ── query     the gathered rows: key, value
+    parts  [.., S, P] ── multiplied in pieces, each summed and scattered meanwhile ── stream
+
+Where collectives run beside compute and the tensors are large enough (``TensorAxis.overlap``, ``overlap``); elsewhere
+layers gather or scatter at once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import EngineError
+from engine.kernels.ops.linear import LinearForm, linear
+from engine.parallel.comm.comm import Pending
+from engine.parallel.tensor.collectives import (
+    COLUMN_INPUTS,
+    ROW_OUTPUTS,
+    check_parts,
+    gather_to,
+    join_parts,
+    refuse_second_derivatives,
+    split_parts,
+)
+from engine.parallel.tensor.deferred_linear import bias_gradient, followed, is_conv1d, weight_gradient
+from engine.parallel.tensor.overlap.async_input_grad import Shared, has_own_weights
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+MOST_PIECES = 4
+"""Each more hides less of what is left and costs launches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How rows travel."""
+
+    axis: TensorAxis
+    label: str
+    pieces: int = 1
+
+
+class GatherProduct(Protocol):
+    """Gathers rows and multiplies them."""
+
+    def __call__(self, part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+        """(the rows of all ranks times ``matrix`` [I, O] plus ``bias``, in its dtype; these rows, as they came)."""
+
+
+class ProductScatter(Protocol):
+    """Multiplies rows, and sums and scatters the product."""
+
+    def __call__(
+        self, whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
+    ) -> Callable[[], Tensor]:
+        """What waits for this rank's rows of the sum of ``whole`` times ``matrix`` plus ``plus``, in ``dtype``."""
+
+
+def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+    """:class:`GatherProduct` over the collectives of the axis."""
+    axis, label = route.axis, route.label
+    if route.pieces == 1:
+        whole = join_parts(axis.all_gather(part.contiguous(), label), part.ndim - 2)
+        return _product(whole, matrix, bias, route), whole
+    pieces = part.chunk(route.pieces, -2)
+    whole = part.new_empty((*part.shape[:-2], axis.size * part.shape[-2], part.shape[-1]))
+    out = whole.new_empty((*whole.shape[:-1], matrix.shape[-1]), dtype=matrix.dtype)
+    coming = axis.start_all_gather(pieces[0].contiguous(), label)
+    for index in range(route.pieces):
+        rows, pending = coming
+        if index + 1 < route.pieces:
+            coming = axis.start_all_gather(pieces[index + 1].contiguous(), label)
+        pending.wait()
+        _piece(out, index, route).copy_(_product(rows, matrix, bias, route))
+        _piece(whole, index, route).copy_(rows)
+    return out, whole
+
+
+def product_scatter(
+    whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
+) -> Callable[[], Tensor]:
+    """:class:`ProductScatter` over the collectives of the axis."""
+    sent: list[tuple[Tensor, Pending]] = []
+    for index in range(route.pieces):
+        rows = _product(_piece(whole, index, route), matrix, None, route).to(dtype)
+        if plus is not None:
+            rows += _piece(plus, index, route)
+        sent.append(route.axis.start_reduce_scatter(rows.contiguous(), route.label))
+
+    def wait() -> Tensor:
+        for _, pending in sent:
+            pending.wait()
+        if len(sent) > 1:
+            return torch.cat([part for part, _ in sent], -2)
+        part = sent[0][0]
+        return part.clone() if part._is_view() else part  # in a dry run it lies in the rows
+
+    return wait
+
+
+def _piece(whole: Tensor, index: int, route: Route) -> Tensor:
+    """[.., S, n] -> [T, .., S/T/pieces, n], a view."""
+    return split_parts(whole, route.axis, whole.ndim - 2).chunk(route.pieces, -2)[index]
+
+
+def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> Tensor:
+    return linear(rows.to(matrix.dtype), matrix, bias, LinearForm(transposed=True), route.axis.kernels)
+
+
+class Moves(NamedTuple):
+    """The two products whose rows travel; see the top of this file for what a kernel would replace."""
+
+    gather: GatherProduct
+    scatter: ProductScatter
+
+
+PLAIN_MOVES = Moves(gather_product, product_scatter)
+"""Over the collectives of the axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieced:
+    """How a layer multiplies rows that travel; ``label``: of its collectives, "column inputs" or "row outputs"."""
+
+    axis: TensorAxis
+    label: str
+    pieces: int | None = None
+    """None: :func:`choose_pieces`."""
+    transposed: bool = False
+    """Whether the weight is [I, O]."""
+    regather: bool = False
+    moves: Moves = PLAIN_MOVES
+
+    def route(self, part: Tensor) -> Route:
+        """For a part of these rows.
+
+        Raises:
+            EngineError: the rows cannot be cut into so many pieces.
+        """
+        pieces = choose_pieces(part.shape[-2], part.numel() * part.element_size(), part.device.type, self.axis)
+        return Route(self.axis, self.label, pieces if self.pieces is None or self.axis.dry else self.pieces)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """[I, O], a view."""
+        return weight if self.transposed else weight.t()
+
+    def back(self, weight: Tensor, dy: Tensor) -> Tensor:
+        """[O, I], which takes ``dy`` to the gradient of x."""
+        return self.matrix(weight.to(dy.dtype)).t()
+
+
+def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
+    """The most pieces, up to ``MOST_PIECES``, that divide ``rows`` and have the bytes of ``axis.overlap`` each."""
+    devices, least = axis.overlap
+    if device not in devices or axis.dry or axis.size == 1:
+        return 1
+    return next((n for n in range(MOST_PIECES, 1, -1) if rows % n == 0 and size >= n * least), 1)
+
+
+def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Pieced) -> tuple[Tensor, Tensor | None]:
+    """x [.., S/T, I] -> (x W' + b [.., S, O], the gathered x [.., S, I] for layers that share it).
+
+    The gradients of both make that of x, which is summed and scattered. With ``regather`` there is no second result.
+
+    Raises:
+        EngineError: ``pieces`` does not divide the rows.
+    """
+    _check_pieces(x, pieced)
+    y, whole = _GatherMultiply.apply(x, weight, bias, pieced)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled():
+        if x.requires_grad:
+            pieced.axis.expect("reduce_scatter", pieced.label, _whole_of(x, pieced.axis))
+        if pieced.regather and weight.requires_grad:
+            pieced.axis.expect("all_gather", pieced.label, _whole_of(x, pieced.axis))
+    return y, whole
+
+
+def multiply_scatter(x: Tensor, weight: Tensor, pieced: Pieced) -> Tensor:
+    """x [.., S, P] -> this rank's rows [.., S/T, O] of the sum of x W' over the ranks; the bias is the caller's.
+
+    Raises:
+        EngineError: the ranks cannot share the rows equally, or ``pieces`` does not divide a part.
+    """
+    check_parts(x, pieced.axis, -2)
+    _check_pieces(split_parts(x, pieced.axis, x.ndim - 2)[0], pieced)
+    y: Tensor = _MultiplyScatter.apply(x, weight, pieced)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        pieced.axis.expect("all_gather", pieced.label, _whole_of(y, pieced.axis))
+    return y
+
+
+def _check_pieces(part: Tensor, pieced: Pieced) -> None:
+    rows, pieces = part.shape[-2], pieced.pieces or 1
+    if rows % pieces:
+        raise EngineError(
+            f"{rows} rows of a tensor rank are to travel in {pieces} pieces, which does not divide them: choose a "
+            "number of pieces that does, or none."
+        )
+
+
+def _whole_of(part: Tensor, axis: TensorAxis) -> Tensor:
+    return part.expand(axis.size, *part.shape)
+
+
+class _GatherMultiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Pieced) -> Any:
+        ctx.pieced, ctx.route, ctx.bias = pieced, pieced.route(x), None if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)
+        dtype = _computed_in(x)
+        with torch.autocast(x.device.type, enabled=False):
+            b_O = None if bias is None else bias.to(dtype)
+            y, whole = pieced.moves.gather(x, pieced.matrix(weight.to(dtype)), b_O, ctx.route)
+        ctx.save_for_backward(x if pieced.regather else whole, weight)
+        ctx.shape, ctx.dtypes = y.shape, (x.dtype, y.dtype)
+        return y, None if pieced.regather else whole
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dwhole: Tensor | None) -> Any:
+        refuse_second_derivatives()
+        x, weight = ctx.saved_tensors
+        pieced, route, (dtype_x, dtype_y) = ctx.pieced, ctx.route, ctx.dtypes
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        if dy is None:  # only those that share the gathered x were used
+            dy = weight.new_zeros(ctx.shape, dtype=dtype_y)
+        coming = _start_gather(x, route) if needs_weight and pieced.regather else None
+        sums = pieced.moves.scatter(dy, pieced.back(weight, dy), dwhole, dtype_x, route) if needs_x else None
+        dw = db = None
+        if needs_weight:
+            whole = x if coming is None else coming()
+            dw = weight_gradient(whole.to(dy.dtype), dy, weight.dtype, pieced.transposed, pieced.axis.kernels)
+        if needs_bias:
+            db = bias_gradient(dy, ctx.bias)
+        return None if sums is None else sums(), dw, db, None
+
+
+class _MultiplyScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, pieced: Pieced) -> Tensor:
+        part = split_parts(x, pieced.axis, x.ndim - 2)[0]
+        ctx.pieced, ctx.route = pieced, pieced.route(part)
+        ctx.save_for_backward(x, weight)
+        dtype = _computed_in(x)
+        with torch.autocast(x.device.type, enabled=False):
+            matrix = pieced.matrix(weight.to(dtype))
+            return pieced.moves.scatter(x.to(dtype), matrix, None, dtype, ctx.route)()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        refuse_second_derivatives()
+        x, weight = ctx.saved_tensors
+        pieced, route = ctx.pieced, ctx.route
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        dx, dw = None, None
+        if needs_x:
+            dx, whole = pieced.moves.gather(dy, pieced.back(weight, dy), None, route)
+            dx = dx.to(x.dtype)
+        else:
+            whole = _start_gather(dy, route)()
+        if needs_weight:
+            dw = weight_gradient(x.to(dy.dtype), whole, weight.dtype, pieced.transposed, pieced.axis.kernels)
+        return dx, dw, None
+
+
+def _start_gather(part: Tensor, route: Route) -> Callable[[], Tensor]:
+    rows, pending = route.axis.start_all_gather(part.contiguous(), route.label)
+
+    def wait() -> Tensor:
+        pending.wait()
+        return join_parts(rows, part.ndim - 2)
+
+    return wait
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    """As a product of x would be: autocast casts no double."""
+    casts = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(x.device.type) if casts else x.dtype
+
+
+class SharedInPieces(Shared):
+    """Gathered by the first plain product that multiplies it; the others share what that has gathered."""
+
+    def __init__(self, part: Tensor, axis: TensorAxis, plain: list[nn.Module]) -> None:
+        self._part, self._axis, self._plain = part, axis, plain
+        self._whole: Tensor | None = None
+
+    @property
+    def copy(self) -> Tensor:  # type: ignore[override]
+        """All rows."""
+        if self._whole is None:
+            self._whole = gather_to(self._part, self._axis, self._part.ndim - 2, COLUMN_INPUTS)
+        return self._whole
+
+    def multiply(self, layer: nn.Module) -> Tensor:
+        """The layer's product with all rows."""
+        if self._whole is None and any(layer is other for other in self._plain) and has_own_weights(layer):
+            weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+            assert weight is not None
+            pieced = Pieced(self._axis, COLUMN_INPUTS, transposed=is_conv1d(layer))
+            y, self._whole = gather_multiply(self._part, weight, bias, pieced)
+            return followed(layer, y, self._axis.kernels)
+        own: Any = layer
+        product: Tensor = own.multiply(self.copy)
+        return product
+
+
+def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis) -> bool:
+    """Whether ``rows`` rows of a rank, with as many bytes as ``part``, are to travel in more than one piece."""
+    size = part.numel() * part.element_size()
+    return choose_pieces(rows, size, part.device.type, axis) > 1
+
+
+def scatter_product(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
+    """x [.., S, P] -> this rank's rows [.., S/T, O] of the layer's product, summed over the ranks; without the bias."""
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    return multiply_scatter(x, weight, Pieced(axis, ROW_OUTPUTS, transposed=is_conv1d(layer)))

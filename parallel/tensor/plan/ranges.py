@@ -1,0 +1,115 @@
+"""Numbers that the tensor ranks have to share, and the sentence for one that they cannot.
+
+Which rows of a cut dim each tensor rank holds. Pure arithmetic.
+
+8 heads over 4 ranks      0 0 1 1 2 2 3 3
+2 kv heads over 4 ranks   0,1     2,3              each head is held by several ranks
+fused thirds over 2       0 1 | 0 1 | 0 1          each rank holds a piece of every third
+5 rows over 2 ranks       0 0 0 1 1                vocabularies only: the first ranks hold one more
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from engine.errors import PlanError
+from engine.parallel.shard_table import Range
+
+
+@dataclass(frozen=True, slots=True)
+class Divisibility:
+    """A number that the tensor ranks have to share."""
+
+    owner: str
+    noun: str
+    count: int
+    rule: str = "divide"
+    """divide: in equal shares; share: or each held by several ranks; rows: at least one each."""
+
+    def allows(self, tp: int) -> bool:
+        """Whether this number goes with ``tp`` ranks."""
+        if self.rule == "rows":
+            return self.count >= tp
+        return self.count % tp == 0 or (self.rule == "share" and tp % self.count == 0)
+
+    def complaint(self, tp: int) -> str:
+        """What is wrong with ``tp`` ranks."""
+        verb = {"divide": "does not divide", "share": "neither divides nor is a multiple of", "rows": "is more than"}
+        return f"tensor = {tp} {verb[self.rule]} the {self.count} {self.noun} of {self.owner}"
+
+
+def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
+    """Refuse a number of ranks that one of the numbers does not allow.
+
+    Raises:
+        PlanError: names the first one, and every size that all allow.
+    """
+    wrong = next((fit for fit in fits if not fit.allows(tp)), None)
+    if wrong is None:
+        return
+    largest = max(fit.count for fit in fits)
+    sizes = [size for size in range(1, largest + 1) if all(fit.allows(size) for fit in fits)]
+    listed = ", ".join(str(size) for size in sizes)
+    raise PlanError(f"{wrong.complaint(tp)}; choose a size that fits the whole model: {listed}.")
+
+
+def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range, ...]:
+    """``size`` rows as ``parts`` equal parts, each cut evenly by whole ``unit``s (heads).
+
+    Where there are fewer units than ranks, each is held by several consecutive ranks. The caller has checked
+    that the numbers divide.
+    """
+    width = size // parts
+    units = width // unit
+    pieces, holders = max(units // tp, 1) * unit, max(tp // units, 1)
+    return tuple(
+        Range(start, start + pieces, tuple(range(index * holders, (index + 1) * holders)))
+        for part in range(parts)
+        for index, start in enumerate(range(part * width, (part + 1) * width, pieces))
+    )
+
+
+def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
+    """``size`` rows in contiguous pieces, one for each rank; the first ``size % tp`` hold one more."""
+    small, more = divmod(size, tp)
+    starts = [rank * small + min(rank, more) for rank in range(tp + 1)]
+    return tuple(Range(starts[rank], starts[rank + 1], (rank,)) for rank in range(tp))
+
+
+def held(ranges: tuple[Range, ...], index: int) -> int:
+    """Rows that rank ``index`` holds."""
+    return sum(part.stop - part.start for part in ranges if index in part.holders)
+
+
+def ranges_of(rows: Sequence[Sequence[bool]]) -> tuple[Range, ...]:
+    """The ranges of a dim of which rank r holds the rows where ``rows[r]`` is true; every row has a holder."""
+    holders = [tuple(rank for rank, held in enumerate(by_rank) if held) for by_rank in zip(*rows, strict=True)]
+    starts = [0, *(row for row in range(1, len(holders)) if holders[row] != holders[row - 1]), len(holders)]
+    return tuple(Range(start, stop, holders[start]) for start, stop in pairwise(starts))
+
+
+def ranges_of_rows(rows: Sequence[Sequence[tuple[int, int]]], size: int) -> tuple[Range, ...]:
+    """The same from the runs [start, stop) of every rank."""
+    held_by = [[False] * size for _ in rows]
+    for held_rows, runs in zip(held_by, rows, strict=True):
+        for start, stop in runs:
+            held_rows[start:stop] = [True] * (stop - start)
+    return ranges_of(held_by)
+
+
+def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
+    """By rank the runs [start, stop) that it holds; inverse of ``ranges_of_rows``."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(tp)]
+    for part in sorted(ranges, key=lambda part: part.start):
+        for holder in part.holders:
+            runs = found[holder]
+            if runs and runs[-1][1] == part.start:
+                runs[-1] = runs[-1][0], part.stop
+            else:
+                runs.append((part.start, part.stop))
+    return found
+
+
+def rows_of_rank(ranges: Sequence[Range], index: int) -> list[int]:
+    """The rows that rank ``index`` holds, ascending."""
+    return [row for part in ranges if index in part.holders for row in range(part.start, part.stop)]

@@ -1,0 +1,354 @@
+"""From a style for each module to the cuts of its parameters: the rules of a tensor plan.
+
+All rules are tried before the first complaint about a size, so that the error can list every tensor size that
+the whole model fits.
+
+Which column layers and which row layer belong together, from their places in the module tree.
+
+A layer's region is the innermost module around it that also holds a layer of the other kind:
+
+    blocks.0.attention.{query,key,value}  blocks.0.attention.output     -> blocks.0.attention
+    blocks.0.up                           blocks.0.down                 -> blocks.0
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from engine.errors import PlanError
+from engine.parallel.tensor.deferred_linear import is_conv1d, is_linear
+from engine.parallel.tensor.layers.vocab_parallel import check_embedding
+from engine.parallel.tensor.plan.ranges import Divisibility, check_fits, cut_parts, cut_unevenly, held, ranges_of_rows
+from engine.parallel.tensor.plan.styles import Style
+from engine.parallel.tensor.plan.tensor_plan import AttributeChange, LayerCut, LayerKind, ParameterCut, TensorPlan
+
+
+class _Target(NamedTuple):
+    """A parameter that a style cuts."""
+
+    owner: str
+    """The module that it hangs on."""
+    local: str
+    dim: int
+    named: str
+    """What the style was given to: the module, or the parameter."""
+
+
+def cut_model(
+    model: nn.Module, styles: Mapping[str, Style], tp: int, source: str, sequence: bool = False
+) -> TensorPlan:
+    """The plan that ``styles``, by first module name, make.
+
+    Raises:
+        PlanError: a style that does not suit its module, or a model that does not fit ``tp``.
+    """
+    return replace(_Cutting(model, styles, tp).plan(source), sequence=sequence)
+
+
+class _Cutting:
+    def __init__(self, model: nn.Module, styles: Mapping[str, Style], tp: int) -> None:
+        self.modules = dict(model.named_modules())
+        self.parameters = dict(model.named_parameters())
+        self.styles, self.tp = styles, tp
+        self.kinds = {
+            name: _kind(name, self.modules[name], style) for name, style in styles.items() if name in self.modules
+        }
+        self.layers = {name: kind for name, kind in self.kinds.items() if kind is not None and not styles[name].view}
+        self.regions = find_regions(self.layers)
+        self.heads = {name: self._head_width(name) for name in styles}
+        self.names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(id(parameter), []).append(name)
+
+    def plan(self, source: str) -> TensorPlan:
+        for name in self.kinds:
+            self._check_module(name)
+        check_fits([fit for name in self.styles for fit in self._fits(name)], self.tp)
+        if self.tp == 1:
+            return TensorPlan(MappingProxyType({}), MappingProxyType({}), (), frozenset(), source)
+        parameters, shown = self._parameters()
+        layers = {name: LayerCut(name, kind, self.regions.get(name, "")) for name, kind in self.layers.items()}
+        changes = tuple(change for name, style in self.styles.items() for change in self._changes(name, style))
+        layers_, parameters_ = MappingProxyType(layers), MappingProxyType(parameters)
+        return TensorPlan(layers_, parameters_, changes, self._partial(), source, shown)
+
+    # sizes
+
+    def _head_width(self, name: str) -> int | None:
+        style = self.styles[name]
+        if style.head:
+            return style.head
+        if style.kind == "cut" or style.rows:
+            return None
+        return head_width(self.modules.get(name.rpartition(".")[0]))
+
+    def _unit(self, name: str) -> int:
+        """Rows that stay together. A row layer takes what the column layers of its region give."""
+        if self.kinds.get(name) == "row" and not self.heads[name] and name in self.regions:
+            region = self.regions[name]
+            return max(self.heads[other] or 1 for other, place in self.regions.items() if place == region)
+        return self.heads[name] or 1
+
+    def _fits(self, name: str) -> Iterable[Divisibility]:
+        style, kind = self.styles[name], self.kinds.get(name)
+        if kind in ("embedding", "head"):
+            yield Divisibility(name, "vocabulary rows", self._size(name), "rows")
+        elif style.rows is not None:
+            self._check_rows(name, style.rows)
+        elif target := next(self._targets(name), None):
+            unit, parts = self._unit(name), style.parts
+            size = self._whole(target).shape[target.dim]
+            noun = "inputs" if kind == "row" else "outputs" if kind else f"rows of dim {target.dim}"
+            if size % (unit * parts):
+                raise PlanError(
+                    f"{name} has {size} {noun}, which are not {parts} equal parts of whole heads of width {unit}; "
+                    f"correct its style {style.text!r}."
+                )
+            noun = f"heads of width {unit}" if unit > 1 else noun
+            shared = kind == "column" and bool(self.heads[name])
+            yield Divisibility(name, noun, size // unit // parts, "share" if shared else "divide")
+        for attribute in style.divided:
+            yield Divisibility(name, attribute, _number(name, self.modules[name], attribute), "share")
+
+    def _check_rows(self, name: str, rows: object) -> None:
+        style, target = self.styles[name], next(self._targets(name), None)
+        size = self._whole(target).shape[target.dim] if target else 0
+        assert style.rows is not None
+        if len(style.rows) != self.tp:
+            raise PlanError(
+                f"the style {style.text!r} of {name} lists rows of {len(style.rows)} tensor ranks, but tensor is "
+                f"{self.tp}; write the rows of {self.tp} ranks, or let the plan be found again."
+            )
+        held_rows = {row for runs in style.rows for start, stop in runs for row in range(start, stop)}
+        if held_rows != set(range(size)):
+            raise PlanError(
+                f"the rows of the style {style.text!r} of {name} are not the {size} that it has; give every row to a "
+                "rank."
+            )
+
+    def _size(self, name: str) -> int:
+        weight = self.modules[name].weight
+        assert isinstance(weight, Tensor)
+        return weight.shape[self._dim(name)]
+
+    def _dim(self, name: str) -> int:
+        by_outputs = self.kinds[name] != "row"
+        return 0 if by_outputs != is_conv1d(self.modules[name]) else 1
+
+    # parameters
+
+    def _targets(self, name: str) -> Iterator[_Target]:
+        """What the style of a module or parameter cuts, its weight first."""
+        style, kind = self.styles[name], self.kinds.get(name)
+        if style.kind == "cut":
+            owner, local = (name, "weight") if name in self.modules else _split(name)
+            yield _Target(owner, local, style.dim or 0, name)
+        elif kind is not None and kind != "experts":
+            yield _Target(name, "weight", self._dim(name), name)
+            if getattr(self.modules[name], "bias", None) is not None and kind != "row" and kind != "embedding":
+                yield _Target(name, "bias", 0, name)
+
+    def _whole(self, target: _Target) -> Tensor:
+        tensor = getattr(self.modules[target.owner], target.local, None)
+        if not isinstance(tensor, nn.Parameter) or target.dim >= tensor.dim():
+            raise PlanError(
+                f"{target.named} is to be cut along dim {target.dim}, but there is no parameter with that dim; correct "
+                f"its style {self.styles[target.named].text!r}."
+            )
+        return tensor
+
+    def _parameters(self) -> tuple[dict[str, ParameterCut], frozenset[str]]:
+        cuts: dict[str, ParameterCut] = {}
+        owners: dict[str, str] = {}
+        shown = set()
+        for name in self.styles:
+            for target in self._targets(name):
+                first, *_ = self.names[id(self._whole(target))]
+                owners.setdefault(first, name)
+                cut = self._cut(name, target)
+                if cuts.setdefault(first, cut) != cut:
+                    raise PlanError(
+                        f"{first} is shared by {owners[first]} and {name}, whose styles cut it in different ways; give "
+                        'them styles that agree, or "replicate" to both.'
+                    )
+                if self.styles[name].view:
+                    shown.add(first)
+        self._check_ties(cuts)
+        return cuts, frozenset(shown)
+
+    def _cut(self, name: str, target: _Target) -> ParameterCut:
+        style, size = self.styles[name], self._whole(target).shape[target.dim]
+        if self.kinds.get(name) in ("embedding", "head"):
+            return ParameterCut(target.dim, cut_unevenly(size, self.tp))
+        if style.rows is not None:
+            return ParameterCut(target.dim, ranges_of_rows(style.rows, size))
+        return ParameterCut(target.dim, cut_parts(size, self.tp, style.parts, self._unit(name)))
+
+    def _check_ties(self, cuts: Mapping[str, ParameterCut]) -> None:
+        targets = [target for name in self.styles for target in self._targets(name)]
+        cutting = {(id(self.modules[target.owner]), target.local) for target in targets}
+        for first, *others in self.names.values():
+            for alias in (first, *others) if first in cuts else ():
+                owner, local = _split(alias)
+                if owner not in self.modules or (id(self.modules[owner]), local) in cutting:
+                    continue  # the former: another name of a module that is shared whole
+                if _passes_on(owner, [target.owner for target in targets if first in self._names_of(target)]):
+                    continue  # another name of what a layer inside reads (BERT's head); its own reads are found later
+                raise PlanError(
+                    f"{first} is cut, but {owner or 'the model itself'} uses the same parameter and is not; give "
+                    f'{owner or "it"} the same style, or both "replicate".'
+                )
+
+    def _names_of(self, target: _Target) -> list[str]:
+        return self.names[id(self._whole(target))]
+
+    def _partial(self) -> frozenset[str]:
+        found = set()
+        for name, style in self.styles.items():
+            if style.kind != "partial":
+                continue
+            if name in self.parameters:
+                found.add(self.names[id(self.parameters[name])][0])
+                continue
+            for local, parameter in self.modules[name].named_parameters(recurse=False):
+                width = self.heads[name]
+                if width is not None and tuple(parameter.shape) != (width,):
+                    raise PlanError(
+                        f"{name}.{local} has the shape {tuple(parameter.shape)}, but partial is for norms over one "
+                        f"head of width {width}: a rank has not all heads; use tensor = 1 or replicate this attention."
+                    )
+                found.add(self.names[id(parameter)][0])
+        return frozenset(found)
+
+    # attributes
+
+    def _changes(self, name: str, style: Style) -> Iterable[AttributeChange]:
+        for attribute in style.divided:
+            share = max(1, _number(name, self.modules[name], attribute) // self.tp)
+            yield AttributeChange(name, attribute, share)
+        for attribute, value in style.values:
+            _number(name, self.modules[name], attribute)
+            yield AttributeChange(name, attribute, value)
+        for attribute, above, below in style.ratios:
+            _number(name, self.modules[name], attribute)
+            high, low = self._local_outputs(f"{name}.{above}", name), self._local_outputs(f"{name}.{below}", name)
+            yield AttributeChange(name, attribute, high // low)
+        for attribute, optional, child in style.counts:
+            if not (optional and getattr(self.modules[name], attribute, None) is None):
+                _number(name, self.modules[name], attribute)
+                heads = self._local_outputs(f"{name}.{child}", name) // self._unit(f"{name}.{child}")
+                yield AttributeChange(name, attribute, heads)
+
+    def _local_outputs(self, child: str, owner: str) -> int:
+        if self.kinds.get(child) != "column":
+            raise PlanError(f"the style of {owner} names {child}, which is no column layer of the plan; correct it.")
+        return held(self._cut(child, next(self._targets(child))).ranges, 0)
+
+    # modules
+
+    def _check_module(self, name: str) -> None:
+        module, view = self.modules[name], self.styles[name].view
+        if self.kinds[name] in (None, "experts") or self.styles[name].kind == "cut":
+            return
+        more = [local for local, _ in module.named_parameters() if local not in ("weight", "bias")]
+        if more:
+            raise PlanError(
+                f"{name} has the parameter {more[0]} besides weight and bias, and no rule to cut it; "
+                'give it the style "replicate".'
+            )
+        if "forward" in vars(module):
+            raise PlanError(
+                f"{name} has had its forward replaced on the object, which would pass the cut by; restore it."
+            )
+        if isinstance(self.modules[name.rpartition(".")[0]], nn.MultiheadAttention) and not view:
+            raise PlanError(
+                f"{name} lies in an nn.MultiheadAttention, which reads its weight without calling it; "
+                'add "view" to its style, or give it the style "replicate".'
+            )
+        if isinstance(module, nn.Embedding):
+            check_embedding(module, name)
+
+
+def _passes_on(owner: str, layers: Iterable[str]) -> bool:
+    """Whether one of the layers lies inside ``owner``."""
+    return bool(owner) and any(layer.startswith(f"{owner}.") for layer in layers)
+
+
+def head_width(module: nn.Module | None) -> int | None:
+    """Rows of a head of the layers in ``module``, if it says so."""
+    widths = (getattr(module, attribute, None) for attribute in ("head_dim", "head_width"))
+    return next((width for width in widths if isinstance(width, int) and width > 0), None)
+
+
+def _kind(name: str, module: nn.Module, style: Style) -> LayerKind | None:
+    """What a style makes of a module; None if it wraps nothing."""
+    wanted = style.kind
+    if wanted == "experts":
+        return "experts"
+    if wanted == "vocabulary" and isinstance(module, nn.Embedding):
+        return "embedding"
+    if wanted in ("vocabulary", "column", "column+gather", "row"):
+        if not is_linear(module):
+            cut = "nn.Linear, Conv1D and nn.Embedding" if wanted == "vocabulary" else "nn.Linear and Conv1D"
+            raise PlanError(
+                f"{name} is a {type(module).__name__}, but the style {style.text!r} is for {cut}; "
+                'narrow its pattern or give it "replicate".'
+            )
+        kinds: dict[str, LayerKind] = {"vocabulary": "head", "column": "column", "column+gather": "column+gather"}
+        return kinds.get(wanted, "row")
+    return None
+
+
+def _split(name: str) -> tuple[str, str]:
+    owner, _, local = name.rpartition(".")
+    return owner, local
+
+
+def _number(name: str, module: nn.Module, attribute: str) -> int:
+    value: object = module
+    for part in attribute.split("."):
+        value = getattr(value, part, None)
+    if type(value) is not int:
+        raise PlanError(
+            f"{name}.{attribute} is {value!r}, but divide, set, ratio and heads change whole numbers; correct the "
+            "name of the attribute."
+        )
+    return value
+
+
+def find_regions(kinds: Mapping[str, str | None]) -> dict[str, str]:
+    """The region of each column and row layer, by name; layers of other kinds have none.
+
+    Raises:
+        PlanError: a region without column layers or without a row layer.
+    """
+    around: dict[str, set[str]] = {"column": set(), "row": set()}
+    for name, kind in kinds.items():
+        if kind in around:
+            around[kind].update(_ancestors(name))
+    regions: dict[str, str] = {}
+    for name, kind in kinds.items():
+        if kind in around:
+            other = around["row" if kind == "column" else "column"]
+            place = next((module for module in _ancestors(name) if module in other), None)
+            if place is None:
+                raise _alone(name, kind)
+            regions[name] = place
+    for name, place in regions.items():
+        if not any(regions[other] == place and kinds[other] != kinds[name] for other in regions):
+            raise _alone(name, str(kinds[name]))
+    return regions
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _alone(name: str, kind: str) -> PlanError:
+    missing = "row layer that sums what it gives" if kind == "column" else "column layer that cuts what it gets"
+    return PlanError(f'{name} is a {kind} layer, but around it there is no {missing}; add one or give it "replicate".')

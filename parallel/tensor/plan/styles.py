@@ -1,0 +1,172 @@
+"""The words in which a tensor plan is written: ``{name pattern: style}``.
+
+Patterns are those of ``fnmatch`` over the names of modules, or of parameters (``*`` also crosses dots). A style is
+one of
+
+    column            outputs in equal pieces, one for each tensor rank
+    column+gather     the same, and the outputs are gathered: for a layer that stands alone
+    row               inputs in equal pieces; outputs are summed
+    vocabulary        embedding or head by vocabulary rows
+    experts           a module whose own code computes with the parts of its parameters: its outputs are summed
+    cut:0             a parameter, or the weight of a module, along dim 0; the code that reads it sees the part
+    partial           every rank holds all of it but uses it on cut activations (a norm over one head)
+    replicate         every rank holds all of it; what no pattern names is replicated too
+
+column, row and cut may be followed by
+
+    fused:3           three fused equal parts (query, key, value), each in equal pieces; ``column:3`` is short for it
+    head:64           pieces are whole heads of that width; where there are fewer heads than ranks (kv heads), each is
+                      held by several. Without it the width is the parent module's ``head_dim`` or ``head_width``
+    rows:0-4+8-12/4-8+12-16       exactly these rows, rank by rank; for the size of the tensor axis that it lists
+    view              the code sees the whole shape, a rank computes with its part: ``engine.parallel.tensor.views``
+
+For modules that compute with sizes, one or more of
+
+    divide:a,b        the attributes a and b are whole numbers of which each rank has an equal share (at least 1)
+    set:a=2           the attribute a becomes 2; ``set:config.a=2`` in a copy of the config that is the module's own
+    ratio:a=q/k       the attribute a becomes the local outputs of child q over those of child k
+    heads:a=q         the attribute a becomes the number of local heads of child q; ``a?`` where it may be absent
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from engine.errors import PlanError
+
+LAYER_STYLES = ("column", "column+gather", "row", "vocabulary", "experts", "cut", "partial", "replicate")
+
+
+CUTTING = ("column", "column+gather", "row", "cut")
+
+
+Rows = tuple[tuple[tuple[int, int], ...], ...]
+"""By rank: the runs [start, stop) of rows that it holds, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """One style, read."""
+
+    text: str
+    kind: str = "attributes"
+    """One of ``LAYER_STYLES``, or "attributes"."""
+    dim: int | None = None
+    """With "cut": the dim."""
+    parts: int = 1
+    head: int | None = None
+    rows: Rows | None = None
+    view: bool = False
+    divided: tuple[str, ...] = ()
+    values: tuple[tuple[str, int], ...] = ()
+    """(attribute, its new value)."""
+    ratios: tuple[tuple[str, str, str], ...] = ()
+    """(attribute, child, child)."""
+    counts: tuple[tuple[str, bool, str], ...] = ()
+    """(attribute, whether it may be absent, child)."""
+
+    @property
+    def changes_attributes(self) -> bool:
+        """Whether it says how a module computes."""
+        return bool(self.divided or self.values or self.ratios or self.counts)
+
+
+def parse_style(text: str) -> Style:
+    """Read a style.
+
+    Raises:
+        PlanError: it is not in the language above.
+    """
+    style = Style(text)
+    for word in text.split():
+        for pattern, add in _WORDS.items():
+            if match := re.fullmatch(pattern, word):
+                style = add(style, *match.groups())
+                break
+        else:
+            raise _wrong(text, word)
+    exact = style.parts > 1 or style.head or style.rows or style.view
+    named = style.kind != "attributes"
+    mixed = named and style.changes_attributes and style.kind != "experts"
+    if mixed or not (named or style.changes_attributes) or (exact and style.kind not in CUTTING):
+        raise _wrong(text, text)
+    if style.rows and (style.parts > 1 or style.head):
+        raise _wrong(text, text)
+    return style
+
+
+def write_rows(rows: Sequence[Sequence[tuple[int, int]]]) -> str:
+    """The word for exact rows."""
+    return "rows:" + "/".join("+".join(f"{start}-{stop}" for start, stop in runs) for runs in rows)
+
+
+def _wrong(text: str, word: str) -> PlanError:
+    return PlanError(
+        f"parallel.tensor_plan has the style {text!r}, in which {word!r} is not understood; write column, "
+        "column+gather, row or cut:0 (each may be followed by fused:3, head:64, rows:0-4/4-8 and view), vocabulary, "
+        "experts, partial, replicate, divide:a,b, set:a=2, ratio:a=q/k or heads:a=q."
+    )
+
+
+def _layer(style: Style, kind: str, parts: str | None = None) -> Style:
+    if style.kind != "attributes":
+        raise _wrong(style.text, kind)
+    return replace(style, kind=kind, parts=int(parts or style.parts))
+
+
+def _cut(style: Style, dim: str) -> Style:
+    return replace(_layer(style, "cut"), dim=int(dim))
+
+
+def _fused(style: Style, parts: str) -> Style:
+    return replace(style, parts=int(parts))
+
+
+def _head(style: Style, width: str) -> Style:
+    return replace(style, head=int(width))
+
+
+def _rows(style: Style, text: str) -> Style:
+    def run(word: str) -> tuple[int, int]:
+        start, stop = word.split("-")
+        return int(start), int(stop)
+
+    return replace(style, rows=tuple(tuple(map(run, runs.split("+"))) for runs in text.split("/")))
+
+
+def _view(style: Style) -> Style:
+    return replace(style, view=True)
+
+
+def _divide(style: Style, names: str) -> Style:
+    return replace(style, divided=(*style.divided, *names.split(",")))
+
+
+def _set(style: Style, name: str, value: str) -> Style:
+    return replace(style, values=(*style.values, (name, int(value))))
+
+
+def _ratio(style: Style, name: str, above: str, below: str) -> Style:
+    return replace(style, ratios=(*style.ratios, (name, above, below)))
+
+
+def _count(style: Style, name: str, optional: str, child: str) -> Style:
+    return replace(style, counts=(*style.counts, (name, bool(optional), child)))
+
+
+_WORDS: Mapping[str, Callable[..., Style]] = MappingProxyType(
+    {
+        r"(column)(?::([1-9]\d*))?": _layer,
+        r"(column\+gather|row|vocabulary|experts|partial|replicate)": _layer,
+        r"cut:(\d)": _cut,
+        r"fused:([1-9]\d*)": _fused,
+        r"head:([1-9]\d*)": _head,
+        r"rows:(\d+-\d+(?:[+/]\d+-\d+)*)": _rows,
+        r"view": _view,
+        r"divide:([\w.]+(?:,[\w.]+)*)": _divide,
+        r"set:([\w.]+)=([1-9]\d*)": _set,
+        r"ratio:(\w+)=([\w.]+)/([\w.]+)": _ratio,
+        r"heads:(\w+)(\??)=([\w.]+)": _count,
+    }
+)

@@ -1,0 +1,242 @@
+"""A meta twin for every tensor that a probe meets.
+
+A value has no content while a model is probed: the user's code holds a *stand-in*, an expanded tensor on the run
+device that takes no memory. Its *twin* on the meta device is what operations really run on, so that shapes,
+strides, ``requires_grad`` and shared memory are torch's own. Free tensors and parameters get a twin when an
+operation mixes them with a value.
+
+Meta tensors and not FakeTensors: what user code holds must not look like tracing to it.
+
+What dtype an operation gives under autocast.
+
+Autocast looks at the device of its arguments and passes meta tensors by. So the operation runs once more on
+FakeTensors, which say they are on the run device; what comes out names the dtypes.
+
+Whether a program draws random numbers: torch marks the operations that do.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from engine.parallel.model.placeholders import placeholder, trainable
+from engine.parallel.trace.torch_function import Operation
+
+META = torch.device("meta")
+
+
+class MetaTwins:
+    """Stand-ins, their twins, and which tensors share memory. Keeps every tensor alive, so that ids stay unique."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._twin: dict[int, Tensor] = {}
+        self._stand_ins: set[int] = set()
+        self._sharing: dict[int, dict[int, Tensor]] = {}
+        self._memory: dict[int, int] = {}
+        self._kept: dict[int, Any] = {}
+
+    def stand_in(self, twin: Tensor) -> Tensor:
+        """A new tensor for the user's code that ``twin`` stands behind."""
+        tensor = placeholder(twin.shape, twin.dtype, self.device)
+        self._stand_ins.add(id(tensor))
+        self._bind(tensor, twin)
+        return tensor
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The twin of ``tensor``."""
+        if id(tensor) not in self._twin:
+            twin = tensor.detach().to(META)
+            grad = trainable(tensor)
+            if isinstance(tensor, nn.Parameter):  # one memory each, though an engine keeps many in one flat tensor
+                twin = nn.Parameter(twin, requires_grad=grad)
+            else:
+                self.notice(tensor)
+                twin.requires_grad_(grad)
+                # twins of tensors over one memory are made apart: the memory they stand for is what they share
+                self._memory[twin.untyped_storage()._cdata] = tensor.untyped_storage()._cdata
+            self._bind(tensor, twin)
+        return self._twin[id(tensor)]
+
+    def notice(self, tensor: Tensor) -> None:
+        """Remember a free tensor, since a later operation may write a value into its memory."""
+        if id(tensor) not in self._kept and tensor.layout == torch.strided:
+            self._keep(tensor, tensor.untyped_storage()._cdata)
+
+    def sharing(self, tensor: Tensor) -> list[Tensor]:
+        """All tensors met so far that share memory with ``tensor``, itself among them."""
+        storage = self.of(tensor).untyped_storage()._cdata
+        return list(self._sharing[self._memory.get(storage, storage)].values())
+
+    def swap(self, tree: Any) -> Any:
+        """``tree`` with the twin of every tensor, and the meta device for every device."""
+        return tree_map(self._swap_leaf, tree)
+
+    def on_meta(self, operation: Operation) -> Any:
+        """What the operation gives when run on twins; raises what torch raises there."""
+        name = operation.name
+        if name in ("cpu", "cuda"):
+            return self.of(operation.args[0])
+        args, kwargs = self.swap((operation.args, dict(operation.kwargs)))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = META
+        if name == "to":
+            args = tuple(META if isinstance(arg, str) else arg for arg in args)
+
+        def run(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+            return operation.function(*arguments[0], **arguments[1])
+
+        shape_rule = _SHAPE_RULES.get(name)
+        if shape_rule is not None and (out := shape_rule(*args, **kwargs)) is not None:
+            return out
+        cast = torch.is_autocast_enabled(self.device.type)
+        out = cast_like_autocast(self.device, run, (args, kwargs)) if cast else run((args, kwargs))
+        if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(out)):
+            raise NotImplementedError(f"{name} leaves the meta device")
+        return out
+
+    def on_zeros(self, operation: Operation) -> Any:
+        """What the operation gives when run for real, with zeros for everything that has no content here.
+
+        The zeros are one element seen many times, which takes no memory, if torch's own kernel takes them.
+        """
+        if operation.is_of_torch and not operation.written:
+            try:
+                return self._on_zeros(operation, expanded=True)
+            except Exception:  # a kernel that wants another layout; or a mistake, which comes again
+                pass
+        return self._on_zeros(operation, expanded=False)
+
+    def _on_zeros(self, operation: Operation, expanded: bool) -> Any:
+        def zeros(leaf: Any) -> Any:
+            # parameters too: what comes out must not differ between ranks that hold them and ranks that do not
+            if not (isinstance(leaf, nn.Parameter) or (isinstance(leaf, Tensor) and self._is_empty(leaf))):
+                return leaf
+            shape = () if expanded else leaf.shape
+            return torch.zeros(shape, dtype=leaf.dtype, device=self.device).expand(leaf.shape)
+
+        with torch.no_grad():
+            return operation.function(*tree_map(zeros, operation.args), **tree_map(zeros, dict(operation.kwargs)))
+
+    def lift(self, out: Any, operation: Operation) -> Any:
+        """Twins for what ``on_zeros`` gave."""
+        grad = torch.is_grad_enabled() and any(self.of(tensor).requires_grad for tensor in operation.tensors)
+
+        def twin(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.detach().to(META).requires_grad_(grad and leaf.is_floating_point())
+
+        return tree_map(twin, out)
+
+    def _is_empty(self, tensor: Tensor) -> bool:
+        return tensor.is_meta or id(tensor) in self._stand_ins
+
+    def _swap_leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self.of(leaf)
+        return META if isinstance(leaf, torch.device) else leaf
+
+    def _bind(self, tensor: Tensor, twin: Tensor) -> None:
+        self._twin[id(tensor)] = twin
+        storage = twin.untyped_storage()._cdata
+        self._keep(tensor, self._memory.get(storage, storage))
+
+    def _keep(self, tensor: Tensor, memory: int) -> None:
+        self._kept[id(tensor)] = tensor
+        self._sharing.setdefault(memory, {})[id(tensor)] = tensor
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor | None:
+    """Each row meets one of the weights [groups, in, out]; on meta, torch's own wants bf16 and aligned strides."""
+    return rows @ weights[0] if rows.ndim == 2 and weights.ndim == 3 and offs is not None else None
+
+
+_SHAPE_RULES: Mapping[str, Callable[..., Tensor | None]] = MappingProxyType(
+    {"_grouped_mm": _grouped_mm, "grouped_mm": _grouped_mm}
+)
+"""Operations that meta tensors refuse, and what has the same shape, gradient and FLOPs; None: not this case."""
+
+
+class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the floating point operations of matrix products, convolutions and attention, by torch's own formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            self.total += int(formula(*args, **kwargs, out_val=out))
+        return out
+
+
+def cast_like_autocast(device: torch.device, run: Callable[[Any], Any], arguments: Any) -> Any:
+    """``run(arguments)`` on meta tensors, with the dtypes that autocast would give on ``device``."""
+    mode = FakeTensorMode()
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shown: Tensor = FakeTensor(mode, leaf.detach(), device)
+        return shown.requires_grad_(leaf.requires_grad)
+
+    fakes = tree_map(fake, arguments)  # outside the mode, which takes nothing but its own
+    with mode:
+        shown, spec = tree_flatten(run(tree_map(_inner, fakes)))
+    try:
+        plain = tree_leaves(run(arguments))
+    except RuntimeError:  # dtypes that only autocast brings together
+        plain = shown
+    return tree_unflatten([_cast(leaf, like) for leaf, like in zip(plain, shown, strict=True)], spec)
+
+
+def _inner(fake: Any) -> Any:
+    """No leaf of the graph, which could not be written in place."""
+    return fake.clone() if isinstance(fake, FakeTensor) and fake.requires_grad else fake
+
+
+def _cast(leaf: Any, like: Any) -> Any:
+    if not isinstance(like, Tensor):
+        return like
+    if leaf is not like:
+        return leaf if leaf.dtype == like.dtype else leaf.to(like.dtype)
+    size, stride = tuple(like.shape), like.stride()
+    return torch.empty_strided(size, stride, dtype=like.dtype, device="meta").requires_grad_(like.requires_grad)
+
+
+_KNOWN = frozenset(("aten", "prims", "profiler", "c10d", "_c10d_functional"))
+"""Where operations are marked; of others nobody knows."""
+
+
+class RandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes it in ``any`` while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        marked = func.namespace not in _KNOWN or torch.Tag.nondeterministic_seeded in func.tags
+        self.any = self.any or (marked and not _drops_nothing(func, args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Attention kernels are marked for their dropout, which most calls switch off."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given == 0)
+    return False

@@ -1,0 +1,180 @@
+"""What every tensor of a probed forward is: a value, a tensor inside a call, a parameter, or free.
+
+number      id of a tensor -> the value it is now; writing in place gives every name of the memory a new one
+inside      id of a tensor -> the call that made it without (yet) returning it; reading it elsewhere is a leak
+parameters  id of a parameter -> its first name
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from engine.parallel.trace.meta_tensors import MetaTwins
+from engine.parallel.trace.model_trace import Constant, FreeTensor, FromArgument, FromParameter, FromValue, Leaf, Value
+
+_PLAIN = int | float | complex | bool | str | bytes | None | torch.dtype | torch.device | torch.Size
+
+
+@dataclass
+class OpenCall:
+    """A call that runs, and what it is seen to read."""
+
+    index: int
+    unit: str
+    inputs: list[int]
+    parameters: set[str]
+    rewritten: set[int] = field(default_factory=set)
+    """Ids of outer values whose memory was written inside."""
+
+
+@dataclass(frozen=True)
+class ValueSource:
+    """What a new value comes from."""
+
+    maker: Literal["call", "glue"]
+    index: int
+    inputs: tuple[int, ...]
+    parameters: frozenset[str] = frozenset()
+
+
+class TensorProvenance:
+    """The books of one forward, and what was found that cannot be cut."""
+
+    def __init__(self, model: nn.Module, twins: MetaTwins) -> None:
+        self.values: list[Value] = []
+        self.number: dict[int, int] = {}
+        self.inside: dict[int, OpenCall] = {}
+        self.parameters: dict[int, str] = {}
+        self.problems: list[str] = []
+        self.leaks: dict[str, str] = {}
+        """By unit: a sentence on who reads what it made and did not return."""
+        self._twins = twins
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.parameters.setdefault(id(parameter), name)
+        self._buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+        for buffer in model.buffers():
+            twins.notice(buffer)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is not free."""
+        return id(tensor) in self.number or id(tensor) in self.inside or id(tensor) in self.parameters
+
+    def depends_on_calls(self, numbers: Iterable[int]) -> bool:
+        """Whether any of the values comes from a call, and not from parameters alone."""
+        values = [self.values[number] for number in numbers]
+        return any(value.maker == "call" or self.depends_on_calls(value.inputs) for value in values)
+
+    def names_among(self, tensors: Iterable[Tensor]) -> frozenset[str]:
+        """The parameters among ``tensors``."""
+        return frozenset(self.parameters[id(tensor)] for tensor in tensors if id(tensor) in self.parameters)
+
+    def buffers_among(self, tensors: Iterable[Tensor]) -> frozenset[str]:
+        """The buffers among ``tensors``."""
+        return frozenset(self._buffers[id(tensor)] for tensor in tensors if id(tensor) in self._buffers)
+
+    def read(self, tensors: Iterable[Tensor], reader: str, here: OpenCall | None) -> tuple[list[int], set[str]]:
+        """The values and parameters among ``tensors``; notes leaks."""
+        inputs: dict[int, None] = {}
+        parameters = set()
+        for tensor in tensors:
+            if id(tensor) in self.parameters:
+                parameters.add(self.parameters[id(tensor)])
+            if id(tensor) in self.number:
+                inputs[self.number[id(tensor)]] = None
+            elif self.inside.get(id(tensor), here) is not here:
+                self._note_leak(tensor, reader)
+        return list(inputs), parameters
+
+    def new_value(self, tensor: Tensor, source: ValueSource, movable: bool = True) -> int:
+        """Make ``tensor`` a value, or another value than it was; its number."""
+        twin, number = self._twins.of(tensor), len(self.values)
+        value = Value(
+            number=number,
+            maker=source.maker,
+            index=source.index,
+            inputs=source.inputs,
+            parameters=source.parameters,
+            shape=tuple(twin.shape),
+            stride=torch.empty_like(twin).stride(),  # dense, in the same order of dims
+            dtype=twin.dtype,
+            grad=twin.requires_grad,
+            movable=movable,
+        )
+        self.values.append(value)
+        self.inside.pop(id(tensor), None)
+        self.number[id(tensor)] = number
+        return number
+
+    def rewrite(self, sharing: list[Tensor], source: ValueSource) -> None:
+        """New values for all names of memory that was written in place; a single name can travel."""
+        for tensor in sharing:
+            inputs, before = source.inputs, self.forget(tensor)
+            if before is not None:
+                inputs = tuple(dict.fromkeys((*inputs, before)))
+            self.new_value(tensor, replace(source, inputs=inputs), movable=len(sharing) == 1)
+
+    def forget(self, tensor: Tensor) -> int | None:
+        """Mark the value that ``tensor`` was, if it was one, as overwritten."""
+        number = self.number.pop(id(tensor), None)
+        if number is not None:
+            self.values[number] = replace(self.values[number], rewritten=True)
+        return number
+
+    def output_leaf(self, leaf: Any, arguments: list[Any]) -> Leaf:
+        """How a stage that skips an event rebuilds a leaf of what it returned."""
+        if isinstance(leaf, Tensor) and id(leaf) in self.parameters:
+            return FromParameter(self.parameters[id(leaf)])
+        position = position_of(leaf, arguments)
+        if position is not None:
+            return FromArgument(position)
+        return FromValue(self.number[id(leaf)]) if isinstance(leaf, Tensor) else Constant(leaf)
+
+    def result_leaf(self, leaf: Any) -> Leaf:
+        """What a leaf of the program's result is."""
+        if not isinstance(leaf, Tensor):
+            self.refuse_hidden(leaf, [], "the program returns")
+            return Constant(leaf)
+        if id(leaf) in self.parameters:
+            return FromParameter(self.parameters[id(leaf)])
+        if id(leaf) in self.inside:
+            self._note_leak(leaf, "the result of the program")
+        if id(leaf) in self.number:
+            return FromValue(self.number[id(leaf)])
+        return FreeTensor(tuple(leaf.shape), leaf.dtype)
+
+    def refuse_hidden(self, leaf: Any, arguments: list[Any], who: str) -> None:
+        """Note a problem where ``leaf`` is an object that hides tensors of the model."""
+        if isinstance(leaf, Tensor | _PLAIN) or position_of(leaf, arguments) is not None:
+            return
+        if any(self.knows(tensor) for tensor in _hidden_tensors(leaf, depth=4)):
+            self.problems.append(
+                f"{who} a {type(leaf).__name__} that holds tensors of the model and is no pytree, so that they cannot "
+                "be sent; return tensors, tuples, lists or dicts, or register the class by torch.utils._pytree."
+            )
+
+    def _note_leak(self, tensor: Tensor, reader: str) -> None:
+        unit = self.inside[id(tensor)].unit
+        self.leaks.setdefault(
+            unit,
+            f"{reader} reads a tensor that unit {unit!r} made and did not return, so that no stage can send it; "
+            "return it from the unit's forward.",
+        )
+
+
+def position_of(leaf: Any, arguments: list[Any]) -> int | None:
+    """Where ``leaf`` stands among the arguments, by identity; None for plain constants."""
+    if isinstance(leaf, _PLAIN):
+        return None
+    return next((position for position, argument in enumerate(arguments) if argument is leaf), None)
+
+
+def _hidden_tensors(thing: Any, depth: int) -> Iterable[Tensor]:
+    if isinstance(thing, Tensor):
+        yield thing
+    elif depth and not isinstance(thing, nn.Module | type):
+        parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else ()
+        for part in (*parts, *getattr(thing, "__dict__", {}).values()):
+            yield from _hidden_tensors(part, depth - 1)

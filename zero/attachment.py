@@ -1,0 +1,64 @@
+"""Whether the model's parameters are still those that the engine trains."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from engine.errors import EngineError
+from engine.zero.flat_buckets import FlatBucket
+
+
+@dataclass(frozen=True, slots=True)
+class _Tie:
+    name: str
+    module: nn.Module
+    leaf: str
+    """The parameter's name in ``module``."""
+    parameter: nn.Parameter
+    place: tuple[int, int] | None
+    """Memory and offset that a flat bucket gave it; None where no bucket holds it."""
+
+
+class Attachment:
+    """Remembers which parameter objects, at which places, the engine was built on."""
+
+    def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket]) -> None:
+        held = {id(parameter) for flat in buckets for parameter in flat.parameters if parameter.numel()}
+        self._ties = [
+            _Tie(
+                f"{path}.{leaf}" if path else leaf,
+                module,
+                leaf,
+                parameter,
+                _place(parameter) if id(parameter) in held else None,
+            )
+            for path, module in model.named_modules()
+            for leaf, parameter in module.named_parameters(recurse=False)
+        ]
+        self._trainable = {id(tie.parameter) for tie in self._ties if tie.parameter.requires_grad}
+
+    def check(self) -> None:
+        """Refuse parameters that would train nothing: replaced, moved, frozen or thawed since then.
+
+        Raises:
+            EngineError: names the first such parameter.
+        """
+        for tie in self._ties:
+            moved = tie.place is not None and _place(tie.parameter) != tie.place
+            if moved or tie.module._parameters.get(tie.leaf) is not tie.parameter:
+                raise EngineError(
+                    f"parameter {tie.name!r} no longer lies in the engine's memory (a new .data, model.to(), "
+                    "load_state_dict(assign=True), or a second engine on this model); write into it in place instead."
+                )
+            trained = id(tie.parameter) in self._trainable
+            if trained != tie.parameter.requires_grad:
+                raise EngineError(
+                    f"parameter {tie.name!r} was {'frozen' if trained else 'made trainable'} after engine.initialize; "
+                    "do it before, or build a new engine."
+                )
+
+
+def _place(parameter: nn.Parameter) -> tuple[int, int]:
+    """The same whether the memory is there or not."""
+    return parameter.untyped_storage()._cdata, int(parameter.storage_offset())

@@ -1,0 +1,116 @@
+"""Which modules gather their parameters together (ZeRO 3).
+
+    before     embed, position        all that comes before the first block
+    blocks     layers.0 ... layers.7  one group each; what runs between two chains of blocks goes with the block before
+    after      norm, head             all that comes behind the last block
+
+A model without blocks has one group for each of its modules. Modules are taken in the order of their first calls
+where that is known, else in the order in which they are defined; one that runs before its turn is gathered twice.
+
+Calls of modules tell the gathering what is about to be used.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from engine.parallel.model.blocks import find_units
+from engine.parallel.model.forward_patch import Interception
+from engine.zero.gather.gather_schedule import GatherOrder
+from engine.zero.gather.gatherer import ParameterGatherer
+
+
+@dataclass(frozen=True, slots=True)
+class GatherGroups:
+    """The groups of a whole model."""
+
+    modules: tuple[tuple[str, ...], ...]
+    """Of each group: the modules whose calls use its parameters."""
+    of_parameter: Mapping[str, tuple[int, ...]]
+    """First name of a parameter -> groups that use it; none if no module is known to."""
+
+
+def find_gather_groups(model: nn.Module, calls: Sequence[str] = ()) -> GatherGroups:
+    """The groups of ``model``; ``calls``: names of modules in the order in which a forward calls them."""
+    units = find_units(model, deep=True)
+    modules = _grouped(_in_order(list(units.modules), calls), set(units.blocks)) if units.modules else [[""]]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    users: dict[str, set[int]] = {name: set() for name in names.values()}
+    for index, group in enumerate(modules):
+        for module in group:
+            for parameter in model.get_submodule(module).parameters():
+                users[names[id(parameter)]].add(index)
+    of_parameter = {name: tuple(sorted(groups)) for name, groups in users.items()}
+    return GatherGroups(tuple(map(tuple, modules)), of_parameter)
+
+
+def _in_order(units: Sequence[str], calls: Sequence[str]) -> list[str]:
+    """By first call of the unit, of what is in it or around it; one without a call stays behind its neighbour."""
+    places: list[int] = []
+    for unit in units:
+        related = (
+            place
+            for place, call in enumerate(calls)
+            if call == unit or call.startswith(f"{unit}.") or unit.startswith(f"{call}.")
+        )
+        places.append(next(related, places[-1] if places else 0))
+    return [unit for _, unit in sorted(zip(places, units, strict=True), key=lambda pair: pair[0])]
+
+
+def _grouped(units: Sequence[str], blocks: set[str]) -> list[list[str]]:
+    if not blocks:
+        return [[unit] for unit in units]
+    positions = [index for index, unit in enumerate(units) if unit in blocks]
+    first, end = positions[0], positions[-1] + 1
+    groups = [list(units[:first])]
+    for unit in units[first:end]:
+        if unit in blocks:
+            groups.append([unit])
+        else:
+            groups[-1].append(unit)
+    return [group for group in (*groups, list(units[end:])) if group]
+
+
+class GatheredModules:
+    """Modules of a stage that gather their parameters; ``remove`` makes them what they were.
+
+    To be installed around what recomputes activations, so that a block is gathered once for its backward.
+    """
+
+    def __init__(
+        self, model: nn.Module, groups: GatherGroups, order: GatherOrder, gathering: ParameterGatherer
+    ) -> None:
+        self._gathering = gathering
+        present = sorted({turn.group for turn in order.turns})
+        self._group = {module: group for group in present for module in groups.modules[group]}
+        self._interceptions = [
+            Interception(name, model.get_submodule(name), self._call, lambda _: False) for name in self._group
+        ]
+
+    def remove(self) -> None:
+        """Undo."""
+        for interception in reversed(self._interceptions):
+            interception.remove()
+
+    def _call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        group = self._group[unit]
+        self._gathering.enter(group)
+        out = forward(*args, **kwargs)
+        tensors = list(_tensors(out))
+        self._gathering.keep_views(tensors)
+        if torch.is_grad_enabled():
+            self._gathering.leave(group, [tensor for tensor in tensors if tensor.grad_fn is not None])
+        return out
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """All tensors of a module's output, also those inside an object, which a tensor may be too (cut logits)."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | nn.Parameter | type):
+            yield from (inner for inner in tree_leaves(vars(leaf)) if isinstance(inner, Tensor))

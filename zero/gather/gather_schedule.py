@@ -1,0 +1,142 @@
+"""Which sharded parameters are whole at which moment of a step (ZeRO 3). Pure arithmetic, no torch.
+
+Modules that run one after the other form gather groups: one for all that comes before the first block, one for
+each block, one for all behind the last. A turn is a group in a pipeline stage; a pass goes through the turns of its
+stage, forward or backward:
+
+    forward   gather      0 | 1       2       3
+              compute         [ 0 ]   [ 1 ]   [ 2 ]   [ 3 ]     while a group computes, the next is on its way
+              free                    0       1       2         group 3 stays: the backward begins with it
+
+A bucket that several groups use (tied parameters) is whole from the first of them to the last; what code outside
+all modules reads (``EVERYWHERE``) is whole through the pass.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from engine.parallel.pipeline.schedule.actions import Action, Op
+from engine.zero.layout import Bucket, FlatLayout, Turn
+
+Direction = Literal["forward", "backward"]
+
+
+class Pass(NamedTuple):
+    """One walk through a stage."""
+
+    direction: Direction
+    stage: int = 0
+
+
+def passes_of(row: Sequence[Action]) -> tuple[Pass, ...]:
+    """The passes that a rank's row of a schedule makes; weight gradients that waited need no parameters."""
+    return tuple(
+        Pass("forward" if action.op is Op.FORWARD else "backward", action.stage)
+        for action in row
+        if action.op is not Op.BACKWARD_WEIGHT
+    )
+
+
+EVERYWHERE = Turn(-1, -1)
+"""The turn of what is read outside modules."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherOrder:
+    """The turns of one rank in order; positions count them. Buckets are counted as in ``buckets``."""
+
+    buckets: tuple[Bucket, ...]
+    turns: tuple[Turn, ...]
+    members: tuple[frozenset[int], ...]
+    """Position -> buckets that must be whole while its group runs."""
+    backward_from: Mapping[int, int]
+    """Stage -> first position that a backward reaches: what lies before it is frozen and fed by nothing trained."""
+
+    def positions(self, walk: Pass) -> range:
+        """Positions in the order of one pass."""
+        own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
+        if not own:
+            return range(0)
+        if walk.direction == "forward":
+            return range(own[0], own[-1] + 1)
+        return range(own[-1], self.backward_from[walk.stage] - 1, -1)
+
+    @property
+    def everywhere(self) -> frozenset[int]:
+        """Buckets that are whole through every pass."""
+        return frozenset.intersection(*self.members)
+
+    def at_start(self, walk: Pass | None) -> frozenset[int]:
+        """Buckets that a pass needs first; none when there is no pass."""
+        positions = self.positions(walk) if walk else ()
+        return self.members[positions[0]] if positions else frozenset()
+
+    def pinned(self, limit: int | None, sizes: Sequence[int]) -> frozenset[int]:
+        """Buckets that stay whole over all microbatches of a step, the first that take ``limit`` bytes; None: all.
+
+        ``sizes``: bytes of every bucket when it is whole.
+        """
+        if limit is None:
+            return frozenset(range(len(self.buckets)))
+        chosen: set[int] = set()
+        for index in sorted(range(len(self.buckets)), key=lambda index: min(self._positions(index))):
+            if sizes[index] <= limit:
+                chosen.add(index)
+                limit -= sizes[index]
+        return frozenset(chosen)
+
+    def _positions(self, bucket: int) -> list[int]:
+        return [position for position, members in enumerate(self.members) if bucket in members]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathers:
+    """What a step gathers."""
+
+    calls: int
+    times: tuple[int, ...]
+    """How often each bucket is gathered."""
+
+
+def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
+    """The order of the rank that has ``stages``.
+
+    ``fed``: those of them before which parameters are trained, so that backward goes all the way through.
+    """
+    buckets = (*layout.buckets, *layout.frozen)
+    called = {turn for bucket in buckets for turn in bucket.gathers if turn != EVERYWHERE}
+    without = {Turn(stage, 0) for stage in stages if all(turn.stage != stage for turn in called)}
+    turns = sorted(called | without)
+    members = tuple(
+        frozenset(index for index, bucket in enumerate(buckets) if _is_whole(bucket, turn)) for turn in turns
+    )
+    trained = frozenset(range(len(layout.buckets)))
+    starts = {}
+    for stage in stages:
+        own = [position for position, turn in enumerate(turns) if turn.stage == stage]
+        reached = [position for position in own if stage in fed or members[position] & trained]
+        starts[stage] = min(reached, default=own[-1] + 1)
+    return GatherOrder(buckets, tuple(turns), members, MappingProxyType(starts))
+
+
+def _is_whole(bucket: Bucket, turn: Turn) -> bool:
+    """Between the first and the last of its turns in a stage a bucket stays whole."""
+    own = [other for other in bucket.gathers if other.stage == turn.stage]
+    return EVERYWHERE in bucket.gathers or (bool(own) and min(own) <= turn <= max(own))
+
+
+def count_gathers(order: GatherOrder, passes: Sequence[Pass], pinned: Collection[int]) -> Gathers:
+    """What the passes of a step gather, when every module runs in the order of the groups."""
+    calls, times = 0, [0] * len(order.buckets)
+    live: frozenset[int] = frozenset()
+    for walk, following in zip(passes, (*passes[1:], None), strict=True):
+        for position in order.positions(walk):
+            wanted = order.members[position] - live
+            live = (live & frozenset(pinned)) | order.members[position]
+            calls += bool(wanted)
+            for bucket in wanted:
+                times[bucket] += 1
+        live &= order.at_start(following) | frozenset(pinned)
+    return Gathers(calls, tuple(times))

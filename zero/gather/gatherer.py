@@ -1,0 +1,293 @@
+"""Sharded parameters become whole just before they are used, and go when they have been (ZeRO 3).
+
+    forward    a module of group k is entered      -> k - 1 is freed, k + 1 is asked for, k is waited for
+    backward   the gradient of its output arrives  -> k + 1 is freed, k - 1 is asked for, k is waited for
+
+Autograd works through a graph from the newest operation to the oldest, so what ran after a call is done when the
+gradient of that call's output arrives. Recomputed forwards run inside a backward: what they enter is gathered too.
+
+Groups are asked for in their order on every rank, whatever the model does (a module that one rank skips is gathered
+there all the same), through communicators of their own, so that no reduction can get between. What a model needs
+out of that order (a module that runs before its turn, a weight that other code reads) all data ranks must need alike;
+they compare notes before such a gather.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.gather.gather_schedule import GatherOrder, Pass
+from engine.zero.gather.unsharded_buckets import UnshardedBuckets
+
+
+class _Walk:
+    """A pass under way."""
+
+    def __init__(self, walk: Pass, order: GatherOrder, kept: frozenset[int], pinned: frozenset[int]) -> None:
+        self.direction, self.stage = walk
+        self.positions = order.positions(walk)
+        self.kept = kept
+        """Buckets that stay whole after the pass."""
+        self.pinned = pinned
+        """Buckets that are not freed before their turn in this pass has come."""
+        self.asked = 0
+        """How many of the positions have been asked for."""
+        self.oldest: int | None = None
+        """Backward: the oldest call whose gradient has arrived."""
+        self.again: set[int] = set()
+        """Backward: positions that the running recomputation has entered."""
+
+    def index(self, position: int) -> int:
+        """When the position comes; -1 if it does not."""
+        return self.positions.index(position) if position in self.positions else -1
+
+
+class ParameterGatherer:
+    """Gathers and frees the sharded parameters of this rank's stages.
+
+    Args:
+        buckets: trained ones, then frozen ones, as ``order`` counts them.
+        order: when which is needed.
+        pinned: buckets that stay whole over all passes of a step.
+        comm: communication; label "parameters" on axis dp, one batch for each group and pass.
+    """
+
+    def __init__(self, buckets: Sequence[FlatBucket], order: GatherOrder, pinned: Collection[int], comm: Comm) -> None:
+        self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.dp
+        self._whole = UnshardedBuckets(buckets, comm, self._read)
+        self._pass: _Walk | None = None
+        self._to_come: deque[Pass] = deque()
+        self._calls = 0
+        self._at: dict[tuple[int, int], int] = {turn: position for position, turn in enumerate(order.turns)}
+        self._anywhere = {turn.group: position for position, turn in reversed(list(enumerate(order.turns)))}
+        self._opened: set[int] = set()
+        self._closed = False
+        self._openings = 0
+        """`with` blocks of full_parameters; also those that open nothing on this rank."""
+        self._silent: set[int] = set()
+        """Positions of which a call has returned nothing that a gradient could come to."""
+
+    # ------------------------------------------------------------------ the passes of a step
+
+    def start(self, passes: Sequence[Pass]) -> None:
+        """Announce the passes of a step, so that what the next one begins with is not freed before it."""
+        self._refuse_opened()
+        self._to_come = deque(passes)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around one forward."""
+        with self._passing(Pass("forward"), Pass("backward") if torch.is_grad_enabled() else None):
+            yield
+
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[None]:
+        """Around one backward; ``last`` of the step."""
+        with self._passing(Pass("backward"), None if last else Pass("forward")):
+            yield
+
+    def end(self) -> None:
+        """Free everything: the step is over, or has failed."""
+        self._to_come.clear()
+        self._pass = None
+        self._whole.free(self._whole.live - self._opened)
+
+    @contextmanager
+    def _passing(self, walk: Pass, following: Pass | None) -> Iterator[None]:
+        self._refuse_opened()
+        if self._to_come:
+            walk = self._to_come.popleft()
+            following = self._to_come[0] if self._to_come else None
+        kept = self._order.at_start(following) | self._pinned if following else frozenset()
+        now = self._pass = _Walk(walk, self._order, kept, self._pinned)
+        try:
+            with torch.no_grad():
+                self._ask_up_to(1)
+                if now.positions:
+                    first = self._order.everywhere if walk.direction == "forward" else self._order.at_start(walk)
+                    self._whole.show(first)
+            yield
+            with torch.no_grad():
+                self._ask_up_to(len(now.positions))
+            self._whole.refuse_written(self._whole.live)
+        except BaseException:
+            self.end()
+            raise
+        self._pass = None
+        self._whole.free(self._whole.live - now.kept)
+
+    def _refuse_opened(self) -> None:
+        self.refuse_opened("a step")
+
+    def refuse_opened(self, what: str) -> None:
+        """Refuse, on every stage alike, what cannot be done while parameters are open."""
+        if self._openings:
+            raise EngineError(f"{what} inside full_parameters, which holds them open; leave its `with` block first.")
+
+    # ------------------------------------------------------------------ what modules call
+
+    def enter(self, group: int) -> None:
+        """A module of this group is about to run."""
+        position = self._position(group)
+        if self._pass is not None and position is not None:
+            with torch.no_grad():
+                (self._reach if self._pass.direction == "forward" else self._enter_again)(position, self._pass)
+
+    def leave(self, group: int, outputs: Sequence[Tensor]) -> None:
+        """A module of this group has run; ``outputs``, attached to the graph, tell when its backward begins."""
+        position = self._position(group)
+        if self._pass is not None and position is not None and self._pass.direction == "forward":
+            self._calls += 1
+            if not outputs:
+                self._silent.add(position)
+            arrive = partial(self._arrive, position, self._calls)
+            with torch._C.DisableTorchFunctionSubclass():  # tensors that refuse hooks: ours only looks
+                for tensor in outputs:
+                    tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
+
+    def _position(self, group: int) -> int | None:
+        """Where the group has its turn in this pass; else its first turn on this rank, if it has one."""
+        if self._pass is None:
+            return None
+        return self._at.get((self._pass.stage, group), self._anywhere.get(group))
+
+    def _arrive(self, position: int, call: int, _: Tensor) -> None:
+        now = self._pass
+        if now is None:
+            return
+        if now.direction == "forward":  # a backward of the user's own, whose graph the step's may go through again
+            if not self._order.members[position] <= self._order.everywhere:
+                self._need_everywhere(self._order.members[position])
+            return
+        if now.oldest is None or call < now.oldest:  # else: a tensor that the module only passed on
+            now.oldest = call
+            with torch.no_grad():
+                self._reach(position, now)
+
+    def _reach(self, position: int, now: _Walk) -> None:
+        """Make the group whole, ask for the next one, free what lies behind."""
+        wanted, index = self._order.members[position], now.index(position)
+        ahead = self._order.members[now.positions[now.asked - 1]] if now.asked - 1 > index else frozenset()
+        waiting: frozenset[int] = frozenset()
+        if now.pinned:
+            to_come = [self._order.members[later] for later in now.positions[index + 1 :]]
+            waiting = now.pinned & (now.kept | frozenset().union(*to_come))
+        behind = self._whole.live - wanted - ahead - waiting
+        self._whole.refuse_written(behind)
+        self._whole.free(behind)
+        self._ask_up_to(index + 1)
+        self._whole.ask_alike(wanted)
+        self._whole.show(wanted | self._ask_ahead(index + 1, now))
+
+    def _ask_ahead(self, index: int, now: _Walk) -> frozenset[int]:
+        """Ask for the next group. In backward, modules that gave no tensor never announce theirs: they come too."""
+        at_once: frozenset[int] = frozenset()
+        while index:
+            self._ask_up_to(index + 1)
+            silent = now.direction == "backward" and index < len(now.positions) and now.positions[index] in self._silent
+            if not silent:
+                break
+            self._whole.ask_alike(self._order.members[now.positions[index]])
+            at_once |= self._order.members[now.positions[index]]
+            index += 1
+        return at_once
+
+    def _enter_again(self, position: int, now: _Walk) -> None:
+        """A recomputed module: nothing that the running backward may need is freed."""
+        wanted = self._order.members[position]
+        if now.again and position < min(now.again):  # another recomputation: the one before is done
+            behind: frozenset[int] = frozenset().union(*(self._order.members[past] for past in now.again))
+            self._whole.free(behind - wanted - now.pinned)
+            now.again.clear()
+        now.again.add(position)
+        self._ask_up_to(now.index(position) + 1)
+        self._whole.ask_alike(wanted)
+        self._whole.show(wanted)
+
+    def _read(self, index: int, name: str) -> None:
+        """Somebody reads a parameter that is not whole: code outside its module, or code outside the engine."""
+        if self._pass is None:
+            sharded = f"parameter {name!r} is sharded over {self._ranks} data ranks (ZeRO 3) and"
+            if self._closed:
+                raise EngineError(f"{sharded} its engine is closed; take eng.full_state_dict() before that.")
+            raise EngineError(
+                f"{sharded} whole only while the engine runs the model; read or write it inside "
+                f"`with eng.full_parameters({name!r}):`, on all ranks."
+            )
+        self._need_everywhere(frozenset({index}))
+
+    @torch.no_grad()
+    def _need_everywhere(self, indices: frozenset[int]) -> None:
+        """From now on these are whole through every pass: nobody knows who reads them."""
+        self._order = replace(self._order, members=tuple(group | indices for group in self._order.members))
+        self._whole.ask_alike(indices)
+        self._whole.show(indices)
+
+    def keep_views(self, outputs: Iterable[Tensor]) -> None:
+        """A module returned these: views of parameters, which others will read, must not lose their memory."""
+        if self._pass is None:
+            return
+        found = frozenset(index for output in outputs if (index := self._whole.bucket_of(output)) is not None)
+        if not found <= self._order.everywhere:
+            self._need_everywhere(found)
+
+    def own(self, output: Tensor) -> Tensor:
+        """``output``, which outlives the pass, in memory of its own if it lies in a bucket."""
+        index = self._whole.bucket_of(output)
+        if index is None:
+            return output
+        if index not in self._whole.live:
+            self._need_everywhere(frozenset({index}))
+        return output.clone()
+
+    def retire(self) -> None:
+        """The engine is closed: nothing will be gathered any more."""
+        self._closed = True
+
+    # ------------------------------------------------------------------ for who wants to see them
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or backward is under way."""
+        return self._pass is not None
+
+    def open(self, indices: Collection[int]) -> frozenset[int]:
+        """Make buckets whole between steps; which of them were not. All ranks of the data axis call it alike."""
+        opened = frozenset(indices) - self._opened
+        self._whole.ask_alike(opened)
+        self._whole.show(opened)
+        self._openings += 1
+        self._opened |= opened
+        return opened
+
+    def close(self, indices: Collection[int]) -> None:
+        """Free what was opened."""
+        self._openings -= 1
+        self._opened -= set(indices)
+        self._whole.free(frozenset(indices))
+
+    def without_content(self) -> AbstractContextManager[None]:
+        """Around code that looks at the shapes of parameters only."""
+        return self._whole.without_content()
+
+    # ------------------------------------------------------------------ the order
+
+    def _ask_up_to(self, count: int) -> None:
+        """Ask for groups in their order, and free those of them that are only passed over."""
+        now = self._pass
+        assert now is not None
+        members, count = self._order.members, min(count, len(now.positions))
+        for index in range(now.asked, count):
+            position = now.positions[index]
+            self._whole.ask(members[position])
+            now.asked = index + 1
+            if now.asked < count:
+                self._whole.free(members[position] - members[now.positions[now.asked]] - now.kept)

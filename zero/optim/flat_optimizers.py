@@ -1,0 +1,216 @@
+"""The optimizers that a JSON file can name, over flat tensors. They are ordinary torch optimizers.
+
+State is the moments alone; the step count of a group is a Python int in the group.
+
+Adam's updates of a rank's shards as kernels that read the decision on the device (``kernels/optim/adamw.py``).
+
+    control sums agreed -> factor, go: scalars on the device -> updates and gathers are launched -> the host reads
+
+Where the host then finds that no update was made, it puts back what it has counted itself (``Bookkeeping``).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from engine.kernels.dispatch import Kernels
+from engine.kernels.optim.adamw import AdamRun, DeviceDecision, adamw_
+from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
+from engine.zero.optim.bf16_updates import RoundedUpdates
+
+
+class FlatOptimizer(torch.optim.Optimizer):
+    """Calls ``_update`` for each group with the tensors that have gradients."""
+
+    elementwise = True
+    rounding: RoundedUpdates | None = None
+    """Of bf16 weights that are their own master."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every group once."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            group["step"] = group.get("step", 0) + 1
+            self._update_group(weights, group)
+        return loss
+
+    def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        if self.rounding is not None:
+            for weight in [weight for weight in weights if weight.dtype == torch.bfloat16]:
+                self._update_rounded(weight, group, self.rounding)
+            weights = [weight for weight in weights if weight.dtype != torch.bfloat16]
+        if weights:
+            self._update(weights, [weight.grad for weight in weights if weight.grad is not None], group)
+
+    def _update_rounded(self, weight: Tensor, group: dict[str, Any], rounding: RoundedUpdates) -> None:
+        """The same update on fp32 copies of one piece after another."""
+        known = dict(self.state[weight])
+        for piece in rounding.pieces(weight):
+            wide = weight[piece.part].float()
+            self.state[wide] = {name: moment[piece.part].float() for name, moment in known.items()}
+            assert weight.grad is not None
+            self._update([wide], [weight.grad[piece.part].float().mul_(rounding.scale)], group)
+            for kind, (name, values) in enumerate(sorted(self.state.pop(wide).items()), start=1):
+                if name not in self.state[weight]:
+                    self.state[weight][name] = torch.zeros_like(weight, dtype=rounding.moments)
+                rounding.store(self.state[weight][name], piece, values, group["step"], kind)
+            rounding.store(weight, piece, wide, group["step"], kind=0)
+
+    def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _moments(self, weights: list[Tensor], name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+        for weight in weights:
+            if name not in self.state[weight]:
+                self.state[weight][name] = torch.zeros_like(weight, dtype=dtype)
+        return [self.state[weight][name] for weight in weights]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAdam:
+    """Launches the updates of one step."""
+
+    kernels: Kernels
+    decision: DeviceDecision
+    narrow: Mapping[Tensor, Tensor | None]
+    """Tensor of the optimizer -> where its values go in the dtype of the computation; None: it is that itself."""
+    rounding: RoundedUpdates | None
+    """Of bf16 weights that are their own master."""
+
+    def moments(self, weights: Tensor) -> torch.dtype:
+        """What the moments of these weights are kept in."""
+        rounded = self.rounding is not None and weights.dtype == torch.bfloat16
+        return self.rounding.moments if rounded and self.rounding is not None else weights.dtype
+
+    def update(self, weights: Tensor, moments: tuple[Tensor, Tensor], step: int, rule: AdamRule) -> None:
+        """Update number ``step`` of the gradients in ``weights.grad``: one launch, or one a parameter with rounding."""
+        assert weights.grad is not None
+        run = AdamRun(weights.detach(), weights.grad, *moments, self.narrow[weights])
+        if self.rounding is None or weights.dtype != torch.bfloat16:
+            adamw_(run, rule, step, self.decision, self.kernels)
+            return
+        for part, how in self.rounding.runs(weights, step):
+            own = AdamRun(run.weights[part], run.gradient[part], run.first[part], run.second[part])
+            adamw_(own, rule, step, self.decision, self.kernels, how)
+
+
+class FlatAdam(FlatOptimizer):
+    """Adam, or AdamW with ``decoupled``; two moments an element."""
+
+    fused: FusedAdam | None = None
+    """What makes the updates of a step on which the device decides; set while there is one."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled: bool = False,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
+        )
+
+    def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        if self.fused is None:
+            super()._update_group(weights, group)
+            return
+        for weight in weights:
+            dtype = self.fused.moments(weight)
+            (first,), (second,) = (self._moments([weight], name, dtype) for name in ("exp_avg", "exp_avg_sq"))
+            self.fused.update(weight, (first, second), group["step"], _adam_rule(group))
+
+    def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        rule = _adam_rule(group)
+        first, second = self._moments(weights, "exp_avg"), self._moments(weights, "exp_avg_sq")
+        adam_(weights, grads, first, second, group["step"], rule)
+
+
+def _adam_rule(group: dict[str, Any]) -> AdamRule:
+    return AdamRule(float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["decoupled"])
+
+
+class FlatSGD(FlatOptimizer):
+    """SGD; one buffer an element with momentum, none without."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"nesterov": nesterov})
+
+    def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        rule = SGDRule(
+            float(group["lr"]), group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"]
+        )
+        buffers = sgd_(weights, grads, [self.state[w].get("momentum_buffer") for w in weights], rule)
+        for weight, buffer in zip(weights, buffers, strict=True):
+            if buffer is not None:
+                self.state[weight]["momentum_buffer"] = buffer
+
+
+class FlatLion(FlatOptimizer):
+    """Lion; one momentum an element."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        rule = LionRule(float(group["lr"]), tuple(group["betas"]), group["weight_decay"])
+        lion_(weights, grads, self._moments(weights, "exp_avg"), rule)
+
+
+_COUNTED = ("step", "lr", "betas")
+"""What an update, and the learning rate of an update, change in a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bookkeeping:
+    """What the host has counted before an update of which it does not know yet whether it is made."""
+
+    groups: tuple[Mapping[str, Any], ...]
+    states: frozenset[Tensor]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> "Bookkeeping":
+        """As it is now."""
+        groups = optimizer.param_groups
+        return cls(
+            tuple({key: group[key] for key in _COUNTED if key in group} for group in groups),
+            frozenset(optimizer.state),
+        )
+
+    def put_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """The update was not made: the counts are as before, and moments that were made for it are gone."""
+        for group, before in zip(optimizer.param_groups, self.groups, strict=True):
+            for key in [key for key in _COUNTED if key in group and key not in before]:
+                del group[key]
+            group.update(before)
+        for weights in [weights for weights in optimizer.state if weights not in self.states]:
+            del optimizer.state[weights]

@@ -1,0 +1,269 @@
+"""Gradients into shards, microbatch by microbatch: whole ones never exist (ZeRO 2, Rajbhandari et al. 2020).
+
+    backward of every microbatch   head      block 7     block 6   ...   embedding
+    buffer A                       [ fill 0  | reduce-scatter 0, add shard ][ fill 2 ...
+    buffer B                                 [ fill 1             | reduce-scatter 1, add shard ]
+
+A bucket borrows a buffer when its first gradient comes and gives it back when its sum has been added to the
+shard. Two are enough while gradients come in the order of the buckets. Every backward reduces every bucket of its
+stage, in their order, on every rank, whatever gradients it gave: (m + 1) Psi (N-1)/N elements a step with the gather.
+Of a backward in two parts (``pipeline/weights``) the second reduces; what the first gave is kept until then.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from engine.parallel.comm.comm import Comm, Pending
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.layout import Slot
+from engine.zero.reduce.reducer import Backward, GradientHooks, SharedReduction, SumPartial
+
+BUFFERS = 2
+"""Buckets of gradients that are whole at a time."""
+
+
+@dataclass(slots=True)
+class _Filling:
+    """How far one bucket is in the running backward."""
+
+    flat: FlatBucket
+    buffer: Tensor | None = None
+    arrived: set[str] = field(default_factory=set)
+    reduced: bool = False
+    repeats: bool = False
+    """A parameter gave after its bucket was reduced (re-entrant checkpointing): from then on it waits for the end."""
+    touched: bool = False
+    """The shard holds gradients of this step; otherwise its content is stale."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A reduction under way."""
+
+    filling: _Filling
+    wire: Tensor
+    pending: Pending
+
+
+class MicrobatchReducer(SharedReduction):
+    """Sums gradients over data ranks after every microbatch, and over microbatches in the shards.
+
+    Args:
+        buckets: the flat buckets of this rank; ``grads`` are shards, except where gradients are partial.
+        parameters: trainable parameters by the names used in the buckets.
+        comm: communication; label "gradients" on axis dp, one collective a bucket and microbatch.
+        dtype: dtype on the wire; None is the dtype of accumulation.
+        microbatches: backwards of a step; a rank that fails early still meets the others in all of them.
+        sum_partial: sums gradients by parameter name, in place, over the tensor ranks that hold a part.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[FlatBucket],
+        parameters: Mapping[str, nn.Parameter],
+        comm: Comm,
+        dtype: torch.dtype | None,
+        microbatches: int,
+        sum_partial: SumPartial | None = None,
+    ) -> None:
+        super().__init__(comm, dtype, sum_partial)
+        self._microbatches = microbatches
+        self._fillings = [_Filling(flat) for flat in buckets]
+        self._places: dict[str, tuple[_Filling, Slot]] = {
+            slot.name: (filling, slot) for filling in self._fillings for slot in filling.flat.bucket.slots
+        }
+        self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self.take)
+        self._flights: deque[_Flight] = deque()
+        self._free: list[Tensor] = []
+        stages = {stage for filling in self._fillings for stage in filling.flat.bucket.stages}
+        self._rounds: dict[int | None, int] = dict.fromkeys(sorted(stages) or (None,), 0)
+        """Backwards of this step, by stage; of a rank with one stage, under None."""
+        self._round: Sequence[_Filling] = ()
+        """What the running backward reduces."""
+        self._next = 0
+        self._kept: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
+        """Gradients of first parts, by stage and microbatch."""
+        self._keeping: list[tuple[str, Tensor]] | None = None
+
+    @contextmanager
+    def backward(self, which: Backward) -> Iterator[None]:
+        """Collect and reduce the gradients of one backward; it makes no difference which is the last."""
+        self._settle()
+        place = which.stage, which.microbatch
+        if which.part == "input":
+            self._keeping = self._kept[place] = []
+            try:
+                with self._hooks.backward():
+                    yield
+            finally:
+                self._keeping = None
+            return
+        stage = None if None in self._rounds else which.stage
+        self._begin_round(stage)
+        try:
+            for name, grad in self._kept.pop(place, ()):
+                self.take(name, grad)
+            with self._hooks.backward():
+                yield
+        finally:
+            self._end_round(stage)
+
+    def finish(self) -> None:
+        """Wait for everything, add what other ranks have a part in, get ready for the next step.
+
+        Afterwards each shard of ``grads`` holds the sum over microbatches and data ranks.
+        """
+        self._settle()
+        for stage, done in self._rounds.items():
+            for _ in range(done, self._microbatches):
+                self._begin_round(stage)
+                self._end_round(stage)
+        self._add_parts()
+        while self._flights:
+            self._land()
+        for filling in self._fillings:
+            if not filling.touched:
+                filling.flat.grads.zero_()
+            self._add_ties(filling.flat, filling.flat.shard)
+        self._free.clear()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the gradients of a step that did not end; what is under way is waited for by the next backward."""
+        self._abandoned += [flight.pending for flight in self._flights]
+        self._flights.clear()
+        self._kept.clear()
+        self._rounds = dict.fromkeys(self._rounds, 0)
+        for filling in self._fillings:
+            filling.touched = False
+            self._begin(filling)
+        self._next = 0
+
+    def take(self, name: str, grad: Tensor) -> None:
+        """Add a gradient to its place, or keep it for the second part of its backward."""
+        if self._keeping is not None:
+            self._keeping.append((name, grad))
+            return
+        filling, slot = self._places[name]
+        if filling.flat.bucket.partial:
+            self._add_whole(filling, slot, grad)
+            return
+        if filling.reduced:
+            filling.repeats, filling.reduced = True, False  # a second reduction in this round, on every rank alike
+            filling.arrived.clear()
+        if filling.buffer is None:
+            filling.buffer = self._borrow(filling.flat)
+        view = filling.buffer[slot.start : slot.stop].view(slot.shape)
+        if name in filling.arrived:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        filling.arrived.add(name)
+        while self._next < len(self._round) and self._ready(self._round[self._next]):
+            self._launch(self._round[self._next])
+            self._next += 1
+
+    def _ready(self, filling: _Filling) -> bool:
+        if filling.flat.bucket.partial:
+            return True
+        return len(filling.arrived) == len(filling.flat.bucket.slots) and not filling.repeats
+
+    def _add_whole(self, filling: _Filling, slot: Slot, grad: Tensor) -> None:
+        """Partial gradients stay whole until the end of the step."""
+        if not filling.touched:
+            filling.flat.grads.zero_()
+            filling.touched = True
+        filling.flat.grads[slot.start : slot.stop].view(slot.shape).add_(grad)
+
+    def _begin_round(self, stage: int | None) -> None:
+        self._round = [f for f in self._fillings if not f.flat.bucket.stages or stage in f.flat.bucket.stages]
+        self._next = 0
+
+    def _end_round(self, stage: int | None) -> None:
+        """Reduce what this backward has left, in order, and what came after its bucket was reduced."""
+        again = [f for f in self._round[: self._next] if not f.reduced and f.arrived]
+        for filling in (*self._round[self._next :], *again):
+            self._launch(filling)
+        for filling in self._round:
+            self._begin(filling)
+        self._next = 0
+        if stage in self._rounds:  # else: a stage that trains nothing
+            self._rounds[stage] += 1
+
+    def _begin(self, filling: _Filling) -> None:
+        filling.arrived.clear()
+        filling.reduced = False
+
+    def _launch(self, filling: _Filling) -> None:
+        if filling.flat.bucket.partial:
+            return
+        full = self._borrow(filling.flat) if filling.buffer is None else filling.buffer
+        filling.buffer, filling.reduced = None, True
+        _blank(full, filling)
+        wire = self._on_wire(full)
+        shard = filling.flat.shard
+        pending = self._comm.reduce_scatter(wire[shard], wire, "dp", "gradients")
+        if wire is not full:
+            self._free.append(full)
+        self._flights.append(_Flight(filling, wire, pending))
+
+    def _land(self) -> None:
+        """Add the oldest reduction to its shard."""
+        flight = self._flights.popleft()
+        flight.pending.wait()
+        flat = flight.filling.flat
+        if flight.filling.touched:
+            flat.grads.add_(flight.wire[flat.shard])
+        else:
+            flat.grads.copy_(flight.wire[flat.shard])
+        flight.filling.touched = True
+        if flight.wire.dtype == flat.grads.dtype:
+            self._free.append(flight.wire)
+
+    def _borrow(self, flat: FlatBucket) -> Tensor:
+        """A buffer of a bucket's size with any content."""
+        while len(self._flights) >= BUFFERS:
+            self._land()
+        elements, dtype = flat.bucket.elements, flat.grads.dtype
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() == elements and buffer.dtype == dtype:
+                return self._free.pop(index)
+        self._free.clear()
+        return torch.empty(elements, dtype=dtype, device=flat.grads.device)
+
+    def _add_parts(self) -> None:
+        """Sum and reduce, once, the gradients that are partial over tensor ranks."""
+        fillings = [filling for filling in self._fillings if filling.flat.bucket.partial]
+        views = {}
+        for filling in fillings:
+            flat = filling.flat
+            if not filling.touched:
+                flat.grads.zero_()
+                filling.touched = True
+            for slot in flat.bucket.slots:
+                views[slot.name] = flat.grads[slot.start : slot.stop].view(slot.shape)
+        if views and self._sum_partial is not None:
+            self._sum_partial(views)
+        for filling in fillings:
+            flat = filling.flat
+            wire = self._on_wire(flat.grads)
+            self._comm.reduce_scatter(wire[flat.shard], wire, "dp", "gradients").wait()
+            if wire is not flat.grads:
+                flat.grads[flat.shard].copy_(wire[flat.shard])
+
+
+def _blank(full: Tensor, filling: _Filling) -> None:
+    """Zeros where no gradient came, and in the padding: the norm runs over both."""
+    stop = 0
+    for slot in filling.flat.bucket.slots:
+        if slot.name in filling.arrived:
+            if stop < slot.start:
+                full[stop : slot.start].zero_()
+            stop = slot.stop
+    if stop < len(full):
+        full[stop:].zero_()

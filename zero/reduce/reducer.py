@@ -1,0 +1,124 @@
+"""Takes every gradient off its parameter the moment backward has made it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm, Pending
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.gather.sharded_parameter import ShardedParameter
+
+Take = Callable[[str, Tensor], None]
+"""Gets (parameter name, gradient), dense, in the parameter's shape; once for each time a backward gives one."""
+
+
+class GradientHooks:
+    """While ``backward`` is open, gradients go to ``take`` and none stays on a parameter."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], take: Take) -> None:
+        self._parameters = tuple(parameters.values())
+        self._take = take
+        self._open = False
+        self._handles = []
+        for name, parameter in parameters.items():
+            untyped: Any = parameter  # torch leaves the method untyped
+            self._handles.append(untyped.register_post_accumulate_grad_hook(partial(self._arrive, name)))
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around one backward. A ``grad`` that a backward of the user's own has left is put aside and put back."""
+        users = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        for parameter, _ in users:
+            parameter.grad = None
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+            for parameter, grad in users:
+                parameter.grad = grad
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _arrive(self, name: str, parameter: Tensor) -> None:
+        if not self._open or parameter.grad is None:
+            return  # a backward of the user's own: not our gradient
+        if isinstance(parameter, ShardedParameter):
+            raise EngineError(
+                f"parameter {name!r} got a gradient while it was not gathered (ZeRO 3), so it is worth nothing: "
+                "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."
+            )
+        grad, parameter.grad = parameter.grad, None
+        self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
+
+
+SumPartial = Callable[[Mapping[str, Tensor]], None]
+
+
+BackwardPart = Literal["whole", "input", "weight"]
+
+
+class Backward(NamedTuple):
+    """One backward of one stage, or one of its two parts."""
+
+    last: bool
+    """The last of its part for this stage in a step."""
+    part: BackwardPart = "whole"
+    stage: int = 0
+    microbatch: int = 0
+
+
+class Reducer(Protocol):
+    """Takes the gradients of a step's backwards and leaves their sum over data ranks in the buckets."""
+
+    def backward(self, which: Backward) -> AbstractContextManager[None]:
+        """Around one backward."""
+
+    def take(self, name: str, grad: Tensor) -> None:
+        """Inside a backward: the gradient of a parameter that autograd did not bring itself."""
+
+    def finish(self) -> None:
+        """Every sum is complete afterwards; communicates."""
+
+    def reset(self) -> None:
+        """Forget the gradients of a step that did not end."""
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+
+
+class SharedReduction:
+    """What reducers have in common: gradients that other ranks have a part in, and collectives of lost steps."""
+
+    def __init__(self, comm: Comm, dtype: torch.dtype | None, sum_partial: SumPartial | None) -> None:
+        self._comm = comm
+        self._dtype = dtype if comm.grid.dp > 1 else None
+        self._sum_partial = sum_partial
+        self._abandoned: list[Pending] = []
+        self._hooks: GradientHooks
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        self._hooks.remove()
+
+    def _on_wire(self, grads: Tensor) -> Tensor:
+        """``grads`` as they travel: themselves, or a copy in the dtype of the wire."""
+        return grads if self._dtype is None else grads.to(self._dtype)
+
+    def _settle(self) -> None:
+        """Wait for what an abandoned step has left under way."""
+        while self._abandoned:
+            self._abandoned.pop().wait()
+
+    def _add_ties(self, flat: FlatBucket, kept: slice) -> None:
+        """Sum the reduced gradients of tied parameters over the stages that own them; all of them update alike."""
+        if flat.bucket.ties:
+            self._comm.sum_over_stages(flat.gradient(kept), flat.bucket.ties, "ties").wait()

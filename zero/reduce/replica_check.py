@@ -1,0 +1,115 @@
+"""Whether tensor ranks find equal gradients for the parameters that all of them hold: looked at in the first step.
+
+A plan that calls a parameter replicated, though the model uses it on cut activations, would train copies that
+drift apart, without a word. Its gradients differ between tensor ranks from the first step on. So the bits of
+all gradients that should be equal are summed, per parameter, and compared, once.
+
+Which gradient was not finite, where a step is skipped: looked for then, and only then.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from engine.errors import PlanError
+from engine.parallel.comm.agreement import bit_sum
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.traffic import Tally
+from engine.planning.plan import Plan
+from engine.step.state import StepTotals
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.layout import Slot
+
+PLAN_CHECK = "plan check"
+
+
+class ReplicaCheck:
+    """``parallel.verify_plan``: compares once, after the first step's gradients are reduced."""
+
+    def __init__(self, plan: Plan, buckets: Sequence[FlatBucket], comm: Comm) -> None:
+        wanted = plan.config.parallel.verify_plan and plan.config.tp > 1
+        alike = {row.name for row in plan.table if row.dim is None} if wanted else set()
+        self._places = [
+            (slot.name, flat, overlap(slot, flat.shard))
+            for flat in buckets
+            for slot in flat.bucket.slots
+            if slot.name in alike
+        ]
+        self._places.sort(key=lambda place: place[0])
+        self._comm = comm
+
+    @torch.no_grad()
+    def run(self, sent: Tally) -> PlanError | None:
+        """The mistake found, on every tensor rank alike. ``sent`` takes the traffic in: it is no part of a step's.
+
+        One all-reduce over dp and one all-gather over tp, label "plan check", 8 bytes a parameter and 8 more; every
+        rank of a stage makes them, also one whose step has failed.
+        """
+        places = self._places
+        if not places:
+            return None
+        before = self._comm.tally.copy()
+        grads = [flat.gradient(part) for _, flat, part in places]
+        infinite = torch.stack([grad.isfinite().logical_not_().sum() for grad in grads]).sum()
+        mine = torch.stack([*map(bit_sum, grads), infinite])
+        # data ranks hold different pieces on different tensor ranks, whose cut parameters have other sizes
+        self._comm.all_reduce(mine, "dp", PLAN_CHECK).wait()
+        table = torch.empty((self._comm.grid.tp, len(mine)), dtype=mine.dtype, device=mine.device)
+        self._comm.all_gather(table.view(-1), mine, "tp", PLAN_CHECK).wait()
+        for row in self._comm.tally.since(before).rows():
+            sent.add(row)
+        if table[:, -1].any():
+            return None  # gradients that are not finite: the step will be skipped, the next one is compared
+        if table.any():
+            self._places = []  # a step without any gradient has proven nothing
+        differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+        if not differing:
+            return None
+        return PlanError(
+            f"parameter {places[differing[0]][0]!r} is held by all tensor ranks, but their gradients differ: the model "
+            'uses it on activations that are cut; give its module the style "partial" in parallel.tensor_plan, or '
+            '"replicate" to the layers before it.'
+        )
+
+
+def overlap(slot: Slot, shard: slice) -> slice:
+    """The elements of a slot that lie in ``shard``; empty where none does."""
+    start = max(slot.start, shard.start)
+    return slice(start, max(start, min(slot.stop, shard.stop)))
+
+
+NON_FINITE = "non-finite"
+
+
+class NonFinite:
+    """Finds the first parameter, in the order of the plan's table, whose reduced gradient is not finite anywhere."""
+
+    def __init__(self, plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, device: torch.device) -> None:
+        self._names = [row.name for row in plan.table]
+        order = {name: number for number, name in enumerate(self._names)}
+        self._places = sorted(
+            ((order[slot.name], flat, overlap(slot, flat.shard)) for flat in buckets for slot in flat.bucket.slots),
+            key=lambda place: place[0],
+        )
+        self._comm, self._device = comm, device
+
+    @torch.no_grad()
+    def find(self, control: StepTotals, sent: Tally) -> str:
+        """Its name, on every rank; else "the loss", "the weight" or "the gradient norm", whichever is to blame.
+
+        One all-reduce of 8 bytes over the world, label "non-finite". ``sent`` takes it in: it is no part of a step's.
+        """
+        before = self._comm.tally.copy()
+        first = next((number for number, flat, part in self._places if not flat.gradient(part).isfinite().all()), None)
+        rank = 0 if first is None else len(self._names) - first  # the first name has the largest
+        found = torch.tensor([rank], dtype=torch.int64, device=self._device)
+        self._comm.all_reduce(found, "world", NON_FINITE, "max").wait()
+        for row in self._comm.tally.since(before).rows():
+            sent.add(row)
+        largest = int(found)
+        if largest:
+            return self._names[len(self._names) - largest]
+        if not math.isfinite(control.weight):
+            return "the weight"
+        return "the gradient norm" if math.isfinite(control.loss) else "the loss"

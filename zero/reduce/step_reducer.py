@@ -1,0 +1,209 @@
+"""Gradients from backward into the flat buckets, and from there over the data axis while backward runs.
+
+    backward of the last microbatch   head      block 7     block 6   ...   embedding
+    bucket 0 complete                      | reduce-scatter 0 ------>
+    bucket 1 complete                                  | reduce-scatter 1 ------>
+    finish                                                                  | the rest | wait
+
+Collectives are issued in the order of the buckets on every rank, whatever the order of the hooks,
+so that ranks whose backward differs (an unused parameter, another branch) still meet.
+
+Late buckets stand last and wait for ``finish``: gradients that are partial over tensor ranks are summed
+there before their reduction, those of parameters tied over pipeline ranks after it, on the shard.
+
+A rank may have several stages, and a backward two parts (``pipeline/weights``): a bucket is complete when the last
+of all that give to it has given.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm, Pending
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.layout import Slot
+from engine.zero.reduce.reducer import Backward, GradientHooks, SharedReduction, SumPartial
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the gradient of one parameter goes."""
+
+    name: str
+    progress: "_Progress"
+    view: Tensor
+    touched: bool = False
+    """A gradient of this step lies in ``view``; otherwise its content is stale."""
+    arrived: bool = False
+    """One of the last backwards of the step has given its gradient."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far one bucket is."""
+
+    flat: FlatBucket
+    places: list[_Place] = field(default_factory=list)
+    missing: int = 0
+    repeats: bool = False
+    """A parameter gave twice in the last backwards (re-entrant checkpointing; tied over stages of this rank), so
+    that nobody knows which gift is the last: the bucket waits for ``finish``."""
+    reduction: Pending | None = None
+    received: Callable[[], object] | None = None
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Of the bucket."""
+        return self.flat.bucket.slots
+
+
+class GradientReducer(SharedReduction):
+    """Sums gradients over microbatches into the buckets and reduces the buckets over dp.
+
+    Args:
+        buckets: the flat buckets of this rank.
+        parameters: trainable parameters by the names used in the buckets.
+        comm: communication; label "gradients" on axis dp, one collective a bucket and step.
+        dtype: dtype on the wire; None is the dtype of accumulation.
+        scatter: reduce-scatter to the shards (ZeRO 1) instead of all-reduce (ZeRO 0).
+        sum_partial: sums gradients by parameter name, in place, over the tensor ranks that hold a part.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[FlatBucket],
+        parameters: Mapping[str, nn.Parameter],
+        comm: Comm,
+        dtype: torch.dtype | None,
+        scatter: bool,
+        sum_partial: SumPartial | None = None,
+    ) -> None:
+        super().__init__(comm, dtype, sum_partial)
+        self._scatter = scatter
+        self._progress = [_Progress(flat) for flat in buckets]
+        self._next = 0
+        self._last = self._eager = False
+        self._backward_seen = self._whole_step_seen = False
+        self._places = {slot.name: _place(progress, slot) for progress in self._progress for slot in progress.slots}
+        self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self.take)
+        self.reset()
+
+    @contextmanager
+    def backward(self, which: Backward) -> Iterator[None]:
+        """Collect the gradients of one backward; in the last ones of a step, reduce complete buckets meanwhile.
+
+        Raises:
+            EngineError: a parameter gave a gradient after its bucket was reduced.
+        """
+        self._settle()
+        self._last = which.last
+        # The first step only watches: which parameters give more than once is not known before.
+        self._eager = which.last and self._whole_step_seen
+        try:
+            with self._hooks.backward():
+                yield
+            self._backward_seen = True
+        finally:
+            self._last = self._eager = False
+
+    def finish(self) -> None:
+        """Reduce what is left, wait for all, get ready for the next step.
+
+        Afterwards each shard (stage 0: each whole bucket) of ``grads`` holds the sum over microbatches
+        and data ranks; a parameter without a gradient in this step has given zero.
+        """
+        self._settle()
+        self._add_parts()
+        while self._next < len(self._progress):
+            self._launch()
+        for progress in self._progress:
+            if progress.reduction is not None:
+                progress.reduction.wait()
+            if progress.received is not None:
+                progress.received()
+            progress.reduction = progress.received = None
+            self._add_ties(progress.flat, self._kept(progress.flat))
+        self._whole_step_seen = self._whole_step_seen or self._backward_seen
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the gradients of a step that did not end.
+
+        A collective under way still writes into its bucket. It is waited for by the next backward and not
+        here, where a peer that never joined it would keep the error of this step from being seen.
+        """
+        self._next = 0
+        for progress in self._progress:
+            if progress.reduction is not None:
+                self._abandoned.append(progress.reduction)
+            progress.reduction = progress.received = None
+            progress.missing = len(progress.places)
+            for place in progress.places:
+                place.touched = place.arrived = False
+
+    def take(self, name: str, grad: Tensor) -> None:
+        """Add a gradient to its place."""
+        place = self._places[name]
+        progress = place.progress
+        if progress.reduction is not None:
+            raise EngineError(
+                f"parameter {place.name!r} got a gradient after its bucket was reduced: its use differs from the "
+                "earlier steps; call it the same number of times in every backward."
+            )
+        if place.touched:
+            place.view.add_(grad)
+        else:
+            place.view.copy_(grad)
+        place.touched = True
+        if self._last:
+            progress.repeats = progress.repeats or place.arrived
+            progress.missing -= not place.arrived
+            place.arrived = True
+        while self._eager and self._next < len(self._progress) and self._ready(self._progress[self._next]):
+            self._launch()
+
+    def _ready(self, progress: _Progress) -> bool:
+        return progress.missing == 0 and not progress.repeats and not progress.flat.bucket.late
+
+    def _add_parts(self) -> None:
+        """Sum the gradients that are partial over tensor ranks: every holder then has the whole one."""
+        places = [place for progress in self._progress if progress.flat.bucket.partial for place in progress.places]
+        if not places or self._sum_partial is None:
+            return
+        for place in places:
+            if not place.touched:
+                place.view.zero_()
+                place.touched = True
+        self._sum_partial({place.name: place.view for place in places})
+
+    def _kept(self, flat: FlatBucket) -> slice:
+        """The elements whose sums this rank needs."""
+        return flat.shard if self._scatter else flat.held
+
+    def _launch(self) -> None:
+        progress = self._progress[self._next]
+        self._next += 1
+        for place in progress.places:
+            if not place.touched:
+                place.view.zero_()
+        grads, shard = progress.flat.grads, progress.flat.shard
+        wire = self._on_wire(grads)
+        if self._scatter:
+            progress.reduction = self._comm.reduce_scatter(wire[shard], wire, "dp", "gradients")
+        else:
+            progress.reduction = self._comm.all_reduce(wire, "dp", "gradients")
+        if wire is not grads:
+            kept = self._kept(progress.flat)
+            progress.received = partial(grads[kept].copy_, wire[kept])
+
+
+def _place(progress: _Progress, slot: Slot) -> _Place:
+    view = progress.flat.grads[slot.start : slot.stop].view(slot.shape)
+    place = _Place(slot.name, progress, view)
+    progress.places.append(place)
+    return place
