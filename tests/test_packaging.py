@@ -45,7 +45,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_has_one_top_level_name_and_real_files(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"engine"}
-    for folder in ("parallel/grid.py", "zero/layout.py", "kernels/optim/update_rules.py", "launch/cli.py", "config.py"):
+    for folder in (
+        "parallel/grid.py",
+        "zero/layout.py",
+        "kernels/optim/update_rules.py",
+        "launch/cli.py",
+        "config/__init__.py",
+    ):
         assert f"engine/{folder}" in names
 
 

@@ -19,7 +19,7 @@ from benchmarks.step import Effort, measure
 from engine.models.decoder import Decoder, DecoderConfig
 from engine.parallel.comm.backend import Wait
 from engine.parallel.comm.shared_memory import SharedMemory, shared_bytes
-from tests.parallel.threads import neighbours
+from tests.parallel.comm.threads import neighbours
 
 TINY = Workload(DecoderConfig(layers=2, width=32, heads=2, context=16), sequences=4, clip=0.05)
 ACTIVATIONS = 4 * 16 * 32 * 4

@@ -9,7 +9,7 @@ import engine
 from engine.models.decoder import loss_sum
 from engine.verify import verify
 from tests import models
-from tests.engine.test_parity import config_for
+from tests.engine.parity.test_parity import config_for
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from engine.verify import Parity, TrainingRecord, verify
 from tests import models
-from tests.engine.test_parity import config_for
+from tests.engine.parity.test_parity import config_for
 
 
 def run(*losses: float, weight: float = 0.0) -> TrainingRecord:

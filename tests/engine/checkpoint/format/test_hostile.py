@@ -1,0 +1,81 @@
+"""A checkpoint runs no code, reads nothing outside its folder, takes little memory, and never hangs."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.pieces import Part
+from engine.checkpoint.format.step_reader import ReadRequest, StepReader
+from engine.errors import CheckpointError
+from tests.engine.checkpoint.format.hostile import ATTACKS, HARMLESS, bomb_of, make
+from tests.engine.checkpoint.test_crash import run_of
+from tests.test_architecture import ROOT, name_of, product_files
+from tests.zero import small
+
+MEMORY = 64 << 20
+
+
+def test_hostile_checkpoints_are_refused(tmp_path: Path) -> None:
+    with small.start({}) as eng:
+        for index in range(2):
+            eng.train_batch(small.batch(eng, index))
+        sound = eng.save_checkpoint(tmp_path / "sound").wait()
+    runs = {}
+    for index, (name, attack) in enumerate({**ATTACKS, **HARMLESS}.items()):
+        runs[f"{index:03d}"] = name
+        make(attack, sound, tmp_path / "runs" / f"{index:03d}")
+    script = Path(__file__).with_name("watched.py")
+    folders = [str(tmp_path / "runs" / run) for run in runs]
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "sound"), *folders],
+        capture_output=True, text=True, timeout=250, check=False, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    bad = []
+    for result in results[2:]:
+        name = runs.get(result["run"], "sound")
+        expected = "NoneType" if name in HARMLESS or name == "sound" else "CheckpointError"
+        well = (
+            result["error"] == expected and not result["code"] and result["bytes"] < MEMORY and result["seconds"] < 10
+        )
+        if not well or (expected == "CheckpointError" and str(tmp_path) not in result["message"]):
+            bad.append((name, result))
+    assert not bad, "\n".join(f"{name}: {result}" for name, result in bad)
+    assert [result["run"] for result in results[3:-1]] == list(runs)
+    assert not Path("/tmp/trine-checkpoint-ran-code").exists()
+    most = max(result["bytes"] for result in results[2:])
+    print(f"{len(ATTACKS)} hostile checkpoints refused, {len(HARMLESS)} harmless ones; at most {most / 2**20:.0f} MiB")
+    assert len(ATTACKS) >= 60
+
+
+def test_a_reader_makes_no_runs_of_a_shape_that_is_not_the_wanted_one(tmp_path: Path) -> None:
+    """Where the caller has not looked at shapes: the columns of a tensor of 2**62 elements are 2**31 runs."""
+    (sound,) = run_of(1).save(tmp_path / "sound")
+    make(bomb_of("exp_avg/up.weight", [1 << 31, 1 << 31], [1, [[0, 1 << 31]]]), sound, tmp_path / "run")
+    reader = StepReader(Files(), tmp_path / "run" / sound.name)
+    with pytest.raises(CheckpointError, match=r"of which .* is no piece"):
+        reader.read([ReadRequest("exp_avg/up.weight", Part((53, 11)).whole(), memoryview(bytearray(4 * 583)))])
+
+
+BANNED_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+BANNED_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load", "__import__"}
+
+
+@pytest.mark.parametrize("path", product_files(), ids=name_of)
+def test_nothing_unpickles_or_evaluates(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            assert not BANNED_MODULES & {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] not in BANNED_MODULES
+            assert node.module != "torch" or not {"load", "save"} & {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call):
+            assert ast.unparse(node.func) not in BANNED_CALLS, f"{name_of(path)}:{node.lineno}"

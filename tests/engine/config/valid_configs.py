@@ -1,0 +1,57 @@
+"""Configurations that load on 8 ranks: every file in configs/, and some that have what those leave out. Pure data."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+Tree = dict[str, Any]
+
+FULL: Tree = json.loads("""{
+  "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8,
+  "parallel": {"data": 2, "tensor": 2, "pipeline": 2, "sequence_parallel": true, "sequence_parallel_regather": true,
+               "schedule": "interleaved", "virtual_stages": 2, "split": ["h.1", "h.2"],
+               "balance": "time", "activation_limit_bytes": 1000000,
+               "tensor_plan": {"*.q": "column", "*.o": "row"}, "verify_plan": true},
+  "zero_optimization": {"stage": 3, "reduce": "step", "gather": "microbatch", "keep_gathered_bytes": 100,
+                        "reduce_bucket_size": 5e6, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}},
+  "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true,
+           "check_grad_overflow": true},
+  "fp16": {"enabled": false, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 2,
+           "consecutive_hysteresis": false, "min_loss_scale": 1},
+  "communication_data_type": "fp32", "keep_fp32": ["*norm*"],
+  "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+                "no_weight_decay": ["*.bias"], "groups": [{"params": ["head.*"], "lr": 1e-4, "weight_decay": 0}]},
+  "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000, "warmup_min_ratio": 0.1,
+                "warmup_num_steps": 100, "cos_min_ratio": 0.01, "warmup_type": "linear"}},
+  "gradient_clipping": 1.0,
+  "activation_checkpointing": {"mode": "selective", "save": ["matmul", "aten.bmm"], "every": null},
+  "kernels": "auto", "compile": false, "seed": 1234,
+  "checkpoint": {"folder": "out", "every": 10, "keep": 2, "async": true, "on_failure": "stop", "init_from": "weights"},
+  "monitor": {"jsonl": "steps.jsonl", "tensorboard": "board", "every": 10},
+  "watchdog": {"timeout_seconds": 60, "max_skipped_steps": 100}
+}""")
+"""Every key of every section."""
+CYCLE: Tree = json.loads("""{
+  "train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": true},
+  "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": true}},
+  "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_momentum": true}}
+}""")
+DEEPSPEED: Tree = json.loads("""{
+  "train_batch_size": 32, "steps_per_print": 100, "wall_clock_breakdown": false, "prescale_gradients": false,
+  "fp16": {"enabled": true, "auto_cast": false, "loss_scale": 0, "initial_scale_power": 16},
+  "zero_optimization": {"stage": 2, "overlap_comm": true, "contiguous_gradients": true, "allgather_bucket_size": 5e8,
+                        "offload_optimizer": {"device": "cpu", "pin_memory": true},
+                        "offload_param": {"device": "none"}},
+  "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": true, "adam_w_mode": true}},
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}},
+  "tensorboard": {"enabled": true, "output_path": "board", "job_name": "run"}, "wandb": {"enabled": false},
+  "pipeline": {"stages": "auto"}, "tensor_parallel": {"autotp_size": 2}, "data_types": {"grad_accum_dtype": "fp32"},
+  "flops_profiler": {"enabled": true, "profile_step": 1}, "comms_logger": {"enabled": false}
+}""")
+_FOLDER = Path(__file__).parents[3] / "configs"
+VALID: Mapping[str, Tree] = MappingProxyType(
+    {"full": FULL, "cycle": CYCLE, "deepspeed": DEEPSPEED}
+    | {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(_FOLDER.glob("*.json"))}
+)
