@@ -41,8 +41,6 @@ from engine.zero.gather.full_parameters import full_parameters
 from engine.zero.reduce.reducer import Backward
 
 Path_ = str | os.PathLike[str]
-
-
 BuildParts = Callable[[Batch, Exception | None], Parts]
 
 

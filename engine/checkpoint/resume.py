@@ -31,8 +31,6 @@ from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.host_group import HostGroup, announce, collect
 
 logger = logging.getLogger("trine")
-
-
 _Value = TypeVar("_Value")
 
 

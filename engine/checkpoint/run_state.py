@@ -32,7 +32,6 @@ from engine.zero.optim.master_weights import sync_masters
 
 logger = logging.getLogger("trine")
 
-
 WORTH_A_LINE = 0.1
 """Seconds of waiting for a save that are told."""
 

@@ -27,8 +27,6 @@ from engine.precision.dtypes import Precision
 from engine.precision.fp32_modules import Fp32Modules
 
 _STD = 0.02
-
-
 _PLAIN = bool | int | float | str | None
 
 

@@ -36,11 +36,7 @@ from engine.program.batch import Batch
 from engine.program.program import Program
 
 LIMIT_SECONDS = 3.0
-
-
 _REPEATS = 5
-
-
 _LINKS: Mapping[str, tuple[float, float]] = MappingProxyType({"cuda": (20e-6, 100e9), "cpu": (200e-6, 1e9)})
 """Seconds until a message begins and bytes a second: a GPU to one of its node, a process to another by gloo.
 Rough figures; a transfer is short beside a stage, or the stages are too small."""

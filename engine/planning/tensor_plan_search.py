@@ -39,12 +39,8 @@ from engine.program.batch import Batch, map_tensors, named_tensors, take_rows
 from engine.program.program import Program
 
 ROWS = 2
-
-
 LENGTH = 16
 """At most this much of the example is looked at: zero patterns and proofs do not depend on size."""
-
-
 _SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16)
 """Sizes of the tensor axis that are tried to say which would do."""
 

@@ -19,11 +19,8 @@ from engine.program.program import Program
 
 ForwardCall = Callable[[], Any]
 
-
 _SIGHTS = 64
 """Input signatures that are remembered; with more, the oldest is looked at anew."""
-
-
 _STATES = 8
 """The same for the states of the model's attributes, for each signature."""
 

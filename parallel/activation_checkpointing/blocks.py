@@ -10,14 +10,13 @@ model whose own switch is on (Hugging Face's ``gradient_checkpointing_enable``) 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from engine.config.sections import ActivationCheckpointingConfig
 from engine.errors import ConfigError
 from engine.parallel.activation_checkpointing.operators import DEFAULT, OPERATOR_KINDS
 from engine.parallel.activation_checkpointing.selective import Operator, SavedActivations, Selective
@@ -25,7 +24,23 @@ from engine.parallel.model.blocks import find_units
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 
-def recomputed_blocks(model: nn.Module, settings: ActivationCheckpointingConfig) -> Mapping[str, nn.Module]:
+class CheckpointPolicy(Protocol):
+    """What is recomputed, as the configuration's section ``activation_checkpointing`` says it."""
+
+    @property
+    def mode(self) -> str:
+        """``none``, ``full`` or ``selective``."""
+
+    @property
+    def save(self) -> tuple[str, ...] | None:
+        """Mode selective: operators whose outputs are kept; None: matmul and attention."""
+
+    @property
+    def every(self) -> int | None:
+        """Mode selective: every n-th block is recomputed in full; None: ``save`` decides."""
+
+
+def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
     """The modules that run again in backward with all that they do, by name.
 
     Raises:
@@ -44,13 +59,13 @@ def recomputed_blocks(model: nn.Module, settings: ActivationCheckpointingConfig)
     return MappingProxyType(dict(blocks[settings.every - 1 :: settings.every]))
 
 
-def selective_blocks(model: nn.Module, settings: ActivationCheckpointingConfig) -> Mapping[str, nn.Module]:
+def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
     """The modules that run again in backward but for some operators, by name."""
     chosen = settings.mode == "selective" and settings.every is None and not _switched_on(model)
     return _blocks(model) if chosen else MappingProxyType({})
 
 
-def find_operators(settings: ActivationCheckpointingConfig) -> frozenset[Operator]:
+def find_operators(settings: CheckpointPolicy) -> frozenset[Operator]:
     """The operators whose outputs are kept.
 
     Raises:
@@ -71,9 +86,7 @@ class Recomputation:
     ``axis``: of the layers that are cut, whose sums selective checkpointing keeps.
     """
 
-    def __init__(
-        self, model: nn.Module, settings: ActivationCheckpointingConfig, axis: TensorAxis | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, settings: CheckpointPolicy, axis: TensorAxis | None = None) -> None:
         self._forwards: list[tuple[nn.Module, Any]] = []
         if _switched_on(model):
             return

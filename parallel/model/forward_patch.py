@@ -44,8 +44,6 @@ def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
 
 
 _FORWARD, _COMPILED = "forward", "_compiled_call_impl"
-
-
 _NOTHING = object()
 
 

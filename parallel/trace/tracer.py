@@ -27,7 +27,6 @@ from engine.parallel.trace.torch_function import functions_shown_to
 
 ModelCall = Callable[[], Any]
 
-
 _EXTREMES = (0.0, 1.0 - 2.0**-24)
 """Of what a uniform draw can give: every probability decides otherwise for one than for the other."""
 

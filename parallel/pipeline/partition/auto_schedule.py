@@ -17,15 +17,9 @@ from engine.parallel.pipeline.schedule.simulate import Cost, StageTimes, simulat
 
 PLAIN_FIRST = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 """Kinds that are tried, the plainest first."""
-
-
 _NEAR = 1.01
-
-
 _ROOM = 1.1
 """Kinds that hold as many microbatches as 1f1b hold them of other stages too: a little more, if stages are uneven."""
-
-
 _LINES = 6
 
 

@@ -38,11 +38,7 @@ from engine.parallel.tensor.thread_ranks import CollectiveCall, SimulatedAxis, r
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 TOLERANCE = 1e-9
-
-
 ZERO = 1e-9
-
-
 PROOF = "proof"
 """Named as the one that gathers outputs to compare them."""
 
@@ -258,11 +254,7 @@ def _top(tensor: Tensor) -> float:
 
 
 _GROUPED = frozenset({torch._grouped_mm, getattr(functional, "grouped_mm", torch._grouped_mm)})
-
-
 _FLOAT = frozenset((Tensor.float,))
-
-
 _DROPOUTS = frozenset(
     (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
      functional.feature_alpha_dropout, torch.dropout, torch.alpha_dropout, torch.feature_dropout)

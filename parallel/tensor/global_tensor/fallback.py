@@ -17,8 +17,6 @@ _SIGNS = frozenset((
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
     "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__imatmul__", "__setitem__", "__set__",
 ))  # fmt: skip
-
-
 _MEMORY = frozenset((
     "data_ptr", "untyped_storage", "storage", "storage_offset", "_typed_storage", "share_memory_", "set_",
     "__dlpack__", "as_strided", "register_hook", "register_post_accumulate_grad_hook", "grad",

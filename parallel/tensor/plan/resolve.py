@@ -38,8 +38,6 @@ def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int
 
 
 Patterns = Mapping[str, str]
-
-
 EXAMPLE = '{"*.query": "column", "*.output": "row"}'
 
 
