@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from engine.errors import PlanError
 from engine.parallel.activation_checkpointing.blocks import recomputed_in_part
 from engine.parallel.activation_checkpointing.selective import SavedActivations, Selective
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.torch_checkpoint import open_checkpoints
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.trace.model_trace import Arguments, Call, Sample
@@ -67,7 +68,7 @@ class IsolatedBlock:
         self._device = device
         self._module = copy_block(model, name, precision, device)
         self._waiting = SplitBackward(self._module)
-        islands = [path for path in precision.kept.modules if path == name or path.startswith(f"{name}.")]
+        islands = [path for path in precision.kept.modules if is_inside(path, name)]
         self._islands = Fp32Modules(self._module, [path[len(name) + 1 :] for path in islands], precision.compute)
         self._weights = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         self._started: list[SavedActivations] = []

@@ -8,7 +8,6 @@ From ``parallel.tensor_plan`` to a style for each module.
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -17,6 +16,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from engine.errors import ConfigError, PlanError
+from engine.parallel.model.name_patterns import starred
 from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.styles import Style, parse_style
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
@@ -100,7 +100,7 @@ def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
 
 
 def _matches_nothing(pattern: str, names: Iterable[str]) -> PlanError:
-    kinds = list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names))
+    kinds = list(dict.fromkeys(starred(name) for name in names))
     near = get_close_matches(pattern, kinds, 3, 0.4)
     hint = f"near names are {', '.join(near)}" if near else f"the model has {', '.join(kinds[:8])}"
     return PlanError(f"the pattern {pattern!r} of parallel.tensor_plan names no module and no parameter; {hint}.")
