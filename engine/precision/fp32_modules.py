@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.errors import ConfigError
-from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.model.name_patterns import is_inside, refuse_unmatched
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,8 @@ def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
         ConfigError: a pattern matches no module, or a parameter is shared with a module that is not kept.
     """
     named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    hits = {pattern: [name for name in named if fnmatchcase(name, pattern)] for pattern in patterns}
-    idle = [f"keep_fp32[{number}]: {pattern!r}" for number, pattern in enumerate(patterns) if not hits[pattern]]
-    if idle:
-        examples = ", ".join(list(named)[:3]) or "none"
-        raise ConfigError(
-            f"{'; '.join(idle)} matches no module; patterns match whole names as in model.named_modules() (here: "
-            f"{examples}, ...), * stands for anything."
-        )
-    chosen = {name for names in hits.values() for name in names}
+    refuse_unmatched([(f"keep_fp32[{i}]", pattern) for i, pattern in enumerate(patterns)], list(named), "module")
+    chosen = {name for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)}
     roots = [name for name in chosen if not any(other != name and is_inside(name, other) for other in chosen)]
     objects = {id(named[name]): name for name in sorted(roots, reverse=True)}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import bit_sum
 from engine.parallel.grid import Axis
+from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.parallel.shard_table import ShardRow
 from engine.step.runtime import Parts
 from engine.zero.flat_buckets import FlatBucket
@@ -48,13 +49,10 @@ def full_parameters(parts: Parts, model: nn.Module, pattern: str) -> Iterator[di
 
 def _matching(parts: Parts, pattern: str) -> list[str]:
     """Names on this rank's stage; a pattern has to match on some stage."""
-    rows = _rows(parts, pattern)
-    if not rows:
-        raise EngineError(
-            f"full_parameters({pattern!r}) matches no parameter; give a name or pattern of model.named_parameters()."
-        )
+    names = [name for row in parts.plan.table for name in (row.name, *row.aliases)]
+    refuse_unmatched([("full_parameters", pattern)], names, "parameter", EngineError)
     stage = parts.comm.grid.coord().pp
-    return [row.name for row in rows if stage in row.owners]
+    return [row.name for row in _rows(parts, pattern) if stage in row.owners]
 
 
 def _rows(parts: Parts, pattern: str) -> list[ShardRow]:

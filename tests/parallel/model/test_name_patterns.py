@@ -1,8 +1,9 @@
-"""Names of modules and parameters."""
+"""Names of modules and parameters, and patterns over them."""
 
 import pytest
 
-from engine.parallel.model.name_patterns import is_inside, starred
+from engine.errors import ConfigError, PlanError
+from engine.parallel.model.name_patterns import is_inside, refuse_unmatched, starred
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,27 @@ def test_is_inside(name: str, module: str, inside: bool) -> None:
 )
 def test_starred(name: str, pattern: str) -> None:
     assert starred(name) == pattern
+
+
+NAMES = ["blocks.0.up", "blocks.1.up", "blocks.0.norm", "head"]
+
+
+def test_patterns_that_match_pass() -> None:
+    refuse_unmatched([("here", "*.up"), ("there", "head")], NAMES, "module")
+    refuse_unmatched([], [], "module")
+
+
+def test_a_pattern_that_matches_nothing_names_what_is_near() -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_unmatched([("a[0]", "blocks.*.upp"), ("a[1]", "head"), ("b", "haed")], NAMES, "module")
+    assert str(caught.value) == (
+        "a[0]: 'blocks.*.upp'; b: 'haed' matches no module; near names are blocks.*.up, blocks.*.norm, head; a pattern "
+        "matches whole names, and * stands for anything."
+    )
+
+
+def test_a_pattern_that_nothing_is_near_lists_the_model() -> None:
+    with pytest.raises(PlanError, match=r"^x: 'zzz' matches no module; the model has blocks\.\*\.up, blocks\.\*\.norm"):
+        refuse_unmatched([("x", "zzz")], NAMES, "module", PlanError)
+    with pytest.raises(ConfigError, match="the model has none;"):
+        refuse_unmatched([("x", "*")], [], "module")
