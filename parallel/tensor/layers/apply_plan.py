@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.parallel.model.placeholders import placeholder
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, show_parameter
 from engine.parallel.tensor.global_tensor.index_sets import Index
@@ -82,7 +83,7 @@ def install_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> "App
     def blank(name: str, full: Tensor, cut: ParameterCut) -> Tensor:
         shape = list(full.shape)
         shape[cut.dim] = cut.widths(axis.size)[axis.index]
-        return torch.zeros((), dtype=full.dtype, device=full.device).expand(shape)
+        return placeholder(shape, full.dtype, full.device)
 
     return _cut(model, plan, axis, blank)
 
