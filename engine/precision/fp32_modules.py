@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.errors import ConfigError
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.name_patterns import is_inside, refuse_unmatched
 
 
@@ -58,26 +59,19 @@ def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) 
             )
 
 
-class Fp32Modules:
-    """Casts what goes into islands and what comes out; ``remove`` takes the casts away."""
-
-    def __init__(self, model: nn.Module, names: Collection[str], compute: torch.dtype | None) -> None:
-        self._modules = [model.get_submodule(name) for name in names] if compute is not None else []
-        self._before = [vars(module).get("forward") for module in self._modules]
-        for module, own in zip(self._modules, self._before, strict=True):
-            object.__setattr__(module, "forward", _island(module, own, compute))
-
-    def remove(self) -> None:
-        """Undo."""
-        for module, own in zip(self._modules, self._before, strict=True):
-            if own is None:
-                del vars(module)["forward"]
-            else:
-                object.__setattr__(module, "forward", own)
-        self._modules, self._before = [], []
+def keep_in_fp32(
+    model: nn.Module, names: Collection[str], compute: torch.dtype | None, patches: ForwardPatches
+) -> None:
+    """Cast the inputs of these modules to fp32 and their outputs back to ``compute``; None: nothing is cast."""
+    if compute is None:
+        return
+    note = f"runs in fp32: inputs are cast from {str(compute).removeprefix('torch.')}, and outputs back"
+    for module in map(model.get_submodule, names):
+        wrapped = _in_fp32(module, vars(module).get("forward"), compute)
+        patches.wrap_forward(module, PatchLayer.FP32, wrapped, note)
 
 
-def _island(module: nn.Module, own: Callable[..., Any] | None, compute: torch.dtype | None) -> Callable[..., Any]:
+def _in_fp32(module: nn.Module, own: Callable[..., Any] | None, compute: torch.dtype) -> Callable[..., Any]:
     def widen(value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype == compute else value
 

@@ -22,9 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from engine.parallel.comm.traffic import Op, Tally, Traffic, sent_bytes
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.collectives import LOGITS
-from engine.parallel.tensor.layers.apply_plan import install_shapes
+from engine.parallel.tensor.layers.apply_plan import apply_shapes
 from engine.parallel.tensor.layers.parameter_use import OutsideReads
 from engine.parallel.tensor.logits.logit_shard import Vocabulary
 from engine.parallel.tensor.logits.sharded_logits import ShardedLogits
@@ -95,12 +96,13 @@ class TrafficRecorder:
     @contextmanager
     def cut(self) -> Iterator[None]:
         """Inside, the model has the shapes that a tensor rank holds."""
-        installed = install_shapes(self._model, self._plan, self._axis)
+        patches = ForwardPatches()
+        views = apply_shapes(self._model, self._plan, self._axis, patches)
         try:
             yield
         finally:
-            self._partial = {id(parameter) for parameter in installed.views.partial}
-            installed.undo()
+            self._partial = {id(parameter) for parameter in views.partial}
+            patches.remove()
 
     @contextmanager
     def run(self) -> Iterator[None]:

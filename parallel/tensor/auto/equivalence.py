@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from engine.errors import first_line
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.auto.coupled_parameters import Given, float_leaves
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
@@ -95,7 +96,7 @@ class BlockReference:
     def _prove(self, plan: TensorPlan, tp: int, given: Given, truth: BlockResult) -> Verdict:
         def body(axis: TensorAxis) -> _Rehearsed:
             mine = copy.deepcopy(self._block)
-            views = apply_plan(mine, plan, axis).views
+            views = apply_plan(mine, plan, axis, ForwardPatches())
             assert isinstance(axis, SimulatedAxis)
             with Exact(axis.index + 1):  # in a region ranks draw numbers of their own
                 outcome = _rehearse(mine, given, self._used, views)
