@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from engine.parallel.comm.traffic import Op, Tally, Traffic, sent_bytes
 from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.collectives import LOGITS
 from engine.parallel.tensor.layers.apply_plan import apply_shapes
 from engine.parallel.tensor.layers.parameter_use import OutsideReads
@@ -160,7 +161,7 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> di
         by_module.setdefault(item.module, []).append(item)
     tallies: dict[int, Tally] = {}
     for module, items in by_module.items():
-        places = next((calls[unit] for unit in calls if module == unit or module.startswith(f"{unit}.")), [0])
+        places = next((calls[unit] for unit in calls if is_inside(module, unit)), [0])
         for number, item in enumerate(items):
             tally = tallies.setdefault(places[number * len(places) // len(items)], Tally())
             for _ in range(1 + item.repeated):
@@ -209,8 +210,8 @@ def _made_by_heads(plan: TensorPlan, timeline: ModelTrace) -> Iterator[tuple[int
     sizes = {max(piece.stop for piece in table.ranges) for table in tables if table}
     heads = [name for name, kind in kinds.items() if kind == "head"]
     for call in timeline.calls:
-        inside = any(name.startswith(f"{call.unit}.") for name in heads)
-        for number in call.output.values() if inside or call.unit in heads else ():
+        has_head = any(is_inside(name, call.unit) for name in heads)
+        for number in call.output.values() if has_head else ():
             shape = timeline.values[number].shape
             if shape and (call.unit in heads or shape[-1] in sizes):
                 yield number, shape[-1]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.placeholders import placeholder
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, show_parameter
 from engine.parallel.tensor.global_tensor.index_sets import Index
@@ -89,7 +90,7 @@ def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: 
     def blank(name: str, full: Tensor, cut: ParameterCut) -> Tensor:
         shape = list(full.shape)
         shape[cut.dim] = cut.widths(axis.size)[axis.index]
-        return torch.zeros((), dtype=full.dtype, device=full.device).expand(shape)
+        return placeholder(shape, full.dtype, full.device)
 
     parameters = dict(model.named_parameters())
     installer = _Installer(model, plan, axis, patches)
