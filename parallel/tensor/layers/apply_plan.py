@@ -105,8 +105,8 @@ def _cut(
 class AppliedPlan:
     """A plan that has been carried out."""
 
-    def __init__(self, views: GlobalTensorContext, undo: list[Callable[[], None]]) -> None:
-        self.views = views
+    def __init__(self, context: GlobalTensorContext, undo: list[Callable[[], None]]) -> None:
+        self.views = context
         self._undo = undo
 
     def undo(self) -> None:
@@ -237,20 +237,20 @@ _CLASSES: Mapping[LayerKind, tuple[type[nn.Module], type[nn.Module], type[nn.Mod
 
 
 def shown_class(
-    own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tuple[int, ...]]], views: GlobalTensorContext
+    own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tuple[int, ...]]], context: GlobalTensorContext
 ) -> type:
     """A subclass of ``own`` whose attributes named in ``cuts`` (with their whole shapes) are views."""
-    properties = {name: _shown(name, cut, shape, views) for name, (cut, shape) in cuts.items()}
+    properties = {name: _shown(name, cut, shape, context) for name, (cut, shape) in cuts.items()}
     return type(f"Shown{own.__name__}", (own,), properties)
 
 
-def _shown(name: str, cut: ParameterCut, shape: tuple[int, ...], views: GlobalTensorContext) -> property:
+def _shown(name: str, cut: ParameterCut, shape: tuple[int, ...], context: GlobalTensorContext) -> property:
     sets: list[Index | None] = [None] * len(shape)
-    sets[cut.dim] = Index.of_ranges(cut.ranges, views.axis.size)
+    sets[cut.dim] = Index.of_ranges(cut.ranges, context.axis.size)
 
     def read(module: nn.Module) -> Tensor | GlobalTensor:
         parameter = module._parameters[name]
         assert parameter is not None
-        return show_parameter(parameter, shape, tuple(sets), views)
+        return show_parameter(parameter, shape, tuple(sets), context)
 
     return property(read)
