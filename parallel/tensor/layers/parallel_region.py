@@ -32,9 +32,9 @@ class Region:
     is gathered where it enters, and what leaves is scattered.
     """
 
-    def __init__(self, axis: TensorAxis, views: GlobalTensorContext | None = None) -> None:
+    def __init__(self, axis: TensorAxis, context: GlobalTensorContext | None = None) -> None:
         self.axis = axis
-        self._views = views or GlobalTensorContext(axis)
+        self._views = context or GlobalTensorContext(axis)
         self._plain: list[torch.nn.Module] = []
         self._owned = True
         """Whether every column layer is a plain matrix product, see :func:`copy_to`."""
