@@ -1,1 +1,10 @@
-"""What is found out about, and put on, a user's module: blocks, forward patches, placeholders, random streams."""
+"""The user's module: how it is divided into units, and what the engine puts on it and takes off again.
+
+blocks              units and blocks of a model: the modules that stages and ZeRO treat as black boxes
+forward_patch       replace the ``forward`` of a module, intercept the calls of a unit
+placeholders        tensors without memory, for parameters and values that another stage holds
+materialize         give parameters on the meta device their initial values
+rng_streams         random numbers keyed by microbatch and module, so that dropout is equal on every grid
+side_effects        restore random streams, buffers and attributes after a trial forward
+torch_checkpoint    ``torch.utils.checkpoint`` regions that span several stages
+"""

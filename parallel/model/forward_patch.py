@@ -1,10 +1,11 @@
-"""A forward that is put on a module and taken off again.
+"""Replacing the ``forward`` of a module, and putting the original back.
 
-Calls of units pass through our hands: the instance attribute ``forward`` is replaced, and nothing else.
+``put_on`` installs another forward (a kernel, recomputation); ``Interception`` passes every call of a unit to a
+handler. Both set only the instance attribute ``forward`` (``_compiled_call_impl`` of a compiled module).
 
-Class, attributes, hooks, ``isinstance`` and the places of the module in lists stay as they are, and forward hooks run
-around whatever takes the place of the call. What was in the slot before (activation checkpointing puts its own
-``forward`` there) is what the call runs, and is put back at the end.
+Class, other attributes, ``isinstance`` and the module's position in lists stay as they are, and forward hooks run
+around the replacement. The previous value of the attribute (activation checkpointing sets a ``forward`` of its own) is
+what the replacement calls, and is restored at the end.
 """
 
 from collections.abc import Callable
@@ -15,9 +16,9 @@ from torch import nn
 
 
 def put_on(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Let ``forward`` run in place of the module's own; what is returned takes it off.
+    """Replace the module's ``forward``; returns a function that restores the previous one.
 
-    It is a bound method, so that it belongs to the copy in a copied module.
+    The replacement is a bound method, so that a copy of the module has its own.
     """
     before = vars(module).get("forward")
     object.__setattr__(module, "forward", MethodType(forward, module))
@@ -32,10 +33,10 @@ def put_on(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]
 
 
 def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
-    """``function`` with another global of this name; its module keeps its own."""
+    """A copy of ``function`` in which the global ``name`` has another value; the original keeps its own."""
     scope = {**function.__globals__, name: value}
-    scope.pop("__name__", None)  # by which torch.compile would look globals up in the module
-    code = function.__code__.replace()  # what torch.compile has made of the other is kept with its code
+    scope.pop("__name__", None)  # torch.compile would use it to look globals up in the original module
+    code = function.__code__.replace()  # a copy, since torch.compile caches its result with the code object
     made = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__module__ = function.__module__
@@ -50,7 +51,7 @@ _NOTHING = object()
 
 
 class Handler(Protocol):
-    """Gets the name of the unit, what it would run, and the arguments; returns what the call returns."""
+    """Takes the name of the unit, its original forward and the arguments; returns the result of the call."""
 
     def __call__(
         self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -58,11 +59,10 @@ class Handler(Protocol):
 
 
 class Interception:
-    """One unit whose calls go to ``handler``.
+    """Passes the calls of one unit to ``handler``.
 
-    ``skips(unit)`` says whether the call to come is one that the handler answers without running the unit: a
-    compiled unit then runs its hooks around the handler's answer uncompiled, since its hooks lie inside what was
-    compiled.
+    ``skips(unit)`` tells whether the handler will answer the coming call without running the unit. A compiled unit then
+    runs its hooks eagerly around that answer, since they are part of the compiled code.
     """
 
     def __init__(self, unit: str, module: nn.Module, handler: Handler, skips: Callable[[str], bool]) -> None:
@@ -76,7 +76,7 @@ class Interception:
         object.__setattr__(module, self._slot, self._installed)
 
     def remove(self) -> None:
-        """Put back what was there, unless somebody has put something else over it."""
+        """Restore the previous value of the slot, unless something else has replaced it since."""
         if vars(self._module).get(self._slot) != self._installed:
             return
         if self._before is _NOTHING:
