@@ -1,8 +1,8 @@
-"""What the calls of a timeline cost, and what follows for the stages of a cut.
+"""Cost of the calls of a trace, and of the stages of a partition.
 
-The seconds of a call are measured where it will run (``engine.planning.profile_calls``). Without a measurement its
-FLOPs stand for them, as many for each of the three parts: a matrix product is done once forward, once for the gradient
-of its input and once for that of its weight.
+The seconds of a call are measured where it will run (``engine.planning.profile_calls``). Without a measurement, its
+FLOPs take their place, the same number for each of three parts: a matrix product is computed once in forward, once for
+the gradient of its input and once for that of its weight.
 
 Glue is not measured: its FLOPs, and what it saves for its backward, count for the call before it.
 """
@@ -16,26 +16,26 @@ from engine.parallel.trace.model_trace import ModelTrace
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """One call of a unit on one microbatch. Unmeasured, FLOPs take the place of seconds."""
+    """Cost of one call of a unit for one microbatch. Without a measurement, FLOPs take the place of seconds."""
 
     forward_seconds: float
     input_seconds: float
-    """Of the backward up to the gradients of inputs, with all that cannot wait; with recomputation, of that too."""
+    """Backward up to the gradients of the inputs, with everything that cannot be deferred; includes recomputation."""
     weight_seconds: float
-    """Of the weight gradients that can wait: those of linear layers."""
+    """Weight gradients that can be deferred: those of linear layers."""
     kept_bytes: int
-    """Activations that stay from forward to backward, without parameters and what depends on the batch alone."""
+    """Activations kept from forward to backward, without parameters and tensors that depend only on the batch."""
     left_bytes: int
-    """What stays from there until the weight gradients that can wait are done."""
+    """Activations kept from backward until the deferred weight gradients are computed."""
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward_seconds + self.input_seconds + self.weight_seconds
 
 
 def flops_of_calls(timeline: ModelTrace) -> list[int]:
-    """FLOPs of the forward of each call and of the glue behind it; at least 1, so that many free calls count too."""
+    """Forward FLOPs of each call and of the glue after it; at least 1, so that many calls without FLOPs count too."""
     flops = [call.flops + 1 for call in timeline.calls]
     for index, extra in glue_flops(timeline).items():
         flops[index] += extra
@@ -43,12 +43,12 @@ def flops_of_calls(timeline: ModelTrace) -> list[int]:
 
 
 def glue_flops(timeline: ModelTrace) -> dict[int, int]:
-    """FLOPs of glue by the call that it counts for."""
+    """FLOPs of glue by the index of the call that it counts for."""
     return by_call(timeline, [glue.flops for glue in timeline.glue])
 
 
 def by_call(timeline: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
-    """A number for each glue operation, summed by the call that it counts for."""
+    """Sum a number per glue operation by the index of the call that it counts for."""
     found: dict[int, int] = {}
     for glue, number in zip(timeline.glue, of_glue, strict=True) if timeline.calls else ():
         index = max(glue.calls_before - 1, 0)
@@ -57,7 +57,7 @@ def by_call(timeline: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
 
 
 def flop_costs(timeline: ModelTrace) -> tuple[CallCost, ...]:
-    """Costs from shapes alone: FLOPs in place of seconds, and as kept bytes the values that a call reads and makes."""
+    """Costs from shapes alone: FLOPs as seconds, and as kept bytes the values that a call reads and makes."""
     made: dict[int, int] = {}
     for value in timeline.values:
         if value.maker == "call":
@@ -75,7 +75,7 @@ def values_bytes(timeline: ModelTrace, call: int) -> int:
 
 
 def stage_costs(stage_of_call: Sequence[int], costs: Sequence[CallCost]) -> tuple[StageCost, ...]:
-    """What each stage of a cut costs: the sum over its calls."""
+    """Cost of each stage: the sum over its calls."""
     stages: list[list[CallCost]] = [[] for _ in range(max(stage_of_call, default=0) + 1)]
     for stage, cost in zip(stage_of_call, costs, strict=True):
         stages[stage].append(cost)

@@ -1,14 +1,12 @@
-"""Where the stages of a timeline begin, and what follows for each.
+"""Partition of a trace into stages: where each stage begins, and what follows for it.
 
-    stages begin before blocks, so that the largest stage is smallest, in FLOPs or in measured seconds (embedding and
-    head count as all else)
-    each boundary then slides back over calls of other units to where the fewest bytes cross: T5's decoder embedding
-    moves behind the cut, and one value travels instead of two
+1. Stages begin before blocks, such that the largest stage is as small as possible, in FLOPs or in measured seconds.
+   Embedding and head count like all other calls.
+2. Each boundary then moves back over calls of other units to where the fewest bytes cross: T5's decoder embedding moves
+   to the later stage, and one value is sent instead of two.
 
-``parallel.split`` says it by names instead: ``h.4`` starts a stage at the first call of unit ``h.4``; ``block:2`` at
-the call of ``block`` that two others precede (ALBERT calls one block many times).
-
-Cuts a row of costs into stages so that the largest stage is smallest.
+``parallel.split`` names the boundaries instead: ``h.4`` starts a stage at the first call of unit ``h.4``; ``block:2``
+at the third call of ``block``, counted from 0 (ALBERT calls one block many times).
 """
 
 from collections.abc import Collection, Sequence
@@ -25,18 +23,18 @@ from engine.parallel.trace.model_trace import ModelTrace
 
 @dataclass(frozen=True)
 class Partition:
-    """A timeline cut into stages."""
+    """A trace cut into stages."""
 
     stage_of_call: tuple[int, ...]
     stages: tuple[StagePlan, ...]
     boundaries: tuple[tuple[str, int], ...]
-    """(unit, how many of its calls come before) of the call that starts each stage but the first."""
+    """(unit, number of its earlier calls) of the call that starts each stage but the first."""
     crossing_bytes: int
-    """All transfers of one forward: each value once for each stage that receives it."""
+    """Bytes sent in one forward: each value once for each stage that receives it."""
 
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:
-        """Parameter -> the stages that hold it, ascending; every parameter has one. Several add up their gradients."""
+        """Stages that hold each parameter, ascending, at least one; the gradients of several are summed."""
         found: dict[str, list[int]] = {}
         for plan in self.stages:
             for name in plan.parameters:
@@ -44,9 +42,9 @@ class Partition:
         return {name: tuple(stages) for name, stages in sorted(found.items())}
 
     def stage_of_buffer(self, timeline: ModelTrace, name: str) -> int:
-        """The stage whose copy of a buffer is kept up to date: the last that writes it or calls the unit around it.
+        """The stage with the current copy of a buffer: the last that writes it or calls the unit around it.
 
-        What free code writes is up to date where the program runs to its end: on the last stage.
+        A buffer that free code writes is current where the program runs to its end: on the last stage.
         """
         writers = {index for index, glue in enumerate(timeline.glue) if name in glue.buffers}
         stages = [plan.stage for plan in self.stages if writers & plan.glue]
@@ -60,11 +58,12 @@ def make_cut(
 ) -> Partition:
     """Cut into ``stages``, evenly or where ``split`` names the calls that start stages 1 to ``stages`` - 1.
 
-    ``costs``: what each call costs, in any one unit, to divide evenly; default: its FLOPs and those of the glue
-    behind it.
+    Args:
+        costs: cost of each call in any one unit, to be divided evenly; default: its FLOPs and those of the glue after
+            it.
 
     Raises:
-        PlanError: fewer calls of blocks than stages, a wrong ``split``, or a value that cannot travel.
+        PlanError: fewer calls of blocks than stages, a wrong ``split``, or a value that cannot be sent.
     """
     if split is not None:
         return _cut_at(timeline, _read_split(timeline, stages, split))
@@ -77,12 +76,13 @@ def make_cut(
 def repartition(
     timeline: ModelTrace, boundaries: Sequence[tuple[str, int]], held: Sequence[Collection[str]] = ()
 ) -> Partition:
-    """Cut a timeline of another input signature at the same calls.
+    """Cut a trace of another input signature at the same calls.
 
-    ``held``: the parameters of each stage; nothing is planned that needs others.
+    Args:
+        held: parameters of each stage; a stage that needs others is refused.
 
     Raises:
-        PlanError: those calls do not exist here or come in another order, or a parameter is needed but not held.
+        PlanError: those calls are missing here or come in another order, or a parameter is needed and not held.
     """
     starts = []
     for unit, occurrence in boundaries:
@@ -90,7 +90,7 @@ def repartition(
         if occurrence >= len(found):
             raise PlanError(
                 f"a stage starts at call {occurrence} of {unit!r}, but this input makes {len(found)} calls of it; give "
-                "an input that takes the same path through the model, or an example_batch that takes this one."
+                "an input that takes the same path through the model, or an example_batch that takes this path."
             )
         starts.append(found[occurrence])
     if starts != sorted(set(starts)) or starts[:1] == [0]:
@@ -117,7 +117,7 @@ def _even_starts(timeline: ModelTrace, stages: int, costs: Sequence[float] | Non
     blocks = set(timeline.blocks)
     every = [index for index, call in enumerate(timeline.calls) if call.unit in blocks]
     starts = list(timeline.starts)
-    if len(starts) < stages:  # opened blocks: between their parts too
+    if len(starts) < stages:  # stages may also start between the parts of opened blocks
         starts = every
     if stages > 1 and len(starts) < stages:
         hint = "name the calls that start stages in parallel.split" if len(timeline.calls) >= stages else "use fewer"
@@ -143,15 +143,15 @@ def _slide(timeline: ModelTrace, cut: Partition, boundary: int) -> Partition:
 def _read_split(timeline: ModelTrace, stages: int, split: Sequence[str]) -> list[int]:
     if len(split) != stages - 1:
         raise PlanError(
-            f"parallel.split names {len(split)} calls, but {stages} stages begin at {stages - 1}; name the call that "
+            f"parallel.split names {len(split)} calls, but {stages} stages need {stages - 1}; name the call that "
             "starts each stage but the first."
         )
     starts = [_find(timeline, entry) for entry in split]
     for before, after, entry in zip([0, *starts], starts, split, strict=False):
         if after <= before:
-            why = "is the first call of all" if after == 0 else "does not come after the one before it"
+            why = "is the first call of the forward" if after == 0 else "does not come after the entry before it"
             raise PlanError(
-                f"parallel.split: {entry!r} {why}; name calls in the order in which the forward makes them, and not "
+                f"parallel.split: {entry!r} {why}; name calls in the order in which the forward makes them, without "
                 "its first."
             )
     return starts
@@ -164,8 +164,8 @@ def _find(timeline: ModelTrace, entry: str) -> int:
     found = _calls_of(timeline, name)
     if not found:
         near = get_close_matches(name, dict.fromkeys(call.unit for call in timeline.calls), 3, 0.4)
-        hint = f"near names are {', '.join(near)}" if near else "the plan lists the names"
-        raise PlanError(f"parallel.split: {entry!r} is no unit that the forward calls; {hint}.")
+        hint = f"similar names are {', '.join(near)}" if near else "the plan lists the names"
+        raise PlanError(f"parallel.split: the forward calls no unit {entry!r}; {hint}.")
     if not number.isdecimal() or int(number) >= len(found):
         raise PlanError(
             f"parallel.split: {entry!r} asks for call {number} of {name!r}, which is called {len(found)} times, "
@@ -175,7 +175,7 @@ def _find(timeline: ModelTrace, entry: str) -> int:
 
 
 def _calls_of(timeline: ModelTrace, name: str, or_around: bool = False) -> list[int]:
-    """The calls of a unit; of an opened unit, those at which it starts; ``or_around``: of the unit it lies in."""
+    """Calls of a unit; of an opened unit, those at which it starts; ``or_around``: of the unit that contains it."""
     calls = list(enumerate(timeline.calls))
     found = [index for index, call in calls if call.unit == name]
     if not found:
@@ -186,13 +186,14 @@ def _calls_of(timeline: ModelTrace, name: str, or_around: bool = False) -> list[
 
 
 def balance(cost: Sequence[float], edges: Sequence[int], stages: int) -> list[int]:
-    """Where stages 1 to ``stages`` - 1 start, each at one of ``edges``; the earliest of equally good cuts.
+    """Divide a row of costs into stages such that the largest stage is as small as possible.
 
-    ``edges`` ascend, without 0, and there are at least ``stages`` - 1.
+    Returns the starts of stages 1 to ``stages`` - 1, each one of ``edges``, which ascend, exclude 0 and number at least
+    ``stages`` - 1. Of equally good divisions the earliest is taken.
     """
     before = [0, *accumulate(cost)]
     ends = [0, *edges, len(cost)]
-    # best[j]: the smallest possible largest stage of what lies before ends[j], and the starts that give it
+    # best[j]: the cost of the largest stage before ends[j], at its minimum, and the starts that give it
     best: list[tuple[float, list[int]] | None] = [(0, []), *[None] * (len(ends) - 1)]
     for _ in range(stages):
         best = [None, *(_extend(best, before, ends, j) for j in range(1, len(ends)))]

@@ -1,16 +1,15 @@
-"""What one stage does in a forward, and why the values it receives are those.
+"""Plan of one stage: what it runs in a forward, which values it receives, and why those.
 
-    need     values that the stage makes itself: outputs of its calls, and glue on top of them
+    need     values that the stage makes itself: outputs of its calls, and glue computed from them
     border   values of earlier stages that the needed ones are computed from
-    cut      the cheapest values, in bytes, from which glue alone gives the border; received straight from the stage
-             that makes them; glue between cut and border runs here again
+    cut      the cheapest values, in bytes, from which glue alone gives the border; each is received from the stage that
+             makes it, and the glue between cut and border runs here again
 
-Stages are planned from last to first, since what a stage receives is what an earlier one has to send.
+Stages are planned from last to first, because a value that one stage receives has to be sent by an earlier one.
 
-The cheapest set of vertices that separates a source from wanted vertices (maximum flow, minimum cut).
-
-Each vertex is split in two, joined by an edge of its weight; edges between vertices never end up in the cut. Flow is
-pushed along shortest paths (Edmonds and Karp 1972); among equally cheap sets, the one nearest the source is found.
+The cut is a minimum vertex cut that separates the source from the border (maximum flow). Each vertex becomes two nodes
+joined by an edge of its weight; edges between vertices are infinite and never cut. Flow is pushed along shortest paths
+(Edmonds and Karp 1972); among equally cheap cuts, the one nearest the source is found.
 
     source --supply--> [in n] --weight--> [out n] --inf--> [in m] --weight--> [out m] --inf--> sink
 """
@@ -27,33 +26,33 @@ from engine.parallel.trace.model_trace import FromParameter, ModelTrace
 from engine.parallel.trace.torch_function import checks_content
 
 MOST_DEAD_BYTES = 64 << 20
-"""Glue on absent values allocates; above this, skipping it costs less than running it."""
+"""Glue on placeholders allocates memory; above this many bytes, skipping it costs less than running it."""
 
 
 _REUSE = 8
-"""A parameter that only recomputing would need here counts an eighth: it is here once, values in every microbatch."""
+"""A parameter needed only for recomputation counts an eighth: it is held once, values in every microbatch."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of one timeline."""
+    """One stage of a partition."""
 
     stage: int
     last: bool
-    """Whether it reaches the end of the program and returns its result."""
+    """True if the stage reaches the end of the program and returns its result."""
     calls: frozenset[int]
     receives: Mapping[int, int]
-    """Value -> the stage it comes from; ascending by value."""
+    """Values that it receives -> the stage that sends each; ascending by value."""
     sends: Mapping[int, tuple[int, ...]]
-    """Value -> the stages that want it, ascending; ascending by value."""
+    """Values that it sends -> the stages that receive each, ascending; ascending by value."""
     glue: frozenset[int]
     """Glue that has to run here with real content."""
     parameters: frozenset[str]
     tier: Literal[1, 2]
-    """1: absent calls give received values or NaN, and all glue runs. 2: each glue operation is looked up, and run,
+    """1: absent calls return received values or NaN, and all glue runs. 2: each glue operation is looked up, and run,
     skipped or answered by a received value."""
     last_event: int
-    """Nothing after it is needed."""
+    """The last event that the stage needs."""
 
 
 @dataclass
@@ -68,7 +67,8 @@ class _Draft:
 class Planner:
     """Plans all stages, given the stage of each call.
 
-    ``held``: the parameters that each stage has already, where others cannot come; empty: any can.
+    Args:
+        held: parameters that each stage holds already, if it cannot get others; empty: no restriction.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Planner:
             self._drafts[stage].calls.add(index)
 
     def plan(self) -> tuple[StagePlan, ...]:
-        """The plans, by stage.
+        """The plans of all stages, in order.
 
         Raises:
             PlanError: only a value written in place could be sent, or a parameter would be needed that is not held.
@@ -99,7 +99,7 @@ class Planner:
     def _draft(self, stage: int) -> None:
         draft = self._drafts[stage]
         needed, border = self._follow(self._wanted(stage), stage)
-        self._take_glue(draft, needed)  # its parameters are here anyway: recomputing with them is free
+        self._take_glue(draft, needed)  # the stage holds its parameters anyway, so recomputing with them is free
         cut = self._cut(border, draft.parameters, stage) if border else ()
         self._follow_to_cut(border, cut, needed)
         self._follow_updates(draft.parameters, needed)
@@ -115,7 +115,7 @@ class Planner:
                 draft.parameters |= value.parameters
 
     def _wanted(self, stage: int) -> set[int]:
-        """What the stage must have by its calls, its sends, the result and lasting writes; notes their parameters."""
+        """Values needed for the stage's calls, sends, result and writes to buffers; notes their parameters."""
         timeline, draft = self._timeline, self._drafts[stage]
         wanted = set(draft.sends)
         for index in draft.calls:
@@ -131,7 +131,7 @@ class Planner:
         return wanted
 
     def _follow(self, wanted: set[int], stage: int) -> tuple[set[int], set[int]]:
-        """Back from ``wanted``: values made here, and the values of earlier stages that those start from."""
+        """Follow ``wanted`` back: values made here, and the values of earlier stages from which those are computed."""
         needed: set[int] = set()
         border: set[int] = set()
         todo = list(wanted)
@@ -164,7 +164,7 @@ class Planner:
             stuck = next(values[number] for number in sorted(border) if not values[number].movable)
             raise PlanError(
                 f"stage {stage} needs {self._timeline.describe(stuck.number)}, written in place to memory that other "
-                "tensors share, so that it cannot travel alone; write to a copy, or start the stage elsewhere by "
+                "tensors share, so it cannot be sent alone; write to a copy, or start the stage elsewhere with "
                 "parallel.split."
             )
         return cut
@@ -175,7 +175,7 @@ class Planner:
         return sum(self._timeline.parameter_bytes[name] for name in parameters) / _REUSE
 
     def _follow_to_cut(self, border: set[int], cut: tuple[int, ...], needed: set[int]) -> None:
-        """Add to ``needed`` what is recomputed here from the received values."""
+        """Add to ``needed`` the values that are recomputed here from received ones."""
         todo = [number for number in border if number not in cut]
         while todo:
             number = todo.pop()
@@ -184,7 +184,7 @@ class Planner:
                 todo += self._timeline.values[number].inputs
 
     def _follow_updates(self, own: set[str], needed: set[int]) -> None:
-        """Add to ``needed`` what writes this stage's parameters in place: it is made of parameters alone."""
+        """Add to ``needed`` what writes this stage's parameters in place; it is computed from parameters alone."""
         todo = [number for glue in self._timeline.glue if glue.updates & own for number in glue.makes]
         while todo:
             number = todo.pop()
@@ -196,7 +196,7 @@ class Planner:
     # ---- all stages
 
     def _place_unused(self) -> None:
-        """A parameter that nothing reads stays where its neighbour before it in the model is."""
+        """Place a parameter that nothing reads on the stage of the parameter before it in the model."""
         stage = 0
         owner = {name: s for s in reversed(range(self._count)) for name in self._drafts[s].parameters}
         for name in self._timeline.parameter_bytes:
@@ -211,7 +211,7 @@ class Planner:
             if missing:
                 raise PlanError(
                     f"this input makes stage {stage} need parameter {missing[0]!r}, which it does not hold; give an "
-                    "example_batch that uses it, or start the stages elsewhere by parallel.split."
+                    "example_batch that uses it, or start the stages elsewhere with parallel.split."
                 )
 
     def _freeze(self, stage: int) -> StagePlan:
@@ -262,7 +262,7 @@ _SOURCE, _SINK = ("source", 0), ("sink", 0)
 
 
 class VertexCut:
-    """A graph that is filled vertex by vertex and then cut."""
+    """A graph that is filled vertex by vertex, then cut."""
 
     def __init__(self, wanted: Iterable[int]) -> None:
         self._room: dict[_Node, dict[_Node, float]] = defaultdict(lambda: defaultdict(float))
@@ -271,7 +271,7 @@ class VertexCut:
             self._room["out", vertex][_SINK] = inf
 
     def add(self, vertex: int, weight: float, supply: float, after: Iterable[int]) -> None:
-        """A vertex: ``weight`` to cut it, ``supply`` from the source straight into it, the vertices before it."""
+        """Add a vertex: ``weight`` to cut it, ``supply`` from the source into it, the vertices before it."""
         self._vertices.add(vertex)
         self._room["in", vertex]["out", vertex] = weight
         if supply:
@@ -280,7 +280,7 @@ class VertexCut:
             self._room["out", before]["in", vertex] = inf
 
     def solve(self) -> tuple[int, ...] | None:
-        """The vertices of the cheapest cut, ascending; None where every cut takes a vertex of infinite weight."""
+        """Vertices of the cheapest cut, ascending; None if every cut has a vertex of infinite weight."""
         while True:
             parent = self._reach()
             if _SINK not in parent:
@@ -298,7 +298,7 @@ class VertexCut:
                 self._room[b][a] += flow
 
     def _reach(self) -> dict[_Node, _Node]:
-        """Every node that the source reaches through edges with room, and the node before it."""
+        """Every node reachable from the source through edges with room, and its predecessor."""
         parent = {_SOURCE: _SOURCE}
         queue = deque([_SOURCE])
         while queue and _SINK not in parent:
