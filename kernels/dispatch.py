@@ -24,7 +24,6 @@ from torch import Tensor
 
 logger = logging.getLogger("trine")
 
-
 Mode = Literal["auto", "reference", "triton"]
 
 
@@ -138,6 +137,4 @@ class Kernels:
 
 REFERENCE = Kernels("reference")
 """Torch's, always."""
-
-
 _NAMES = ("torch", "triton")

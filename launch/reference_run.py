@@ -18,8 +18,6 @@ from engine.models.decoder import Decoder, DecoderConfig, generate
 
 EVALUATION_BATCHES = 8
 """Validation batches a rank reads at the end: enough for two digits of bits per byte."""
-
-
 CHECKPOINT_EVERY = 50
 """Steps between two checkpoints, half a minute on two CPU cores, where the configuration does not say."""
 

@@ -19,7 +19,8 @@ TORCH_FREE = (
     "engine.launch.checkpoint_command", "engine.launch.cli", "engine.launch.run_folder",
     "engine.launch.schedule_command", "engine.launch.train_options", "engine.parallel.comm.traffic",
     "engine.parallel.grid", "engine.parallel.pipeline.partition.auto_schedule",
-    "engine.parallel.pipeline.report.perfetto", "engine.parallel.pipeline.report.svg", "engine.parallel.pipeline.report.text",
+    "engine.parallel.pipeline.report.perfetto", "engine.parallel.pipeline.report.svg",
+    "engine.parallel.pipeline.report.text",
     "engine.parallel.pipeline.schedule.dependencies", "engine.parallel.pipeline.schedule.kinds",
     "engine.parallel.pipeline.schedule.simulate", "engine.parallel.pipeline.schedule.validate", "engine.zero.layout",
 )  # fmt: skip

@@ -13,6 +13,7 @@ from torch import nn
 from engine.checkpoint.contents.trainer_state import Stateful, TrainerState
 from engine.checkpoint.format.filesystem import Files, resolved
 from engine.checkpoint.format.step_reader import StepReader
+from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
 from engine.checkpoint.resume import LoadRequest, Resume, agreed, find_checkpoint, start_weights
 from engine.checkpoint.run_state import RunState
@@ -22,7 +23,7 @@ from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import TorchHostGroup
 from engine.parallel.comm.world import timeout_seconds
-from engine.step.runtime import Parts
+from engine.step.runtime import RankRuntime
 from engine.step.update import Update
 
 logger = logging.getLogger("trine")
@@ -58,11 +59,19 @@ class CheckpointCoordinator:
         """True after this rank has received SIGTERM."""
         return self._signal is not None and self._signal.asked
 
-    def built(self, parts: Parts, update: Update) -> None:
+    def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
         """Read the initial weights or the requested checkpoint into the model, which is now on the grid. Collective."""
         state = self._trainer_state(update)
         self._run = RunState(
-            self._model, self._config, self._comm, self.device, state, parts, self._model_files, self._files
+            model=self._model,
+            config=self._config,
+            comm=self._comm,
+            device=self.device,
+            trainer_state=state,
+            runtime=runtime,
+            full_state=FullState(self._model, runtime.plan, entries, self._comm),
+            model_files=self._model_files,
+            files=self._files,
         )
         request, self._request = self._request, None
         self._spoiled = request is not None or self._init_from is not None  # until the weights have been read
@@ -111,6 +120,12 @@ class CheckpointCoordinator:
             return None
         request = LoadRequest(step, module_only, optimizer_states)
         return self._begin(request, update) if self._run is None else self._resume(request)
+
+    def gather_full_state(self) -> dict[str, torch.Tensor]:
+        """See :meth:`engine.Engine.full_state_dict`; the engine is built."""
+        assert self._run is not None, "the caller has checked that the model is built"
+        runtime = self._run.runtime
+        return self._run.full_state.gather((*runtime.buckets, *runtime.frozen))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """See :meth:`engine.Engine.save_pretrained`."""
@@ -208,8 +223,8 @@ class CheckpointCoordinator:
                 f"{call} was called before the model is placed on the grid, which needs a batch; pass "
                 "example_batch=... to engine.initialize, or train a batch first."
             )
-        if self._run.parts.bench.gathering is not None:
-            self._run.parts.bench.gathering.refuse_opened(call)
+        if self._run.runtime.gatherer is not None:
+            self._run.runtime.gatherer.refuse_opened(call)
         if self._checkpoints is None:
             self._checkpoints = CheckpointWriter(self._run, self._group())
         return self._checkpoints, self._run

@@ -9,8 +9,6 @@ from typing import Any
 
 EXIT_CODE = 128 + signal.SIGTERM
 """The exit status that a shell reports for a process ended by SIGTERM."""
-
-
 ONE_REQUEST_SECONDS = 3.0
 """Signals within this time count as one request: schedulers send SIGTERM to all processes of a job, and torchrun, which
 receives it too, forwards it to its own processes."""

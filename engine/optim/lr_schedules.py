@@ -20,10 +20,7 @@ from engine.errors import ConfigError
 LrSchedule = Callable[[int, float], float]
 """(update, base lr of the group) -> lr."""
 
-
 Momentum = Callable[[int], float]
-
-
 SchedulerArgument = Callable[[Any], Any]
 """What a user passes: update -> factor, or optimizer -> LRScheduler."""
 

@@ -16,6 +16,7 @@ from engine.errors import PlanError
 from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.kernel_injection.inject import Replacement
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.pipeline.partition.auto_schedule import PLAIN_FIRST, Machine, ScheduleDecision, StageCost, choose
 from engine.parallel.pipeline.partition.cost_model import stage_costs
 from engine.parallel.pipeline.partition.partition import Partition, make_cut
@@ -186,7 +187,7 @@ def _check_partial(model: nn.Module, tensor: TensorPlan, timeline: ModelTrace, w
     blocks = {call.unit for call in timeline.calls if any(True for _ in model.get_submodule(call.unit).children())}
     for name in sorted(tensor.partial - watch.used_one_way):
         owner = name.rpartition(".")[0]
-        if not any(owner == block or owner.startswith(f"{block}.") for block in blocks):
+        if not any(is_inside(owner, block) for block in blocks):
             raise PlanError(
                 f"parameter {name!r} has the style 'partial' in parallel.tensor_plan, but the model uses it on whole "
                 "activations, where its gradient is whole on every rank; leave that style out."

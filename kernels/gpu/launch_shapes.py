@@ -15,20 +15,10 @@ import triton
 
 _ASSUMED_PROCESSORS = 132
 """Of an H100 or H200: for shapes on the meta device, which are compiled and not run."""
-
-
 _INTERPRETED_PROCESSORS = 2
-
-
 _ASSUMED_CAPABILITY = (9, 0)
-
-
 _ELEMENTS_PER_THREAD = 16
-
-
 _COLUMNS = 1024
-
-
 WIDEST_ROW = 16384
 """Elements that a program holds in registers at once."""
 
@@ -95,23 +85,15 @@ HOPPER = (
     Tile(64, 128, 64, 4, 4, 2, described=True, peak=0.65),
 )
 """16 bits, from sm_90 on."""
-
-
 AMPERE = (
     Tile(128, 128, 32, 8, 4, 2, described=False),
     Tile(64, 128, 32, 4, 4, 2, described=False, peak=0.8),
 )
 """16 bits, sm_80 and its kind."""
-
-
 EXACT = Tile(64, 64, 16, 8, 2, 2, described=False)
 """32 bits, multiplied as they are, which no tensor core does."""
-
-
 TF32 = Tile(128, 128, 32, 8, 3, 2, described=False)
 """32 bits, of which the tensor cores take 19."""
-
-
 _DESCRIBED_FROM = (9, 0)
 
 

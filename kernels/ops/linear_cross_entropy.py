@@ -43,13 +43,9 @@ from engine.kernels.ops.parallel_softmax import (
 
 LEAST_CHUNK = 256
 """Tokens: fewer would leave a matrix product without work."""
-
-
 _FP16_SLOPE = 256.0
 """What fp16 gradients of logits are multiplied with until they are summed: a share of the softmax below 6e-8 would be
 0, whatever the loss scale is, which comes later."""
-
-
 _SLAB = 8192
 """Rows of dW that are added at once where a product cannot add for itself."""
 

@@ -12,8 +12,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 _SIZES = 16
 """What inputs and outputs of a product of fp8 numbers must be multiples of."""
-
-
 _SCALED_FROM = (8, 9)
 """Compute capability with fp8 in the tensor cores."""
 

@@ -17,8 +17,6 @@ _WORD = 0xFFFFFFFF
 # A 32-bit mix whose every input bit turns every output bit with a chance close to 1/2 (found by Wellons' hash
 # prospector). Both factors are below 2^31, so that a product fits in int64.
 _FACTORS = (0x21F0AAAD, 0x735A2D97)
-
-
 _SHIFTS = (16, 15, 15)
 
 

@@ -12,11 +12,7 @@ from torch import Tensor
 from engine.parallel.grid import Axis, Grid
 
 Wait = Callable[[], object]
-
-
 Reduction = Literal["sum", "max"]
-
-
 Flow = Literal["forward", "backward", "state"]
 """Content of a pipeline message: activations, their gradients, or state that is sent between steps."""
 

@@ -23,15 +23,10 @@ from pathlib import Path
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Sends this rank's bytes to all ranks and returns those of all, by index; all ranks give the same number of bytes."""
 
-
 _PART = 32
 """Bytes of each of the three parts of a rank's announcement: host, address, secret."""
-
-
 NO_HOST = bytes(_PART)
 """Replaces the host's identity for a rank that shares no memory."""
-
-
 _SETUP_SECONDS = 30.0
 """Timeout for a setup step that a peer has done already or does next."""
 

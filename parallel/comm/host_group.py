@@ -17,7 +17,6 @@ from engine.errors import EngineError, first_line
 MESSAGE_LIMIT = 1 << 28
 """Largest message in bytes; longer data is sent in several messages."""
 
-
 Wait = Callable[[], None]
 
 

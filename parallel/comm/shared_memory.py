@@ -28,18 +28,12 @@ from engine.parallel.comm.host_barrier import NO_HOST, Exchange, HostBarrier, ho
 
 SLOT_BYTES = 1 << 19
 """Size of a slot. Smaller slots need more barriers; larger ones exceed the processor's cache and cost memory."""
-
-
 _MANY_RANKS = 4
-
-
 _IN_PARTS = 1 << 19
 """With at least ``_MANY_RANKS`` ranks, bytes of a piece from which a sum in parts costs less."""
 
-
 _MOST_VIEWS = 256
 """Views of slots that are cached, because making them costs as much as a small sum."""
-
 
 _Steps = Iterator[None]
 """A collective in two halves: it yields once, after this rank has written everything that the others wait for."""

@@ -1,35 +1,157 @@
-"""Replacing the ``forward`` of a module, and putting the original back.
+"""One owner of everything that an engine puts on the modules of a user's model.
 
-``put_on`` installs another forward (a kernel, recomputation); ``Interception`` passes every call of a unit to a
-handler. Both set only the instance attribute ``forward`` (``_compiled_call_impl`` of a compiled module).
+A call of a module passes its patches from outside to inside; :class:`PatchLayer` declares the order:
 
-Class, other attributes, ``isinstance`` and the module's position in lists stay as they are, and forward hooks run
-around the replacement. The previous value of the attribute (activation checkpointing sets a ``forward`` of its own) is
-what the replacement calls, and is restored at the end.
+    STAGE            a pipeline stage that does not hold the module answers the call instead
+     GATHER          sharded parameters are gathered before the call and freed after it (ZeRO 3)
+      RANDOM         hooks reseed the random generators after the call
+       RECOMPUTE     the call keeps only its inputs and runs again in backward
+        FP32         inputs are cast to fp32, outputs back
+         COMPILE     torch.compile, or its exclusion of a module that communicates
+          DEFERRED   the weight gradient may be computed later than the input gradient
+           LAZY      logits stay uncomputed until the loss reads them
+            FUSED    the activation after a linear layer is computed in its kernel
+             TENSOR  the class of a sharded layer, and the attributes that it reads
+              KERNEL a fused operator in place of the module's own forward
+               the module's own forward
+
+A patch changes only instance attributes or the class of a module; hooks, ``isinstance`` and the module's position in
+lists stay the user's. Patches are applied from inside to outside, so that each calls what it found in its slot, and are
+removed in the opposite order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
 from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+_FORWARD, _COMPILED = "forward", "_compiled_call_impl"
+_NOTHING = object()
 
 
-def put_on(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the module's ``forward``; returns a function that restores the previous one.
+class PatchLayer(IntEnum):
+    """Position of a patch: a smaller number is nearer to the module's own forward."""
 
-    The replacement is a bound method, so that a copy of the module has its own.
-    """
-    before = vars(module).get("forward")
-    object.__setattr__(module, "forward", MethodType(forward, module))
+    PARAMETERS = 0
+    """Beside the forward: parameters are in flat buckets, and hooks collect their gradients."""
+    KERNEL = 1
+    TENSOR = 2
+    FUSED = 3
+    LAZY = 4
+    DEFERRED = 5
+    COMPILE = 6
+    FP32 = 7
+    RECOMPUTE = 8
+    RANDOM = 9
+    GATHER = 10
+    STAGE = 11
 
-    def take_off() -> None:
-        if before is None:
-            vars(module).pop("forward", None)
-        else:
-            object.__setattr__(module, "forward", before)
 
-    return take_off
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One change of one module."""
+
+    module: nn.Module
+    layer: PatchLayer
+    note: str
+    """Its effect, for people: a predicate whose subject is the module."""
+    undo: Callable[[], None]
+
+
+class ForwardPatches:
+    """Owns the patches of one engine. ``remove`` restores every module to its state before the first patch."""
+
+    def __init__(self) -> None:
+        self._patches: list[Patch] = []
+        self._outermost: dict[int, PatchLayer] = {}
+        """Outermost layer of each patched module, by the module's id."""
+
+    @contextmanager
+    def changing(self, module: nn.Module, layer: PatchLayer, note: str) -> Iterator[None]:
+        """Context of code that assigns instance attributes or the class of ``module``: its changes become the patch.
+
+        The removal leaves alone an attribute that other code has assigned since.
+        """
+        outer = self._outermost.get(id(module), layer)
+        # COMPILE is exempt: blocks are compiled before they are planned, and call the forward that they have by then
+        if layer is not PatchLayer.COMPILE:
+            assert outer <= layer, f"{layer.name} is put on a {type(module).__name__} after {outer.name}, outside it"
+            self._outermost[id(module)] = layer
+        before, own = dict(vars(module)), type(module)
+        yield
+        after, made = vars(module), type(module)
+        changed = {
+            name: (before.get(name, _NOTHING), after.get(name, _NOTHING))
+            for name in before.keys() | after.keys()
+            if before.get(name, _NOTHING) is not after.get(name, _NOTHING)
+        }
+
+        def undo() -> None:
+            if type(module) is made:
+                module.__class__ = own
+            for name, (old, new) in changed.items():
+                if vars(module).get(name, _NOTHING) is new:
+                    _assign(module, name, old)
+
+        self._patches.append(Patch(module, layer, note, undo))
+
+    def replace_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
+        """Replace the module's forward by ``forward(module, *args)``.
+
+        It is a bound method, so that a copy of the module has its own.
+        """
+        with self.changing(module, layer, note):
+            object.__setattr__(module, _FORWARD, MethodType(forward, module))
+
+    def wrap_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
+        """Replace the module's forward by ``forward(*args)``, which may call the previous one."""
+        with self.changing(module, layer, note):
+            object.__setattr__(module, _FORWARD, forward)
+
+    def hook(self, module: nn.Module, layer: PatchLayer, handle: RemovableHandle, note: str) -> None:
+        """Own a hook that was registered on ``module`` or on one of its parameters."""
+        self._patches.append(Patch(module, layer, note, handle.remove))
+
+    def own(self, module: nn.Module, layer: PatchLayer, undo: Callable[[], None], note: str) -> None:
+        """Own a change of an object that ``module`` refers to, such as its ``config``."""
+        self._patches.append(Patch(module, layer, note, undo))
+
+    def around(self, module: nn.Module) -> list[Patch]:
+        """Patches of one module, from inside to outside."""
+        return sorted((patch for patch in self._patches if patch.module is module), key=lambda patch: patch.layer)
+
+    def remove(self) -> None:
+        """Remove all patches, the last one first."""
+        while self._patches:
+            self._patches.pop().undo()
+        self._outermost.clear()
+
+    def explain(self, model: nn.Module, name: str) -> list[str]:
+        """Patches around and inside the module ``name`` of ``model``, as lines ``path: note``.
+
+        Modules around it come first, from outside to inside, then the module itself, then the modules in it.
+        """
+        parts = name.split(".") if name else []
+        outside = [".".join(parts[:count]) for count in range(len(parts))]
+        inside = [f"{name}.{path}" if name else path for path, _ in model.get_submodule(name).named_modules() if path]
+        lines = (
+            f"{path or 'the model'}: {patch.note}"
+            for path in (*outside, name, *inside)
+            for patch in reversed(self.around(model.get_submodule(path)))
+        )
+        return list(dict.fromkeys(lines))
+
+
+def _assign(module: nn.Module, name: str, value: Any) -> None:
+    if value is _NOTHING:
+        object.__delattr__(module, name)
+    else:
+        object.__setattr__(module, name, value)
 
 
 def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
@@ -44,12 +166,6 @@ def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
     return made
 
 
-_FORWARD, _COMPILED = "forward", "_compiled_call_impl"
-
-
-_NOTHING = object()
-
-
 class Handler(Protocol):
     """Takes the name of the unit, its original forward and the arguments; returns the result of the call."""
 
@@ -58,44 +174,37 @@ class Handler(Protocol):
     ) -> Any: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Interception:
-    """Passes the calls of one unit to ``handler``.
+    """Passes the calls of units to ``handler``."""
 
-    ``skips(unit)`` tells whether the handler will answer the coming call without running the unit. A compiled unit then
-    runs its hooks eagerly around that answer, since they are part of the compiled code.
-    """
+    handler: Handler
+    layer: PatchLayer
+    patches: ForwardPatches
+    skips: Callable[[str], bool] = lambda unit: False
+    """True if the handler will answer the coming call without running the unit. A compiled unit then runs its hooks
+    eagerly around that answer, since they are part of the compiled code."""
 
-    def __init__(self, unit: str, module: nn.Module, handler: Handler, skips: Callable[[str], bool]) -> None:
-        self._unit, self._module = unit, module
-        self._handler, self._skips = handler, skips
-        self._compiled = getattr(module, _COMPILED, None)
-        self._slot = _FORWARD if self._compiled is None else _COMPILED
-        self._original: Callable[..., Any] = getattr(module, self._slot)
-        self._before = vars(module).get(self._slot, _NOTHING)
-        self._installed = self._call if self._compiled is None else self._call_compiled
-        object.__setattr__(module, self._slot, self._installed)
+    def install(self, unit: str, module: nn.Module, note: str) -> None:
+        """Pass the calls of ``module``, whose name is ``unit``, to the handler."""
+        compiled = getattr(module, _COMPILED, None)
+        own: Callable[..., Any] = getattr(module, _FORWARD if compiled is None else _COMPILED)
 
-    def remove(self) -> None:
-        """Restore the previous value of the slot, unless something else has replaced it since."""
-        if vars(self._module).get(self._slot) != self._installed:
-            return
-        if self._before is _NOTHING:
-            object.__delattr__(self._module, self._slot)
-        else:
-            object.__setattr__(self._module, self._slot, self._before)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.handler(unit, own, args, kwargs)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return self._handler(self._unit, self._original, args, kwargs)
+        def call_compiled(*args: Any, **kwargs: Any) -> Any:
+            if not self.skips(unit):
+                return call(*args, **kwargs)
+            before = vars(module).get(_FORWARD, _NOTHING)
+            object.__setattr__(module, _FORWARD, call)
+            try:
+                return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            finally:
+                _assign(module, _FORWARD, before)
 
-    def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._skips(self._unit):
-            return self._call(*args, **kwargs)
-        before = vars(self._module).get(_FORWARD, _NOTHING)
-        object.__setattr__(self._module, _FORWARD, self._call)
-        try:
-            return self._module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        finally:
-            if before is _NOTHING:
-                object.__delattr__(self._module, _FORWARD)
+        with self.patches.changing(module, self.layer, note):
+            if compiled is None:
+                object.__setattr__(module, _FORWARD, call)
             else:
-                object.__setattr__(self._module, _FORWARD, before)
+                object.__setattr__(module, _COMPILED, call_compiled)

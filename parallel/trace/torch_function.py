@@ -28,51 +28,30 @@ _METADATA = frozenset((
     # ask for something later on, and make nothing now; ZeRO-3 does it around the modules of opened units
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
 ))  # fmt: skip
-
-
 _OF_THE_OBJECT = frozenset((
     "__hash__", "data_ptr", "untyped_storage", "is_tensor", "is_pinned", "get is_nested", "get layout",
 ))  # fmt: skip
-
-
 _TENSOR_GETTERS = frozenset(f"get {name}" for name in ("T", "mT", "H", "mH", "data", "real", "imag"))
-
-
 _BLANK = frozenset((
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
     "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
 ))  # fmt: skip
-
-
 _IN_PLACE_SIGNS = frozenset((
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
     "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
 ))  # fmt: skip
-
-
 _NOT_IN_PLACE = frozenset(("requires_grad_", "share_memory_"))
-
-
 _RANDOM = frozenset((
     "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_",
     "geometric_", "cauchy_", "log_normal_", "poisson", "binomial", "rrelu", "rrelu_", "gumbel_softmax",
 ))  # fmt: skip
-
-
 _DRAWS = frozenset(("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"))
-
-
 _KEEPS_STATISTICS: Mapping[Any, str] = MappingProxyType(
     {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
 )
 """Functions that update buffers passed to them, and the argument that enables it."""
-
-
 _BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
-
-
 _DIFFERENTIATES = frozenset(("backward", "grad"))
-
 
 Function = Callable[..., Any]
 

@@ -36,22 +36,14 @@ except ImportError:  # without xxhash, blocks are hashed with crc32, as the mani
 BLOCK = 1 << 18
 """Bytes that one hash covers. Reads are rounded to blocks, so a block is small beside a rank's share of a tensor."""
 
-
 Hashes = NDArray[np.uint64]
-
-
 _HashFunction = Callable[[memoryview], int]
-
 
 _ALGORITHMS: Mapping[str, _HashFunction] = MappingProxyType(
     ({"xxh3-64": lambda data: int(xxhash.xxh3_64_intdigest(data))} if xxhash is not None else {})
     | {"crc32": lambda data: zlib.crc32(data)}
 )
-
-
 ALGORITHMS = ("xxh3-64", "crc32")
-
-
 DEFAULT_ALGORITHM = next(iter(_ALGORITHMS))
 
 
@@ -82,15 +74,11 @@ def hash_blocks(data: memoryview, algorithm: str = DEFAULT_ALGORITHM, block: int
 
 
 THREADS = 2
-
-
 LONG = 1 << 20
 """Reads of at least this many bytes bypass the page cache."""
 
 
 ByteRange = NDArray[np.uint8]
-
-
 Check = Callable[[memoryview, int], None]
 """Takes the bytes read and their offset in the file; raises if they are damaged."""
 

@@ -27,8 +27,6 @@ from engine.errors import CheckpointError
 
 BUFFER = 1 << 22
 """Largest extent in bytes that is read into a buffer and copied out."""
-
-
 DIRECT = 4
 """Whole blocks that a run needs to be read straight into the target."""
 

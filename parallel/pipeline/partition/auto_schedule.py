@@ -18,16 +18,10 @@ from engine.parallel.pipeline.schedule.simulate import Cost, StageTimes, simulat
 
 PLAIN_FIRST = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 """Kinds that are tried, the plainest first."""
-
-
 _NEAR = 1.01
 """Steps slower than the fastest by at most this factor count as equally fast."""
-
-
 _ROOM = 1.1
 """Default limit, relative to 1f1b: a kind that holds as many microbatches may hold them of larger stages."""
-
-
 _LINES = 6
 """Most fitting kinds that are listed."""
 

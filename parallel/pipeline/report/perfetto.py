@@ -14,17 +14,12 @@ from engine.parallel.pipeline.schedule.simulate import Span
 
 SECOND = 1e6
 """Microseconds, the unit of the format, in a second."""
-
-
 UNIT = 1e3
 """Microseconds shown for one unit of a timeline without seconds."""
-
-
 _KIND = {
     Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward input",
     Op.BACKWARD_WEIGHT: "backward weight",
 }  # fmt: skip
-
 
 Event = Mapping[str, Any]
 

@@ -123,11 +123,8 @@ def _count(count: int, noun: str) -> str:
 
 
 IDLE = "."
-
-
 _ROUNDING = 1e-9
 """Tolerance in cells, since sums of float costs may end slightly after a cell."""
-
 
 Label = Callable[[Action], str]
 

@@ -19,7 +19,6 @@ RECEIVES_AHEAD = 1
 """A rank that starts an action has offered to receive for it and for this many actions after it, ``row[i : i + 1 +
 RECEIVES_AHEAD]``: a message travels while the action before its use computes, at the price of one more buffer."""
 
-
 Releases = tuple[tuple[tuple[int, ...], ...], ...]
 """For each rank and each action of its row: the earlier actions whose sends are waited for just before it."""
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.model.rng_streams import derive_seed, seed_generators
+from engine.parallel.model.rng_streams import draw_alike, draw_apart
 from engine.parallel.tensor.global_tensor.fallback import gathered
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError
 from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
@@ -91,9 +91,8 @@ class GlobalTensorContext:
         if self.axis.size == 1 or self.axis.dry:
             yield
             return
-        drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        seed_generators(device, derive_seed(drawn, self.axis.index + 1))
+        drawn = draw_apart(device, self.axis.index)
         try:
             yield
         finally:
-            seed_generators(device, derive_seed(drawn, 0))
+            draw_alike(device, drawn)

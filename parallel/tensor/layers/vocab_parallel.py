@@ -116,10 +116,10 @@ def check_embedding(module: nn.Embedding, name: str) -> None:
             )
 
 
-def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, views: GlobalTensorContext | None = None) -> None:
+def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: GlobalTensorContext | None = None) -> None:
     """Give an already cut embedding its vocabulary and its local sizes."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
-    module.tensor_views = views or GlobalTensorContext(vocabulary.axis)  # type: ignore[assignment]
+    module.tensor_views = context or GlobalTensorContext(vocabulary.axis)  # type: ignore[assignment]
     module.num_embeddings = vocabulary.width  # type: ignore[assignment]
     padding: Any = module.padding_idx
     if padding is not None:

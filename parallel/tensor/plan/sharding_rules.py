@@ -19,6 +19,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from engine.errors import PlanError
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.deferred_linear import is_conv1d, is_linear
 from engine.parallel.tensor.layers.vocab_parallel import check_embedding
 from engine.parallel.tensor.plan.ranges import Divisibility, check_fits, cut_parts, cut_unevenly, held, ranges_of_rows
@@ -274,7 +275,7 @@ class _Cutting:
 
 def _passes_on(owner: str, layers: Iterable[str]) -> bool:
     """Whether one of the layers lies inside ``owner``."""
-    return bool(owner) and any(layer.startswith(f"{owner}.") for layer in layers)
+    return bool(owner) and any(layer != owner and is_inside(layer, owner) for layer in layers)
 
 
 def head_width(module: nn.Module | None) -> int | None:

@@ -27,7 +27,6 @@ from engine.parallel.tensor.global_tensor.rules import (
 
 TensorRule = Callable[..., Any]
 
-
 _ELEMENTWISE = """
     abs absolute acos add addcdiv addcmul angle arccos arcsin arctan asin atan atan2 bitwise_and bitwise_not
     bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip clone contiguous copysign cos cosh deg2rad div
@@ -40,22 +39,16 @@ _ELEMENTWISE = """
     __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __invert__ __and__
     __rand__ __or__ __ror__ __xor__ __rxor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
 """
-
-
 _FUNCTIONAL = """
     gelu silu relu relu6 elu selu celu leaky_relu mish hardtanh hardsigmoid hardswish logsigmoid softplus softsign
     sigmoid tanh tanhshrink hardshrink softshrink threshold
 """
-
-
 _IN_PLACE = """
     abs_ add_ addcdiv_ addcmul_ ceil_ clamp_ clamp_max_ clamp_min_ copy_ cos_ div_ divide_ exp_ fill_ floor_ lerp_ log_
     logical_and_ logical_not_ logical_or_ masked_fill_ mul_ multiply_ nan_to_num_ neg_ pow_ reciprocal_ relu_ round_
     rsqrt_ sigmoid_ sin_ sqrt_ square_ sub_ subtract_ tanh_ true_divide_ zero_
     __iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__
 """
-
-
 _IN_PLACE_FUNCTIONAL = "relu_ elu_ selu_ celu_ leaky_relu_ hardtanh_ threshold_"
 
 
