@@ -94,7 +94,7 @@ class Structure:
             if (own := _room(module, folder)) is None:
                 continue
             found = arrows.setdefault(own, set())
-            found |= {room for target in targets if (room := _room(target, folder)) not in (None, own)}  # type: ignore[misc]
+            found |= {room for target in targets if (room := _room(target, folder)) not in (None, own)}
         return {room: frozenset(others) for room, others in arrows.items()}
 
     def definitions(self) -> Iterator[Definition]:

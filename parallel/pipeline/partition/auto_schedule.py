@@ -27,14 +27,37 @@ _LINES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class StageCost:
-    """Cost of one stage for one microbatch; see ``CallCost`` for the parts."""
+class MicrobatchCost:
+    """Cost of one call of a unit, or of all calls of a stage, for one microbatch.
+
+    Without a measurement, FLOPs take the place of seconds.
+    """
 
     forward_seconds: float
     input_seconds: float
+    """Backward up to the gradients of the inputs, with everything that cannot be deferred; includes recomputation."""
     weight_seconds: float
+    """Weight gradients that can be deferred: those of linear layers."""
     kept_bytes: int
+    """Activations kept from forward to backward, without parameters and tensors that depend only on the batch."""
     left_bytes: int
+    """Activations kept from backward until the deferred weight gradients are computed."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward_seconds + self.input_seconds + self.weight_seconds
+
+    @classmethod
+    def total(cls, costs: Sequence["MicrobatchCost"]) -> "MicrobatchCost":
+        """The sum of several costs."""
+        return cls(
+            forward_seconds=sum(cost.forward_seconds for cost in costs),
+            input_seconds=sum(cost.input_seconds for cost in costs),
+            weight_seconds=sum(cost.weight_seconds for cost in costs),
+            kept_bytes=sum(cost.kept_bytes for cost in costs),
+            left_bytes=sum(cost.left_bytes for cost in costs),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +127,7 @@ class ScheduleDecision:
 
 
 def choose(
-    cuts: Mapping[int, Sequence[StageCost] | str], machine: Machine, kinds: Sequence[str] = PLAIN_FIRST
+    cuts: Mapping[int, Sequence[MicrobatchCost] | str], machine: Machine, kinds: Sequence[str] = PLAIN_FIRST
 ) -> ScheduleDecision:
     """The training schedule with the fastest step within the limit. Pure arithmetic, so equal on every rank.
 
@@ -132,7 +155,7 @@ def choose(
     return ScheduleDecision(schedule, chosen.virtual_stages, limit, (chosen, *others, *refused))
 
 
-def peak_bytes(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[int, ...]:
+def peak_bytes(schedule: Schedule, stages: Sequence[MicrobatchCost]) -> tuple[int, ...]:
     """Most bytes of activations that each rank holds at once.
 
     F adds what the stage keeps and B frees it; I frees it except for what W needs, which W frees.
@@ -163,16 +186,16 @@ def _refusal(found: Sequence[Tried], machine: Machine, limit: int) -> str:
     )
 
 
-def _usual_bytes(cuts: Mapping[int, Sequence[StageCost] | str], machine: Machine) -> int:
+def _usual_bytes(cuts: Mapping[int, Sequence[MicrobatchCost] | str], machine: Machine) -> int:
     """A tenth more than 1f1b would hold on its fullest rank, with adjacent stages merged to one on each rank."""
     virtual_stages, stages = next((v, stages) for v, stages in sorted(cuts.items()) if not isinstance(stages, str))
     parts = [stages[first : first + virtual_stages] for first in range(0, len(stages), virtual_stages)]
-    joined = [StageCost(0.0, 0.0, 0.0, sum(stage.kept_bytes for stage in part), 0) for part in parts]
+    joined = [MicrobatchCost.total(part) for part in parts]
     return int(_ROOM * max(peak_bytes(make_schedule("1f1b", machine.ranks, machine.microbatches), joined)))
 
 
 def _try(
-    tried: Tried, stages: Sequence[StageCost] | str, machine: Machine, limit: int
+    tried: Tried, stages: Sequence[MicrobatchCost] | str, machine: Machine, limit: int
 ) -> tuple[Tried, Schedule | None]:
     if isinstance(stages, str):
         return replace(tried, refused=stages), None

@@ -36,13 +36,15 @@ class RankSchedule(NamedTuple):
     """The row of one rank, and when its sends have completed."""
 
     actions: tuple[Action, ...]
+    passes: tuple[Action, ...]
+    """Those that go through the modules of a stage, and so need its parameters."""
     releases: tuple[tuple[int, ...], ...]
     """For each action: positions of the earlier actions whose sent tensors are released just before it."""
 
 
 def rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
     """The row of one rank."""
-    return RankSchedule(schedule.per_rank[rank], releases(schedule)[rank])
+    return RankSchedule(schedule.per_rank[rank], schedule.passes(rank), releases(schedule)[rank])
 
 
 class StageMicrobatch(NamedTuple):

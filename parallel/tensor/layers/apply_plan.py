@@ -20,6 +20,7 @@ from engine.parallel.model.placeholders import placeholder
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, show_parameter
 from engine.parallel.tensor.global_tensor.index_sets import Index
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.layers.linear import (
     ColumnLayer,
     ColumnLinear,
@@ -111,7 +112,7 @@ def _whole_shape(parameter: Tensor, cut: ParameterCut) -> tuple[int, ...]:
 class _Installer:
     def __init__(self, model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches) -> None:
         self.plan, self.axis, self.patches = plan, axis, patches
-        self.context = GlobalTensorContext(axis, plan.sequence, plan.regather)
+        self.context = global_context(axis, plan.sequence, plan.regather)
         self.modules = dict(model.named_modules())
         self.first = {id(p): name for name, p in model.named_parameters()}
         self.regions: dict[str, Region] = {}
