@@ -164,7 +164,7 @@ class Comm:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a collective or message moves."""
+    """The data that a collective or message moves."""
 
     op: Op
     elements: int

@@ -57,19 +57,19 @@ Function = Callable[..., Any]
 
 
 class WrapperTensor(torch.Tensor):
-    """A tensor that stands for more than its rank holds: torch functions run on the part at hand, as it says.
+    """A tensor that stands for more than its rank holds; it runs torch functions on the local part by rules of its own.
 
-    Who watches torch functions lets it answer first, and watches the functions that it runs.
+    Code that records torch functions lets it answer first, and records the functions that it runs.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What ``func`` gives on wrappers."""
+        """Result of ``func`` on wrappers."""
         raise NotImplementedError
 
 
 def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
-    """The class of the first wrapper among arguments, also in lists and dicts."""
+    """Class of the first wrapper among the arguments, including those in lists and dicts."""
     values = [*args, *(kwargs or {}).values()]
     while values:
         value = values.pop()

@@ -92,10 +92,10 @@ class TrainerState:
 
 
 def _counters(state: Any) -> dict[str, Any]:
-    """The state of :class:`Update` as a checkpoint has it, checked.
+    """The state of :class:`Update` in a checkpoint, checked.
 
     Raises:
-        CheckpointError: a counter is missing or is no count.
+        CheckpointError: a counter is missing, or is not an integer of at least 0.
     """
     fields = Fields(state, "the counters of the run")
     counters: dict[str, Any] = {

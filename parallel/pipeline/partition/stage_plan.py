@@ -69,13 +69,11 @@ class Planner:
         held: parameters that each stage holds already, if it cannot get others; empty: no restriction.
     """
 
-    def __init__(
-        self, timeline: ModelTrace, stage_of_call: Sequence[int], held: Sequence[Collection[str]] = ()
-    ) -> None:
-        self._timeline = timeline
+    def __init__(self, trace: ModelTrace, stage_of_call: Sequence[int], held: Sequence[Collection[str]] = ()) -> None:
+        self._trace = trace
         self._held = held
         self._count = max(stage_of_call, default=0) + 1
-        self._level = _levels(timeline, stage_of_call)
+        self._level = _levels(trace, stage_of_call)
         self._drafts = [_Draft() for _ in range(self._count)]
         for index, stage in enumerate(stage_of_call):
             self._drafts[stage].calls.add(index)
@@ -107,23 +105,23 @@ class Planner:
         self._take_glue(draft, needed)
 
     def _take_glue(self, draft: _Draft, needed: set[int]) -> None:
-        for value in (self._timeline.values[number] for number in needed):
+        for value in (self._trace.values[number] for number in needed):
             if value.maker == "glue":
                 draft.glue.add(value.index)
                 draft.parameters |= value.parameters
 
     def _wanted(self, stage: int) -> set[int]:
         """Values needed for the stage's calls, sends, result and writes to buffers; notes their parameters."""
-        timeline, draft = self._timeline, self._drafts[stage]
+        trace, draft = self._trace, self._drafts[stage]
         wanted = set(draft.sends)
         for index in draft.calls:
-            wanted |= set(timeline.calls[index].inputs)
-            draft.parameters |= timeline.calls[index].parameters
+            wanted |= set(trace.calls[index].inputs)
+            draft.parameters |= trace.calls[index].parameters
         if stage == self._count - 1:
-            wanted |= set(timeline.targets)
-            leaves = timeline.result.leaves
+            wanted |= set(trace.targets)
+            leaves = trace.result.leaves
             draft.parameters |= {leaf.parameter for leaf in leaves if isinstance(leaf, FromParameter)}
-        for glue in timeline.glue:
+        for glue in trace.glue:
             if glue.buffers and max(self._level[number] for number in glue.makes) == stage:
                 wanted |= set(glue.makes)
         return wanted
@@ -141,12 +139,12 @@ class Planner:
                 border.add(number)
                 continue
             needed.add(number)
-            if self._timeline.values[number].maker == "glue":
-                todo += self._timeline.values[number].inputs
+            if self._trace.values[number].maker == "glue":
+                todo += self._trace.values[number].inputs
         return needed, border
 
     def _cut(self, border: set[int], own: set[str], stage: int) -> tuple[int, ...]:
-        values = self._timeline.values
+        values = self._trace.values
         graph = VertexCut(border)
         todo, seen = list(border), set(border)
         while todo:
@@ -161,7 +159,7 @@ class Planner:
         if cut is None:
             stuck = next(values[number] for number in sorted(border) if not values[number].movable)
             raise PlanError(
-                f"stage {stage} needs {self._timeline.describe(stuck.number)}, written in place to memory that other "
+                f"stage {stage} needs {self._trace.describe(stuck.number)}, written in place to memory that other "
                 "tensors share, so it cannot be sent alone; write to a copy, or start the stage elsewhere with "
                 "parallel.split."
             )
@@ -170,7 +168,7 @@ class Planner:
     def _price(self, parameters: frozenset[str], stage: int) -> float:
         if self._held and not parameters <= set(self._held[stage]):
             return inf
-        return sum(self._timeline.parameter_bytes[name] for name in parameters) / _REUSE
+        return sum(self._trace.parameter_bytes[name] for name in parameters) / _REUSE
 
     def _follow_to_cut(self, border: set[int], cut: tuple[int, ...], needed: set[int]) -> None:
         """Add to ``needed`` the values that are recomputed here from received ones."""
@@ -179,17 +177,17 @@ class Planner:
             number = todo.pop()
             if number not in needed and number not in cut:
                 needed.add(number)
-                todo += self._timeline.values[number].inputs
+                todo += self._trace.values[number].inputs
 
     def _follow_updates(self, own: set[str], needed: set[int]) -> None:
         """Add to ``needed`` what writes this stage's parameters in place; it is computed from parameters alone."""
-        todo = [number for glue in self._timeline.glue if glue.updates & own for number in glue.makes]
+        todo = [number for glue in self._trace.glue if glue.updates & own for number in glue.makes]
         while todo:
             number = todo.pop()
             if number not in needed:
                 needed.add(number)
-                own |= self._timeline.values[number].parameters
-                todo += self._timeline.values[number].inputs
+                own |= self._trace.values[number].parameters
+                todo += self._trace.values[number].inputs
 
     # ---- all stages
 
@@ -197,7 +195,7 @@ class Planner:
         """Place a parameter that nothing reads on the stage of the parameter before it in the model."""
         stage = 0
         owner = {name: s for s in reversed(range(self._count)) for name in self._drafts[s].parameters}
-        for name in self._timeline.parameter_bytes:
+        for name in self._trace.parameter_bytes:
             holders = [s for s, held in enumerate(self._held) if name in held]
             stage = owner.get(name, holders[0] if holders else stage)
             if name not in owner:
@@ -214,10 +212,10 @@ class Planner:
 
     def _freeze(self, stage: int) -> StagePlan:
         draft = self._drafts[stage]
-        events = [self._timeline.calls[index].event for index in draft.calls]
+        events = [self._trace.calls[index].event for index in draft.calls]
         tier = self._tier(draft, inf if stage == self._count - 1 else max(events))
         if tier == 2:
-            events += [self._timeline.glue[index].event for index in draft.glue]
+            events += [self._trace.glue[index].event for index in draft.glue]
         return StagePlan(
             stage=stage,
             last=stage == self._count - 1,
@@ -231,23 +229,23 @@ class Planner:
         )
 
     def _tier(self, draft: _Draft, stop: float) -> Literal[1, 2]:
-        timeline = self._timeline
+        trace = self._trace
         travelling = (*draft.receives, *draft.sends)
         if self._count == 1:
             return 1
-        if any(timeline.values[number].maker == "glue" for number in travelling):
+        if any(trace.values[number].maker == "glue" for number in travelling):
             return 2
-        if any(glue.writes for glue in timeline.glue):
+        if any(glue.writes for glue in trace.glue):
             return 2
-        dead = [glue for index, glue in enumerate(timeline.glue) if index not in draft.glue and glue.event < stop]
-        dead_bytes = sum(timeline.values[number].bytes for glue in dead for number in glue.makes)
+        dead = [glue for index, glue in enumerate(trace.glue) if index not in draft.glue and glue.event < stop]
+        dead_bytes = sum(trace.values[number].bytes for glue in dead for number in glue.makes)
         return 2 if dead_bytes > MOST_DEAD_BYTES or any(checks_content(glue.name) for glue in dead) else 1
 
 
-def _levels(timeline: ModelTrace, stage_of_call: Sequence[int]) -> list[int]:
+def _levels(trace: ModelTrace, stage_of_call: Sequence[int]) -> list[int]:
     """The earliest stage at which each value can be made."""
     level: list[int] = []
-    for value in timeline.values:
+    for value in trace.values:
         own = stage_of_call[value.index] if value.maker == "call" else 0
         level.append(max([own, *(level[number] for number in value.inputs)]))
     return level

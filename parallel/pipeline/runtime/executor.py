@@ -37,7 +37,7 @@ class RankSchedule(NamedTuple):
 
     actions: tuple[Action, ...]
     passes: tuple[Action, ...]
-    """Those that go through the modules of a stage, and so need its parameters."""
+    """The actions that run the modules of a stage, and so need its parameters."""
     releases: tuple[tuple[int, ...], ...]
     """For each action: positions of the earlier actions whose sent tensors are released just before it."""
 
@@ -100,8 +100,8 @@ class Executor:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._live: dict[tuple[int, int], _Live] = {}
-        self._left: set[tuple[int, int]] = set()
-        """Stages and microbatches between I and W."""
+        self._split: set[tuple[int, int]] = set()
+        """(stage, microbatch) pairs between I and W."""
         self._posted: dict[Action, tuple[StageMicrobatch, dict[Message, Arrival]]] = {}
         """Actions whose receives are offered, with the functions that wait for them."""
         self.spans: list[Span] = []
@@ -111,9 +111,9 @@ class Executor:
     @property
     def live(self) -> int:
         """Number of (stage, microbatch) pairs whose forward is done and whose backward is not."""
-        return len(self._live) + len(self._left)
+        return len(self._live) + len(self._split)
 
-    def run(self, row: RankSchedule, job: StageRunner) -> None:
+    def run(self, row: RankSchedule, runner: StageRunner) -> None:
         """Play a whole row. An exception leaves no state behind on this rank."""
         self.spans = []
         try:
@@ -121,21 +121,21 @@ class Executor:
                 # offer first, then wait for sends: a peer's send completes only when this rank has offered to receive,
                 # and ``releases`` assumes offers for this action and RECEIVES_AHEAD more
                 for soon in row.actions[index : index + 1 + RECEIVES_AHEAD]:
-                    self.post(soon, job)
+                    self.post(soon, runner)
                 for earlier in row.releases[index]:
                     self._release(row.actions[earlier])
-                self.do(action, job)
+                self.do(action, runner)
             self._transport.finish()
         finally:
             self._live.clear()
-            self._left.clear()
+            self._split.clear()
             self._posted.clear()
 
-    def post(self, action: Action, job: StageRunner) -> None:
+    def post(self, action: Action, runner: StageRunner) -> None:
         """Offer to receive what ``action`` needs from other stages, unless it has been offered already."""
         if action in self._posted:
             return
-        part = job.part(action.stage, action.microbatch)
+        part = runner.part(action.stage, action.microbatch)
         arrivals = {
             message: self._transport.receive(message, value.shape, value.dtype)
             for message in _arrivals(action, part)
@@ -143,20 +143,20 @@ class Executor:
         }
         self._posted[action] = part, arrivals
 
-    def do(self, action: Action, job: StageRunner) -> None:
+    def do(self, action: Action, runner: StageRunner) -> None:
         """Play one action."""
-        self.post(action, job)
+        self.post(action, runner)
         part, arrivals = self._posted.pop(action)
         arrived = {message: arrive() for message, arrive in arrivals.items()}
         started = time.perf_counter()
         with _named(action):
             if action.op is Op.FORWARD:
-                self._forward(action, part, arrived, job)
+                self._forward(action, part, arrived, runner)
             elif action.op is Op.BACKWARD_WEIGHT:
-                self._left.remove((action.stage, action.microbatch))
-                job.weights(action.stage, action.microbatch)
+                self._split.remove((action.stage, action.microbatch))
+                runner.weights(action.stage, action.microbatch)
             else:
-                self._backward(action, part, arrived, job)
+                self._backward(action, part, arrived, runner)
         self.spans.append(Span(action, started, time.perf_counter()))
 
     def _release(self, action: Action) -> None:
@@ -164,7 +164,7 @@ class Executor:
         self._transport.release(flow, action.stage, action.microbatch)
 
     def _forward(
-        self, action: Action, part: StageMicrobatch, arrived: Mapping[Message, Tensor], job: StageRunner
+        self, action: Action, part: StageMicrobatch, arrived: Mapping[Message, Tensor], runner: StageRunner
     ) -> None:
         leaves = {
             message.value: self._laid_out(tensor, part.values[message.value]) for message, tensor in arrived.items()
@@ -172,7 +172,7 @@ class Executor:
         training = torch.is_grad_enabled()
         for number, leaf in leaves.items():
             leaf.requires_grad_(training and part.values[number].grad)
-        done = job.forward(action.stage, action.microbatch, leaves)
+        done = runner.forward(action.stage, action.microbatch, leaves)
         live = _Live(root=done.root)
         for number, stages in part.plan.sends.items():
             tensor = done.sent[number]
@@ -188,11 +188,11 @@ class Executor:
             self._transport.recycle(leaf)
 
     def _backward(
-        self, action: Action, part: StageMicrobatch, arrived: Mapping[Message, Tensor], job: StageRunner
+        self, action: Action, part: StageMicrobatch, arrived: Mapping[Message, Tensor], runner: StageRunner
     ) -> None:
         live = self._live.pop((action.stage, action.microbatch))
         if action.op is Op.BACKWARD_INPUT:
-            self._left.add((action.stage, action.microbatch))
+            self._split.add((action.stage, action.microbatch))
         grads: dict[int, Tensor] = {}
         for message, grad in arrived.items():
             # the gradient of a value proves that its receiver has the value
@@ -201,7 +201,7 @@ class Executor:
             )
             # out of place: a gradient from a stage of this rank may share memory with a send, or with deferred tensors
             grads[message.value] = grads[message.value] + grad if message.value in grads else grad
-        with job.backward(action):
+        with runner.backward(action):
             _backward(live, grads)
         for number, stage in part.plan.receives.items():
             leaf = live.leaves.pop(number)

@@ -95,9 +95,9 @@ class GlueForward(StageForward, TorchFunctionMode):
             )
 
     def _expected(self) -> str:
-        if self._operations == len(self.timeline.glue):
+        if self._operations == len(self.trace.glue):
             return "no more operations"
-        glue = self.timeline.glue[self._operations]
+        glue = self.trace.glue[self._operations]
         return f"{glue.name} at {glue.place}" if glue.calls_before == self._calls else "a call"
 
     def _show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,7 +110,7 @@ class GlueForward(StageForward, TorchFunctionMode):
 
     def _decide(self, operation: Operation) -> Any:
         index = self._operations
-        glue = self.timeline.glue[index] if index < len(self.timeline.glue) else None
+        glue = self.trace.glue[index] if index < len(self.trace.glue) else None
         self.stop_after(glue.event if glue else None)
         if glue is None or glue.name != operation.name or glue.calls_before != self._calls:
             self._check_event(-1, f"{operation.name} at {user_place()}")

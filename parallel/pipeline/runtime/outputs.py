@@ -26,7 +26,7 @@ class Carrier:
 
 
 def bring_outputs(
-    results: Sequence[Any], timelines: Sequence[ModelTrace], model: nn.Module, carrier: Carrier
+    results: Sequence[Any], traces: Sequence[ModelTrace], model: nn.Module, carrier: Carrier
 ) -> list[Any]:
     """Results of the microbatches from the last stage of rank 0's replica, on rank 0; an empty list elsewhere.
 
@@ -49,28 +49,28 @@ def bring_outputs(
                     comm.send(leaf.detach().contiguous(), state_link(last, 0), LABEL).wait()
         return []
     parameters = dict(model.named_parameters())
-    return [_receive(timeline, parameters, carrier) for timeline in timelines]
+    return [_receive(trace, parameters, carrier) for trace in traces]
 
 
-def _receive(timeline: ModelTrace, parameters: Mapping[str, Tensor], carrier: Carrier) -> Any:
+def _receive(trace: ModelTrace, parameters: Mapping[str, Tensor], carrier: Carrier) -> Any:
     leaves: list[Any] = []
-    for leaf in timeline.result.leaves:
-        found = _like(leaf, timeline, parameters)
+    for leaf in trace.result.leaves:
+        found = _like(leaf, trace, parameters)
         if found is None:
             leaves.append(getattr(leaf, "content", None))
             continue
         tensor = torch.empty(found[0], dtype=found[1], device=carrier.device)
         carrier.comm.receive(tensor, state_link(carrier.last, 0), LABEL).wait()
         leaves.append(tensor)
-    return pytree.tree_unflatten(leaves, timeline.result.spec)
+    return pytree.tree_unflatten(leaves, trace.result.spec)
 
 
 def _like(
-    leaf: Leaf, timeline: ModelTrace, parameters: Mapping[str, Tensor]
+    leaf: Leaf, trace: ModelTrace, parameters: Mapping[str, Tensor]
 ) -> tuple[tuple[int, ...], torch.dtype] | None:
     """Shape and dtype of a leaf that is a tensor, otherwise None."""
     if isinstance(leaf, FromValue):
-        value = timeline.values[leaf.value]
+        value = trace.values[leaf.value]
         return value.shape, value.dtype
     if isinstance(leaf, FreeTensor):
         return leaf.shape, leaf.dtype

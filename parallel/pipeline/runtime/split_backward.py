@@ -100,9 +100,9 @@ class SplitBackward:
                     object.__setattr__(module, slot, product)
 
     @contextmanager
-    def leaving(self, leftover: DeferredWeightGrads) -> Iterator[None]:
+    def leaving(self, deferred: DeferredWeightGrads) -> Iterator[None]:
         """Context of an I: weight gradients that can be deferred go into ``deferred``."""
-        before, self._open = self._open, leftover
+        before, self._open = self._open, deferred
         try:
             yield
         finally:
@@ -118,9 +118,13 @@ class _Layer:
     """The matrix product of one linear layer."""
 
     def __init__(
-        self, waiting: SplitBackward, module: nn.Module, names: Mapping[int, str], plain: Callable[[Tensor], Tensor]
+        self,
+        split_backward: SplitBackward,
+        module: nn.Module,
+        names: Mapping[int, str],
+        plain: Callable[[Tensor], Tensor],
     ) -> None:
-        self.waiting, self._module, self._plain = waiting, module, plain
+        self.split_backward, self._module, self._plain = split_backward, module, plain
         self._parameters = module._parameters
         self._transposed = is_conv1d(module)
         self._with_bias = not isinstance(module, RowLayer)
@@ -134,8 +138,10 @@ class _Layer:
         if weight is None or not self._can_wait(x, weight, bias):
             return self._plain(x)
         names = self._names[id(weight)], "" if bias is None else self._names[id(bias)]
-        kernels = self.waiting.kernels
-        y = deferrable_linear(x, weight, bias, LinearSpec(self._transposed, _Waits(self.waiting, names), kernels))
+        kernels = self.split_backward.kernels
+        y = deferrable_linear(
+            x, weight, bias, LinearSpec(self._transposed, _Waits(self.split_backward, names), kernels)
+        )
         return followed(self._module, y, kernels)
 
     def _can_wait(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -152,18 +158,18 @@ class _Waits(NamedTuple):
     since tracing passes twins of them and a recomputed forward saves other objects.
     """
 
-    waiting: SplitBackward
+    split_backward: SplitBackward
     names: tuple[str, str]
     """First names of weight and bias in the model."""
 
     def put_off(self, wanted: GradsWanted, nodes: tuple[Any, ...]) -> bool:
         """Defer the gradients and return True, if this backward runs inside an I and is that of the step."""
-        leftover = self.waiting.open
-        if leftover is None or torch.is_grad_enabled() or not is_executed(nodes[1][0]):
+        deferred = self.split_backward.open
+        if deferred is None or torch.is_grad_enabled() or not is_executed(nodes[1][0]):
             return False
-        leftover.leave(self.names[0], wanted.weight)
+        deferred.leave(self.names[0], wanted.weight)
         if wanted.bias is not None:
-            leftover.leave(self.names[1], wanted.bias)
+            deferred.leave(self.names[1], wanted.bias)
         return True
 
 

@@ -40,7 +40,7 @@ class Stage:
     """A model whose forwards can be run one stage at a time."""
 
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
-        self._model, self._blanks = model, PlaceholderPool(device)
+        self._model, self._placeholders = model, PlaceholderPool(device)
         self._parameters = dict(model.named_parameters())
         self._intercepted: set[str] = set()
         self._interception = Interception(
@@ -50,7 +50,7 @@ class Stage:
         self._seen: ModelTrace | None = None
 
     def forward(
-        self, timeline: ModelTrace, plan: StagePlan, program: Callable[[], Any], received: Mapping[int, Tensor]
+        self, trace: ModelTrace, plan: StagePlan, program: Callable[[], Any], received: Mapping[int, Tensor]
     ) -> StageResult:
         """Run ``program``, from which the trace was made, as far as ``plan`` needs.
 
@@ -68,9 +68,9 @@ class Stage:
             raise EngineError(
                 f"stage {plan.stage} was given the values {sorted(received)}, and it receives {sorted(plan.receives)}."
             )
-        self._intercept(timeline)
+        self._intercept(trace)
         kind = GlueForward if plan.tier == 2 else StageForward
-        run = kind(timeline, plan, received, self._parameters, self._blanks)
+        run = kind(trace, plan, received, self._parameters, self._placeholders)
         result = None
         before, self._run = self._run, run
         try:
@@ -87,11 +87,11 @@ class Stage:
         sent = {number: run.sent[number] for number in plan.sends}
         return StageResult(result if plan.last else None, sent)
 
-    def _intercept(self, timeline: ModelTrace) -> None:
-        if timeline is self._seen:
+    def _intercept(self, trace: ModelTrace) -> None:
+        if trace is self._seen:
             return
-        self._seen = timeline
-        for unit in timeline.units:
+        self._seen = trace
+        for unit in trace.units:
             if unit not in self._intercepted:
                 self._intercepted.add(unit)
                 note = "runs where its pipeline stage is; on other stages the call is answered without it"

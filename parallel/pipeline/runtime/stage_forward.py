@@ -53,19 +53,19 @@ class StageForward:
 
     def __init__(
         self,
-        timeline: ModelTrace,
+        trace: ModelTrace,
         plan: StagePlan,
         received: Mapping[int, Tensor],
         parameters: Mapping[str, nn.Parameter],
-        blanks: PlaceholderPool,
+        placeholders: PlaceholderPool,
     ) -> None:
-        self.timeline, self.plan = timeline, plan
+        self.trace, self.plan = trace, plan
         self.inside = False
         """True while a unit runs; its inner calls are not events."""
         self.regions: list[dict[str, Any]] = []
         """Options of the checkpointed regions around the current code; see ``torch_checkpoint``."""
         self.sent: dict[int, Tensor] = {}
-        self._received, self._parameters, self._blanks = received, parameters, blanks
+        self._received, self._parameters, self._placeholders = received, parameters, placeholders
         self._calls = 0
         for number, tensor in received.items():
             self._check(number, tensor, "received")
@@ -81,7 +81,7 @@ class StageForward:
 
     def takes(self, unit: str) -> bool:
         """True if a call of ``unit`` is an event of this forward."""
-        return not self.inside and unit in self.timeline.unit_names
+        return not self.inside and unit in self.trace.unit_names
 
     def skips_next(self) -> bool:
         """True if the next call belongs to another stage."""
@@ -90,14 +90,14 @@ class StageForward:
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call as an event: run it, or answer it."""
         index = self._calls
-        call = self.timeline.calls[index] if index < len(self.timeline.calls) else None
+        call = self.trace.calls[index] if index < len(self.trace.calls) else None
         self.stop_after(call.event if call else None)
         if call is None or call.unit != unit:
             expected = f"unit {call.unit!r}" if call else "the end"
             raise EngineError(f"the forward calls unit {unit!r} where its trace has {expected}: {_REMEDY}")
         self._check_event(call.event, f"unit {unit!r}")
         self._calls += 1
-        leaves = tree_leaves((args, kwargs)) if self.timeline.asks_arguments[index] else []
+        leaves = tree_leaves((args, kwargs)) if self.trace.asks_arguments[index] else []
         if index not in self.plan.calls:
             return self.skip(call.output, call.writes, leaves)
         with self._in_unit():
@@ -113,9 +113,9 @@ class StageForward:
         """
         missing = [number for number in self.plan.sends if number not in self.sent]
         if missing:
-            what = self.timeline.describe(missing[0])
-        elif self.plan.last and self._calls < len(self.timeline.calls):
-            what = f"a call of unit {self.timeline.calls[self._calls].unit!r}"
+            what = self.trace.describe(missing[0])
+        elif self.plan.last and self._calls < len(self.trace.calls):
+            what = f"a call of unit {self.trace.calls[self._calls].unit!r}"
         else:
             return
         raise EngineError(f"the forward ended before {what}, which its trace has: {_REMEDY}")
@@ -161,12 +161,12 @@ class StageForward:
         if number in self.plan.sends:
             self._check(number, tensor, "sent")
             # a copy: the receiver gets the present content, not what a later operation writes over it
-            self.sent[number] = tensor.clone() if self.timeline.values[number].rewritten else tensor
+            self.sent[number] = tensor.clone() if self.trace.values[number].rewritten else tensor
 
     def _check(self, number: int, tensor: Tensor, verb: str) -> None:
-        value = self.timeline.values[number]
+        value = self.trace.values[number]
         if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
-            what = self.timeline.describe(number)
+            what = self.trace.describe(number)
             raise EngineError(
                 f"{what} is {verb} as {tensor.dtype} {tuple(tensor.shape)} where the trace has {value.dtype} "
                 f"{value.shape}: its shape depends on more than the shapes of the input; let it depend on those alone."
@@ -186,12 +186,12 @@ class StageForward:
                 raise AssertionError("an event makes values, never free tensors")
 
     def _value(self, number: int) -> Tensor:
-        value = self.timeline.values[number]
+        value = self.trace.values[number]
         if number in self._received:
             tensor = self._received[number]
             return tensor.clone() if value.rewritten else tensor
         grad = value.grad and torch.is_grad_enabled()
-        return self._blanks.give(value.shape, value.dtype).requires_grad_(grad)
+        return self._placeholders.give(value.shape, value.dtype).requires_grad_(grad)
 
     def _put(self, target: Tensor, number: int) -> None:
         """Write the received value into the argument that the skipped event would have written."""

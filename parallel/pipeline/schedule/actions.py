@@ -122,7 +122,7 @@ class Schedule:
         return tuple(rank for _, rank in pairs)
 
     def passes(self, rank: int) -> tuple[Action, ...]:
-        """The actions of a rank that go through the modules of a stage; weight gradients that waited do not."""
+        """The actions of a rank that run the modules of a stage: all but deferred weight gradients."""
         return tuple(action for action in self.per_rank[rank] if action.op is not Op.BACKWARD_WEIGHT)
 
     @cached_property
