@@ -1,6 +1,7 @@
 """The user's module: how it is divided into units, and what the engine puts on it and removes again.
 
 blocks              units and blocks of a model: the modules that stages and ZeRO treat as black boxes
+name_patterns       patterns over the names of modules and parameters
 forward_patch       one owner of all patches on modules, in a declared order
 placeholders        tensors without memory, for parameters and values that another stage holds
 materialize         give parameters on the meta device their initial values
