@@ -118,8 +118,8 @@ class Executor:
         self.spans = []
         try:
             for index, action in enumerate(row.actions):
-                # a peer's send completes when this rank has offered to receive it: ``releases`` counts on offers for this
-                # action and for RECEIVES_AHEAD more before it waits for sends
+                # a peer's send completes when this rank has offered to receive it: ``releases`` counts on offers for
+                # this action and for RECEIVES_AHEAD more before it waits for sends
                 for soon in row.actions[index : index + 1 + RECEIVES_AHEAD]:
                     self.post(soon, runner)
                 for earlier in row.releases[index]:
