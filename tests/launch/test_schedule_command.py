@@ -169,7 +169,7 @@ def test_a_kind_has_its_usual_stages(capsys: pytest.CaptureFixture[str]) -> None
     (["--compare", "--ranks", "0"], "is empty; give at least one of each"),
     (["--world", "4"], "--world settles what a configuration leaves open; give --config, or leave it out."),
     (["gpipe", "--virtual-stages", "2"], "it holds one stage on each rank; set virtual_stages to 1."),
-    (["zb-h9"], "schedule 'zb-h9' is not built; choose "),
+    (["zb-h9"], "schedule 'zb-h9' does not exist; choose "),
     (["--config", "no.json"], "no.json: no such file;"),
 ])  # fmt: skip
 def test_mistakes_are_sentences(
@@ -195,9 +195,9 @@ def test_sizes_beside_a_file_have_to_be_its_own(capsys: pytest.CaptureFixture[st
 def test_files_that_are_no_schedules(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xff\xfe")
-    assert "is no text" in refused(capsys, path)
+    assert "is not a text file" in refused(capsys, path)
     path.write_text("0F0 0X0")
-    assert "line 1: '0X0' is no action" in refused(capsys, path)
+    assert "line 1: '0X0' is not an action" in refused(capsys, path)
     path.write_text("0F0 0B0\n1B0 1F0")
     assert "is stuck" in refused(capsys, path)
     path.write_text("0F0 0F1 0B0 0B1\n1F1 1F0 1B0 1B1")  # could be done, but not with messages in order

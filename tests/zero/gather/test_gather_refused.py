@@ -210,5 +210,5 @@ def closed() -> list[str]:
 
 def test_a_closed_engine_says_that_it_is(run_ranks: RunRanks) -> None:
     for state, parameters in run_ranks(closed, 2):
-        assert state == "full state was asked for after close(): this engine is over; make a new one."
-        assert parameters == "gather check was asked for after close(): this engine is over; make a new one."
+        assert state == "full state was called after close(), which ends this engine; initialize a new one."
+        assert parameters == "gather check was called after close(), which ends this engine; initialize a new one."
