@@ -1,4 +1,4 @@
-"""Sharded parameters for the user's eyes and hands, between steps (ZeRO 3)."""
+"""Full access to sharded parameters between steps, for reading and writing (ZeRO 3)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ LABEL = "full parameters"
 
 @contextmanager
 def full_parameters(parts: Parts, model: nn.Module, pattern: str) -> Iterator[dict[str, nn.Parameter]]:
-    """See :meth:`engine.Engine.full_parameters`."""
+    """Implementation of :meth:`engine.Engine.full_parameters`."""
     names = _matching(parts, pattern)
     named = dict(model.named_parameters())
     chosen = {name: named[name] for name in names}
@@ -29,8 +29,8 @@ def full_parameters(parts: Parts, model: nn.Module, pattern: str) -> Iterator[di
         return
     if gathering.running:
         raise EngineError(
-            "full_parameters inside a forward, where parameters are whole while their module runs; call it between "
-            "steps, or read them in the module that has them."
+            "full_parameters was called inside a forward, where parameters are gathered while their module runs; call "
+            "it between steps, or read them in the module that owns them."
         )
     flats = (*parts.buckets, *parts.frozen)
     wanted = [i for i, flat in enumerate(flats) if any(slot.name in chosen for slot in flat.bucket.slots)]
@@ -47,7 +47,7 @@ def full_parameters(parts: Parts, model: nn.Module, pattern: str) -> Iterator[di
 
 
 def _matching(parts: Parts, pattern: str) -> list[str]:
-    """Names on this rank's stage; a pattern has to match on some stage."""
+    """Return the matching names on this rank's stage; the pattern must match on some stage."""
     rows = _rows(parts, pattern)
     if not rows:
         raise EngineError(
@@ -63,7 +63,7 @@ def _rows(parts: Parts, pattern: str) -> list[ShardRow]:
 
 @torch.no_grad()
 def _check_data_ranks(flats: Sequence[FlatBucket], parts: Parts) -> None:
-    """Of what all of them hold whole now, each keeps its shard."""
+    """Refuse different writes on data ranks: of the gathered bucket, each rank keeps only its own shard."""
     if not flats:
         return
     table = _gathered(torch.stack([bit_sum(flat.params) for flat in flats]), parts, "dp")
@@ -72,13 +72,13 @@ def _check_data_ranks(flats: Sequence[FlatBucket], parts: Parts) -> None:
         slots = flats[differing[0]].bucket.slots
         raise EngineError(
             f"full_parameters: data ranks have written different values into {slots[0].name!r} or a parameter that is "
-            "gathered with it, and none is kept; write the same on every rank."
+            "gathered with it, and none of them is kept; write the same values on every rank."
         )
 
 
 @torch.no_grad()
 def _check_holders(chosen: Mapping[str, nn.Parameter], pattern: str, parts: Parts) -> None:
-    """Tied parameters lie on several stages, and tensor ranks hold what is not cut."""
+    """Refuse different writes to tied parameters on their stages, and to uncut parameters on tensor ranks."""
     tp = parts.comm.grid.tp
     shared = [row.name for row in _rows(parts, pattern) if len(row.owners) > 1 or (row.dim is None and tp > 1)]
     if not shared:
@@ -91,7 +91,7 @@ def _check_holders(chosen: Mapping[str, nn.Parameter], pattern: str, parts: Part
         if len({held for held in column if held != absent}) > 1:
             raise EngineError(
                 f"full_parameters: {name!r} lies on several stages or tensor ranks, which have written different "
-                "values into it, and none is kept; write the same on every rank that holds it."
+                "values into it, and none of them is kept; write the same values on every rank that holds it."
             )
 
 
