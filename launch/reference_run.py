@@ -18,8 +18,6 @@ from engine.models.decoder import Decoder, DecoderConfig, generate
 
 EVALUATION_BATCHES = 8
 """Validation batches that a rank reads at the end: enough for two digits of bits per byte."""
-
-
 CHECKPOINT_EVERY = 50
 """Default number of steps between checkpoints: half a minute on two CPU cores."""
 

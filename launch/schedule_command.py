@@ -161,8 +161,6 @@ def _times(cost: Cost) -> str:
 
 
 _COLUMNS = ("kind", "stages", "idle", "time", "held", "messages", "backward")
-
-
 _MEANING = """\
 time: of a step, {times}
 held: most activations on one rank, in slices (what a rank keeps of its whole share of the model for one microbatch)

@@ -6,8 +6,6 @@ from pathlib import Path
 
 DEFAULT_CONFIG = Path("configs/tp2_pp2_zero1.json")
 """Default configuration for a multiple of four ranks."""
-
-
 DATA_CONFIG = Path("configs/dp_zero1.json")
 """Default configuration for any other number of ranks."""
 

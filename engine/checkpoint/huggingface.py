@@ -21,8 +21,6 @@ from engine.checkpoint.format.strict_json import Fields, parse
 from engine.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 

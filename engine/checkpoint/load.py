@@ -28,11 +28,7 @@ from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket
 
 LABEL = "checkpoint"
-
-
 _REMEDY = "build the model that was saved, or load another checkpoint."
-
-
 AT_ONCE = 1 << 28
 """Bytes that may be on their way through memory of their own."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 EXIT_CODE = 128 + signal.SIGTERM
 """What a shell reports of a process that SIGTERM has ended."""
-
-
 ONE_WISH_SECONDS = 3.0
 """Signals within this time are one wish: schedulers send SIGTERM to all processes of a job, and torchrun, which gets it
 too, sends it to its own once more."""

@@ -56,11 +56,7 @@ ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 
 
 AXES = ("data", "tensor", "pipeline")
-
-
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
 _BATCH_PART = Int(low=1, null=True, remedy="give a whole number of at least 1, or leave it out to have it derived")
 
 

@@ -53,21 +53,11 @@ class Feature:
 
 Treatment = Noted | Only | Moved | Feature
 
-
 _OWN_PLAN = "Trine plans its own messages"
-
-
 _ALWAYS = "Trine always does this"
-
-
 _REPORTED = "Trine's step report has these figures"
-
-
 _BUILDS = "DeepSpeed's own pipeline or launcher reads it"
-
-
 _NO_EFFECT = "only DeepSpeed's internals read it"
-
 
 _NOTED = MappingProxyType({
     "": {
@@ -134,30 +124,14 @@ _NOTED = MappingProxyType({
     },
 })  # fmt: skip
 
-
 _OFF = (False, None)
-
-
 _CURRICULUM = "Trine does not change the data; order or cut it in your data loader"
-
-
 _SPARSE = "Trine does not compress or drop parts of the model; do it in the model"
-
-
 _LOGGERS = "Trine writes monitor.jsonl and monitor.tensorboard; use those"
-
-
 _NO_PARAMS = 'Trine offloads optimizer state only; give "none"'
-
-
 _ONE_SHARDING = "Trine shards over the whole data axis, once; remove it"
-
-
 _QUANTIZED = Only(_OFF, "Trine sends exact values; remove it")
-
-
 _OTHER_ADAM = "AdamW and Adam here are torch's; pass optimizer=... to engine.initialize"
-
 
 _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
     "": {
@@ -232,10 +206,7 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
     },
 })  # fmt: skip
 
-
 _TENSORBOARD = MappingProxyType({"enabled": Flag(), "output_path": Text(null=True), "job_name": Text(null=True)})
-
-
 TABLE: Mapping[str, Treatment] = MappingProxyType(
     {
         join_path(at, key): Noted(why)
@@ -245,8 +216,6 @@ TABLE: Mapping[str, Treatment] = MappingProxyType(
     }
     | {join_path(at, key): treatment for at, group in _TREATED.items() for key, treatment in group.items()}
 )
-
-
 KEYS = (*TABLE, *(f"tensorboard.{key}" for key in _TENSORBOARD), *("tensorboard", "bfloat16"))
 
 

@@ -18,8 +18,6 @@ from engine.config.wording import join_path, kind, show_path, shown_value
 from engine.errors import ConfigError
 
 T = TypeVar("T")
-
-
 _DEPTH = 8
 
 

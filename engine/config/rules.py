@@ -15,19 +15,13 @@ from typing import Any
 
 from engine.config.wording import join_path, kind, shown_value
 from engine.errors import ConfigError
+from engine.parallel.activation_checkpointing.operators import OPERATOR_KINDS
 
 _CLOSE = 0.6  # difflib's own cutoff; a dropped letter of a two-letter key scores 0.67
-
-
 _LONG = 100  # longer keys resemble no known one
-
-
 _SEARCHES = 50  # limit of unknown keys that are looked up: a file of another kind may hold thousands
-
-
 _LINES = 100  # limit of problems in one message
-
-
+_TORCH_NAME = re.compile(r"\w+(\.\w+){1,2}")
 _HOME = 0.15  # a similar key of the same section wins, unless a key elsewhere is more similar by this much
 
 
@@ -246,6 +240,19 @@ class Text(Rule):
 
     def expected(self) -> str:
         return f"{self.noun} in quotes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorName(Text):
+    """A kind of operator, or what may be an operator of torch: "aten.mm", "aten.mm.default"."""
+
+    def accept(self, value: object) -> object:
+        word = Text.accept(self, value)
+        if word in OPERATOR_KINDS or _TORCH_NAME.fullmatch(str(word)):
+            return word
+        near = difflib.get_close_matches(str(word).lower(), OPERATOR_KINDS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"kinds are {', '.join(OPERATOR_KINDS)}"
+        raise RefusedError(f"is no kind of operator and not of the form aten.mm ({hint})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

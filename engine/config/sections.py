@@ -10,33 +10,16 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from engine.config.reader import Section, Sections, setting, stored
-from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, Real, Rule, Text, TextMap
-from engine.parallel.activation_checkpointing.operators import OperatorName
+from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, OperatorName, Real, Rule, Text, TextMap
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v", "auto")
-
-
 SIZE = Int(low=1)
-
-
 COUNT = Int(low=0)
-
-
 NOT_NEGATIVE = Real(low=0)
-
-
 FACTOR = Real(low=0, below=1)
-
-
 AUTO = Choice(options=("auto",), noun="auto")
-
-
 AXIS = AnyOf(rules=(AUTO, SIZE), remedy='give a whole number of at least 1, or "auto" for one axis')
-
-
 GLOBS = ListOf(each=Text(), noun='a list of name patterns such as ["*.bias"]')
-
-
 FOLDER = Text(noun="a path", null=True, remedy="give a path in quotes, or null for none")
 
 
@@ -283,8 +266,6 @@ class WarmupCosineLRParams:
 OPTIMIZERS: Mapping[str, type[Any]] = MappingProxyType(
     {"AdamW": AdamWParams, "Adam": AdamParams, "SGD": SgdParams, "Lion": LionParams}
 )
-
-
 SCHEDULERS: Mapping[str, type[Any]] = MappingProxyType({
     "LRRangeTest": LRRangeTestParams, "OneCycle": OneCycleParams, "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams, "WarmupCosineLR": WarmupCosineLRParams,

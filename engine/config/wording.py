@@ -11,11 +11,7 @@ from itertools import chain
 from numbers import Real as RealNumber
 
 _ROOM = 60
-
-
 _PATH_ROOM = 200
-
-
 _PLAIN_KEY = re.compile(rf"[\w$-]{{1,{_ROOM}}}")
 
 

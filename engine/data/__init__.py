@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
 
 Indices: TypeAlias = NDArray[np.int64]
-
-
 Batch: TypeAlias = "dict[str, Tensor]"
-
 
 IGNORED_LABEL = -100
 

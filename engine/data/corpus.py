@@ -19,14 +19,9 @@ from numpy.typing import NDArray
 from engine.errors import EngineError
 
 Split: TypeAlias = Literal["train", "validation"]
-
-
 Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
-
 BYTE_VOCABULARY = 256
-
-
 VALIDATION_ONE_IN = 10
 
 

@@ -18,8 +18,6 @@ from torch.nn import functional
 from engine.program.program import evaluating
 
 IGNORED_LABEL = -100
-
-
 INIT_STD = 0.02
 
 

@@ -20,10 +20,7 @@ from engine.errors import ConfigError
 LrSchedule = Callable[[int, float], float]
 """Schedule: (update, base learning rate of the group) -> learning rate."""
 
-
 Momentum = Callable[[int], float]
-
-
 SchedulerArgument = Callable[[Any], Any]
 """Schedule of the user: update -> factor, or optimizer -> LRScheduler."""
 

@@ -14,8 +14,6 @@ from engine.kernels.optim.stochastic_rounding import StochasticRounding
 from engine.kernels.optim.update_rules import AdamRule
 
 _BLOCK = 1024
-
-
 _WORD = 1 << 32
 
 

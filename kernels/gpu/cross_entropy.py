@@ -20,8 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
-
-
 _ELEMENTS_PER_THREAD = 16
 
 

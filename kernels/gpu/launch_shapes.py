@@ -14,20 +14,10 @@ import triton
 
 _ASSUMED_PROCESSORS = 132
 """Processors of an H100 or H200, assumed for shapes on the meta device, which are compiled and not run."""
-
-
 _INTERPRETED_PROCESSORS = 2
-
-
 _ASSUMED_CAPABILITY = (9, 0)
-
-
 _ELEMENTS_PER_THREAD = 16
-
-
 _COLUMNS = 1024
-
-
 WIDEST_ROW = 16384
 """Elements that one program can hold in registers at once."""
 
@@ -94,23 +84,15 @@ HOPPER = (
     Tile(64, 128, 64, 4, 4, 2, described=True, peak=0.65),
 )
 """Tiles for 16-bit elements from sm_90 on."""
-
-
 AMPERE = (
     Tile(128, 128, 32, 8, 4, 2, described=False),
     Tile(64, 128, 32, 4, 4, 2, described=False, peak=0.8),
 )
 """Tiles for 16-bit elements on sm_80 and its relatives."""
-
-
 EXACT = Tile(64, 64, 16, 8, 2, 2, described=False)
 """Tile for 32-bit elements multiplied in full fp32, without tensor cores."""
-
-
 TF32 = Tile(128, 128, 32, 8, 3, 2, described=False)
 """Tile for 32-bit elements that tensor cores multiply as TF32 (19 bits)."""
-
-
 _DESCRIBED_FROM = (9, 0)
 
 

@@ -19,8 +19,6 @@ from engine.kernels.gpu.launch_shapes import processors, row_shape
 
 _WIDEST_WITH_SUMS = 8192
 """Widest row that leaves registers for the sums of its parameter gradients."""
-
-
 _COLUMNS = 1024
 
 

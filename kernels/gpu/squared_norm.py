@@ -10,8 +10,6 @@ from torch import Tensor
 from engine.kernels.gpu.launch_shapes import processors
 
 _BLOCK = 2048
-
-
 _PROGRAMS_EACH = 4
 """Programs on each processor."""
 

@@ -45,14 +45,10 @@ from engine.kernels.ops.parallel_softmax import (
 
 LEAST_CHUNK = 256
 """Minimum tokens of a chunk; with fewer, the matrix products would leave the GPU idle."""
-
-
 _FP16_SLOPE = 256.0
 """Factor on fp16 gradients of logits until they are summed. Without it softmax probabilities below 6e-8 would underflow
 to 0 whatever the loss scale is, because the loss scale is applied later.
 """
-
-
 _SLAB = 8192
 """Rows of dW that are added at a time where the matrix product cannot accumulate into fp32 itself."""
 

@@ -12,8 +12,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 _SIZES = 16
 """Inputs and outputs of an fp8 product must be multiples of this."""
-
-
 _SCALED_FROM = (8, 9)
 """First compute capability whose tensor cores support fp8."""
 

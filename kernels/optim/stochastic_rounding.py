@@ -17,8 +17,6 @@ _WORD = 0xFFFFFFFF
 # A 32-bit mixer in which every input bit flips every output bit with a probability close to 1/2 (found by Wellons' hash
 # prospector). Both factors are below 2^31, so that products fit in int64.
 _FACTORS = (0x21F0AAAD, 0x735A2D97)
-
-
 _SHIFTS = (16, 15, 15)
 
 

@@ -10,22 +10,38 @@ model whose own switch is on (Hugging Face's ``gradient_checkpointing_enable``) 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from engine.config.sections import ActivationCheckpointingConfig
 from engine.errors import ConfigError
 from engine.parallel.activation_checkpointing.operators import DEFAULT, OPERATOR_KINDS
 from engine.parallel.activation_checkpointing.selective import Operator, SavedActivations, Selective
 from engine.parallel.model.blocks import find_units
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 
-def recomputed_blocks(model: nn.Module, settings: ActivationCheckpointingConfig) -> Mapping[str, nn.Module]:
+class CheckpointPolicy(Protocol):
+    """What is recomputed, as the configuration's section ``activation_checkpointing`` says it."""
+
+    @property
+    def mode(self) -> str:
+        """``none``, ``full`` or ``selective``."""
+
+    @property
+    def save(self) -> tuple[str, ...] | None:
+        """Mode selective: operators whose outputs are kept; None: matmul and attention."""
+
+    @property
+    def every(self) -> int | None:
+        """Mode selective: every n-th block is recomputed in full; None: ``save`` decides."""
+
+
+def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
     """The modules that run again in backward with all that they do, by name.
 
     Raises:
@@ -44,13 +60,13 @@ def recomputed_blocks(model: nn.Module, settings: ActivationCheckpointingConfig)
     return MappingProxyType(dict(blocks[settings.every - 1 :: settings.every]))
 
 
-def selective_blocks(model: nn.Module, settings: ActivationCheckpointingConfig) -> Mapping[str, nn.Module]:
+def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
     """The modules that run again in backward but for some operators, by name."""
     chosen = settings.mode == "selective" and settings.every is None and not _switched_on(model)
     return _blocks(model) if chosen else MappingProxyType({})
 
 
-def find_operators(settings: ActivationCheckpointingConfig) -> frozenset[Operator]:
+def find_operators(settings: CheckpointPolicy) -> frozenset[Operator]:
     """The operators whose outputs are kept.
 
     Raises:
@@ -65,36 +81,22 @@ def find_operators(settings: ActivationCheckpointingConfig) -> frozenset[Operato
     return frozenset(found)
 
 
-class Recomputation:
-    """Makes the forward of blocks one that is recomputed; ``remove`` puts the user's back.
+def recompute_blocks(
+    model: nn.Module, settings: CheckpointPolicy, patches: ForwardPatches, axis: TensorAxis | None = None
+) -> None:
+    """Let the blocks that ``settings`` names run again in backward.
 
-    ``axis``: of the layers that are cut, whose sums selective checkpointing keeps.
+    ``axis``: of the sharded layers, whose sums selective checkpointing keeps.
     """
-
-    def __init__(
-        self, model: nn.Module, settings: ActivationCheckpointingConfig, axis: TensorAxis | None = None
-    ) -> None:
-        self._forwards: list[tuple[nn.Module, Any]] = []
-        if _switched_on(model):
-            return
-        selective = Selective(find_operators(settings), axis)
-        for block in recomputed_blocks(model, settings).values():
-            self._replace(block, _recomputed(block))
-        for block in selective_blocks(model, settings).values():
-            self._replace(block, recomputed_in_part(block, selective))
-
-    def _replace(self, block: nn.Module, forward: Any) -> None:
-        self._forwards.append((block, vars(block).get("forward")))
-        object.__setattr__(block, "forward", forward)
-
-    def remove(self) -> None:
-        """Undo."""
-        for block, before in self._forwards:
-            if before is None:
-                del vars(block)["forward"]
-            else:
-                object.__setattr__(block, "forward", before)
-        self._forwards = []
+    if _switched_on(model):
+        return
+    selective = Selective(find_operators(settings), axis)
+    for block in recomputed_blocks(model, settings).values():
+        note = "keeps its inputs only and is recomputed in backward"
+        patches.wrap_forward(block, PatchLayer.RECOMPUTE, _recomputed(block), note)
+    for block in selective_blocks(model, settings).values():
+        note = "is recomputed in backward, except the outputs of the operators that activation_checkpointing.save names"
+        patches.wrap_forward(block, PatchLayer.RECOMPUTE, recomputed_in_part(block, selective), note)
 
 
 def recomputed_in_part(block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None) -> Any:

@@ -3,13 +3,8 @@
 A name stands for a kind ("matmul"), or is one of torch's own: "aten.mm", "aten.mm.default".
 """
 
-import difflib
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-
-from engine.config.rules import RefusedError, Text
 
 OPERATOR_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -43,22 +38,4 @@ OPERATOR_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Operators of each kind; those that a version of torch has not are left out."""
-
-
 DEFAULT = ("matmul", "attention")
-
-
-_TORCH_NAME = re.compile(r"\w+(\.\w+){1,2}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorName(Text):
-    """A kind of operator, or what may be an operator of torch."""
-
-    def accept(self, value: object) -> object:
-        word = Text.accept(self, value)
-        if word in OPERATOR_KINDS or _TORCH_NAME.fullmatch(str(word)):
-            return word
-        near = difflib.get_close_matches(str(word).lower(), OPERATOR_KINDS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"kinds are {', '.join(OPERATOR_KINDS)}"
-        raise RefusedError(f"is no kind of operator and not of the form aten.mm ({hint})")

@@ -12,11 +12,7 @@ from torch import Tensor
 from engine.parallel.grid import Axis, Grid
 
 Wait = Callable[[], object]
-
-
 Reduction = Literal["sum", "max"]
-
-
 Flow = Literal["forward", "backward", "state"]
 """What a message of a pipeline carries: values, their gradients, or anything between steps."""
 

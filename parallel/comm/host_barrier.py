@@ -23,15 +23,10 @@ from pathlib import Path
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Tells every rank the bytes of all ranks, by index; all give equally many."""
 
-
 _PART = 32
 """Bytes of each of the three parts of what a rank says of itself: host, address, word."""
-
-
 NO_HOST = bytes(_PART)
 """In place of a host: this rank shares no memory."""
-
-
 _SETUP_SECONDS = 30.0
 """How long to wait for what a peer has done already or does next."""
 

@@ -17,7 +17,6 @@ from engine.errors import EngineError, first_line
 MESSAGE_LIMIT = 1 << 28
 """Bytes of one message; longer ones go in several."""
 
-
 Wait = Callable[[], None]
 
 

@@ -28,18 +28,12 @@ from engine.parallel.comm.host_barrier import NO_HOST, Exchange, HostBarrier, ho
 
 SLOT_BYTES = 1 << 19
 """Smaller ones cost more barriers, larger ones leave the processor's cache and are memory that every engine takes."""
-
-
 _MANY_RANKS = 4
-
-
 _IN_PARTS = 1 << 19
 """Ranks and bytes of a piece from which a sum in parts costs less."""
 
-
 _MOST_VIEWS = 256
 """Views of slots that are kept, because making them costs as much as a small sum."""
-
 
 _Steps = Iterator[None]
 """A collective in two halves: it stops once, when everything is told that the others may wait for."""

@@ -171,11 +171,7 @@ _MOST_PLACES = 1 << 14
 
 # torch 2.13 renames the flat collectives and warns about the old names.
 _RENAMED = hasattr(dist, "reduce_scatter_single")
-
-
 _REDUCE_SCATTER = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
-
-
 _ALL_GATHER = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
 
 

@@ -13,7 +13,6 @@ from engine.parallel.tensor.layers.linear import has_plain_forward
 
 Function = Callable[..., Any]
 
-
 SCALES = (1.0, 30.0, 1e4)
 """Of inputs: what is clamped agrees with what is not among small values."""
 

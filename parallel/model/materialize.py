@@ -46,8 +46,6 @@ _NO_WAY = (
     "its module has no reset_parameters that sets it; add one (and _init_weights in a Hugging Face model), or build "
     "the model in memory."
 )
-
-
 Part = list[tuple[str, nn.Module]]
 """Modules by name, parents after their children."""
 

@@ -95,20 +95,10 @@ def _items(holder: Any) -> list[Any]:
 
 Place = tuple[str, str]
 """Module and attribute."""
-
-
 State = Mapping[Place, Any]
-
-
 _NOTHING = object()
-
-
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-
-
 _PLAIN = (bool, int, float, str, NoneType)
-
-
 _CLOSED = (
     Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, dict, list, tuple,
 )  # fmt: skip

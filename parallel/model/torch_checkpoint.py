@@ -16,8 +16,6 @@ from torch.utils import checkpoint as module
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 Function = Callable[..., Any]
-
-
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 

@@ -32,17 +32,9 @@ from engine.parallel.comm.comm import Pending
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 COLUMN_INPUTS = "column inputs"
-
-
 ROW_OUTPUTS = "row outputs"
-
-
 EMBEDDING = "embedding"
-
-
 LOGITS = "logits"
-
-
 LOSS = "loss"
 
 

@@ -14,8 +14,8 @@ Shape suffixes: B rows (all leading dims together), I inputs, O outputs.
 
 Linear layers that compute the activation behind them: at the end of their product's kernel, or in one pass over it.
 
-``fuse`` a column layer or one that is not cut, when the model has been cut; whoever does it makes the model's own
-module for the activation do nothing. ``unfuse`` puts back what was.
+``fuse`` takes a column layer or one that is not cut, after the model has been cut; its caller makes the model's own
+module for the activation do nothing.
 """
 
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from engine.kernels.ops.activation_functions import Activation
 from engine.kernels.ops.bias_activation import activate
 from engine.kernels.ops.linear import LinearForm, linear, product
 from engine.kernels.ops.linear import linear as kernel_linear
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -183,15 +184,13 @@ class FusedForward:
         return fused_forward(self.module, x, self.activation, self.kernels)
 
 
-def fuse(layer: nn.Module, activation: Activation, kernels: Kernels) -> None:
-    """Let a layer, a matrix product and nothing else, compute ``activation`` too. A cut one has its axis' kernels."""
-    layer.tensor_activation = activation  # type: ignore[assignment]
-    if not hasattr(layer, "multiply"):  # which cut layers have
-        object.__setattr__(layer, "forward", FusedForward(layer, activation, kernels))
+def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:
+    """Let a layer, a matrix product and nothing else, compute ``activation`` too. A sharded one has its axis' kernels.
 
-
-def unfuse(layer: nn.Module) -> None:
-    """Undo :func:`fuse`."""
-    for name in ("tensor_activation", "forward"):
-        if name in vars(layer):
-            object.__delattr__(layer, name)
+    An operator that stood in the layer's slot gives way to it.
+    """
+    with patches.changing(layer, PatchLayer.FUSED, f"computes the activation {activation} in its product's kernel"):
+        vars(layer).pop("forward", None)
+        layer.tensor_activation = activation  # type: ignore[assignment]
+        if not hasattr(layer, "multiply"):  # which sharded layers have
+            object.__setattr__(layer, "forward", FusedForward(layer, activation, kernels))

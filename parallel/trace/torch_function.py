@@ -28,53 +28,58 @@ _METADATA = frozenset((
     # ask for something later on, and make nothing now; ZeRO-3 does it around the modules of opened units
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
 ))  # fmt: skip
-
-
 _OF_THE_OBJECT = frozenset((
     "__hash__", "data_ptr", "untyped_storage", "is_tensor", "is_pinned", "get is_nested", "get layout",
 ))  # fmt: skip
-
-
 _TENSOR_GETTERS = frozenset(f"get {name}" for name in ("T", "mT", "H", "mH", "data", "real", "imag"))
-
-
 _BLANK = frozenset((
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
     "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
 ))  # fmt: skip
-
-
 _IN_PLACE_SIGNS = frozenset((
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
     "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
 ))  # fmt: skip
-
-
 _NOT_IN_PLACE = frozenset(("requires_grad_", "share_memory_"))
-
-
 _RANDOM = frozenset((
     "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_",
     "geometric_", "cauchy_", "log_normal_", "poisson", "binomial", "rrelu", "rrelu_", "gumbel_softmax",
 ))  # fmt: skip
-
-
 _DRAWS = frozenset(("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"))
-
-
 _KEEPS_STATISTICS: Mapping[Any, str] = MappingProxyType(
     {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
 )
 """Functions that write what they are given for later, and the argument that says so."""
-
-
 _BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
-
-
 _DIFFERENTIATES = frozenset(("backward", "grad"))
 
-
 Function = Callable[..., Any]
+
+
+class WrapperTensor(torch.Tensor):
+    """A tensor that stands for more than its rank holds: torch functions run on the part at hand, as it says.
+
+    Who watches torch functions lets it answer first, and watches the functions that it runs.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What ``func`` gives on wrappers."""
+        raise NotImplementedError
+
+
+def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
+    """The class of the first wrapper among arguments, also in lists and dicts."""
+    values = [*args, *(kwargs or {}).values()]
+    while values:
+        value = values.pop()
+        if isinstance(value, WrapperTensor):
+            return type(value)
+        if isinstance(value, list | tuple):
+            values.extend(value)
+        elif isinstance(value, dict):
+            values.extend(value.values())
+    return None
 
 
 def name_of(function: Function) -> str:

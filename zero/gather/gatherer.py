@@ -24,16 +24,20 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
+from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.zero.flat_buckets import FlatBucket
-from engine.zero.gather.gather_schedule import GatherOrder, Pass
+from engine.zero.gather.gather_schedule import GatherOrder
 from engine.zero.gather.unsharded_buckets import UnshardedBuckets
+
+_FORWARD, _BACKWARD = Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0)
+"""Passes that no schedule has announced: the three-call loop has one stage."""
 
 
 class _Walk:
     """State of the running pass."""
 
-    def __init__(self, walk: Pass, order: GatherOrder, kept: frozenset[int], pinned: frozenset[int]) -> None:
-        self.direction, self.stage = walk
+    def __init__(self, walk: Action, order: GatherOrder, kept: frozenset[int], pinned: frozenset[int]) -> None:
+        self.is_forward, self.stage = walk.op is Op.FORWARD, walk.stage
         self.positions = order.positions(walk)
         self.kept = kept
         """Buckets that stay gathered after the pass."""
@@ -65,7 +69,7 @@ class ParameterGatherer:
         self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.dp
         self._whole = UnshardedBuckets(buckets, comm, self._read)
         self._pass: _Walk | None = None
-        self._to_come: deque[Pass] = deque()
+        self._to_come: deque[Action] = deque()
         self._calls = 0
         self._at: dict[tuple[int, int], int] = {turn: position for position, turn in enumerate(order.turns)}
         self._anywhere = {turn.group: position for position, turn in reversed(list(enumerate(order.turns)))}
@@ -78,7 +82,7 @@ class ParameterGatherer:
 
     # ------------------------------------------------------------------ the passes of a step
 
-    def start(self, passes: Sequence[Pass]) -> None:
+    def start(self, passes: Sequence[Action]) -> None:
         """Announce the passes of a step, so that buckets which the next pass needs first are not freed before it."""
         self._refuse_opened()
         self._to_come = deque(passes)
@@ -86,13 +90,13 @@ class ParameterGatherer:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Context of one forward."""
-        with self._passing(Pass("forward"), Pass("backward") if torch.is_grad_enabled() else None):
+        with self._passing(_FORWARD, _BACKWARD if torch.is_grad_enabled() else None):
             yield
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
         """Context of one backward; ``last`` is True for the last one of the step."""
-        with self._passing(Pass("backward"), None if last else Pass("forward")):
+        with self._passing(_BACKWARD, None if last else _FORWARD):
             yield
 
     def end(self) -> None:
@@ -102,7 +106,7 @@ class ParameterGatherer:
         self._whole.free(self._whole.live - self._opened)
 
     @contextmanager
-    def _passing(self, walk: Pass, following: Pass | None) -> Iterator[None]:
+    def _passing(self, walk: Action, following: Action | None) -> Iterator[None]:
         self._refuse_opened()
         if self._to_come:
             walk = self._to_come.popleft()
@@ -113,7 +117,7 @@ class ParameterGatherer:
             with torch.no_grad():
                 self._ask_up_to(1)
                 if now.positions:
-                    first = self._order.everywhere if walk.direction == "forward" else self._order.at_start(walk)
+                    first = self._order.everywhere if walk.op is Op.FORWARD else self._order.at_start(walk)
                     self._whole.show(first)
             yield
             with torch.no_grad():
@@ -143,12 +147,12 @@ class ParameterGatherer:
         position = self._position(group)
         if self._pass is not None and position is not None:
             with torch.no_grad():
-                (self._reach if self._pass.direction == "forward" else self._enter_again)(position, self._pass)
+                (self._reach if self._pass.is_forward else self._enter_again)(position, self._pass)
 
     def leave(self, group: int, outputs: Sequence[Tensor]) -> None:
         """Watch the outputs of a module that has run: a gradient of theirs tells that its backward begins."""
         position = self._position(group)
-        if self._pass is not None and position is not None and self._pass.direction == "forward":
+        if self._pass is not None and position is not None and self._pass.is_forward:
             self._calls += 1
             if not outputs:
                 self._silent.add(position)
@@ -167,7 +171,7 @@ class ParameterGatherer:
         now = self._pass
         if now is None:
             return
-        if now.direction == "forward":  # a backward of the user's own, through a graph that the step may use again
+        if now.is_forward:  # a backward of the user's own, through a graph that the step may use again
             if not self._order.members[position] <= self._order.everywhere:
                 self._need_everywhere(self._order.members[position])
             return
@@ -204,7 +208,7 @@ class ParameterGatherer:
         at_once: frozenset[int] = frozenset()
         while index:
             self._ask_up_to(index + 1)
-            silent = now.direction == "backward" and index < len(now.positions) and now.positions[index] in self._silent
+            silent = not now.is_forward and index < len(now.positions) and now.positions[index] in self._silent
             if not silent:
                 break
             self._whole.ask_alike(self._order.members[now.positions[index]])

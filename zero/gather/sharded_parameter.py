@@ -69,8 +69,6 @@ def _own(*names: str) -> tuple[Any, ...]:
 
 
 _untyped: Any = Tensor
-
-
 _WITHOUT_CONTENT = frozenset(
     (
         *_getters(

@@ -1,12 +1,12 @@
-"""Built-in optimizers over flat tensors: Adam, AdamW, SGD and Lion, as ordinary torch optimizers.
+"""The optimizers that a JSON file can name, over flat tensors. They are ordinary torch optimizers.
 
-Their state is the moments alone; the step count of a group is a Python int in the group.
+State is the moments alone; the step count of a group is a Python int in the group.
 
-Adam can also update through kernels that read the decision on the device (``kernels/optim/adamw.py``):
+Adam's updates of a rank's shards as kernels that read the decision on the device (``kernels/ops/adamw.py``).
 
     control sums agreed -> factor, go: scalars on the device -> updates and gathers are launched -> the host reads
 
-If the host then finds that the update was skipped, it restores what it has counted in advance (``Bookkeeping``).
+Where the host then finds that no update was made, it puts back what it has counted itself (``Bookkeeping``).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.optim.adamw import AdamRun, DeviceDecision, adamw_
+from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_
 from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
 from engine.zero.optim.bf16_updates import RoundedUpdates
 

@@ -20,11 +20,8 @@ from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.sharded_optimizer import OptimizerTensor, ShardedOptimizer
 
 Moments = dict[nn.Parameter, dict[str, Tensor]]
-
-
 Numbers = dict[str, dict[str, list[Any]]]
 """Group -> name -> [value, dtype of a tensor or None]."""
-
 
 _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 """Options of an optimizer that schedulers move."""

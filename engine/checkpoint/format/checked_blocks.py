@@ -35,22 +35,14 @@ except ImportError:  # a machine without it writes crc32 and says so in the mani
 BLOCK = 1 << 18
 """Bytes that one hash covers. Reading rounds to it, so it is small against what a rank wants of a tensor."""
 
-
 Hashes = NDArray[np.uint64]
-
-
 _HashFunction = Callable[[memoryview], int]
-
 
 _ALGORITHMS: Mapping[str, _HashFunction] = MappingProxyType(
     ({"xxh3-64": lambda data: int(xxhash.xxh3_64_intdigest(data))} if xxhash is not None else {})
     | {"crc32": lambda data: zlib.crc32(data)}
 )
-
-
 ALGORITHMS = ("xxh3-64", "crc32")
-
-
 DEFAULT_ALGORITHM = next(iter(_ALGORITHMS))
 
 
@@ -81,15 +73,11 @@ def hash_blocks(data: memoryview, algorithm: str = DEFAULT_ALGORITHM, block: int
 
 
 THREADS = 2
-
-
 LONG = 1 << 20
 """Bytes from which going past the page cache is worth it."""
 
 
 ByteRange = NDArray[np.uint8]
-
-
 Check = Callable[[memoryview, int], None]
 """Takes what was read and where it begins in the file; raises if it is damaged."""
 

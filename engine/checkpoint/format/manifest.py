@@ -19,14 +19,9 @@ from engine.checkpoint.format.strict_json import Fields, dump, natural, naturals
 from engine.errors import CheckpointError
 
 FORMAT, MAJOR, MINOR = "trine-checkpoint", 1, 0
-
-
 NAME, COMMIT, CHECKSUMS = "manifest.json", "COMMIT", "checksums.safetensors"
-
-
 LIMIT = 1 << 26
 """Bytes of a manifest: some 500,000 pieces. Parsed it takes up to twenty times its size."""
-
 
 _FILE = re.compile(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 

@@ -20,24 +20,17 @@ from engine.errors import CheckpointError
 HEADER_LIMIT = 1 << 25
 """Bytes of a header: some 100,000 tensors. The format allows more; a parsed header takes ten times its size."""
 
-
 DTYPES: Mapping[str, str] = MappingProxyType({
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
 })  # fmt: skip
 """Names of the format -> names of torch and numpy."""
-
-
 _WIDTHS: Mapping[str, int] = MappingProxyType({
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 })  # fmt: skip
-
-
 _METADATA = "__metadata__"
-
-
 _CODES: Mapping[str, str] = MappingProxyType({name: code for code, name in DTYPES.items()})
 
 

@@ -21,12 +21,8 @@ from engine.checkpoint.format.strict_json import Fields, dump, parse
 from engine.errors import CheckpointError
 
 _STEP = re.compile(r"step-([0-9]{8,18})(?:-r([0-9]{1,9}))?")
-
-
 _LEFTOVER = re.compile(r"\.trash-step-[0-9]{8,18}(-r[0-9]{1,9})?|(step-[0-9]{8,18}|latest)\.tmp-[0-9a-f]{8}")
 """Names that nobody but a save gives: what else lies in a folder is the user's."""
-
-
 _SMALL = 1 << 12
 
 

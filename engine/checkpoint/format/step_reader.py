@@ -27,8 +27,6 @@ from engine.errors import CheckpointError
 
 BUFFER = 1 << 22
 """Bytes read at a time where runs are copied out."""
-
-
 DIRECT = 4
 """Whole blocks from which a run is read straight into its place."""
 

@@ -28,8 +28,6 @@ from engine.parallel.trace.torch_function import checks_content
 
 MOST_DEAD_BYTES = 64 << 20
 """Glue on absent values allocates; above this, skipping it costs less than running it."""
-
-
 _REUSE = 8
 """A parameter that only recomputing would need here counts an eighth: it is here once, values in every microbatch."""
 
@@ -256,8 +254,6 @@ def _levels(timeline: ModelTrace, stage_of_call: Sequence[int]) -> list[int]:
 
 
 _Node = tuple[str, int]
-
-
 _SOURCE, _SINK = ("source", 0), ("sink", 0)
 
 

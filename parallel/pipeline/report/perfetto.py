@@ -15,17 +15,12 @@ from engine.parallel.pipeline.schedule.simulate import Span
 
 SECOND = 1e6
 """Times of the format are microseconds."""
-
-
 UNIT = 1e3
 """So long is shown what has no unit."""
-
-
 _KIND = {
     Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward input",
     Op.BACKWARD_WEIGHT: "backward weight",
 }  # fmt: skip
-
 
 Event = Mapping[str, Any]
 

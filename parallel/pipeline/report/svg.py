@@ -13,12 +13,8 @@ from engine.parallel.pipeline.schedule.simulate import Span
 
 _ROW, _PITCH = 20, 23
 """Height of a row, and distance of rows."""
-
-
 _HEAD, _FOOT = 26, 24
 """Height of a headline, and of the legend."""
-
-
 _DIGIT = 6.2
 """Width of a digit in a box."""
 
@@ -28,18 +24,12 @@ _COLOUR = {
     Op.FORWARD: (0x5A, 0xAD, 0xE8), Op.BACKWARD: (0xE8, 0xA3, 0x2E),
     Op.BACKWARD_INPUT: (0xF0, 0x8A, 0x78), Op.BACKWARD_WEIGHT: (0x4F, 0xB9, 0x8C),
 }  # fmt: skip
-
-
 _PALEST = 0.5
 """How near to white the last stage of a rank comes."""
-
-
 _WORDS = {
     Op.FORWARD: "F forward", Op.BACKWARD: "B backward", Op.BACKWARD_INPUT: "I gradient of the input",
     Op.BACKWARD_WEIGHT: "W gradient of the weights",
 }  # fmt: skip
-
-
 _STYLE = """\
 text{font:11px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}.title{font-size:12px}.end{text-anchor:end}
 .page{fill:#fff}.idle{fill:#eaedf0}.n{fill:#111;font-size:10px;text-anchor:middle;pointer-events:none}

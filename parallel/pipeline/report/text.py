@@ -123,11 +123,8 @@ def _count(count: int, noun: str) -> str:
 
 
 IDLE = "."
-
-
 _ROUNDING = 1e-9
 """Sums of float costs may end a little past a cell."""
-
 
 Label = Callable[[Action], str]
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from engine.parallel.pipeline.schedule.actions import Placement
 
 FORWARD, INPUT, WEIGHT = range(3)
-
-
 Tick = tuple[int, int, int, int]
 """When an action starts, which of the three it is, its stage, its microbatch."""
 

@@ -19,7 +19,6 @@ RECEIVES_AHEAD = 1
 """A rank that begins an action has offered to receive for it and for so many actions after it, ``row[i : i + 1 +
 RECEIVES_AHEAD]``: a message travels while the action before its use computes, and one more buffer is held."""
 
-
 Releases = tuple[tuple[tuple[int, ...], ...], ...]
 
 

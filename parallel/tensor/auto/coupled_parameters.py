@@ -234,24 +234,14 @@ class _Form(NamedTuple):
 
 
 _MATMUL = _Form(0, 1, None, -1, -2)
-
-
 _ADDMM = _Form(1, 2, 0, -1, -2)
-
-
 _BY_FUNCTION: Mapping[Any, _Form] = MappingProxyType(
     {functional.linear: _Form(0, 1, 2, -1, -1), torch.addmm: _ADDMM, torch.baddbmm: _ADDMM}
     | dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm), _MATMUL)
     | dict.fromkeys((Tensor.bmm, torch._grouped_mm, getattr(functional, "grouped_mm", torch._grouped_mm)), _MATMUL)
 )
-
-
 _RELUS = frozenset((functional.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_))
-
-
 _STATISTICS = frozenset((Tensor.mean, torch.mean, Tensor.var, torch.var, Tensor.sum, torch.sum))
-
-
 _NORMS = frozenset((functional.layer_norm, functional.rms_norm, torch.layer_norm))
 
 

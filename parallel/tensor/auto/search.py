@@ -14,8 +14,6 @@ from engine.parallel.tensor.plan.styles import parse_style
 
 MOST = 3
 """Numbers that are changed at once."""
-
-
 TRIES = 24
 """Sets of numbers that are tried for a group."""
 

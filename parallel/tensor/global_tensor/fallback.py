@@ -17,8 +17,6 @@ _SIGNS = frozenset((
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
     "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__imatmul__", "__setitem__", "__set__",
 ))  # fmt: skip
-
-
 _MEMORY = frozenset((
     "data_ptr", "untyped_storage", "storage", "storage_offset", "_typed_storage", "share_memory_", "set_",
     "__dlpack__", "as_strided", "register_hook", "register_post_accumulate_grad_hook", "grad",
@@ -33,7 +31,7 @@ def rule_name(func: Function) -> str:
     return name
 
 
-def gathered(views: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
     """Run ``func`` on plain tensors.
 
     Raises:

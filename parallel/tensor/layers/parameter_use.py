@@ -25,7 +25,6 @@ from engine.parallel.model.placeholders import trainable
 from engine.parallel.tensor.global_tensor.global_tensor import has_views
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.torch_function import Operation
-from engine.program.batch import Batch
 
 _KINDS = 1024
 """Kinds of inputs that are remembered; with more, all are looked at anew."""
@@ -39,7 +38,7 @@ class FirstUse:
         self._parameters = {name: p for name, p in model.named_parameters() if name in names and trainable(p)}
         self._seen: set[object] = set()
 
-    def watch(self, microbatch: Batch, run: Callable[[], Any]) -> Any:
+    def watch(self, microbatch: Any, run: Callable[[], Any]) -> Any:
         """What ``run`` gives; the same on all tensor ranks.
 
         Raises:
@@ -65,7 +64,7 @@ class FirstUse:
         return result
 
 
-def _kind(microbatch: Batch) -> object:
+def _kind(microbatch: Any) -> object:
     leaves, spec = pytree.tree_flatten(microbatch)
     return str(spec), tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
 

@@ -159,16 +159,10 @@ _ELEMENTWISE = (
     "__sub__", "__rsub__", "__neg__", "__pow__", "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__",
     "__abs__", "__invert__",
 )  # fmt: skip
-
-
 CONVERSIONS = tuple(
     getattr(Tensor, name) for name in ("float", "double", "half", "bfloat16", "to", "type", "type_as", "cpu", "cuda")
 )
-
-
 VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
-
-
 _REARRANGEMENTS = (
     "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "unsqueeze", "squeeze",
 )  # fmt: skip

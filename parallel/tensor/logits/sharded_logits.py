@@ -329,6 +329,4 @@ def _functions_about_it() -> frozenset[Callable[..., Any]]:
 
 
 _HOOKS = frozenset({"register_hook", "retain_grad", "register_post_accumulate_grad_hook"})
-
-
 _ABOUT_IT = _functions_about_it()

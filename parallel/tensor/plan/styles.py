@@ -36,11 +36,7 @@ from types import MappingProxyType
 from engine.errors import PlanError
 
 LAYER_STYLES = ("column", "column+gather", "row", "vocabulary", "experts", "cut", "partial", "replicate")
-
-
 CUTTING = ("column", "column+gather", "row", "cut")
-
-
 Rows = tuple[tuple[tuple[int, int], ...], ...]
 """By rank: the runs [start, stop) of rows that it holds, ascending."""
 

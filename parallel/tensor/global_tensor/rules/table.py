@@ -1,6 +1,6 @@
 """Which rule a torch function has. The table is made once."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +14,8 @@ from engine.kernels.ops.gated_unit import gated
 from engine.kernels.ops.linear import linear as fused
 from engine.kernels.ops.norm import add_norm, norm
 from engine.kernels.ops.rotary import rotary
+from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, Rules, TensorRule
+from engine.parallel.tensor.global_tensor.fallback import gathered
 from engine.parallel.tensor.global_tensor.rules import (
     attention,
     elementwise,
@@ -24,9 +26,7 @@ from engine.parallel.tensor.global_tensor.rules import (
     shapes,
     slicing,
 )
-
-TensorRule = Callable[..., Any]
-
+from engine.parallel.tensor.tp_axis import TensorAxis
 
 _ELEMENTWISE = """
     abs absolute acos add addcdiv addcmul angle arccos arcsin arctan asin atan atan2 bitwise_and bitwise_not
@@ -40,22 +40,16 @@ _ELEMENTWISE = """
     __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __invert__ __and__
     __rand__ __or__ __ror__ __xor__ __rxor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
 """
-
-
 _FUNCTIONAL = """
     gelu silu relu relu6 elu selu celu leaky_relu mish hardtanh hardsigmoid hardswish logsigmoid softplus softsign
     sigmoid tanh tanhshrink hardshrink softshrink threshold
 """
-
-
 _IN_PLACE = """
     abs_ add_ addcdiv_ addcmul_ ceil_ clamp_ clamp_max_ clamp_min_ copy_ cos_ div_ divide_ exp_ fill_ floor_ lerp_ log_
     logical_and_ logical_not_ logical_or_ masked_fill_ mul_ multiply_ nan_to_num_ neg_ pow_ reciprocal_ relu_ round_
     rsqrt_ sigmoid_ sin_ sqrt_ square_ sub_ subtract_ tanh_ true_divide_ zero_
     __iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__
 """
-
-
 _IN_PLACE_FUNCTIONAL = "relu_ elu_ selu_ celu_ leaky_relu_ hardtanh_ threshold_"
 
 
@@ -182,4 +176,9 @@ def _table() -> Mapping[Any, TensorRule]:
     return MappingProxyType({function: rule for part in parts for rule, function in part})
 
 
-TENSOR_RULES = _table()
+TENSOR_RULES = Rules(by_function=_table(), fallback=gathered)
+
+
+def global_context(axis: TensorAxis, sequence: bool = False, regather: bool = False) -> GlobalTensorContext:
+    """A new context of global tensors with all rules; see :class:`GlobalTensorContext`."""
+    return GlobalTensorContext(axis, TENSOR_RULES, sequence, regather)
