@@ -73,7 +73,7 @@ class Config:
     parallel: ParallelConfig = setting(ParallelConfig(), Section(cls=ParallelConfig))
     """The grid of processes."""
     zero_optimization: ZeroConfig = setting(ZeroConfig(), Section(cls=ZeroConfig))
-    """What the data ranks shard."""
+    """Optimizer state, gradients and parameters that the data ranks shard."""
     bf16: Bf16Config = setting(Bf16Config(), Section(cls=Bf16Config))
     """Training in bfloat16."""
     fp16: Fp16Config = setting(Fp16Config(), Section(cls=Fp16Config))
@@ -96,7 +96,7 @@ class Config:
     activation_checkpointing: ActivationCheckpointingConfig = setting(
         ActivationCheckpointingConfig(), Section(cls=ActivationCheckpointingConfig)
     )
-    """Which activations the backward recomputes."""
+    """Activation checkpointing: activations that the backward recomputes."""
     kernels: Literal["auto", "reference", "triton"] = setting(
         "auto", Choice(options=("auto", "reference", "triton"), noun="a kernel set")
     )
@@ -108,9 +108,9 @@ class Config:
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), Section(cls=CheckpointConfig))
     """When and where checkpoints are written."""
     monitor: MonitorConfig = setting(MonitorConfig(), Section(cls=MonitorConfig))
-    """Where the figures of each step are written."""
+    """Destinations of the figures of each step."""
     watchdog: WatchdogConfig = setting(WatchdogConfig(), Section(cls=WatchdogConfig))
-    """What happens when a rank waits too long, or when a run has stopped learning."""
+    """Reactions to a rank that waits too long, and to a run that has stopped learning."""
     notes: tuple[str, ...] = ()
     """One line for each DeepSpeed key that was accepted without effect."""
 

@@ -244,7 +244,7 @@ class Text(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorName(Text):
-    """A kind of operator, or what may be an operator of torch: "aten.mm", "aten.mm.default"."""
+    """A kind of operator, or a name that may be an operator of torch: "aten.mm", "aten.mm.default"."""
 
     def accept(self, value: object) -> object:
         word = Text.accept(self, value)

@@ -65,7 +65,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """Where optimizer state is kept."""
+    """Placement of the optimizer state."""
 
     device: Literal["none", "cpu", "nvme"] = setting("none", _words("none", "cpu", "nvme", noun="a place for state"))
     """none: on the GPU; cpu: in host memory; nvme: on disk."""
@@ -75,7 +75,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroConfig:
-    """What the data ranks shard instead of holding full copies."""
+    """Optimizer state, gradients and parameters that the data ranks shard instead of holding full copies."""
 
     stage: Literal[0, 1, 2, 3] = setting(0, Choice(options=(0, 1, 2, 3), noun="a ZeRO stage"))
     """0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too."""
@@ -88,7 +88,7 @@ class ZeroConfig:
     reduce_bucket_size: int = setting(4_000_000, SIZE)
     """Elements reduced in one collective."""
     offload_optimizer: OffloadConfig = setting(OffloadConfig(), Section(cls=OffloadConfig))
-    """Where optimizer state is kept."""
+    """Placement of the optimizer state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +312,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointingConfig:
-    """Which activations of the forward are recomputed in the backward instead of kept."""
+    """Activation checkpointing: activations of the forward that the backward recomputes instead of keeping them."""
 
     mode: Literal["none", "full", "selective"] = setting(
         "none", _words("none", "full", "selective", noun="a checkpointing mode")
@@ -346,7 +346,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorConfig:
-    """Where the figures of each step are written."""
+    """Destinations of the figures of each step."""
 
     jsonl: str | None = setting(None, FOLDER)
     """File that receives a JSON object every ``every`` steps."""
@@ -358,7 +358,7 @@ class MonitorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchdogConfig:
-    """What happens when a rank waits too long, or when a run has stopped learning."""
+    """Reactions to a rank that waits too long, and to a run that has stopped learning."""
 
     timeout_seconds: float = setting(60.0, Real(above=0))
     """Seconds without progress after which every rank reports where it is."""

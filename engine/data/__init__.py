@@ -1,4 +1,4 @@
-"""From a corpus to batches: windows, a resumable order that is independent of the grid, and tensors.
+"""Batches from a corpus: windows, a resumable order that is independent of the grid, and tensors.
 
 The corpus is cut into windows of ``context + 1`` tokens at stride ``context``: adjacent windows share one token, which
 is the last target of one and the first input of the next, so every target is predicted exactly once. Fewer than

@@ -115,7 +115,7 @@ class Asked(NamedTuple):
 
     @property
     def weighted(self) -> bool:
-        """Whether the term ``weighted`` is asked for."""
+        """True if the term ``weighted`` is asked for."""
         return self.even or self.weight is not None
 
 

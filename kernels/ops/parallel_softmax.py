@@ -35,7 +35,7 @@ class Question(NamedTuple):
 
     @property
     def weighted(self) -> bool:
-        """Whether the term ``weighted`` is asked for."""
+        """True if the term ``weighted`` is asked for."""
         return self.even or self.weight is not None
 
     def rows(self, part: slice) -> "Question":

@@ -22,14 +22,14 @@ LABEL = "full parameters"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedModel:
-    """What :func:`full_parameters` works on."""
+    """Model and flat buckets that :func:`full_parameters` works on."""
 
     model: nn.Module
     table: ShardTable
     buckets: Sequence[FlatBucket]
-    """All buckets of this rank, those of frozen parameters among them."""
+    """All buckets of this rank, including those of frozen parameters."""
     gatherer: ParameterGatherer | None
-    """None where parameters are not sharded."""
+    """Gatherer of the parameters; None if they are not sharded."""
     comm: Comm
 
 

@@ -73,7 +73,7 @@ def _grouped(units: Sequence[str], blocks: set[str]) -> list[list[str]]:
 
 
 class GatheredModules:
-    """Modules of a stage that gather their parameters.
+    """Modules of a stage that gather their parameters when they are called.
 
     They are patched outside activation checkpointing, so that a block is gathered once for its backward.
     """

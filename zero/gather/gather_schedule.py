@@ -35,7 +35,7 @@ class GatherOrder:
     """Stage -> first position that its backward reaches; earlier ones are frozen and have no trained input."""
 
     def positions(self, walk: Action) -> range:
-        """Positions in the order of one pass, a forward or a backward of any microbatch."""
+        """Return the positions of one pass, a forward or a backward of any microbatch, in its order."""
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
             return range(0)

@@ -30,7 +30,7 @@ from engine.zero.gather.gather_schedule import GatherOrder
 from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
 _FORWARD, _BACKWARD = Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0)
-"""Passes that no schedule has announced: the three-call loop has one stage."""
+"""Passes of the three-call loop, which announces no schedule and has one stage."""
 
 
 class _Walk:

@@ -1,12 +1,12 @@
-"""The optimizers that a JSON file can name, over flat tensors. They are ordinary torch optimizers.
+"""Built-in optimizers over flat tensors: Adam, AdamW, SGD and Lion, as ordinary torch optimizers.
 
-State is the moments alone; the step count of a group is a Python int in the group.
+Their state is the moments alone; the step count of a group is a Python int in the group.
 
-Adam's updates of a rank's shards as kernels that read the decision on the device (``kernels/ops/adamw.py``).
+Adam can also update through kernels that read the decision on the device (``kernels/ops/adamw.py``):
 
     control sums agreed -> factor, go: scalars on the device -> updates and gathers are launched -> the host reads
 
-Where the host then finds that no update was made, it puts back what it has counted itself (``Bookkeeping``).
+If the host then finds that the update was skipped, it restores what it has counted in advance (``Bookkeeping``).
 """
 
 from collections.abc import Callable, Mapping
