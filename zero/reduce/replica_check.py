@@ -64,8 +64,8 @@ class ReplicaCheck:
             return None
         return PlanError(
             f"parameter {places[differing[0]][0]!r} is held by all tensor ranks, but its gradients differ between "
-            'them: the model uses it on cut activations; give its module the style "partial" in parallel.tensor_plan, or the '
-            'style "replicate" to the layers before it.'
+            'them: the model uses it on cut activations; give its module the style "partial" in parallel.tensor_plan, '
+            'or the style "replicate" to the layers before it.'
         )
 
 
