@@ -1,6 +1,6 @@
-"""What a sharded parameter is while it is not gathered: shape, dtype and name, and a clear answer to who reads it.
+"""Class of a sharded parameter while it is not gathered: it has shape, dtype and name, and answers reads clearly.
 
-The object stays the user's; only its class changes to :class:`ShardedParameter` and back, so that nothing stands
+The object stays the user's. Only its class changes, to :class:`ShardedParameter` and back, so that nothing stands
 between torch and a parameter while the model runs.
 """
 
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 Read = Callable[[], None]
-"""Called when somebody reads a parameter that is not gathered: gathers it, or raises."""
+"""Called when code reads a parameter that is not gathered; it gathers the parameter or raises."""
 
 
 @dataclass(slots=True)
 class Guard:
-    """What a parameter carries along."""
+    """State that a concealed parameter carries."""
 
     own_class: type[nn.Parameter]
     read: Read
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter of which this rank has a part at most."""
+    """Parameter of which this rank holds its shard at most."""
 
     _guard: Guard
 
@@ -44,7 +44,7 @@ class ShardedParameter(nn.Parameter):
 
 
 def conceal(parameter: nn.Parameter, read: Read) -> None:
-    """Let ``read`` answer whoever wants the content."""
+    """Change the class to :class:`ShardedParameter`, so that ``read`` is called when code needs the values."""
     if isinstance(parameter, ShardedParameter):
         return
     untyped: Any = parameter
@@ -53,7 +53,7 @@ def conceal(parameter: nn.Parameter, read: Read) -> None:
 
 
 def reveal(parameter: nn.Parameter) -> None:
-    """The opposite of :func:`conceal`."""
+    """Restore the parameter's own class: the inverse of :func:`conceal`."""
     if isinstance(parameter, ShardedParameter):
         untyped: Any = parameter
         untyped.__class__ = untyped._guard.own_class
@@ -85,4 +85,4 @@ _WITHOUT_CONTENT = frozenset(
         _untyped.requires_grad.__set__, _untyped.grad.__set__, _untyped.grad.__delete__,
     )
 )  # fmt: skip
-"""What needs no values."""
+"""Functions of torch that need no values."""

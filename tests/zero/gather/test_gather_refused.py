@@ -33,7 +33,7 @@ def test_steps_and_states_inside_full_parameters_are_refused_on_every_stage(
     run_ranks: RunRanks, grid: dict[str, int]
 ) -> None:
     for told in run_ranks(opened, 2 * grid.get("pipeline", 1), grid):
-        end = " inside full_parameters, which holds them open; leave its `with` block first."
+        end = " cannot run inside full_parameters, which keeps parameters gathered; leave its `with` block first."
         assert told == [what + end for what in ("a step", "a step", "full_state_dict")]
 
 
