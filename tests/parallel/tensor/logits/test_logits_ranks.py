@@ -169,8 +169,8 @@ def refusals() -> None:
     with pytest.raises(EngineError) as caught:
         torch.autograd.grad(loss, local, create_graph=True)
     assert str(caught.value) == (
-        "backward was called with create_graph = True; layers that are cut over tensor ranks have first derivatives "
-        "only: set parallel.tensor to 1."
+        "backward was called with create_graph = True, but layers that are sharded over tensor ranks have first "
+        "derivatives only; set parallel.tensor to 1."
     )
     comm.close()
 
