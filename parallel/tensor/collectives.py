@@ -165,7 +165,7 @@ def check_parts(x: Tensor, axis: TensorAxis, dim: int) -> int:
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:
-    """[T, .., n, ..] -> [.., T n, ..], contiguous: the shards of all ranks in order along ``dim`` (counted without T)."""
+    """[T, .., n, ..] -> [.., T n, ..], contiguous: all ranks' shards in order along ``dim`` (counted without T)."""
     joined = parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # flatten alone may return strided memory
     # nothing else refers to the base; still marked as a view, the result would refuse in-place writes
     return torch.ops.aten._unsafe_view(joined, joined.shape) if joined._is_view() else joined
