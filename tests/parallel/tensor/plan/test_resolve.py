@@ -241,8 +241,8 @@ def test_ties_must_be_cut_alike() -> None:
 def test_embeddings_that_need_all_rows() -> None:
     model = nn.ModuleDict({"rows": nn.Embedding(9, 4, max_norm=1.0)})
     assert refusal(model, {"rows": "vocabulary"}) == (
-        "rows has max_norm = 1.0, which needs all rows of the vocabulary on one rank; build it without, or give it "
-        'the style "replicate" in parallel.tensor_plan.'
+        "rows has max_norm = 1.0, which needs all rows of the vocabulary on one rank; build it without max_norm, or "
+        'give it the style "replicate" in parallel.tensor_plan.'
     )
 
 
