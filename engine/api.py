@@ -30,7 +30,7 @@ from engine.planning.profile_calls import Costs, needs_profiling
 from engine.program.batch import Batch
 from engine.program.loss import LossFunction
 from engine.reporting.banner import banner_text
-from engine.step.runtime import Parts
+from engine.step.runtime import RankRuntime
 from engine.zero.optim.sharded_optimizer import OptimizerFactory
 
 logger = logging.getLogger("trine")
@@ -64,24 +64,33 @@ def initialize(
     world = read_world()
     resolved = load_config(config, world.size)
     made = make_model(model, resolved.seed, world.device)
-    files = model_files(made)
-    request = Request(loss_fn, optimizer, lr_scheduler, example_batch)
-    prepare(made, resolved, request)
-    request = replace(request, forwards=change_forwards(made, resolved, world.device))
-    waits = needs_example(resolved) and example_batch is None
-    known = None if waits or needs_profiling(resolved) else _plan(made, resolved, request)
-    comm = _open_comm(resolved, world)
+    request = Request(loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=lr_scheduler, example_batch=example_batch)
+    try:
+        return _initialize(made, resolved, request, world)
+    except BaseException:
+        request.patches.remove()
+        raise
 
-    def complete(example: Batch, problem: Exception | None = None) -> Parts:
-        plan = _Joined(made, resolved, request, comm, world.device).plan(known, example, problem)
-        parts = build(made, plan, comm, world.device, request, example)
+
+def _initialize(model: nn.Module, config: Config, request: Request, world: World) -> Engine:
+    files = model_files(model)
+    prepare(model, config, request)
+    request = replace(request, changes=change_forwards(model, config, world.device, request.patches))
+    waits = needs_example(config) and request.example_batch is None
+    known = None if waits or needs_profiling(config) else plan_run(model, config, request, request.example_batch)
+    comm = _open_comm(config, world)
+
+    def complete(example: Batch, problem: Exception | None = None) -> RankRuntime:
+        joined = _Joined(model=model, config=config, request=request, comm=comm, device=world.device)
+        plan = joined.plan(known, example, problem)
+        runtime = build(model, plan, comm, world.device, request, example)
         if world.rank == 0:
             logger.info(banner_text(plan, str(world.device)))
-        return parts
+        return runtime
 
-    engine = Engine(made, resolved, comm, complete, CheckpointCoordinator(made, resolved, comm, world.device, files))
+    engine = Engine(model, config, comm, complete, CheckpointCoordinator(model, config, comm, world.device, files))
     if not waits:
-        engine.complete(example_batch)
+        engine.complete(request.example_batch)
     return engine
 
 
@@ -110,14 +119,6 @@ class _Joined:
             return measure_model(self.model, self.config, self.request, example, self.device).to_bytes()
 
         return from_first(measure, self.comm, self.device)
-
-
-def _plan(model: nn.Module, config: Config, request: Request) -> Plan:
-    try:
-        return plan_run(model, config, request, request.example_batch)
-    except BaseException:
-        request.forwards.remove()
-        raise
 
 
 def _open_comm(config: Config, world: World) -> Comm:

@@ -1,12 +1,10 @@
 """The engine: calls the parts in order, computes nothing itself.
 
-train_batch    cut -> same batch on all ranks of a replica? -> executor [ forwards, backwards + reduce ]
-                   -> control -> update + gather -> report
+train_batch    complete the build (first batch) -> StepRunner.train -> report -> checkpoint if it is time
 """
 
-import math
+import difflib
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Self, overload
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.coordinator import CheckpointCoordinator
+from engine.checkpoint.full_state import state_entries
 from engine.checkpoint.writer import PendingSave
 from engine.config import Config
 from engine.errors import EngineError
@@ -22,26 +21,20 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.grid import Grid
 from engine.parallel.pipeline.report.measured import measured_timeline
-from engine.parallel.pipeline.runtime.outputs import Carrier
 from engine.parallel.pipeline.schedule.simulate import StepTimeline
 from engine.planning.plan import Plan
-from engine.program.batch import Batch, is_text, join_outputs
-from engine.program.loss import check_pair, check_trainable
-from engine.program.program import evaluating
+from engine.program.batch import Batch, join_outputs
 from engine.reporting.banner import compare_traffic
 from engine.reporting.sinks import StepReporter
 from engine.reporting.step_report import StepReport
-from engine.step.batch_check import check_batch, take_batch
-from engine.step.runner import StepRunner, run_schedule
-from engine.step.runtime import Parts
-from engine.step.state import StepState
-from engine.step.update import Update, UpdateOutcome
-from engine.zero.attachment import Attachment
-from engine.zero.gather.full_parameters import full_parameters
-from engine.zero.reduce.reducer import Backward
+from engine.step.batch_check import take_batch
+from engine.step.runner import FinishedStep, StepRunner
+from engine.step.runtime import RankRuntime
+from engine.step.update import Update
+from engine.zero.gather.full_parameters import ShardedModel, full_parameters
 
 Path_ = str | os.PathLike[str]
-BuildParts = Callable[[Batch, Exception | None], Parts]
+BuildRuntime = Callable[[Batch, Exception | None], RankRuntime]
 
 
 class Engine:
@@ -51,19 +44,15 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, config: Config, comm: Comm, build: BuildParts, durable: CheckpointCoordinator
+        self, model: nn.Module, config: Config, comm: Comm, build: BuildRuntime, coordinator: CheckpointCoordinator
     ) -> None:
         self._model, self._config, self._comm = model, config, comm
-        self._grid, self._device = comm.grid, durable.device
-        self._build: BuildParts = build
-        self._built: Parts | None = None
-        self._step: StepState | None = None
-        self._forwarded: Batch = None
-        self._forwards = 0
-        self._loop_started: float | None = None
+        self._grid, self._device = comm.grid, coordinator.device
+        self._build: BuildRuntime = build
+        self._built: RankRuntime | None = None
         self._update = Update(config, comm, self._device)
         self._reports = StepReporter(config, comm, self._device)
-        self._durable = durable
+        self._checkpoints = coordinator
 
     def complete(self, example: Batch, problem: Exception | None = None) -> None:
         """Build what is missing, for microbatches like ``example``. Collective; ``initialize`` calls it.
@@ -71,12 +60,13 @@ class Engine:
         ``problem``: why this rank has no example. It is raised here, and all other ranks raise too.
         """
         if self._built is None:
+            entries = state_entries(self._model)
             self._built = self._build(example, problem)
-            self._attachment = Attachment(self._model, (*self._built.buckets, *self._built.frozen))
-            self._durable.built(self._built, self._update)
+            self._runner = StepRunner(self._model, self._built, self._update, self._checkpoints)
+            self._checkpoints.built(self._built, self._update, entries)
 
     @property
-    def _parts(self) -> Parts:
+    def _runtime(self) -> RankRuntime:
         if self._built is None:
             raise EngineError(
                 "the model is not cut before the first batch is seen; pass example_batch=... to engine.initialize, or "
@@ -87,7 +77,7 @@ class Engine:
     @property
     def plan(self) -> Plan:
         """What every rank holds and sends."""
-        return self._parts.plan
+        return self._runtime.plan
 
     @property
     def config(self) -> Config:
@@ -112,7 +102,7 @@ class Engine:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The inner optimizer, over this rank's weights."""
-        return self._parts.optimizer.inner
+        return self._runtime.optimizer.inner
 
     @property
     def step_count(self) -> int:
@@ -127,19 +117,37 @@ class Engine:
     @property
     def lr(self) -> float:
         """Rate of the first group in the next update."""
-        return self._parts.learning_rate.at(self._update.made)
+        return self._runtime.learning_rate.at(self._update.made)
 
     @property
     def sent(self) -> Tally:
         """Everything this rank has sent so far, by axis and label."""
         return self._comm.tally.copy()
 
+    def explain(self, module: str = "") -> str:
+        """What runs around a module of the model, from outside to inside, one line a patch: pipeline stage, gather,
+        recomputation, casts, sharding, kernel; modules around it first, then those in it.
+
+        Args:
+            module: its name, as in ``model.named_modules()``; empty: the whole model.
+
+        Raises:
+            EngineError: the model has no module of that name.
+        """
+        names = dict(self._model.named_modules(remove_duplicate=False))
+        if module not in names:
+            near = difflib.get_close_matches(module, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "give a name of model.named_modules()."
+            raise EngineError(f"explain({module!r}): the model has no module of that name; {hint}")
+        lines = self._runtime.patches.explain(self._model, module)
+        return "\n".join(lines) or f"{module or 'the model'}: runs as it is, with nothing of the engine around it"
+
     def timeline(self) -> StepTimeline:
         """When each rank of this pipeline did what in the last ``train_batch``; collective over axis pp.
 
         ``draw`` shows it beside what ``simulate(plan.schedule)`` of ``engine.parallel.pipeline`` predicts.
         """
-        return measured_timeline(self.plan.schedule, self._parts.executor, self._comm, self._device)
+        return measured_timeline(self.plan.schedule, self._runtime.executor, self._comm, self._device)
 
     def traffic_report(self) -> str:
         """Planned and measured bytes of a training step on this rank, side by side."""
@@ -166,10 +174,8 @@ class Engine:
         self._refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
             raise EngineError("train_batch under torch.no_grad, where nothing is learned; call it outside.")
-        step, microbatches = self._open(batch)
-        work = StepRunner(self._parts.bench, step, microbatches, self._random_key)
-        run_schedule(self._parts, self._carrier, step, work, self._parts.training)
-        return self._finish(step)
+        batch = self._completed(batch)
+        return self._report(self._runner.train(batch))
 
     @overload
     def eval_batch(self, batch: Batch | Iterator[Batch], return_output: Literal[False] = False) -> StepReport: ...
@@ -185,16 +191,9 @@ class Engine:
 
         With ``return_output``: (report, model output of rank 0's share, None on other ranks).
         """
-        step, microbatches = self._open(batch)
-        kind = "output" if return_output else "evaluate"
-        work = StepRunner(self._parts.bench, step, microbatches, self._random_key, kind)
-        with evaluating(self._model):
-            run_schedule(self._parts, self._carrier, step, work, self._parts.evaluation)
-        control = self._update.agree(step, 0.0, self.plan.last_rank)
-        step.seconds = time.perf_counter() - step.started
-        report = self._reports.make(
-            step, UpdateOutcome(control, math.nan, self.lr, 1.0, None), self.plan, self._update.made
-        )
+        batch = self._completed(batch)
+        step, outcome = self._runner.evaluate(batch, "output" if return_output else "evaluate")
+        report = self._reports.make(step, outcome, self.plan, self._update.made)
         if not return_output:
             return report
         return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
@@ -208,19 +207,8 @@ class Engine:
             EngineError: there is a pipeline, whose stages do not have the output.
         """
         self._refuse_pipeline("eng(batch)")
-        self._forwarded = args[0] if len(args) == 1 and not kwargs else kwargs or args
-        self.complete(self._forwarded)
-        if self._step is None and self._loop_started is None and torch.is_grad_enabled():
-            self._loop_started = time.perf_counter()
-            self._parts.written.remember()
-        index = self._step.microbatches if self._step else 0
-        # negative, because positive numbers count the modules that have ended
-        key = (*self._random_key(index), -self._forwards) if self._forwards else self._random_key(index)
-        self._forwards += torch.is_grad_enabled()  # an evaluation must not change what training draws
-        check_batch([(args, kwargs)], None, self._comm, self._device)
-        with self._parts.bench.forward(*key):
-            bench = self._parts.bench
-            return bench.own(bench.first_use.watch((args, kwargs), lambda: bench.program.call(*args, **kwargs)))
+        self.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
+        return self._runner.forward(args, kwargs)
 
     def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
         """Backward of one microbatch; the loss, a 0-dim mean or (sum, weight), is averaged over the step.
@@ -232,23 +220,9 @@ class Engine:
             EngineError: more backwards than ``gradient_accumulation_steps``, or no scalar.
         """
         self._refuse_pipeline("backward(loss)")
-        weighted = check_pair(loss)
-        step = self._step = self._step or self._begin()
-        if step.microbatches == self.config.accumulation:
-            raise EngineError(
-                f"backward was called {step.microbatches + 1} times; gradient_accumulation_steps is "
-                f"{self.config.accumulation}: call step() after each backward."
-            )
-        try:
-            check_trainable(weighted.sum)
-            step.count(weighted, self._forwarded)
-            with self._parts.bench.backward(Backward(last=step.microbatches == self._config.accumulation)):
-                torch.autograd.backward(step.root(weighted.sum))
-            self._forwards = 0
-        except BaseException:
-            self._step = None
-            self._parts.bench.reducer.reset()
-            raise
+        if self._built is None:
+            raise EngineError("backward(loss) before eng(batch): there is nothing to go back through; call it first.")
+        self._runner.backward(loss)
 
     def step(self) -> StepReport | None:
         """Update after the last microbatch of a step; in between it does nothing and returns None.
@@ -256,12 +230,10 @@ class Engine:
         Raises:
             EngineError: no backward was called in this step.
         """
-        if self._step is None:
+        if self._built is None:
             raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
-        if self._step.microbatches < self.config.accumulation:
-            return None
-        step, self._step = self._step, None
-        return self._finish(step)
+        finished = self._runner.step()
+        return None if finished is None else self._report(finished)
 
     # ------------------------------------------------------------------ state
 
@@ -273,9 +245,9 @@ class Engine:
         Raises:
             EngineError: inside ``full_parameters`` with sharded parameters, which takes in what is written at its end.
         """
-        if self._parts.bench.gathering is not None:
-            self._parts.bench.gathering.refuse_opened("full_state_dict")
-        return self._parts.full_state.gather((*self._parts.buckets, *self._parts.frozen))
+        if self._runtime.gatherer is not None:
+            self._runtime.gatherer.refuse_opened("full_state_dict")
+        return self._checkpoints.gather_full_state()
 
     @contextmanager
     def full_parameters(self, pattern: str = "*") -> Iterator[dict[str, nn.Parameter]]:
@@ -288,12 +260,20 @@ class Engine:
         Raises:
             EngineError: inside a forward; no parameter matches; data ranks have written different values.
         """
-        with full_parameters(self._parts, self._model, pattern) as parameters:
+        runtime = self._runtime
+        sharded = ShardedModel(
+            model=self._model,
+            table=runtime.plan.table,
+            buckets=(*runtime.buckets, *runtime.frozen),
+            gatherer=runtime.gatherer,
+            comm=runtime.comm,
+        )
+        with full_parameters(sharded, pattern) as parameters:
             yield parameters
 
     def register_for_checkpointing(self, **things: Any) -> None:
         """Save and load these too, such as ``data=sampler``: ``state_dict`` is JSON and the same on every rank."""
-        self._durable.register(things)
+        self._checkpoints.register(things)
 
     def save_checkpoint(self, folder: Path_ | None = None, client_state: Any = None) -> PendingSave:
         """Begin a checkpoint ``folder/step-N``; returns once this rank's share is copied. Collective.
@@ -306,7 +286,7 @@ class Engine:
             client_state: any JSON, rank 0's is kept; ``load_checkpoint`` returns it.
         """
         self._refuse_unfinished("save_checkpoint")
-        return self._durable.save(folder, client_state if client_state is not None else {})
+        return self._checkpoints.save(folder, client_state if client_state is not None else {})
 
     def load_checkpoint(
         self, folder: Path_ | None = None, *, load_module_only: bool = False, load_optimizer_states: bool = True
@@ -320,24 +300,25 @@ class Engine:
             CheckpointError: damage: file, tensor, the last good one; another model: the first difference. On all ranks.
         """
         self._refuse_unfinished("load_checkpoint")
-        return self._durable.load(folder, load_module_only, load_optimizer_states, self._update)
+        return self._checkpoints.load(folder, load_module_only, load_optimizer_states, self._update)
 
     def save_pretrained(self, folder: Path_) -> None:
         """Write weights (as computed with) and configuration for ``transformers``' ``from_pretrained``. Collective."""
         self._refuse_unfinished("save_pretrained")
-        self._durable.save_pretrained(folder)
+        self._checkpoints.save_pretrained(folder)
 
     def close(self) -> None:
-        """Wait for the checkpoint under way, take the hooks off, close logs and groups. The engine is over then.
+        """Wait for the checkpoint under way, take every patch off the model, close logs and groups. The engine is over.
 
+        Classes, attributes and hooks of the model's modules are then what they were before ``initialize``; parameters
+        keep what this rank holds: shards where they are sharded, placeholders for what other stages hold.
         The process group itself lives until the interpreter exits: other engines may use it.
         """
         self._reports.close()
         if self._built is not None:
-            for remove in self._built.removals:
-                remove()
+            self._built.close()
         self._comm.close()
-        self._durable.close()  # last: raises where a save has failed and that stops the run
+        self._checkpoints.close()  # last: raises where a save has failed and that stops the run
 
     def __enter__(self) -> Self:
         return self
@@ -345,7 +326,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ inside a step
+    # ------------------------------------------------------------------ around a step
 
     def _refuse_pipeline(self, call: str) -> None:
         if self._config.pp > 1:
@@ -355,43 +336,20 @@ class Engine:
             )
 
     def _refuse_unfinished(self, call: str) -> None:
-        if self._step is not None:
-            raise EngineError(f"{call} inside an unfinished accumulation; call step() first.")
+        if self._built is not None:
+            self._runner.refuse_unfinished(call)
 
-    def _begin(self) -> StepState:
-        comm = self._parts.comm
-        self._attachment.check()
-        self._durable.refuse_spoiled()
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        started, self._loop_started = self._loop_started or time.perf_counter(), None
-        return StepState(started, comm.tally.copy(), zero, zero.clone(), scale=self._update.scale.value)
+    def _completed(self, batch: Batch | Iterator[Batch]) -> Batch | Iterator[Batch]:
+        """``batch``; the first one completes the build, and gives its microbatches again."""
+        if self._built is not None:
+            return batch
+        seen, problem = take_batch(batch, self._config, self._comm, self._device)
+        self.complete(seen[0] if seen else None, problem)
+        return iter(seen)
 
-    def _open(self, batch: Batch | Iterator[Batch]) -> tuple[StepState, list[Batch]]:
-        """Start a step; a bad batch is kept as its problem, so that the other ranks do not wait for ever."""
-        if self._built is None:
-            seen, problem = take_batch(batch, self._config, self._comm, self._device)
-            self.complete(seen[0] if seen else None, problem)
-            batch = iter(seen)
-        self._loop_started, self._forwards = None, 0  # of a forward that no backward followed
-        step = self._begin()
-        if torch.is_grad_enabled():
-            self._parts.written.remember()
-        microbatches, step.problem = take_batch(batch, self._config, self._comm, self._device)
-        step.text = step.problem is None and is_text(microbatches[0])  # every rank, also those that see no loss
-        return step, microbatches
-
-    @property
-    def _carrier(self) -> Carrier:
-        return Carrier(self._comm, self._device, self.plan.last_rank)
-
-    def _random_key(self, index: int) -> tuple[int, int, int]:
-        """(seed, step, global microbatch): the same whatever the grid is."""
-        return self.config.seed, self._update.made, self.grid.coord().dp * self.config.accumulation + index
-
-    def _finish(self, step: StepState) -> StepReport:
-        step.problem = step.problem or self._durable.problem()
-        outcome = self._update.run(step, self._parts, stop=self._durable.stop_asked)
+    def _report(self, finished: FinishedStep) -> StepReport:
+        step, outcome = finished
         report = self._reports.record(step, outcome, self.plan, self._update.made)
         self._update.check(outcome)
-        self._durable.after_step(not outcome.skipped, bool(outcome.control.stops))
+        self._checkpoints.after_step(not outcome.skipped, bool(outcome.totals.stops))
         return report

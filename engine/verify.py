@@ -18,10 +18,11 @@ from engine.config import Config, load_config
 from engine.optim.lr_schedules import SchedulerArgument, make_learning_rate
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.world import read_world
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.precision.dtypes import make_precision, place_rest
-from engine.precision.fp32_modules import Fp32Modules
+from engine.precision.fp32_modules import keep_in_fp32
 from engine.precision.loss_scaler import make_loss_scale
 from engine.program.batch import Batch, call_model, map_tensors, take_rows
 from engine.program.loss import LossFunction, find_loss
@@ -165,9 +166,10 @@ class _Reference:
         for name, parameter in self.parameters.items():
             parameter.data = parameter.data.to(self.precision.parameter(name, parameter.dtype))
         place_rest(model, self.precision, self.device)
-        Fp32Modules(model, self.precision.kept.modules, self.precision.compute)
+        patches = ForwardPatches()
+        keep_in_fp32(model, self.precision.kept.modules, self.precision.compute, patches)
         self.scale = make_loss_scale(config.fp16)
-        self.streams = RandomStreams(model, self.device)
+        self.streams = RandomStreams(model, self.device, patches)
         assigned, groups = assign_groups(model, config.optimizer)
         members: list[list[nn.Parameter]] = [[] for _ in groups]
         for name, group in assigned.items():

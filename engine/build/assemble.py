@@ -1,22 +1,30 @@
 """From a plan to live parts on this rank: the one place that knows all parts."""
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from engine.build.consistency import check_equal
-from engine.build.forward_changes import agree_on_kernels, delay_heads, fuse_activations, leave_out
+from engine.build.forward_changes import (
+    agree_on_kernels,
+    fuse_activations,
+    leave_out_of_compilation,
+    make_heads_lazy,
+)
 from engine.build.place_model import place_model
 from engine.build.request import Request
-from engine.checkpoint.full_state import FullState, state_entries
 from engine.config import Config
 from engine.config.sections import OptimizerConfig
+from engine.errors import ConfigError, PlanError
+from engine.kernels.dispatch import Kernels
 from engine.optim.lr_schedules import make_learning_rate
-from engine.parallel.activation_checkpointing.blocks import Recomputation
-from engine.parallel.comm.agreement import all_or_none
+from engine.parallel.activation_checkpointing.blocks import recompute_blocks
+from engine.parallel.comm.agreement import all_or_none, bit_sum, gather_from_all
 from engine.parallel.comm.comm import Comm
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.parallel.pipeline.runtime.executor import Executor, rank_schedule
 from engine.parallel.pipeline.runtime.split_backward import SplitBackward
@@ -30,11 +38,11 @@ from engine.planning.budgets import reduces_each_microbatch
 from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import Costs, profile_run
 from engine.precision.dtypes import make_precision
-from engine.precision.fp32_modules import Fp32Modules
+from engine.precision.fp32_modules import keep_in_fp32
 from engine.program.batch import Batch
 from engine.program.program import Program
 from engine.step.buffer_rollback import WrittenBuffers
-from engine.step.runtime import Parts, RankRuntime
+from engine.step.runtime import RankRuntime
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gather_groups import GatheredModules
@@ -52,7 +60,7 @@ def plan_run(model: nn.Module, config: Config, request: Request, example: Batch,
     """The plan of this run; see :func:`engine.planning.plan.build_plan` for what it refuses."""
     program = Program(model, request.loss_fn, make_precision(config, model), torch.device("cpu"))
     return build_plan(
-        config, PlanRequest(program, example, request.optimizer is not None, costs, request.forwards.replacements)
+        config, PlanRequest(program, example, request.optimizer is not None, costs, request.changes.replacements)
     )
 
 
@@ -62,55 +70,116 @@ def measure_model(model: nn.Module, config: Config, request: Request, example: B
     return profile_run(program, example, config, stages_wanted(config), device)
 
 
-def build(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch) -> Parts:
-    """Check that all ranks were given the same, then place parameters, hooks and optimizer."""
-    config = plan.config
+def build(
+    model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
+) -> RankRuntime:
+    """Check that all ranks were given the same, then place parameters, patches and optimizer."""
     check_equal(model, plan, comm, device)
+    config, patches, kernels = plan.config, request.patches, request.changes.kernels
+    axis = _connect(plan, comm, kernels, device)
+    with all_or_none(comm, device):
+        placed = place_model(model, plan, comm, device, axis, patches)
+    trained = len(plan.layout(comm.grid.coord()).buckets)
+    buckets, frozen = placed[:trained], placed[trained:]
+    reducer = _reducer(model, plan, comm, buckets)
+    note = "gives each gradient to a flat bucket as soon as backward has made it"
+    patches.own(model, PatchLayer.PARAMETERS, reducer.remove, note)
+    optimizer = _optimizer(plan, buckets, comm, request)
+    program = Program(model, request.loss_fn, plan.precision, device)
+    with all_or_none(comm, device):
+        fuse_activations(model, request.changes, patches)
+        last = [name for name in request.changes.heads if plan.is_last(f"{name}.weight")]
+        make_heads_lazy(model, last, axis, patches)
+    split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
+    if config.compile and plan.tensor is not None:
+        leave_out_of_compilation(model, plan.tensor.layers, patches)
+    keep_in_fp32(model, plan.precision.kept.modules, plan.precision.compute, patches)
+    recompute_blocks(model, config.activation_checkpointing, patches, axis)
+    rank = comm.grid.coord().pp
+    return RankRuntime(
+        plan=plan,
+        comm=comm,
+        program=program,
+        patches=patches,
+        streams=RandomStreams(model, device, patches),
+        traces=TraceCache(plan, program, axis, example),
+        first_use=FirstUse(model, plan.tensor),
+        stage=Stage(model, device, patches) if plan.cut is not None else None,
+        split_backward=split_backward,
+        executor=Executor(CommTransport(comm, plan.schedule.rank_of_stage, device)),
+        training=rank_schedule(plan.schedule, rank),
+        evaluation=rank_schedule(plan.evaluation, rank),
+        buckets=buckets,
+        frozen=frozen,
+        gatherer=_gatherer(model, plan, comm, placed, patches),
+        reducer=reducer,
+        optimizer=optimizer,
+        learning_rate=make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler),
+        kernels=kernels,
+        replica_check=ReplicaCheck(plan.table, buckets, comm, config.parallel.verify_plan),
+        nonfinite=NonFinite(plan.table, buckets, comm, device),
+        buffers=WrittenBuffers(model),
+    )
+
+
+@torch.no_grad()
+def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
+    """Refuse ranks that were given different configurations, models or weights, or plan differently.
+
+    One all-gather of four hashes; only when the weights differ a second one finds the first parameter.
+    """
+    config = plan.config
+    named = [*model.named_parameters(), *model.named_buffers()]
+    sums = torch.tensor([int(bit_sum(tensor)) for _, tensor in named], dtype=torch.int64)
+    settings = json.dumps(config.to_json(), sort_keys=True)
+    aliased = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    structure = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in aliased])
+    division = repr([(row.name, row.owners, row.ranges) for row in plan.table]) + repr(plan.cut and plan.cut.boundaries)
+    texts = (settings.encode(), structure.encode(), sums.numpy().tobytes(), division.encode())
+    hashes = [_hash(text) for text in texts]
+    gathered = gather_from_all(torch.stack(hashes), comm, device)
+    if others := _differing(gathered, 0):
+        raise ConfigError(f"rank 0 and rank {others[0]} were given different configurations; pass the same to all.")
+    if others := _differing(gathered, 1):
+        raise PlanError(
+            f"rank 0 and rank {others[0]} were given different models (names, shapes, dtypes or requires_grad); build "
+            "the same model on every rank."
+        )
+    if others := _differing(gathered, 3):
+        raise PlanError(
+            f"rank 0 and rank {others[0]} would cut the model at different places, because their first batches differ; "
+            "pass the same example_batch to engine.initialize on every rank."
+        )
+    if _differing(gathered, 2):
+        table = gather_from_all(sums, comm, device)
+        column = next(i for i in range(len(named)) if _differing(table, i))
+        raise PlanError(
+            f"rank 0 and rank {_differing(table, column)[0]} were given different weights, first in "
+            f"{named[column][0]!r}; build the model with the same seed on every rank (torch.manual_seed), or pass "
+            "a callable that builds it."
+        )
+
+
+def _differing(table: Tensor, column: int) -> list[int]:
+    return [int(rank) for rank in (table[:, column] != table[0, column]).nonzero().flatten()]
+
+
+def _hash(data: bytes) -> Tensor:
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64)
+
+
+def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> TensorAxis:
+    """Open what the plan communicates over, and agree on the kernels that sharded layers use. Collective."""
     for stages in plan.tie_owners:
         comm.connect(stages)
     comm.link(plan.links)
-    entries = state_entries(model)
-    axis, kernels = TensorAxis(comm), request.forwards.kernels
+    axis = TensorAxis(comm)
     axis.kernels = kernels
     agree_on_kernels(kernels, comm, device)
     if plan.gather_groups is not None:
         comm.open_gathers()
-    with all_or_none(comm, device):
-        buckets = place_model(model, plan, comm, device, axis)
-    trained = len(plan.layout(comm.grid.coord()).buckets)
-    buckets, frozen = buckets[:trained], buckets[trained:]
-    reducer = _reducer(model, plan, comm, buckets)
-    optimizer = _optimizer(plan, buckets, comm, request)
-    rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
-    program = Program(model, request.loss_fn, plan.precision, device)
-    heads = [name for name in request.forwards.heads if plan.is_last(f"{name}.weight")]
-    with all_or_none(comm, device):
-        fused = [*fuse_activations(model, request.forwards), *delay_heads(model, heads, axis)]
-    waiting = SplitBackward(model, kernels) if plan.schedule.splits else None
-    islands = Fp32Modules(model, plan.precision.kept.modules, plan.precision.compute)
-    streams = RandomStreams(model, device)
-    recomputation = Recomputation(model, config.activation_checkpointing, axis)
-    gathering, released = _gather(model, plan, comm, (*buckets, *frozen))
-    stage = Stage(model, device) if plan.cut is not None else None
-    sights, first_use = TraceCache(plan, program, axis, example), FirstUse(model, plan.tensor)
-    bench = RankRuntime(program, streams, sights, stage, reducer, first_use, gathering, waiting)
-    executor = Executor(CommTransport(comm, plan.schedule.rank_of_stage, device))
-    removals = [stage.close] if stage else []
-    removals += [*released, recomputation.remove, islands.remove, streams.remove, reducer.remove]
-    removals += [waiting.remove] if waiting else []
-    if config.compile and plan.tensor is not None:
-        removals += leave_out(model, plan.tensor.layers)
-    removals += [*fused, request.forwards.remove]
-    full = FullState(model, plan, entries, comm)
-    copies, nonfinite = ReplicaCheck(plan, buckets, comm), NonFinite(plan, buckets, comm, device)
-    checks = copies, nonfinite, WrittenBuffers(model)
-    training, evaluation = (
-        rank_schedule(schedule, comm.grid.coord().pp) for schedule in (plan.schedule, plan.evaluation)
-    )
-    return Parts(
-        plan, comm, bench, executor, training, evaluation, buckets, frozen, optimizer, rate, full, *checks, removals,
-        kernels,
-    )  # fmt: skip
+    return axis
 
 
 def _optimizer(plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request) -> ShardedOptimizer:
@@ -120,7 +189,7 @@ def _optimizer(plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: R
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped)
     if not plan.precision.master:
         optimizer.round(_rounding(plan, comm.grid.coord().tp))
-    optimizer.use(request.forwards.kernels)
+    optimizer.use(request.changes.kernels)
     if config.tp > 1:
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     return optimizer
@@ -140,16 +209,16 @@ def _reducer(model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBuc
     return GradientReducer(buckets, trained, comm, wire, config.zero_optimization.stage > 0, sums)
 
 
-def _gather(
-    model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket]
-) -> tuple[ParameterGatherer | None, list[Callable[[], None]]]:
-    """What makes sharded parameters whole, and what takes its hands off the modules."""
+def _gatherer(
+    model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], patches: ForwardPatches
+) -> ParameterGatherer | None:
+    """What gathers sharded parameters (ZeRO 3), put on the modules that read them; None where they are whole."""
     gathers = plan.gathers(comm.grid.coord())
     if gathers is None or plan.gather_groups is None:
-        return None, []
-    gathering = ParameterGatherer(buckets, gathers.order, gathers.pinned, comm)
-    modules = GatheredModules(model, plan.gather_groups, gathers.order, gathering)
-    return gathering, [modules.remove, gathering.retire]
+        return None
+    gatherer = ParameterGatherer(buckets, gathers.order, gathers.pinned, comm)
+    GatheredModules(model, plan.gather_groups, gathers.order, gatherer, patches)
+    return gatherer
 
 
 def _factory(config: OptimizerConfig) -> OptimizerFactory:

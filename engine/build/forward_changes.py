@@ -3,11 +3,9 @@
 Both are there before anything looks at the model, so that a plan sees what a run does. ``remove`` undoes them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +17,9 @@ from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
 from engine.parallel.kernel_injection.inject import Replacement, find_heads, find_replacements
 from engine.parallel.model.blocks import find_units
-from engine.parallel.model.forward_patch import put_on
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.placeholders import is_expanded
-from engine.parallel.tensor.deferred_linear import fuse, unfuse
+from engine.parallel.tensor.deferred_linear import fuse
 from engine.parallel.tensor.layers.lazy_head import install_lazy_head
 from engine.parallel.tensor.layers.linear import ColumnLayer, is_cut
 from engine.parallel.tensor.layers.vocab_parallel import HeadLayer
@@ -30,19 +28,13 @@ from engine.planning.budgets import shards_parameters
 
 
 @dataclass(frozen=True, slots=True)
-class Forwards:
-    """What has been done to the forwards of a model."""
+class ForwardChanges:
+    """What was put on the forwards of a model before it was planned."""
 
     kernels: Kernels = REFERENCE
     replacements: tuple[Replacement, ...] = ()
-    undo: tuple[Callable[[], None], ...] = ()
     heads: tuple[str, ...] = ()
-    """Layers whose logits are to wait for the loss."""
-
-    def remove(self) -> None:
-        """Give every module its own forward again."""
-        for take_off in reversed(self.undo):
-            take_off()
+    """Layers whose logits stay uncomputed until the loss reads them."""
 
 
 def _check_kernels(config: Config, device: torch.device) -> None:
@@ -53,7 +45,7 @@ def _check_kernels(config: Config, device: torch.device) -> None:
         )
 
 
-def change_forwards(model: nn.Module, config: Config, device: torch.device) -> Forwards:
+def change_forwards(model: nn.Module, config: Config, device: torch.device, patches: ForwardPatches) -> ForwardChanges:
     """Put operators on the modules that compute the same, and compile blocks, as the configuration says.
 
     Nothing is communicated; all ranks do the same.
@@ -65,13 +57,15 @@ def change_forwards(model: nn.Module, config: Config, device: torch.device) -> F
     kernels = Kernels(config.kernels)
     replaces = kernels.replaces(device)
     found = find_replacements(model, kernels) if replaces else ()
-    undo = [put_on() for _, put_on in found]
+    for _, put_on in found:
+        put_on(patches)
     replacements = tuple(replacement for replacement, _ in found)
     # at ZeRO 3 the weights have gone when the loss is computed
     heads = tuple(find_heads(model)) if replaces and not shards_parameters(config) else ()
     late = tuple(Replacement(name, "loss", "logits in chunks of tokens, never all") for name in heads)
-    undo += _compile(model) if config.compile else []
-    return Forwards(kernels, (*replacements, *late), tuple(undo), heads)
+    if config.compile:
+        _compile(model, patches)
+    return ForwardChanges(kernels, (*replacements, *late), heads)
 
 
 def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None:
@@ -95,45 +89,32 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
     kernels.card = card
 
 
-def fuse_activations(model: nn.Module, forwards: Forwards) -> list[Callable[[], None]]:
-    """One kernel for linear layers and the activation behind them, where the layer is whole or cut by columns."""
-    undo: list[Callable[[], None]] = []
-    for found in forwards.replacements:
+def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
+    """One kernel for linear layers and the activation after them, where the layer is whole or cut by columns."""
+    for found in changes.replacements:
         layer = model.get_submodule(found.module)
         if found.activation != "none" and (isinstance(layer, ColumnLayer) or not is_cut(layer)):
-            forward = vars(layer).pop("forward")
-            fuse(layer, found.activation, forwards.kernels)
-            undo.append(partial(_unfuse, layer, forward))
-    return undo
+            fuse(layer, found.activation, changes.kernels, patches)
 
 
-def _unfuse(layer: nn.Module, forward: Callable[..., Any]) -> None:
-    unfuse(layer)
-    object.__setattr__(layer, "forward", forward)
-
-
-def delay_heads(model: nn.Module, heads: Iterable[str], axis: TensorAxis) -> list[Callable[[], None]]:
-    """Let the logits of ``heads`` wait for their loss, where the head is here, and whole or cut as a head."""
+def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, patches: ForwardPatches) -> None:
+    """Leave the logits of ``heads`` uncomputed until their loss, where the head is here, and whole or cut as a head."""
     modules = [module for module in map(model.get_submodule, heads) if isinstance(module, nn.Linear)]
-    here = [module for module in modules if not is_expanded(module.weight)]
-    return [
-        install_lazy_head(module, axis, axis.kernels)
-        for module in here
-        if axis.size == 1 or isinstance(module, HeadLayer)
-    ]
+    for module in modules:
+        if not is_expanded(module.weight) and (axis.size == 1 or isinstance(module, HeadLayer)):
+            install_lazy_head(module, axis, axis.kernels, patches)
 
 
-def leave_out(model: nn.Module, names: Iterable[str]) -> list[Callable[[], None]]:
+def leave_out_of_compilation(model: nn.Module, names: Iterable[str], patches: ForwardPatches) -> None:
     """Let torch.compile pass over these modules: layers that communicate, which is nothing that could be compiled."""
-    undo = []
     for module in map(model.get_submodule, names):
         forward = vars(module).get("forward")
         own = forward.__func__ if isinstance(forward, MethodType) else type(module).forward
-        undo.append(put_on(module, torch.compiler.disable(own)))  # type: ignore[no-untyped-call]
-    return undo
+        eager = torch.compiler.disable(own)  # type: ignore[no-untyped-call]
+        patches.replace_forward(module, PatchLayer.COMPILE, eager, "is left out of torch.compile: it communicates")
 
 
-def _compile(model: nn.Module) -> list[Callable[[], None]]:
+def _compile(model: nn.Module, patches: ForwardPatches) -> None:
     """Compile every block that its owner has not compiled."""
     units = find_units(model)
     blocks = [units.modules[name] for name in units.blocks]
@@ -142,7 +123,7 @@ def _compile(model: nn.Module) -> list[Callable[[], None]]:
             "compile true: the model has no chain of blocks (a ModuleList or Sequential of one class) to compile; "
             "compile it in your code, or leave compile out."
         )
-    own = [block for block in blocks if block._compiled_call_impl is None]
-    for block in own:
-        block.compile()
-    return [partial(setattr, block, "_compiled_call_impl", None) for block in own]
+    for block in blocks:
+        if block._compiled_call_impl is None:
+            with patches.changing(block, PatchLayer.COMPILE, "is compiled by torch.compile"):
+                block.compile()

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from engine.build.request import ModelSource
 from engine.errors import PlanError
 from engine.parallel.comm.comm import Comm
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize, replace_meta
 from engine.parallel.model.placeholders import replace_absent
 from engine.parallel.model.rng_streams import keyed_generators
@@ -35,7 +36,7 @@ def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Modul
 
 
 def place_model(
-    model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis
+    model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, patches: ForwardPatches
 ) -> tuple[FlatBucket, ...]:
     """Cut the model to what this rank holds, and move that into flat buckets: trained ones, then frozen ones."""
     coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
@@ -68,7 +69,7 @@ def place_model(
     materialize(model, drawn, config.seed, device, keep)
     replace_meta(model, {name: empty(name) for name in meta - drawn})
     if plan.tensor is not None:
-        views = apply_plan(model, plan.tensor, axis, already_cut=meta).views
+        views = apply_plan(model, plan.tensor, axis, patches, already_cut=meta)
         views.planned = frozenset(parameters[name] for name in plan.tensor.partial)
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)

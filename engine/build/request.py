@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from engine.build.forward_changes import Forwards
+from engine.build.forward_changes import ForwardChanges
 from engine.optim.lr_schedules import SchedulerArgument
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.program.batch import Batch
 from engine.program.loss import LossFunction
 from engine.zero.optim.sharded_optimizer import OptimizerFactory
@@ -22,5 +23,7 @@ class Request:
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerArgument | None = None
     example_batch: Batch = None
-    forwards: Forwards = field(default_factory=Forwards)
-    """What has been put on the model."""
+    changes: ForwardChanges = field(default_factory=ForwardChanges)
+    """What was put on the model's forwards before it was planned."""
+    patches: ForwardPatches = field(default_factory=ForwardPatches)
+    """Owns everything that is put on the model."""

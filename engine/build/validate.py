@@ -1,5 +1,6 @@
 """What can be refused before anything is communicated."""
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from engine.config import Config
 from engine.config.sections import Bf16Config
 from engine.errors import ConfigError, PlanError
 from engine.parallel.activation_checkpointing.blocks import find_operators, recomputed_blocks
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.planning.analysis import needs_example
 from engine.planning.plan import check_settings
 from engine.program.batch import Batch, named_tensors
@@ -45,7 +47,7 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     _check_example(request.example_batch)
     if needs_example(config) and request.example_batch is None:
         check_settings(model, config)  # the plan, which would say it, is made when the first batch comes
-    _switch_cache_off(model)
+    _switch_cache_off(model, request.patches)
 
 
 def _check_master(bf16: Bf16Config, request: Request) -> None:
@@ -92,9 +94,11 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             )
 
 
-def _switch_cache_off(model: nn.Module) -> None:
+def _switch_cache_off(model: nn.Module, patches: ForwardPatches) -> None:
     """Hugging Face models build a key-value cache in every forward unless each config says no."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:
             config.use_cache = False
+            undo = partial(setattr, config, "use_cache", True)
+            patches.own(module, PatchLayer.PARAMETERS, undo, "runs with config.use_cache False")

@@ -13,6 +13,7 @@ from torch import nn
 from engine.checkpoint.contents.trainer_state import Stateful, TrainerState
 from engine.checkpoint.format.filesystem import Files, resolved
 from engine.checkpoint.format.step_reader import StepReader
+from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
 from engine.checkpoint.resume import LoadRequest, Resume, agreed, find_checkpoint, start_weights
 from engine.checkpoint.run_state import RunState
@@ -22,7 +23,7 @@ from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import TorchHostGroup
 from engine.parallel.comm.world import timeout_seconds
-from engine.step.runtime import Parts
+from engine.step.runtime import RankRuntime
 from engine.step.update import Update
 
 logger = logging.getLogger("trine")
@@ -58,11 +59,19 @@ class CheckpointCoordinator:
         """This rank was asked to stop."""
         return self._signal is not None and self._signal.asked
 
-    def built(self, parts: Parts, update: Update) -> None:
+    def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
         """The model is on the grid: read the weights it starts from, and what was to be loaded. Collective."""
         progress = self._progress(update)
         self._run = RunState(
-            self._model, self._config, self._comm, self.device, progress, parts, self._model_files, self._files
+            model=self._model,
+            config=self._config,
+            comm=self._comm,
+            device=self.device,
+            progress=progress,
+            runtime=runtime,
+            full_state=FullState(self._model, runtime.plan, entries, self._comm),
+            model_files=self._model_files,
+            files=self._files,
         )
         wish, self._wish = self._wish, None
         self._spoiled = wish is not None or self._init_from is not None  # until it has been read
@@ -111,6 +120,12 @@ class CheckpointCoordinator:
             return None
         wish = LoadRequest(step, module_only, optimizer_states)
         return self._begin(wish, update) if self._run is None else self._resume(wish)
+
+    def gather_full_state(self) -> dict[str, torch.Tensor]:
+        """See :meth:`engine.Engine.full_state_dict`; the engine is built."""
+        assert self._run is not None, "the caller has looked"
+        runtime = self._run.runtime
+        return self._run.full_state.gather((*runtime.buckets, *runtime.frozen))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """See :meth:`engine.Engine.save_pretrained`."""
@@ -204,8 +219,8 @@ class CheckpointCoordinator:
                 f"{call} before the model is cut, which needs a batch; pass example_batch=... to engine.initialize, or "
                 "train a batch first."
             )
-        if self._run.parts.bench.gathering is not None:
-            self._run.parts.bench.gathering.refuse_opened(call)
+        if self._run.runtime.gatherer is not None:
+            self._run.runtime.gatherer.refuse_opened(call)
         if self._checkpoints is None:
             self._checkpoints = CheckpointWriter(self._run, self._group())
         return self._checkpoints, self._run

@@ -90,7 +90,7 @@ class Resume:
         self._agreed(lambda: self._check(reader, loader), damage=False)
         self.touched = True
         made = self._agreed(lambda: self._read(reader, loader))
-        share_weights(run.parts.buckets, run.comm)
+        share_weights(run.runtime.buckets, run.comm)
         if self._states:
             share_moments(run.holdings, made, run.comm)
         self._agreed(lambda: self._restore(reader))
@@ -106,13 +106,13 @@ class Resume:
         return reader
 
     def _check(self, reader: StepReader, loader: Loader) -> None:
-        parts, manifest = self._run.parts, reader.manifest
+        runtime, manifest = self._run.runtime, reader.manifest
         loader.check()
         if self._states:
-            check_type(parts.optimizer, manifest.optimizer, self._step)
+            check_type(runtime.optimizer, manifest.optimizer, self._step)
             loader.check_moments(Families(reader.kinds, manifest.optimizer))
         if self._goes_on_with_schedule(reader):
-            check_schedule(parts.optimizer, parts.plan.table, manifest.optimizer)
+            check_schedule(runtime.optimizer, runtime.plan.table, manifest.optimizer)
         if self._wish.module_only:
             return
         self._warn_of_new_schedule(reader)
@@ -120,11 +120,11 @@ class Resume:
             self._run.progress.check(reader)
 
     def _goes_on_with_schedule(self, reader: StepReader) -> bool:
-        given = self._run.parts.learning_rate.scheduler is not None and not self._wish.module_only
+        given = self._run.runtime.learning_rate.scheduler is not None and not self._wish.module_only
         return given and reader.manifest.progress["scheduler"] is not None
 
     def _warn_of_new_schedule(self, reader: StepReader) -> None:
-        given, done = self._run.parts.learning_rate.scheduler, reader.manifest.step
+        given, done = self._run.runtime.learning_rate.scheduler, reader.manifest.step
         if given is not None and reader.manifest.progress["scheduler"] is None and done and not self._host.rank:
             logger.warning(
                 "%s has no state of a scheduler, and the given %s begins with its first step; give lr_scheduler a "
@@ -138,7 +138,7 @@ class Resume:
         loader.read_weights()
         made: Moments = {}
         if self._states:
-            made = make_moments(self._run.parts.optimizer, Families(reader.kinds, reader.manifest.optimizer))
+            made = make_moments(self._run.runtime.optimizer, Families(reader.kinds, reader.manifest.optimizer))
             loader.read_moments(made)
         return made
 
@@ -147,17 +147,17 @@ class Resume:
         if self._wish.module_only:
             return
         if self._states:
-            restore(run.parts.optimizer, run.parts.plan.table, manifest.optimizer)
+            restore(run.runtime.optimizer, run.runtime.plan.table, manifest.optimizer)
         else:
-            run.parts.optimizer.forget()
+            run.runtime.optimizer.forget()
         if self._goes_on_with_schedule(reader):
-            scheduler: Any = run.parts.learning_rate.scheduler
+            scheduler: Any = run.runtime.learning_rate.scheduler
             scheduler.load_state_dict(joined(scheduler.state_dict(), manifest.progress["scheduler"]))
-            restore_schedule(run.parts.optimizer, manifest.optimizer)
+            restore_schedule(run.runtime.optimizer, manifest.optimizer)
         states = own_states(reader, run.comm.grid) if self._wish.begun else run.progress.restore(reader)
         written = {k.partition("/")[2]: value for k, value in states.items() if k.startswith("buffer/")}
-        if manifest.info.get("places") == run.parts.plan.places:  # else they are of what another rank runs now
-            run.parts.written.restore(written)
+        if manifest.info.get("places") == run.runtime.plan.places:  # else they are of what another rank runs now
+            run.runtime.buffers.restore(written)
 
     def _agreed(self, action: Callable[[], _Value], damage: bool = True) -> _Value:
         """``damage``: what goes wrong is the checkpoint's fault."""
@@ -220,7 +220,7 @@ def start_weights(run: RunState, host: HostGroup, folder: Path) -> None:
     except Exception as error:  # whatever it is, the other ranks wait for this one
         problem = f"checkpoint.init_from {folder}: {type(error).__name__}, {error}."
     raise_together(host, problem, str)
-    share_weights(run.parts.buckets, run.comm)
+    share_weights(run.runtime.buckets, run.comm)
 
 
 def _weights_of(run: RunState, folder: Path) -> TensorSource:

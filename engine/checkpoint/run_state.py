@@ -23,11 +23,12 @@ from engine.checkpoint.contents.trainer_state import TrainerState, random_states
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.host_image import kind_of
 from engine.checkpoint.format.safetensors_file import DTYPES
+from engine.checkpoint.full_state import FullState
 from engine.checkpoint.huggingface import with_dtype
 from engine.config import Config
 from engine.errors import CheckpointError
 from engine.parallel.comm.comm import Comm
-from engine.step.runtime import Parts
+from engine.step.runtime import RankRuntime
 from engine.zero.optim.master_weights import sync_masters
 
 logger = logging.getLogger("trine")
@@ -45,7 +46,8 @@ class RunState:
     comm: Comm
     device: torch.device
     progress: TrainerState
-    parts: Parts
+    runtime: RankRuntime
+    full_state: FullState
     model_files: Mapping[str, bytes]
     """What belongs into the model folder beside tensors."""
     files: Files = field(default_factory=Files)
@@ -53,13 +55,13 @@ class RunState:
     @cached_property
     def shares(self) -> SaveOwnership:
         """Who stores what."""
-        return SaveOwnership(self.parts.plan)
+        return SaveOwnership(self.runtime.plan)
 
     @cached_property
     def keys(self) -> dict[str, list[str]]:
         """ "param/..." and "buffer/..." -> its keys in ``model.state_dict()``, the first of which files have."""
-        keys: dict[str, list[str]] = {f"param/{row.name}": [] for row in self.parts.plan.table}
-        for key, entry in self.parts.full_state.entries.items():
+        keys: dict[str, list[str]] = {f"param/{row.name}": [] for row in self.runtime.plan.table}
+        for key, entry in self.full_state.entries.items():
             if entry.kind in ("parameter", "buffer"):
                 folder = "param" if entry.kind == "parameter" else "buffer"
                 keys.setdefault(f"{folder}/{entry.name}", []).append(key)
@@ -81,29 +83,29 @@ class RunState:
     @property
     def holdings(self) -> LocalTensors:
         """What this rank has."""
-        parts = self.parts
-        buckets = (*parts.buckets, *parts.frozen)
-        return LocalTensors(self.shares, self.comm.grid.coord(), self.model, buckets, parts.optimizer.places)
+        runtime = self.runtime
+        buckets = (*runtime.buckets, *runtime.frozen)
+        return LocalTensors(self.shares, self.comm.grid.coord(), self.model, buckets, runtime.optimizer.places)
 
     def own_state(self) -> dict[str, Tensor]:
         """What is this rank's alone: random generators, as bytes, and buffers that its forwards write."""
-        written = {f"buffer/{name}": buffer.detach() for name, buffer in self.parts.written.written()}
+        written = {f"buffer/{name}": buffer.detach() for name, buffer in self.runtime.buffers.written()}
         return random_states(self.device) | written
 
     def ours(self, weights_only: bool = False) -> Ours:
         """All that this rank stores."""
-        for flat in self.parts.buckets:
+        for flat in self.runtime.buckets:
             sync_masters(flat)
         holdings = self.holdings
         weights = [*holdings.weights(), *holdings.whole()]
         if weights_only:
             return Ours(weights, self.buffers, pieces=(), state={}, numbers={})
-        pieces = [*holdings.masters(), *holdings.state(moments_by_bucket(self.parts.optimizer))]
-        return Ours(weights, self.buffers, pieces, self.own_state(), group_scalars(self.parts.optimizer))
+        pieces = [*holdings.masters(), *holdings.state(moments_by_bucket(self.runtime.optimizer))]
+        return Ours(weights, self.buffers, pieces, self.own_state(), group_scalars(self.runtime.optimizer))
 
     def contents(self, user: Any) -> Contents:
         """The manifest, but for tensors."""
-        scheduler = self.parts.learning_rate.scheduler
+        scheduler = self.runtime.learning_rate.scheduler
         progress = {
             "update": self.progress.update.state_dict(),
             "scheduler": schedule_state(scheduler.state_dict()) if scheduler is not None else None,
@@ -117,7 +119,7 @@ class RunState:
             aliases={other: given[0] for given in names.values() for other in given[1:]},
             info=self._info(),
             progress=progress,
-            optimizer=describe_optimizer(self.parts.optimizer, self.parts.plan.table),
+            optimizer=describe_optimizer(self.runtime.optimizer, self.runtime.plan.table),
             user=_json("client_state", user),
             model_files=with_dtype(self.model_files, self._dtype()),
         )
@@ -128,7 +130,7 @@ class RunState:
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "grid": {"dp": grid.dp, "tp": grid.tp, "pp": grid.pp, "zero": self.config.zero_optimization.stage},
-            "places": self.parts.plan.places,
+            "places": self.runtime.plan.places,
             "config": self.config.to_json(),
         }
 

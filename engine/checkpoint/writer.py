@@ -69,7 +69,7 @@ class CheckpointWriter:
         self._run, self._config = run, run.config.checkpoint
         self._saver = Saver(run.shares, run.tensors, host, run.files)
         self._pending: PendingSave | None = None
-        others = [key for key, entry in run.parts.full_state.entries.items() if entry.kind == "other"]
+        others = [key for key, entry in run.full_state.entries.items() if entry.kind == "other"]
         if others and run.comm.grid.rank == 0:
             logger.warning("checkpoint: %r of the state dict is no parameter or buffer and is not stored", others[0])
         self.problem: CheckpointError | None = None

@@ -16,13 +16,20 @@ from engine.errors import PlanError
 from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.kernel_injection.inject import Replacement
-from engine.parallel.pipeline.partition.auto_schedule import PLAIN_FIRST, Machine, ScheduleDecision, StageCost, choose
+from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.pipeline.partition.auto_schedule import (
+    PLAIN_FIRST,
+    Machine,
+    MicrobatchCost,
+    ScheduleDecision,
+    choose,
+)
 from engine.parallel.pipeline.partition.cost_model import stage_costs
 from engine.parallel.pipeline.partition.partition import Partition, make_cut
 from engine.parallel.pipeline.schedule.validate import check
+from engine.parallel.tensor.layers.planned_traffic import TrafficRecorder, find_logit_use, loss_traffic, traffic_by_call
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
-from engine.parallel.tensor.planned_traffic import TrafficRecorder, find_logit_use, loss_traffic, traffic_by_call
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.budgets import shards_parameters
 from engine.planning.example_trace import trace_example
@@ -186,7 +193,7 @@ def _check_partial(model: nn.Module, tensor: TensorPlan, timeline: ModelTrace, w
     blocks = {call.unit for call in timeline.calls if any(True for _ in model.get_submodule(call.unit).children())}
     for name in sorted(tensor.partial - watch.used_one_way):
         owner = name.rpartition(".")[0]
-        if not any(owner == block or owner.startswith(f"{block}.") for block in blocks):
+        if not any(is_inside(owner, block) for block in blocks):
             raise PlanError(
                 f"parameter {name!r} has the style 'partial' in parallel.tensor_plan, but the model uses it on whole "
                 "activations, where its gradient is whole on every rank; leave that style out."
@@ -248,7 +255,7 @@ def choose_schedule(
             problems[virtual] = problem
     if not cuts:
         raise next(iter(problems.values()))
-    tried: dict[int, Sequence[StageCost] | str] = {
+    tried: dict[int, Sequence[MicrobatchCost] | str] = {
         virtual: stage_costs(cut.stage_of_call, costs.calls) for virtual, cut in cuts.items()
     }
     tried |= {virtual: f"the model does not cut into {config.pp * virtual} stages" for virtual in problems}

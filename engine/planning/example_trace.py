@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.tensor.planned_traffic import TrafficRecorder
+from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.model.placeholders import placeholder
+from engine.parallel.tensor.layers.planned_traffic import TrafficRecorder
 from engine.parallel.trace.model_trace import Material, ModelTrace
 from engine.parallel.trace.tracer import trace_model
 from engine.precision.dtypes import Precision
-from engine.precision.fp32_modules import Fp32Modules
+from engine.precision.fp32_modules import keep_in_fp32
 from engine.program.batch import Batch, map_tensors
 from engine.program.program import Program
 
@@ -55,7 +57,8 @@ def _real(tensor: Tensor) -> Tensor:
 @contextmanager
 def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
     """Inside, parameters and buffers have the dtypes of the run, and islands of fp32 cast. Only shapes may be used."""
-    islands = Fp32Modules(model, precision.kept.modules, precision.compute)
+    patches = ForwardPatches()
+    keep_in_fp32(model, precision.kept.modules, precision.compute, patches)
     data: list[tuple[Any, Tensor]] = []
     buffers: list[tuple[nn.Module, str, Tensor]] = []
     try:
@@ -63,7 +66,7 @@ def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
             narrow = precision.frozen(name, parameter.dtype)
             if narrow != parameter.dtype:
                 data.append((parameter, parameter.data))
-                parameter.data = torch.zeros((), dtype=narrow, device=parameter.device).expand(parameter.shape)
+                parameter.data = placeholder(parameter.shape, narrow, parameter.device)
         for path, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 dtype = precision.buffer(f"{path}.{name}" if path else name, buffer.dtype)
@@ -72,7 +75,7 @@ def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
                     setattr(module, name, buffer.to(dtype))
         yield
     finally:
-        islands.remove()
+        patches.remove()
         for parameter, before in data:
             parameter.data = before
         for module, name, buffer in buffers:

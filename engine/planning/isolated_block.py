@@ -20,11 +20,13 @@ from torch.utils import _pytree as pytree
 from engine.errors import PlanError
 from engine.parallel.activation_checkpointing.blocks import recomputed_in_part
 from engine.parallel.activation_checkpointing.selective import SavedActivations, Selective
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.torch_checkpoint import open_checkpoints
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.trace.model_trace import Arguments, Call, Sample
 from engine.precision.dtypes import Precision
-from engine.precision.fp32_modules import Fp32Modules
+from engine.precision.fp32_modules import keep_in_fp32
 
 _STD = 0.02
 _PLAIN = bool | int | float | str | None
@@ -66,14 +68,15 @@ class IsolatedBlock:
     ) -> None:
         self._device = device
         self._module = copy_block(model, name, precision, device)
-        self._waiting = SplitBackward(self._module)
-        islands = [path for path in precision.kept.modules if path == name or path.startswith(f"{name}.")]
-        self._islands = Fp32Modules(self._module, [path[len(name) + 1 :] for path in islands], precision.compute)
+        patches = self._patches = ForwardPatches()
+        self._waiting = SplitBackward(self._module, patches)
+        islands = [path for path in precision.kept.modules if is_inside(path, name)]
+        keep_in_fp32(self._module, [path[len(name) + 1 :] for path in islands], precision.compute, patches)
         self._weights = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         self._started: list[SavedActivations] = []
         if selective is not None:
             forward = recomputed_in_part(self._module, selective, self._started)
-            object.__setattr__(self._module, "forward", forward)
+            patches.wrap_forward(self._module, PatchLayer.RECOMPUTE, forward, "is recomputed in backward")
 
     def time(self, arguments: Arguments) -> Seconds:
         """Run forward and backward once."""
@@ -115,8 +118,7 @@ class IsolatedBlock:
 
     def close(self) -> None:
         """Let the copy go: its modules and what was put on them name each other."""
-        self._islands.remove()
-        self._waiting.remove()
+        self._patches.remove()
         vars(self._module).pop("forward", None)
 
     def _backward(self, output: Any, given: "_Given", waits: DeferredWeightGrads) -> float:

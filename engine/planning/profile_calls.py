@@ -11,7 +11,7 @@ does not run alone, has its FLOPs times the mean seconds per FLOP of what was.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -25,9 +25,11 @@ from engine.config import Config
 from engine.errors import PlanError, first_line
 from engine.parallel.activation_checkpointing.blocks import find_operators, recomputed_blocks, selective_blocks
 from engine.parallel.activation_checkpointing.selective import Selective
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.parallel.model.side_effects import restoring_state
-from engine.parallel.pipeline.partition.cost_model import CallCost, by_call, flop_costs, glue_flops, values_bytes
+from engine.parallel.pipeline.partition.auto_schedule import MicrobatchCost
+from engine.parallel.pipeline.partition.cost_model import by_call, flop_costs, glue_flops, values_bytes
 from engine.parallel.trace.model_trace import Arguments, Call, Material, ModelTrace
 from engine.planning.example_trace import trace_example
 from engine.planning.isolated_block import IsolatedBlock, Seconds, reads_elsewhere, signatures
@@ -48,7 +50,7 @@ class Costs:
 
     units: tuple[str, ...]
     """The unit of each call."""
-    calls: tuple[CallCost, ...]
+    calls: tuple[MicrobatchCost, ...]
     measured: bool
     """False: FLOPs in place of seconds."""
     notes: tuple[str, ...] = ()
@@ -68,7 +70,7 @@ class Costs:
     def from_bytes(cls, data: bytes) -> "Costs":
         """What ``to_bytes`` gave."""
         read = json.loads(data)
-        calls = tuple(CallCost(**call) for call in read["calls"])
+        calls = tuple(MicrobatchCost(**call) for call in read["calls"])
         return cls(tuple(read["units"]), calls, read["measured"], tuple(read["notes"]), read["device"])
 
     def check(self, timeline: ModelTrace) -> None:
@@ -106,9 +108,9 @@ def profile_run(program: Program, example: Batch, config: Config, stages: int, d
     material = Material()
     timeline = trace_example(program, example, stages, material=material)
     settings = config.activation_checkpointing
-    partly, recomputed = selective_blocks(program.model, settings), tuple(recomputed_blocks(program.model, settings))
+    partly, recomputed = selective_blocks(program.model, settings), recomputed_blocks(program.model, settings)
     selective = Selective(find_operators(settings))
-    ways = {call.unit: selective for call in timeline.calls if _lies_in(call.unit, tuple(partly))}
+    ways = {call.unit: selective for call in timeline.calls if _lies_in(call.unit, partly)}
     found = measure_calls(program.model, timeline, material, (program.precision, device), ways)
     calls = tuple(
         _recomputed(cost, values_bytes(timeline, index)) if _lies_in(call.unit, recomputed) else cost
@@ -156,7 +158,7 @@ class _Measuring:
         run: tuple[Precision, torch.device],
         ways: Mapping[str, Selective],
     ) -> None:
-        self.measured: dict[int, CallCost] = {}
+        self.measured: dict[int, MicrobatchCost] = {}
         self.failed: dict[str, str] = {}
         """By unit: why it was not measured."""
         self.kinds = 0
@@ -180,7 +182,7 @@ class _Measuring:
                 self.measured |= dict.fromkeys(group, cost)
                 self.kinds += 1
 
-    def _measure(self, call: Call, given: Arguments, seconds: float) -> CallCost:
+    def _measure(self, call: Call, given: Arguments, seconds: float) -> MicrobatchCost:
         if seconds <= 0:
             raise PlanError(f"{LIMIT_SECONDS:g} s were over")
         if reads_elsewhere(self._model, call, given):
@@ -189,17 +191,17 @@ class _Measuring:
             return _measure(alone, given, seconds)
 
 
-def _measure(alone: IsolatedBlock, given: Arguments, seconds: float) -> CallCost:
+def _measure(alone: IsolatedBlock, given: Arguments, seconds: float) -> MicrobatchCost:
     begun = perf_counter()
     warm, size = alone.weigh(given)  # its time counts only where that was all there is
     runs: list[Seconds] = []
     while len(runs) < _REPEATS and perf_counter() - begun < seconds:
         runs.append(alone.time(given))
     forward, inputs, weights = (median(parts) for parts in zip(*(runs or [warm]), strict=True))
-    return CallCost(forward, inputs, weights, size.kept, size.left)
+    return MicrobatchCost(forward, inputs, weights, size.kept, size.left)
 
 
-def _completed(timeline: ModelTrace, measured: Mapping[int, CallCost]) -> tuple[CallCost, ...] | None:
+def _completed(timeline: ModelTrace, measured: Mapping[int, MicrobatchCost]) -> tuple[MicrobatchCost, ...] | None:
     """With FLOPs at the mean speed of what was measured, for the calls that were not, and for glue."""
     flops = sum(timeline.calls[index].flops for index in measured)
     if not flops:
@@ -233,10 +235,10 @@ def _notes(failed: Mapping[str, str], kinds: int, where: str) -> tuple[str, ...]
     return tuple(notes)
 
 
-def _recomputed(cost: CallCost, inputs: int) -> CallCost:
+def _recomputed(cost: MicrobatchCost, inputs: int) -> MicrobatchCost:
     """With its forward once more in backward, and only what it was given kept."""
     return replace(cost, input_seconds=cost.input_seconds + cost.forward_seconds, kept_bytes=inputs)
 
 
-def _lies_in(unit: str, blocks: Sequence[str]) -> bool:
-    return any(unit == block or unit.startswith(f"{block}.") for block in blocks)
+def _lies_in(unit: str, blocks: Iterable[str]) -> bool:
+    return any(is_inside(unit, block) for block in blocks)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.errors import ConfigError
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.name_patterns import is_inside, refuse_unmatched
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,56 +37,41 @@ def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
         ConfigError: a pattern matches no module, or a parameter is shared with a module that is not kept.
     """
     named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    hits = {pattern: [name for name in named if fnmatchcase(name, pattern)] for pattern in patterns}
-    idle = [f"keep_fp32[{number}]: {pattern!r}" for number, pattern in enumerate(patterns) if not hits[pattern]]
-    if idle:
-        examples = ", ".join(list(named)[:3]) or "none"
-        raise ConfigError(
-            f"{'; '.join(idle)} matches no module; patterns match whole names as in model.named_modules() (here: "
-            f"{examples}, ...), * stands for anything."
-        )
-    chosen = {name for names in hits.values() for name in names}
-    roots = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
+    refuse_unmatched([(f"keep_fp32[{i}]", pattern) for i, pattern in enumerate(patterns)], list(named), "module")
+    chosen = {name for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    roots = [name for name in chosen if not any(other != name and is_inside(name, other) for other in chosen)]
     objects = {id(named[name]): name for name in sorted(roots, reverse=True)}
-    below = tuple(f"{name}." for name in roots)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    _refuse_shared(tensors, below)
-    inside = frozenset(name for name, _ in tensors if name.startswith(below))
+    inside = frozenset(name for name, _ in tensors if any(is_inside(name, root) for root in roots))
+    _refuse_shared(tensors, inside)
     return KeptFp32(tuple(name for name in named if name in objects.values()), inside)
 
 
-def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], below: tuple[str, ...]) -> None:
+def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) -> None:
     first: dict[int, str] = {}
     for name, tensor in tensors:
         other = first.setdefault(id(tensor), name)
-        if name.startswith(below) != other.startswith(below):
-            inside, outside = (name, other) if name.startswith(below) else (other, name)
+        if (name in kept) != (other in kept):
+            inside, outside = (name, other) if name in kept else (other, name)
             raise ConfigError(
                 f"keep_fp32: {inside!r} is the same tensor as {outside!r}, whose module is not kept in fp32; name both "
                 "modules, or neither."
             )
 
 
-class Fp32Modules:
-    """Casts what goes into islands and what comes out; ``remove`` takes the casts away."""
-
-    def __init__(self, model: nn.Module, names: Collection[str], compute: torch.dtype | None) -> None:
-        self._modules = [model.get_submodule(name) for name in names] if compute is not None else []
-        self._before = [vars(module).get("forward") for module in self._modules]
-        for module, own in zip(self._modules, self._before, strict=True):
-            object.__setattr__(module, "forward", _island(module, own, compute))
-
-    def remove(self) -> None:
-        """Undo."""
-        for module, own in zip(self._modules, self._before, strict=True):
-            if own is None:
-                del vars(module)["forward"]
-            else:
-                object.__setattr__(module, "forward", own)
-        self._modules, self._before = [], []
+def keep_in_fp32(
+    model: nn.Module, names: Collection[str], compute: torch.dtype | None, patches: ForwardPatches
+) -> None:
+    """Cast the inputs of these modules to fp32 and their outputs back to ``compute``; None: nothing is cast."""
+    if compute is None:
+        return
+    note = f"runs in fp32: inputs are cast from {str(compute).removeprefix('torch.')}, and outputs back"
+    for module in map(model.get_submodule, names):
+        wrapped = _in_fp32(module, vars(module).get("forward"), compute)
+        patches.wrap_forward(module, PatchLayer.FP32, wrapped, note)
 
 
-def _island(module: nn.Module, own: Callable[..., Any] | None, compute: torch.dtype | None) -> Callable[..., Any]:
+def _in_fp32(module: nn.Module, own: Callable[..., Any] | None, compute: torch.dtype) -> Callable[..., Any]:
     def widen(value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype == compute else value
 

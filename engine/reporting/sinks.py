@@ -98,16 +98,16 @@ class StepReporter:
 
     def make(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
         """The report of a step after ``made`` updates."""
-        control, world = outcome.control, self._comm.grid.world_size
-        parameter_tokens = plan.table.elements * control.tokens / world if step.text else None
+        totals, world = outcome.totals, self._comm.grid.world_size
+        parameter_tokens = plan.table.elements * totals.tokens / world if step.text else None
         tflops, mfu = utilisation(parameter_tokens, step.seconds, self._device)
         return StepReport(
             step=made,
-            loss=control.loss / control.weight if control.weight else math.nan,
-            weight=control.weight,
+            loss=totals.loss / totals.weight if totals.weight else math.nan,
+            weight=totals.weight,
             grad_norm=outcome.norm,
             lr=outcome.lr,
-            tokens=int(control.tokens),
+            tokens=int(totals.tokens),
             seconds=step.seconds,
             tflops=tflops,
             mfu=mfu,

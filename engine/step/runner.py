@@ -1,175 +1,194 @@
-"""Runs the microbatches of a step, and holds back what goes wrong until all ranks can hear of it.
+"""One step of an engine, from the batch to the decision whether it was made.
 
-One step of this rank's stages: what the executor calls for every forward and backward.
+train        batch -> microbatches -> same on all ranks of a replica? -> trace (pipelines)
+                 -> executor [ forwards, backwards + gradient reduction ] -> update + parameter gather
+evaluate     the same without backwards and update
+three calls  forward, backward, step: the same parts, one microbatch at a time
 
-program     the user's model and loss, which every stage runs as far as it goes
-sight       timeline and cut of one input signature; others are looked at when they first come
+An error is held back until all ranks can hear of it, see :meth:`StepRunner._run_schedule`.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from engine.parallel.pipeline.partition.stage_plan import StagePlan
-from engine.parallel.pipeline.runtime.executor import RankSchedule, StageMicrobatch, StageOutput
-from engine.parallel.pipeline.runtime.outputs import Carrier, bring_outputs
-from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads
-from engine.parallel.pipeline.schedule.actions import Action, Op
-from engine.parallel.tensor.logits.sharded_logits import gather_logits
-from engine.program.batch import Batch
-from engine.program.loss import WeightedLoss, check_trainable
+from engine.errors import EngineError
+from engine.parallel.pipeline.runtime.executor import RankSchedule
+from engine.parallel.pipeline.runtime.outputs import Carrier
+from engine.program.batch import Batch, is_text
+from engine.program.loss import check_pair, check_trainable
 from engine.program.program import evaluating
-from engine.step.runtime import Parts, RankRuntime
+from engine.step.batch_check import check_batch, take_batch
+from engine.step.microbatches import StepKind, StepMicrobatches
+from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
-from engine.step.trace_cache import TracedForward
-from engine.zero.reduce.reducer import Backward, BackwardPart
+from engine.step.update import Update, UpdateOutcome
+from engine.zero.attachment import Attachment
+from engine.zero.reduce.reducer import Backward
+
+
+class RunControl(Protocol):
+    """What may keep a run from making another step; the checkpoint coordinator is one."""
+
+    @property
+    def stop_asked(self) -> bool:
+        """This rank was asked to stop after the step."""
+
+    def refuse_spoiled(self) -> None:
+        """Raise where the weights are those of no checkpoint."""
+
+    def problem(self) -> Exception | None:
+        """Why the run has to stop; told once."""
+
+
+class FinishedStep(NamedTuple):
+    """A step that all ranks have agreed on."""
+
+    state: StepState
+    outcome: UpdateOutcome
 
 
 class StepRunner:
-    """The microbatches of one step on this rank. ``kind``: "train", "evaluate", or "output" to keep outputs too."""
+    """Runs the steps of one engine on this rank."""
 
-    def __init__(
-        self, bench: RankRuntime, step: StepState, microbatches: Sequence[Batch],
-        random_key: Callable[[int], tuple[int, ...]], kind: str = "train",
-    ) -> None:  # fmt: skip
-        self._bench, self._step, self._random_key, self._kind = bench, step, random_key, kind
-        self._microbatches = microbatches
-        self._backwards: Counter[int] = Counter()
-        """By stage; of those in two parts the first counts."""
-        self._left: dict[tuple[int, int], DeferredWeightGrads] = {}
-        self._results: list[Any] = []
-        self._sights: dict[int, TracedForward] = {}
-        if bench.stage is not None:
-            step.look_again = self.look_again
+    def __init__(self, model: nn.Module, runtime: RankRuntime, update: Update, control: RunControl) -> None:
+        self._model, self._runtime, self._update, self._control = model, runtime, update, control
+        self._config, self._comm, self._device = runtime.plan.config, runtime.comm, runtime.program.device
+        self._attachment = Attachment(model, (*runtime.buckets, *runtime.frozen))
+        self._step: StepState | None = None
+        """The step that three-call loops have begun."""
+        self._forwarded: Batch = None
+        self._forwards = 0
+        """Forwards of the loop since its last backward."""
+        self._loop_started: float | None = None
 
-    def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """What a stage exchanges for a microbatch."""
-        if self._bench.stage is None:
-            return _ALONE
-        sight = self._sight(microbatch)
-        return StageMicrobatch(sight.cut.stages[stage], sight.timeline.values)
+    def train(self, batch: Batch | Iterator[Batch]) -> FinishedStep:
+        """See :meth:`engine.Engine.train_batch`."""
+        step, microbatches = self._open(batch, "train")
+        self._run_schedule(step, microbatches, self._runtime.training)
+        return self._finish(step)
 
-    def look(self) -> None:
-        """See every microbatch before anything is sent, so that what a model cannot do leaves no rank waiting.
+    @torch.no_grad()
+    def evaluate(self, batch: Batch | Iterator[Batch], kind: StepKind) -> FinishedStep:
+        """See :meth:`engine.Engine.eval_batch`."""
+        step, microbatches = self._open(batch, kind)
+        with evaluating(self._model):
+            self._run_schedule(step, microbatches, self._runtime.evaluation)
+        totals = self._update.agree(step, self._runtime.plan.last_rank)
+        step.seconds = time.perf_counter() - step.started
+        lr = self._runtime.learning_rate.at(self._update.made)
+        return FinishedStep(step, UpdateOutcome(totals=totals, norm=math.nan, lr=lr, scale=1.0, nonfinite=None))
 
-        Raises:
-            PlanError, or the model's own error.
-        """
-        if self._bench.stage is not None:
-            self._bench.sights.refresh()
-            for index in range(len(self._microbatches)):
-                self._sight(index)
+    # ------------------------------------------------------------------ the loop in three calls
 
-    def look_again(self) -> None:
-        """After a step whose loss is not a number: see once more one microbatch of each sight.
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output for one microbatch; see :meth:`engine.Engine.__call__`."""
+        runtime, training = self._runtime, torch.is_grad_enabled()
+        self._forwarded = args[0] if len(args) == 1 and not kwargs else kwargs or args
+        if self._step is None and self._loop_started is None and training:
+            self._loop_started = time.perf_counter()
+            runtime.buffers.remember()
+        index = self._step.microbatches if self._step else 0
+        # negative, because positive numbers count the modules that have ended
+        key = (*self._random_key(index), -self._forwards) if self._forwards else self._random_key(index)
+        if training:  # an evaluation must not change what training draws
+            self._forwards += 1
+        check_batch([(args, kwargs)], None, self._comm, self._device)
+        with runtime.forward(*key):
+            return runtime.own(runtime.first_use.watch((args, kwargs), lambda: runtime.program.call(*args, **kwargs)))
 
-        Raises:
-            EngineError: the forward has changed since it was seen.
-        """
-        one_of_each = {id(sight): index for index, sight in self._sights.items()}
-        alike = nullcontext() if self._kind == "train" else evaluating(self._bench.program.model)
-        with alike, self._bench.without_content():
-            for index in one_of_each.values():
-                again = partial(self._run, index)
-                self._bench.sights.look_again(self._microbatches[index], self._kind, again)
-
-    def bring_outputs(self, carrier: Carrier) -> None:
-        """With "output": what the model returned to rank 0, which may have another stage than the last."""
-        if self._kind != "output":
-            return
-        if self._bench.stage is not None:
-            timelines = [self._sight(index).timeline for index in range(len(self._microbatches))]
-            self._results = bring_outputs(self._results, timelines, self._bench.program.model, carrier)
-        self._step.outputs = [result[0] for result in self._results]
-
-    def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Run the program as far as this stage goes; the last one counts loss, weight and tokens."""
-        sight = self._sight(microbatch) if self._bench.stage is not None else None
-        random = sight is None or sight.timeline.random
-        with self._bench.forward(*self._random_key(microbatch), random=random):
-            if self._bench.stage is None or sight is None:
-                return StageOutput({}, self._count(self._run(microbatch), microbatch))
-            run = lambda: self._run(microbatch)  # noqa: E731
-            plan = sight.cut.stages[stage]
-            outcome = self._bench.stage.forward(sight.timeline, plan, run, received)
-            return StageOutput(
-                self._bench.own(outcome.sent), self._count(outcome.result, microbatch) if plan.last else None
+    def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
+        """See :meth:`engine.Engine.backward`."""
+        weighted = check_pair(loss)
+        step = self._step = self._step or self._begin()
+        if step.microbatches == self._config.accumulation:
+            raise EngineError(
+                f"backward was called {step.microbatches + 1} times; gradient_accumulation_steps is "
+                f"{self._config.accumulation}: call step() after each backward."
             )
-
-    def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Collect gradients; the last backward of each stage reduces them."""
-        if action.op is not Op.BACKWARD_INPUT:
-            return self._bench.backward(self._which(action.stage, action.microbatch, "whole"))
-        leftover = self._left[action.stage, action.microbatch] = DeferredWeightGrads()
-        return self._bench.backward(self._which(action.stage, action.microbatch, "input"), leftover)
-
-    def weights(self, stage: int, microbatch: int) -> None:
-        """Compute what the backward of the inputs has left."""
-        leftover = self._left.pop((stage, microbatch))
-        self._bench.weights(self._which(stage, microbatch, "weight"), leftover)
-
-    def _which(self, stage: int, microbatch: int, part: BackwardPart) -> Backward:
-        self._backwards[stage] += part != "weight"
-        last = self._backwards[stage] == len(self._microbatches)
-        if part != "input":  # else: it gives what does not wait, of which no more is to come
-            last = last and all(waiting != stage for waiting, _ in self._left)
-        return Backward(last, part, stage, microbatch)
-
-    def _sight(self, microbatch: int) -> TracedForward:
-        if microbatch not in self._sights:
-            batch = self._microbatches[microbatch]
-            with self._bench.without_content():
-                self._sights[microbatch] = self._bench.sights.of(batch, self._kind, lambda: self._run(microbatch))
-        return self._sights[microbatch]
-
-    def _run(self, microbatch: int) -> Any:
-        """(sum, weight), and with "output" what the model returned before them."""
-        given = self._microbatches[microbatch]
-        done = self._bench.first_use.watch(given, lambda: self._bench.program.forward(given))
-        return (self._bench.own(gather_logits(done.output)), *done.loss) if self._kind == "output" else tuple(done.loss)
-
-    def _count(self, result: Any, microbatch: int) -> Tensor | None:
-        if self._kind == "output":
-            self._results.append(result)
-        loss = WeightedLoss(*result[-2:])
-        if self._kind == "train":
-            check_trainable(loss.sum)
-        self._step.count(loss, self._microbatches[microbatch])
-        return self._step.root(loss.sum) if self._kind == "train" else None
-
-
-def run_schedule(parts: Parts, carrier: Carrier, step: StepState, work: StepRunner, row: RankSchedule) -> None:
-    """Look at all microbatches, then run them; an error waits in ``step`` until all ranks meet, if they can.
-
-    In a look nothing is sent, and what is wrong is wrong on the whole replica. In the middle of a pipeline or
-    between tensor ranks the others wait for what this rank will never send, so an error goes out at once.
-    """
-    try:
-        if step.problem is None:
-            work.look()
-    except Exception as problem:
-        step.problem = problem
-    if step.problem is not None:
-        return
-    try:
-        with parts.bench.passes(row.actions):
-            parts.executor.run(row, work)
-            work.bring_outputs(carrier)
-    except Exception as problem:
-        if carrier.comm.grid.size("replica") > 1 or parts.bench.gathering is not None:
+        try:
+            check_trainable(weighted.sum)
+            step.count(weighted, self._forwarded)
+            with self._runtime.backward(Backward(last=step.microbatches == self._config.accumulation)):
+                torch.autograd.backward(step.root(weighted.sum))
+            self._forwards = 0
+        except BaseException:
+            self._step = None
+            self._runtime.reducer.reset()
             raise
-        step.problem = problem
 
+    def step(self) -> FinishedStep | None:
+        """See :meth:`engine.Engine.step`."""
+        if self._step is None:
+            raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
+        if self._step.microbatches < self._config.accumulation:
+            return None
+        step, self._step = self._step, None
+        return self._finish(step)
 
-_ALONE = StageMicrobatch(
-    StagePlan(
-        stage=0, last=True, calls=frozenset(), receives={}, sends={}, glue=frozenset(), parameters=frozenset(),
-        tier=1, last_event=-1,
-    ),
-    (),
-)  # fmt: skip
-"""Without a pipeline nothing is received and nothing sent."""
+    def refuse_unfinished(self, call: str) -> None:
+        """Refuse a call between the backwards of one step."""
+        if self._step is not None:
+            raise EngineError(f"{call} inside an unfinished accumulation; call step() first.")
+
+    # ------------------------------------------------------------------ parts of a step
+
+    def _begin(self) -> StepState:
+        self._attachment.check()
+        self._control.refuse_spoiled()
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        started, self._loop_started = self._loop_started or time.perf_counter(), None
+        return StepState(
+            started=started,
+            sent=self._comm.tally.copy(),
+            loss=zero,
+            weight=zero.clone(),
+            scale=self._update.scale.value,
+        )
+
+    def _open(self, batch: Batch | Iterator[Batch], kind: StepKind) -> tuple[StepState, StepMicrobatches]:
+        """Start a step; a bad batch is kept as its problem, so that the other ranks do not wait for ever."""
+        self._loop_started, self._forwards = None, 0  # of a forward that no backward followed
+        step = self._begin()
+        if torch.is_grad_enabled():
+            self._runtime.buffers.remember()
+        taken, step.problem = take_batch(batch, self._config, self._comm, self._device)
+        step.text = step.problem is None and is_text(taken[0])  # every rank, also those that see no loss
+        return step, StepMicrobatches(self._runtime, step, taken, self._random_key, kind)
+
+    def _run_schedule(self, step: StepState, microbatches: StepMicrobatches, row: RankSchedule) -> None:
+        """Trace all microbatches, then run them; an error waits in ``step`` until all ranks meet, if they can.
+
+        Tracing sends nothing, and what is wrong is wrong on the whole replica. In the middle of a pipeline or
+        between tensor ranks the others wait for what this rank will never send, so an error goes out at once.
+        """
+        runtime = self._runtime
+        carrier = Carrier(self._comm, self._device, runtime.plan.last_rank)
+        try:
+            if step.problem is None:
+                microbatches.trace_all()
+        except Exception as problem:
+            step.problem = problem
+        if step.problem is not None:
+            return
+        try:
+            with runtime.passes(row):
+                runtime.executor.run(row, microbatches)
+                microbatches.bring_outputs(carrier)
+        except Exception as problem:
+            if self._comm.grid.size("replica") > 1 or runtime.gatherer is not None:
+                raise
+            step.problem = problem
+
+    def _finish(self, step: StepState) -> FinishedStep:
+        step.problem = step.problem or self._control.problem()
+        return FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
+
+    def _random_key(self, index: int) -> tuple[int, int, int]:
+        """(seed, step, global microbatch): the same whatever the grid is."""
+        first = self._comm.grid.coord().dp * self._config.accumulation
+        return self._config.seed, self._update.made, first + index

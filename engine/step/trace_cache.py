@@ -19,21 +19,21 @@ from engine.program.program import Program
 
 ForwardCall = Callable[[], Any]
 
-_SIGHTS = 64
+_SIGNATURES = 64
 """Input signatures that are remembered; with more, the oldest is looked at anew."""
 _STATES = 8
 """The same for the states of the model's attributes, for each signature."""
 
 
 class TracedForward(NamedTuple):
-    """A forward as it was seen, and how it is cut."""
+    """A forward as it was traced, and its partition into stages."""
 
-    timeline: ModelTrace
-    cut: Partition
+    trace: ModelTrace
+    partition: Partition
 
 
 class TraceCache:
-    """Timelines and cuts by input signature and by what the model's attributes say; the first comes from the plan."""
+    """Traced forwards by input signature and by the state of the model's attributes; the first comes from the plan."""
 
     def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch) -> None:
         self._plan, self._program, self._axis = plan, program, axis
@@ -59,22 +59,22 @@ class TraceCache:
         self._state = self._switches.read()
 
     def of(self, microbatch: Batch, kind: str, run: ForwardCall) -> TracedForward:
-        """The sight of a microbatch; looks at it if there is none like it. Nothing is communicated.
+        """The traced forward of a microbatch; one of a new signature is traced now. Nothing is communicated.
 
         Raises:
             PlanError: the model does something else with this input, which the cut does not allow.
         """
         key = self._key(microbatch, kind)
         known = self._seen.get(key, [])
-        for state, sight in known:
+        for state, traced in known:
             if self._switches.same(state, self._state):
-                return sight
-        found = self._look(run)
-        for state, sight in known:
-            if trace_difference(sight.timeline, found.timeline) is None:
+                return traced
+        found = self._partition(run)
+        for state, traced in known:
+            if trace_difference(traced.trace, found.trace) is None:
                 self._switches.settle(state, self._state)
-                found = sight
-        if len(self._seen) >= _SIGHTS and key not in self._seen:
+                found = traced
+        if len(self._seen) >= _SIGNATURES and key not in self._seen:
             del self._seen[next(iter(self._seen))]
         self._seen[key] = [*known[1 - _STATES :], (self._state, found)]
         return found
@@ -86,7 +86,7 @@ class TraceCache:
             EngineError: it does not; names the first event that differs. The next step looks at it anew.
         """
         found = self.of(microbatch, kind, run)
-        what = trace_difference(found.timeline, self._probe(run))
+        what = trace_difference(found.trace, self._trace(run))
         if what is not None:
             del self._seen[self._key(microbatch, kind)]
             raise EngineError(
@@ -94,13 +94,13 @@ class TraceCache:
                 "only shapes of the input and attributes of modules, set between steps, choose its path."
             )
 
-    def _look(self, run: ForwardCall) -> TracedForward:
+    def _partition(self, run: ForwardCall) -> TracedForward:
         assert self._plan.cut is not None
-        timeline = self._probe(run)
+        trace = self._trace(run)
         held = self._learnt if torch.is_grad_enabled() else self._held
-        return TracedForward(timeline, repartition(timeline, self._plan.cut.boundaries, held))
+        return TracedForward(trace, repartition(trace, self._plan.cut.boundaries, held))
 
-    def _probe(self, run: ForwardCall) -> ModelTrace:
+    def _trace(self, run: ForwardCall) -> ModelTrace:
         with self._axis.dry_run():
             return trace_model(self._program.model, run, stages=self._plan.schedule.stages)
 

@@ -6,8 +6,6 @@ reduce what is left -> agree -> finite?  yes: clip, update, gather
 Where the optimizer's kernels take the decision from the device, the host does not stop between the two:
 
 reduce what is left -> sum -> decide, update, gather on the device -> the host reads what was decided
-
-An update that is launched before the host knows whether it is made: the device decides, from what all ranks sum.
 """
 
 import math
@@ -19,16 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.format.strict_json import Fields
 from engine.config import Config
 from engine.errors import EngineError
-from engine.kernels.optim.adamw import DeviceDecision
+from engine.kernels.ops.adamw import DeviceDecision
 from engine.optim.lr_schedules import LearningRate
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
-from engine.planning.budgets import CONTROL_SCALARS
 from engine.precision.loss_scaler import make_loss_scale
-from engine.step.runtime import Parts
+from engine.step.runtime import RankRuntime
 from engine.step.state import StepState, StepTotals
 from engine.zero.flat_buckets import gradient_squared_norm
 from engine.zero.optim.flat_optimizers import Bookkeeping
@@ -40,7 +36,7 @@ from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 class UpdateOutcome:
     """What became of a step; the same on every rank."""
 
-    control: StepTotals
+    totals: StepTotals[float]
     norm: float
     lr: float
     scale: float
@@ -69,14 +65,14 @@ class Condition:
 
     def decide(self, values: Tensor) -> DeviceDecision:
         """From the control sums, fp64 on the device, by the formulas of the host. No host synchronization."""
-        loss, weight, squared_norm, _, problems, _ = values.unbind()
-        divisor = weight * self.scale
-        norm, factor = factor_on_device(squared_norm, divisor, self.max_norm)
-        go = (problems == 0) & (divisor != 0)
+        totals = StepTotals.on_device(values)
+        divisor = totals.weight * self.scale
+        norm, factor = factor_on_device(totals.squared_norm, divisor, self.max_norm)
+        go = (totals.problems == 0) & (divisor != 0)
         if self.finite:
             go = go & norm.isfinite()
         if self.loss:
-            go = go & loss.isnan().logical_not()
+            go = go & totals.loss.isnan().logical_not()
         return DeviceDecision(factor, go.to(values.dtype))
 
 
@@ -127,7 +123,7 @@ class Update:
         self.scale = make_loss_scale(config.fp16)
         """Of the next step."""
 
-    def run(self, step: StepState, parts: Parts, stop: bool = False) -> UpdateOutcome:
+    def run(self, step: StepState, runtime: RankRuntime, stop: bool = False) -> UpdateOutcome:
         """Reduce, agree, update or skip. Collective; a step that has failed on any rank raises on all.
 
         Where the device decides, a skipped or failed step sends what one with an update sends: parameters are gathered
@@ -135,80 +131,86 @@ class Update:
 
         ``stop``: this rank was asked to stop after this step.
         """
-        parts.bench.finish()
-        step.problem = parts.copies.run(step.sent) or step.problem  # collective: also where a step has failed
-        values = self._sum(step, gradient_squared_norm(parts.buckets, parts.kernels), parts.plan.last_rank, stop)
-        trial = self._launch(values, step, parts) if parts.optimizer.decides_on_device else None
-        sums, made = trial.read() if trial is not None else (values.tolist(), False)
-        if trial is not None and not made:
-            trial.put_back()
-        control = self._check(StepTotals(*sums), step)
+        runtime.finish()
+        step.problem = runtime.replica_check.run(step.sent) or step.problem  # collective: also where a step has failed
+        squared_norm = gradient_squared_norm(runtime.buckets, runtime.kernels)
+        packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop)
+        launched = self._launch(packed, step, runtime) if runtime.optimizer.decides_on_device else None
+        sums, made = launched.read() if launched is not None else (packed.tolist(), False)
+        if launched is not None and not made:
+            launched.put_back()
+        totals = self._check(StepTotals.unpack(sums), step)
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._seconds
-        divisor = control.weight * step.scale
-        norm = gradient_norm(control.squared_norm, divisor)
-        lr, nonfinite = parts.learning_rate.at(self.made), None
+        divisor = totals.weight * step.scale
+        norm = gradient_norm(totals.squared_norm, divisor)
+        lr = runtime.learning_rate.at(self.made)
+        nonfinite = None
         if self._checks and not math.isfinite(norm):
-            nonfinite = parts.nonfinite.find(control, step.sent)
-            parts.written.put_back()
-            self.skipped += 1
-            self._in_a_row += 1
+            nonfinite = self._skip(totals, step, runtime)
         else:
-            parts.written.forget()
-            if made:
-                parts.optimizer.settle()
-            else:
-                parts.learning_rate.prepare(self.made)
-                parts.optimizer.step(clip_factor(norm, self._config.gradient_clipping) / divisor)
-            parts.learning_rate.done()
-            self.made += 1
-            self._in_a_row = 0
-        self.tokens += int(control.tokens)
+            self._make(clip_factor(norm, self._config.gradient_clipping) / divisor, made, runtime)
+        self.tokens += int(totals.tokens)
         self.samples += self._config.train_batch_size or 0
         self.scale = self.scale.after(overflow=nonfinite is not None)
         self._seconds = time.perf_counter() - agreed
-        return UpdateOutcome(control, norm, lr, step.scale, nonfinite)
+        return UpdateOutcome(totals=totals, norm=norm, lr=lr, scale=step.scale, nonfinite=nonfinite)
 
-    def agree(self, step: StepState, norm: Tensor | float, last_rank: int, stop: bool = False) -> StepTotals:
-        """Sum the control values over the world: the one point where all ranks meet.
+    def _skip(self, totals: StepTotals[float], step: StepState, runtime: RankRuntime) -> str:
+        """What was not finite. Buffers get back what they held before the step."""
+        nonfinite = runtime.nonfinite.find(totals.loss, totals.weight, step.sent)
+        runtime.buffers.put_back()
+        self.skipped += 1
+        self._in_a_row += 1
+        return nonfinite
+
+    def _make(self, factor: float, launched: bool, runtime: RankRuntime) -> None:
+        """Update with gradients times ``factor``, unless the device has done it (``launched``)."""
+        runtime.buffers.forget()
+        if launched:
+            runtime.optimizer.settle()
+        else:
+            runtime.learning_rate.prepare(self.made)
+            runtime.optimizer.step(factor)
+        runtime.learning_rate.done()
+        self.made += 1
+        self._in_a_row = 0
+
+    def agree(self, step: StepState, last_rank: int) -> StepTotals[float]:
+        """Sum the totals of a step without update over the world: the one point where all ranks meet.
 
         ``last_rank``: the pipeline rank that has the loss.
         """
-        return self._check(StepTotals(*self._sum(step, norm, last_rank, stop).tolist()), step)
+        return self._check(StepTotals.unpack(self._sum(step, 0.0, last_rank, False).tolist()), step)
 
-    def _sum(self, step: StepState, norm: Tensor | float, last_rank: int, stop: bool) -> Tensor:
-        """The sums of the control values, on the device."""
+    def _sum(self, step: StepState, squared_norm: Tensor | float, last_rank: int, stop: bool) -> Tensor:
+        """The packed totals, summed over the world; one all-reduce, label "control"."""
         coord = self._comm.grid.coord()
-        speaks = coord.tp == 0 and coord.pp == last_rank  # one rank of each data coordinate
-        values = torch.zeros(CONTROL_SCALARS, dtype=torch.float64, device=self._device)
-        if speaks:
-            values[0], values[1], values[3] = step.loss, step.weight, step.tokens
-        values[2] = norm
-        values[4] = step.problem is not None
-        values[5] = stop
-        self._comm.all_reduce(values, "world", "control").wait()
-        return values
+        packed = StepTotals.pack(step, squared_norm, coord.tp == 0 and coord.pp == last_rank, stop)
+        self._comm.all_reduce(packed, "world", "control").wait()
+        return packed
 
-    def _launch(self, values: Tensor, step: StepState, parts: Parts) -> DeviceDecidedUpdate:
+    def _launch(self, packed: Tensor, step: StepState, runtime: RankRuntime) -> DeviceDecidedUpdate:
         """Update as the device decides. A NaN of a pipeline's loss waits for the host, which looks at it first."""
         clipping, looks = self._config.gradient_clipping, step.look_again is not None
-        trial = DeviceDecidedUpdate(values, Condition(step.scale, clipping, self._checks, looks), parts.optimizer)
-        trial.launch(parts.learning_rate, self.made)
-        return trial
+        condition = Condition(scale=step.scale, max_norm=clipping, finite=self._checks, loss=looks)
+        launched = DeviceDecidedUpdate(packed, condition, runtime.optimizer)
+        launched.launch(runtime.learning_rate, self.made)
+        return launched
 
-    def _check(self, control: StepTotals, step: StepState) -> StepTotals:
+    def _check(self, totals: StepTotals[float], step: StepState) -> StepTotals[float]:
         """Raise what has gone wrong on any rank; a NaN of a pipeline is looked at by all ranks together."""
         if step.problem is not None:
             raise step.problem
-        if control.problems:
+        if totals.problems:
             raise EngineError(
-                f"{control.problems:.0f} other rank(s) failed in this step, so no rank makes it; "
+                f"{totals.problems:.0f} other rank(s) failed in this step, so no rank makes it; "
                 "their message tells why."
             )
-        if math.isnan(control.loss) and step.look_again is not None:
+        if math.isnan(totals.loss) and step.look_again is not None:
             with all_or_none(self._comm, self._device, "has changed its forward, so no rank makes this step"):
                 step.look_again()
-        return control
+        return totals
 
     def state_dict(self) -> dict[str, Any]:
         """All counters and the loss scale; JSON."""
@@ -218,18 +220,12 @@ class Update:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; a fixed loss scale stays what the configuration says.
-
-        Raises:
-            CheckpointError: that is no such state.
-        """
-        fields = Fields(state, "the counters of the run")
-        self.made, self.skipped, self._in_a_row = (fields.count(name) for name in ("made", "skipped", "in_a_row"))
-        self.tokens, self.samples = fields.count("tokens"), fields.count("samples")
-        if fields.any("scale") is not None and self.scale.dynamic:
-            scale = Fields(fields.any("scale"), "the loss scale")
-            forgiven, good = scale.count("forgiven"), scale.count("good")
-            self.scale = replace(self.scale, value=scale.positive("value"), forgiven=forgiven, good=good)
+        """Go on from ``state_dict()``; a fixed loss scale stays what the configuration says."""
+        self.made, self.skipped, self._in_a_row = state["made"], state["skipped"], state["in_a_row"]
+        self.tokens, self.samples = state["tokens"], state["samples"]
+        if state["scale"] is not None and self.scale.dynamic:
+            scale = state["scale"]
+            self.scale = replace(self.scale, **{name: scale[name] for name in ("value", "forgiven", "good")})
 
     def check(self, outcome: UpdateOutcome) -> None:
         """Stop a run whose steps are all skipped.

@@ -21,6 +21,7 @@ from engine.errors import ConfigError
 from engine.parallel.activation_checkpointing.operators import DEFAULT, OPERATOR_KINDS
 from engine.parallel.activation_checkpointing.selective import Operator, SavedActivations, Selective
 from engine.parallel.model.blocks import find_units
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 
@@ -80,34 +81,22 @@ def find_operators(settings: CheckpointPolicy) -> frozenset[Operator]:
     return frozenset(found)
 
 
-class Recomputation:
-    """Makes the forward of blocks one that is recomputed; ``remove`` puts the user's back.
+def recompute_blocks(
+    model: nn.Module, settings: CheckpointPolicy, patches: ForwardPatches, axis: TensorAxis | None = None
+) -> None:
+    """Let the blocks that ``settings`` names run again in backward.
 
-    ``axis``: of the layers that are cut, whose sums selective checkpointing keeps.
+    ``axis``: of the sharded layers, whose sums selective checkpointing keeps.
     """
-
-    def __init__(self, model: nn.Module, settings: CheckpointPolicy, axis: TensorAxis | None = None) -> None:
-        self._forwards: list[tuple[nn.Module, Any]] = []
-        if _switched_on(model):
-            return
-        selective = Selective(find_operators(settings), axis)
-        for block in recomputed_blocks(model, settings).values():
-            self._replace(block, _recomputed(block))
-        for block in selective_blocks(model, settings).values():
-            self._replace(block, recomputed_in_part(block, selective))
-
-    def _replace(self, block: nn.Module, forward: Any) -> None:
-        self._forwards.append((block, vars(block).get("forward")))
-        object.__setattr__(block, "forward", forward)
-
-    def remove(self) -> None:
-        """Undo."""
-        for block, before in self._forwards:
-            if before is None:
-                del vars(block)["forward"]
-            else:
-                object.__setattr__(block, "forward", before)
-        self._forwards = []
+    if _switched_on(model):
+        return
+    selective = Selective(find_operators(settings), axis)
+    for block in recomputed_blocks(model, settings).values():
+        note = "keeps its inputs only and is recomputed in backward"
+        patches.wrap_forward(block, PatchLayer.RECOMPUTE, _recomputed(block), note)
+    for block in selective_blocks(model, settings).values():
+        note = "is recomputed in backward, except the outputs of the operators that activation_checkpointing.save names"
+        patches.wrap_forward(block, PatchLayer.RECOMPUTE, recomputed_in_part(block, selective), note)
 
 
 def recomputed_in_part(block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None) -> Any:

@@ -3,7 +3,6 @@
 Heads: linear layers from hidden states to the logits of a vocabulary, whose loss need not store them.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,10 +17,11 @@ from engine.parallel.kernel_injection.gated_mlp import find_gated, injected_gate
 from engine.parallel.kernel_injection.linear_activation import find_activated, injected_activation, pass_through
 from engine.parallel.kernel_injection.norm import find_norm, injected_norm
 from engine.parallel.kernel_injection.rotary import find_rotary, injected_rotary, rotary_globals
-from engine.parallel.model.forward_patch import put_on
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.name_patterns import starred
 
-PutOn = Callable[[], Callable[[], None]]
-"""Puts a forward on; what it returns takes it off."""
+PutOn = Callable[[ForwardPatches], None]
+"""Puts a forward on its module; the patches own it."""
 
 
 class Replacement(NamedTuple):
@@ -37,8 +37,13 @@ class Replacement(NamedTuple):
 
 def describe_replacements(replacements: Sequence[Replacement]) -> list[str]:
     """For people: each operator with the modules that have got it, alike ones together."""
-    groups = Counter((r.operator, re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", r.module), r.detail) for r in replacements)
+    groups = Counter((r.operator, starred(r.module), r.detail) for r in replacements)
     return [f"{operator:<7} {name} ({count}): {detail}" for (operator, name, detail), count in groups.items()]
+
+
+def _put_on(module: nn.Module, forward: Callable[..., Any], replacement: Replacement, patches: ForwardPatches) -> None:
+    note = f"runs as the operator {replacement.operator} ({replacement.detail})"
+    patches.replace_forward(module, PatchLayer.KERNEL, forward, note)
 
 
 def find_replacements(model: nn.Module, kernels: Kernels) -> list[tuple[Replacement, PutOn]]:
@@ -59,7 +64,7 @@ def find_replacements(model: nn.Module, kernels: Kernels) -> list[tuple[Replacem
             forward = forwards.setdefault((type(module), part.child, part.detail), part.forward)
             name = ".".join(filter(None, (path, part.child)))
             what = Replacement(name, part.operator, part.words, part.activation)
-            found.append((what, partial(put_on, target, forward)))
+            found.append((what, partial(_put_on, target, forward, what)))
     return found
 
 

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.hooks import RemovableHandle
 
 from engine.parallel.model.blocks import Units, find_units, weighty_children
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 
 Hook = Callable[..., None]
 
@@ -38,8 +38,7 @@ def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
     generators = generators_of(device)
     before = [generator.get_state() for generator in generators]
     try:
-        for generator in generators:
-            generator.manual_seed(derive_seed(*key))
+        seed_generators(device, derive_seed(*key))
         yield
     finally:
         for generator, state in zip(generators, before, strict=True):
@@ -73,9 +72,9 @@ class RandomStreams:
     They are put on with the first microbatch that draws something: a call of a module with hooks takes longer.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
-        self._hooks: list[RemovableHandle] = []
+    def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
+        self._model, self._device, self._patches = model, device, patches
+        self._hooked = False
         self._now: StreamPosition | None = None
         self._made: dict[int, StreamPosition] = {}
         """Of this step, by seed."""
@@ -87,7 +86,7 @@ class RandomStreams:
     @contextmanager
     def forward(self, *key: int) -> Iterator[None]:
         """Around the forward of one microbatch: key = (seed, step, ...). Backward must lie outside."""
-        if not self._hooks:
+        if not self._hooked:
             self._install()
         if any(other.key[:2] != key[:2] for other in list(self._made.values())[:1]):
             self._made.clear()
@@ -99,24 +98,23 @@ class RandomStreams:
             finally:
                 self._now = None
 
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
-
     def _install(self) -> None:
         units = find_units(self._model, deep=True)
         whole = list(units.modules.values())
-        self._hooks = [hook for unit in whole for hook in self._watch(unit, part=False)]
-        parts = _parts(units, {id(unit) for unit in whole})
-        self._hooks += [hook for unit in parts for hook in self._watch(unit, part=True)]
+        for unit in whole:
+            self._watch(unit, part=False)
+        for unit in _parts(units, {id(unit) for unit in whole}):
+            self._watch(unit, part=True)
+        self._hooked = True
 
-    def _watch(self, unit: nn.Module, part: bool) -> list[RemovableHandle]:
+    def _watch(self, unit: nn.Module, part: bool) -> None:
         enter: Hook = self._enter
         leave: Hook = partial(self._exit, part)
         if self._traced:
             enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)  # type: ignore[no-untyped-call]
-        return [unit.register_forward_pre_hook(enter), unit.register_forward_hook(leave)]
+        note = "reseeds the random generators at its exit, by step, microbatch and position"
+        self._patches.hook(unit, PatchLayer.RANDOM, unit.register_forward_pre_hook(enter), note)
+        self._patches.hook(unit, PatchLayer.RANDOM, unit.register_forward_hook(leave), note)
 
     def _enter(self, unit: nn.Module, *_: object) -> None:
         if self._now is None:
@@ -134,8 +132,7 @@ class RandomStreams:
     def _reseed(self, place: StreamPosition) -> StreamPosition:
         seed = place.seed()
         self._made[seed] = place
-        for generator in generators_of(self._device):
-            generator.manual_seed(seed)
+        seed_generators(self._device, seed)
         return place
 
 
@@ -177,3 +174,18 @@ def seed_generators(device: torch.device, seed: int) -> None:
     """Seed what a model on ``device`` draws from."""
     for generator in generators_of(device):
         generator.manual_seed(seed)
+
+
+def draw_apart(device: torch.device, index: int) -> int:
+    """From here on the rank ``index`` of the tensor axis draws random numbers of its own.
+
+    Returns one number from the CPU's generator, the same on all ranks, with which ``draw_alike`` ends this.
+    """
+    drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    seed_generators(device, derive_seed(drawn, index + 1))
+    return drawn
+
+
+def draw_alike(device: torch.device, drawn: int) -> None:
+    """From here on all ranks of the tensor axis draw the same random numbers again."""
+    seed_generators(device, derive_seed(drawn, 0))

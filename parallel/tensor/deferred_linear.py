@@ -12,7 +12,7 @@ computed twice, and the results have the same bits as products that run at once.
 
 :func:`fuse` lets a layer, column-sharded or replicated, also compute the activation that follows it: in the epilogue of
 its product's kernel, or in one pass over the output. It is called once the model is sharded, and its caller turns the
-model's own activation module into a no-op. :func:`unfuse` restores the layer.
+model's own activation module into a no-op.
 
 Shape suffixes: B rows (all leading dims together), I inputs, O outputs.
 """
@@ -30,6 +30,7 @@ from engine.kernels.ops.activation_functions import Activation
 from engine.kernels.ops.bias_activation import activate
 from engine.kernels.ops.linear import LinearForm, linear, product
 from engine.kernels.ops.linear import linear as kernel_linear
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -187,18 +188,14 @@ class FusedForward:
         return fused_forward(self.module, x, self.activation, self.kernels)
 
 
-def fuse(layer: nn.Module, activation: Activation, kernels: Kernels) -> None:
+def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:
     """Let a layer that is a matrix product and nothing else also compute ``activation``.
 
-    A sharded layer takes the kernels of its axis in place of ``kernels``.
+    A sharded layer takes the kernels of its axis in place of ``kernels``. An operator that is in the layer's forward
+    slot is taken off first.
     """
-    layer.tensor_activation = activation  # type: ignore[assignment]
-    if not hasattr(layer, "multiply"):  # a sharded layer applies tensor_activation itself
-        object.__setattr__(layer, "forward", FusedForward(layer, activation, kernels))
-
-
-def unfuse(layer: nn.Module) -> None:
-    """Undo :func:`fuse`."""
-    for name in ("tensor_activation", "forward"):
-        if name in vars(layer):
-            object.__delattr__(layer, name)
+    with patches.changing(layer, PatchLayer.FUSED, f"computes the activation {activation} in its product's kernel"):
+        vars(layer).pop("forward", None)
+        layer.tensor_activation = activation  # type: ignore[assignment]
+        if not hasattr(layer, "multiply"):  # a sharded layer applies tensor_activation itself
+            object.__setattr__(layer, "forward", FusedForward(layer, activation, kernels))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -9,64 +10,74 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import bit_sum
+from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis
-from engine.parallel.shard_table import ShardRow
-from engine.step.runtime import Parts
+from engine.parallel.model.name_patterns import refuse_unmatched
+from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.gather.gatherer import ParameterGatherer
 
 LABEL = "full parameters"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedModel:
+    """What :func:`full_parameters` works on."""
+
+    model: nn.Module
+    table: ShardTable
+    buckets: Sequence[FlatBucket]
+    """All buckets of this rank, those of frozen parameters among them."""
+    gatherer: ParameterGatherer | None
+    """None where parameters are not sharded."""
+    comm: Comm
+
+
 @contextmanager
-def full_parameters(parts: Parts, model: nn.Module, pattern: str) -> Iterator[dict[str, nn.Parameter]]:
+def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, nn.Parameter]]:
     """See :meth:`engine.Engine.full_parameters`."""
-    names = _matching(parts, pattern)
-    named = dict(model.named_parameters())
-    chosen = {name: named[name] for name in names}
-    gathering = parts.bench.gathering
-    if gathering is None:
+    named = dict(sharded.model.named_parameters())
+    chosen = {name: named[name] for name in _matching(sharded, pattern)}
+    gatherer, flats = sharded.gatherer, sharded.buckets
+    if gatherer is None:
         yield chosen
         return
-    if gathering.running:
+    if gatherer.running:
         raise EngineError(
             "full_parameters inside a forward, where parameters are whole while their module runs; call it between "
             "steps, or read them in the module that has them."
         )
-    flats = (*parts.buckets, *parts.frozen)
     wanted = [i for i, flat in enumerate(flats) if any(slot.name in chosen for slot in flat.bucket.slots)]
-    opened = gathering.open(wanted)
+    opened = gatherer.open(wanted)
     try:
         yield chosen
         written = [flats[index] for index in sorted(opened)]
-        _check_data_ranks(written, parts)
-        _check_holders(chosen, pattern, parts)
+        _check_data_ranks(written, sharded)
+        _check_holders(chosen, pattern, sharded)
         for flat in written:
             flat.kept.copy_(flat.params[flat.shard])
     finally:
-        gathering.close(opened)
+        gatherer.close(opened)
 
 
-def _matching(parts: Parts, pattern: str) -> list[str]:
+def _matching(sharded: ShardedModel, pattern: str) -> list[str]:
     """Names on this rank's stage; a pattern has to match on some stage."""
-    rows = _rows(parts, pattern)
-    if not rows:
-        raise EngineError(
-            f"full_parameters({pattern!r}) matches no parameter; give a name or pattern of model.named_parameters()."
-        )
-    stage = parts.comm.grid.coord().pp
-    return [row.name for row in rows if stage in row.owners]
+    names = [name for row in sharded.table for name in (row.name, *row.aliases)]
+    refuse_unmatched([("full_parameters", pattern)], names, "parameter", EngineError)
+    stage = sharded.comm.grid.coord().pp
+    return [row.name for row in _rows(sharded, pattern) if stage in row.owners]
 
 
-def _rows(parts: Parts, pattern: str) -> list[ShardRow]:
-    return [row for row in parts.plan.table if any(fnmatchcase(name, pattern) for name in (row.name, *row.aliases))]
+def _rows(sharded: ShardedModel, pattern: str) -> list[ShardRow]:
+    return [row for row in sharded.table if any(fnmatchcase(name, pattern) for name in (row.name, *row.aliases))]
 
 
 @torch.no_grad()
-def _check_data_ranks(flats: Sequence[FlatBucket], parts: Parts) -> None:
+def _check_data_ranks(flats: Sequence[FlatBucket], sharded: ShardedModel) -> None:
     """Of what all of them hold whole now, each keeps its shard."""
     if not flats:
         return
-    table = _gathered(torch.stack([bit_sum(flat.params) for flat in flats]), parts, "dp")
+    table = _gathered(torch.stack([bit_sum(flat.params) for flat in flats]), sharded, "dp")
     differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
     if differing:
         slots = flats[differing[0]].bucket.slots
@@ -77,16 +88,16 @@ def _check_data_ranks(flats: Sequence[FlatBucket], parts: Parts) -> None:
 
 
 @torch.no_grad()
-def _check_holders(chosen: Mapping[str, nn.Parameter], pattern: str, parts: Parts) -> None:
+def _check_holders(chosen: Mapping[str, nn.Parameter], pattern: str, sharded: ShardedModel) -> None:
     """Tied parameters lie on several stages, and tensor ranks hold what is not cut."""
-    tp = parts.comm.grid.tp
-    shared = [row.name for row in _rows(parts, pattern) if len(row.owners) > 1 or (row.dim is None and tp > 1)]
+    tp = sharded.comm.grid.tp
+    shared = [row.name for row in _rows(sharded, pattern) if len(row.owners) > 1 or (row.dim is None and tp > 1)]
     if not shared:
         return
     absent = torch.iinfo(torch.int64).min
-    device = next(iter(parts.buckets)).params.device
+    device = next(iter(sharded.buckets)).params.device
     sums = [bit_sum(chosen[name]) if name in chosen else torch.tensor(absent, device=device) for name in shared]
-    table = _gathered(torch.stack(sums), parts, "replica")
+    table = _gathered(torch.stack(sums), sharded, "replica")
     for name, column in zip(shared, table.T.tolist(), strict=True):
         if len({held for held in column if held != absent}) > 1:
             raise EngineError(
@@ -95,8 +106,8 @@ def _check_holders(chosen: Mapping[str, nn.Parameter], pattern: str, parts: Part
             )
 
 
-def _gathered(mine: Tensor, parts: Parts, axis: Axis) -> Tensor:
-    table = torch.empty((parts.comm.grid.size(axis), len(mine)), dtype=mine.dtype, device=mine.device)
-    table[parts.comm.grid.index(axis)] = mine
-    parts.comm.all_gather(table.view(-1), mine, axis, LABEL).wait()
+def _gathered(mine: Tensor, sharded: ShardedModel, axis: Axis) -> Tensor:
+    table = torch.empty((sharded.comm.grid.size(axis), len(mine)), dtype=mine.dtype, device=mine.device)
+    table[sharded.comm.grid.index(axis)] = mine
+    sharded.comm.all_gather(table.view(-1), mine, axis, LABEL).wait()
     return table

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from engine.parallel.model.blocks import find_units
-from engine.parallel.model.forward_patch import Interception
+from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
+from engine.parallel.model.name_patterns import is_inside
 from engine.zero.gather.gather_schedule import GatherOrder
 from engine.zero.gather.gatherer import ParameterGatherer
 
@@ -52,11 +53,7 @@ def _in_order(units: Sequence[str], calls: Sequence[str]) -> list[str]:
     """By first call of the unit, of what is in it or around it; one without a call stays behind its neighbour."""
     places: list[int] = []
     for unit in units:
-        related = (
-            place
-            for place, call in enumerate(calls)
-            if call == unit or call.startswith(f"{unit}.") or unit.startswith(f"{call}.")
-        )
+        related = (place for place, call in enumerate(calls) if is_inside(call, unit) or is_inside(unit, call))
         places.append(next(related, places[-1] if places else 0))
     return [unit for _, unit in sorted(zip(places, units, strict=True), key=lambda pair: pair[0])]
 
@@ -76,25 +73,22 @@ def _grouped(units: Sequence[str], blocks: set[str]) -> list[list[str]]:
 
 
 class GatheredModules:
-    """Modules of a stage that gather their parameters; ``remove`` makes them what they were.
+    """Modules of a stage that gather their parameters.
 
-    To be installed around what recomputes activations, so that a block is gathered once for its backward.
+    They are patched outside activation checkpointing, so that a block is gathered once for its backward.
     """
 
     def __init__(
-        self, model: nn.Module, groups: GatherGroups, order: GatherOrder, gathering: ParameterGatherer
-    ) -> None:
+        self, model: nn.Module, groups: GatherGroups, order: GatherOrder, gathering: ParameterGatherer,
+        patches: ForwardPatches,
+    ) -> None:  # fmt: skip
         self._gathering = gathering
         present = sorted({turn.group for turn in order.turns})
         self._group = {module: group for group in present for module in groups.modules[group]}
-        self._interceptions = [
-            Interception(name, model.get_submodule(name), self._call, lambda _: False) for name in self._group
-        ]
-
-    def remove(self) -> None:
-        """Undo."""
-        for interception in reversed(self._interceptions):
-            interception.remove()
+        interception = Interception(handler=self._call, layer=PatchLayer.GATHER, patches=patches)
+        for name, group in self._group.items():
+            note = f"gathers its sharded parameters over axis dp, with gather group {group}, and frees them afterwards"
+            interception.install(name, model.get_submodule(name), note)
 
     def _call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group = self._group[unit]

@@ -16,8 +16,7 @@ from engine.errors import PlanError
 from engine.parallel.comm.agreement import bit_sum
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
-from engine.planning.plan import Plan
-from engine.step.state import StepTotals
+from engine.parallel.shard_table import ShardTable
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Slot
 
@@ -27,9 +26,8 @@ PLAN_CHECK = "plan check"
 class ReplicaCheck:
     """``parallel.verify_plan``: compares once, after the first step's gradients are reduced."""
 
-    def __init__(self, plan: Plan, buckets: Sequence[FlatBucket], comm: Comm) -> None:
-        wanted = plan.config.parallel.verify_plan and plan.config.tp > 1
-        alike = {row.name for row in plan.table if row.dim is None} if wanted else set()
+    def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm, wanted: bool = True) -> None:
+        alike = {row.name for row in table if row.dim is None} if wanted and comm.grid.tp > 1 else set()
         self._places = [
             (slot.name, flat, overlap(slot, flat.shard))
             for flat in buckets
@@ -85,8 +83,8 @@ NON_FINITE = "non-finite"
 class NonFinite:
     """Finds the first parameter, in the order of the plan's table, whose reduced gradient is not finite anywhere."""
 
-    def __init__(self, plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, device: torch.device) -> None:
-        self._names = [row.name for row in plan.table]
+    def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm, device: torch.device) -> None:
+        self._names = [row.name for row in table]
         order = {name: number for number, name in enumerate(self._names)}
         self._places = sorted(
             ((order[slot.name], flat, overlap(slot, flat.shard)) for flat in buckets for slot in flat.bucket.slots),
@@ -95,7 +93,7 @@ class NonFinite:
         self._comm, self._device = comm, device
 
     @torch.no_grad()
-    def find(self, control: StepTotals, sent: Tally) -> str:
+    def find(self, loss: float, weight: float, sent: Tally) -> str:
         """Its name, on every rank; else "the loss", "the weight" or "the gradient norm", whichever is to blame.
 
         One all-reduce of 8 bytes over the world, label "non-finite". ``sent`` takes it in: it is no part of a step's.
@@ -110,6 +108,6 @@ class NonFinite:
         largest = int(found)
         if largest:
             return self._names[len(self._names) - largest]
-        if not math.isfinite(control.weight):
+        if not math.isfinite(weight):
             return "the weight"
-        return "the gradient norm" if math.isfinite(control.loss) else "the loss"
+        return "the gradient norm" if math.isfinite(loss) else "the loss"

@@ -76,7 +76,7 @@ class TrainerState:
     def restore(self, reader: StepReader) -> dict[str, torch.Tensor]:
         """Go on from there; gives what was this rank's alone, see ``own_states``."""
         manifest = reader.manifest
-        self.update.load_state_dict(manifest.progress["update"])
+        self.update.load_state_dict(_counters(manifest.progress["update"]))
         if self.update.made != manifest.step:
             raise CheckpointError(f"{reader.step} is damaged: step {manifest.step} after {self.update.made} updates.")
         for name, thing in self.tracked.items():
@@ -85,6 +85,23 @@ class TrainerState:
         if states:
             restore_random_states(states, self.device)
         return states
+
+
+def _counters(state: Any) -> dict[str, Any]:
+    """The state of :class:`Update` as a checkpoint has it, checked.
+
+    Raises:
+        CheckpointError: a counter is missing or is no count.
+    """
+    fields = Fields(state, "the counters of the run")
+    counters: dict[str, Any] = {
+        name: fields.count(name) for name in ("made", "skipped", "in_a_row", "tokens", "samples")
+    }
+    scale = None if fields.any("scale") is None else Fields(fields.any("scale"), "the loss scale")
+    counters["scale"] = None if scale is None else {
+        "value": scale.positive("value"), "forgiven": scale.count("forgiven"), "good": scale.count("good")
+    }  # fmt: skip
+    return counters
 
 
 def own_states(reader: StepReader, grid: Grid) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.deferred_linear import (
     FusedForward,
     GradsWanted,
@@ -78,16 +79,15 @@ class DeferredWeightGrads:
 
 
 class SplitBackward:
-    """Gives the linear layers of ``model`` a backward whose weight part can wait. ``remove`` takes it off.
+    """Gives the linear layers of ``model`` a backward whose weight gradient can be deferred.
 
-    Cut layers (``parallel.tensor``) are among them, so install it when the model has been cut.
+    Sharded layers (``parallel.tensor``) are among them, so it is put on after the tensor plan.
     """
 
-    def __init__(self, model: nn.Module, kernels: Kernels = REFERENCE) -> None:
+    def __init__(self, model: nn.Module, patches: ForwardPatches, kernels: Kernels = REFERENCE) -> None:
         self.kernels = kernels
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._open: DeferredWeightGrads | None = None
-        self._installed: list[tuple[nn.Module, str, Any, FusedForward | None]] = []
         for module in model.modules():
             slot = "multiply" if is_cut(module) else "forward"
             fused = vars(module).get(slot)
@@ -96,8 +96,8 @@ class SplitBackward:
             # one that shows its weight as a view has no product of its own: its gradient does not wait
             if is_linear(module) and has_plain_forward(module) and hasattr(module, slot):
                 product = _Layer(self, module, names, getattr(module, slot)).multiply
-                object.__setattr__(module, slot, product)
-                self._installed.append((module, slot, product, fused))
+                with patches.changing(module, PatchLayer.DEFERRED, "can defer its weight gradient to a W action"):
+                    object.__setattr__(module, slot, product)
 
     @contextmanager
     def leaving(self, leftover: DeferredWeightGrads) -> Iterator[None]:
@@ -112,15 +112,6 @@ class SplitBackward:
     def open(self) -> DeferredWeightGrads | None:
         """Where the running backward leaves what can wait; None outside an I."""
         return self._open
-
-    def remove(self) -> None:
-        """Put the layers' own products back."""
-        for module, slot, product, fused in self._installed:
-            if vars(module).get(slot) == product:
-                object.__delattr__(module, slot)
-                if fused is not None:
-                    object.__setattr__(module, slot, fused)
-        self._installed = []
 
 
 class _Layer:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
-from engine.parallel.model.forward_patch import Interception
+from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
 from engine.parallel.model.placeholders import PlaceholderPool
 from engine.parallel.model.torch_checkpoint import open_checkpoints, recomputed, spread_checkpoints
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
@@ -37,12 +37,15 @@ class StageResult:
 
 
 class Stage:
-    """A model whose forwards can be run one stage at a time. ``close`` makes it what it was."""
+    """A model whose forwards can be run one stage at a time."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
         self._model, self._blanks = model, PlaceholderPool(device)
         self._parameters = dict(model.named_parameters())
-        self._intercepted: dict[str, Interception] = {}
+        self._intercepted: set[str] = set()
+        self._interception = Interception(
+            handler=self._call, layer=PatchLayer.STAGE, patches=patches, skips=self._skips
+        )
         self._run: StageForward | None = None
         self._seen: ModelTrace | None = None
 
@@ -81,21 +84,15 @@ class Stage:
         sent = {number: run.sent[number] for number in plan.sends}
         return StageResult(result if plan.last else None, sent)
 
-    def close(self) -> None:
-        """Take our hands off the model; absent parameters stay absent."""
-        for interception in reversed(self._intercepted.values()):
-            interception.remove()
-        self._intercepted.clear()
-        self._seen = None
-
     def _intercept(self, timeline: ModelTrace) -> None:
         if timeline is self._seen:
             return
         self._seen = timeline
         for unit in timeline.units:
             if unit not in self._intercepted:
-                module = self._model.get_submodule(unit)
-                self._intercepted[unit] = Interception(unit, module, self._call, self._skips)
+                self._intercepted.add(unit)
+                note = "runs where its pipeline stage is; on other stages the call is answered without it"
+                self._interception.install(unit, self._model.get_submodule(unit), note)
 
     def _skips(self, unit: str) -> bool:
         return self._run is not None and self._run.takes(unit) and self._run.skips_next()

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from engine.errors import first_line
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.auto.coupled_parameters import Given, float_leaves
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
@@ -94,7 +95,7 @@ class BlockReference:
     def _prove(self, plan: TensorPlan, tp: int, given: Given, truth: BlockResult) -> Verdict:
         def body(axis: TensorAxis) -> _Rehearsed:
             mine = copy.deepcopy(self._block)
-            context = apply_plan(mine, plan, axis).views
+            context = apply_plan(mine, plan, axis, ForwardPatches())
             assert isinstance(axis, SimulatedAxis)
             with Exact(axis.index + 1):  # inside a region every rank draws its own random numbers
                 outcome = _rehearse(mine, given, self._used, context)

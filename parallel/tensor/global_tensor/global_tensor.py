@@ -1,7 +1,7 @@
 """The class: what the code sees of a tensor that is cut.
 
     x.shape, x.size(-1), len(x), x.device      answered here, without communication
-    torch.softmax(x, -1), x @ w, x[:, 1:] ...  the function's rule (``views.rules``), else all arguments are gathered
+    torch.softmax(x, -1), x @ w, x[:, 1:] ...  the function's rule (``rules.table``), else all arguments are gathered
     Function.apply(x), x.data_ptr(), a kernel  refused: it would read memory that is not there
 
 ``torch.autograd.Function.apply`` asks no class. But torch asks a tensor that requires a gradient for its sizes to build
@@ -20,6 +20,7 @@ from torch.utils._pytree import register_pytree_node
 
 from engine.errors import EngineError
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets
+from engine.parallel.trace.torch_function import WrapperTensor
 
 if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 
-class GlobalTensor(Tensor):
+class GlobalTensor(WrapperTensor):
     """``local``: this rank's part, in the autograd graph; ``full``: the shape of all; ``sets``: who holds what."""
 
     local: Tensor
@@ -63,13 +64,13 @@ class GlobalTensor(Tensor):
         context = (first if type(first) is GlobalTensor else next(views_among(args, kwargs))).views
         if context.reached_below is not None:
             refuse_below(context)
-        rule = context.rules.get(func)
+        rule = context.rules.by_function.get(func)
         if rule is not None:
             try:
                 return rule(context, func, *args, **kwargs)
             except NoRuleError:
                 pass
-        return context.otherwise(context, func, *args, **kwargs)
+        return context.rules.fallback(context, func, *args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

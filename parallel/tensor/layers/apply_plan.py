@@ -8,17 +8,21 @@ A shown parameter stays registered where it is, so that optimizers, hooks and ch
 made at each read, because ZeRO-3 swaps the memory of a parameter between uses.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.placeholders import placeholder
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, show_parameter
 from engine.parallel.tensor.global_tensor.index_sets import Index
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.layers.linear import (
     ColumnLayer,
     ColumnLinear,
@@ -68,54 +72,37 @@ def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
 
 
 def apply_plan(
-    model: nn.Module, plan: TensorPlan, axis: TensorAxis, already_cut: Collection[str] = ()
-) -> "AppliedPlan":
+    model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches, already_cut: Collection[str] = ()
+) -> GlobalTensorContext:
     """Shard ``model`` in place for this rank. Nothing is communicated.
 
     Parameter objects stay and get new, smaller data, so that ties, optimizers and hooks hold; state-dict names stay
     too. Works on the meta device. ``already_cut``: parameters whose data is the shard already.
     """
-    return _cut(model, plan, axis, lambda name, p, cut: p if name in already_cut else local_shard(p, cut, axis.index))
+    parameters = dict(model.named_parameters())
+    installer = _Installer(model, plan, axis, patches)
+    for name, cut in plan.parameters.items():
+        if name not in already_cut:
+            parameters[name].data = local_shard(parameters[name].data, cut, axis.index)
+    return installer.install(parameters)
 
 
-def install_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> "AppliedPlan":
-    """:func:`apply_plan` without content, for a run on shapes: no memory is allocated, and ``undo`` restores the
+def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches) -> GlobalTensorContext:
+    """:func:`apply_plan` without content, for a run on shapes: no memory is allocated, and ``patches`` restore the
     weights."""
 
     def blank(name: str, full: Tensor, cut: ParameterCut) -> Tensor:
         shape = list(full.shape)
         shape[cut.dim] = cut.widths(axis.size)[axis.index]
-        return torch.zeros((), dtype=full.dtype, device=full.device).expand(shape)
+        return placeholder(shape, full.dtype, full.device)
 
-    return _cut(model, plan, axis, blank)
-
-
-def _cut(
-    model: nn.Module, plan: TensorPlan, axis: TensorAxis, part: Callable[[str, Tensor, ParameterCut], Tensor]
-) -> "AppliedPlan":
     parameters = dict(model.named_parameters())
-    installer = _Installer(model, plan, axis)
-    installer.views.equal.update(parameters[name] for name in plan.equal)
-    installer.show(parameters)
+    installer = _Installer(model, plan, axis, patches)
     for name, cut in plan.parameters.items():
-        installer.set_data(parameters[name], part(name, parameters[name].data, cut))
-    for change in plan.attributes:
-        installer.change(change)
-    installer.wrap_layers()
-    return AppliedPlan(installer.views, installer.undo)
-
-
-class AppliedPlan:
-    """A plan that has been applied; ``views`` is the context of its global tensors."""
-
-    def __init__(self, context: GlobalTensorContext, undo: list[Callable[[], None]]) -> None:
-        self.views = context
-        self._undo = undo
-
-    def undo(self) -> None:
-        """Restore the model."""
-        while self._undo:
-            self._undo.pop()()
+        parameter, full = parameters[name], parameters[name].data
+        patches.own(model, PatchLayer.TENSOR, partial(setattr, parameter, "data", full), f"holds a shard of {name}")
+        parameter.data = blank(name, full, cut)
+    return installer.install(parameters)
 
 
 def _whole_shape(parameter: Tensor, cut: ParameterCut) -> tuple[int, ...]:
@@ -126,31 +113,35 @@ def _whole_shape(parameter: Tensor, cut: ParameterCut) -> tuple[int, ...]:
 
 
 class _Installer:
-    def __init__(self, model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
-        self.plan, self.axis = plan, axis
-        self.views = GlobalTensorContext(axis, plan.sequence, plan.regather)
-        self.undo: list[Callable[[], None]] = []
+    def __init__(self, model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches) -> None:
+        self.plan, self.axis, self.patches = plan, axis, patches
+        self.context = global_context(axis, plan.sequence, plan.regather)
         self.modules = dict(model.named_modules())
         self.first = {id(p): name for name, p in model.named_parameters()}
         self.regions: dict[str, Region] = {}
         self.classes: dict[tuple[LayerKind, type], type] = {}
-        self.touched: set[int] = set()
         self.own_configs: set[str] = set()
 
-    def set_data(self, parameter: nn.Parameter, data: Tensor) -> None:
-        before = parameter.data
-        self.undo.append(lambda: setattr(parameter, "data", before))
-        parameter.data = data
+    def install(self, parameters: Mapping[str, nn.Parameter]) -> GlobalTensorContext:
+        """Everything but the content of parameters, which are full or hold their shard."""
+        self.context.equal.update(parameters[name] for name in self.plan.equal)
+        self.show(parameters)
+        for change in self.plan.attributes:
+            self.change(change)
+        self.wrap_layers()
+        return self.context
 
     def change(self, change: AttributeChange) -> None:
-        module, attribute = self._touch(change.module), change.attribute
-        owner: Any = module
-        if attribute.startswith(_CONFIG):
-            if change.module not in self.own_configs:
-                self.own_configs.add(change.module)
-                module.config = copy(module.config)
-            owner, attribute = module.config, attribute.removeprefix(_CONFIG)
-        setattr(owner, attribute, change.value)
+        module, attribute = self.modules[change.module], change.attribute
+        note = f"computes with {attribute} {change.value} on each tensor rank"
+        with self.patches.changing(module, PatchLayer.TENSOR, note):
+            owner: Any = module
+            if attribute.startswith(_CONFIG):
+                if change.module not in self.own_configs:
+                    self.own_configs.add(change.module)
+                    module.config = copy(module.config)
+                owner, attribute = module.config, attribute.removeprefix(_CONFIG)
+            setattr(owner, attribute, change.value)
 
     def show(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Replace the attributes of parameters with the style "view" by properties that read global tensors."""
@@ -164,17 +155,21 @@ class _Installer:
                 for cut in [self.plan.parameters[wholes[id(p)]]]
             }
             if cuts:
-                self._touch(path).__class__ = shown_class(type(module), cuts, self.views)
+                note = f"reads {', '.join(cuts)} as global tensors, of which each tensor rank holds a shard"
+                with self.patches.changing(module, PatchLayer.TENSOR, note):
+                    module.__class__ = shown_class(type(module), cuts, self.context)
                 parent = self.modules[path.rpartition(".")[0]]
                 parents[id(parent)] = parent
         for parent in parents.values():
-            self.undo.append(parent.register_forward_hook(lambda *_: self.views.clear()).remove)
+            handle = parent.register_forward_hook(lambda *_: self.context.clear())
+            self.patches.hook(parent, PatchLayer.TENSOR, handle, "forgets its global tensors at the end of its forward")
 
     def wrap_layers(self) -> None:
         for name, cut in self.plan.layers.items():
-            module = self._touch(name)
-            self._swap(module, cut.kind)
-            self._prepare(module, cut)
+            module = self.modules[name]
+            with self.patches.changing(module, PatchLayer.TENSOR, f"is sharded over axis tp: {cut.kind}"):
+                self._swap(module, cut.kind)
+                self._prepare(module, cut)
 
     def _prepare(self, module: nn.Module, cut: LayerCut) -> None:
         if cut.kind == "column":
@@ -182,22 +177,22 @@ class _Installer:
         elif cut.kind == "row":
             prepare_row(module, self._region(cut))
         elif cut.kind == "experts":
-            prepare_experts(module, Region(self.axis, self.views))
+            prepare_experts(module, Region(self.axis, self.context))
         else:
             weight: Any = module.weight
             widths = self.plan.parameters[self.first[id(weight)]].widths(self.axis.size)
             if cut.kind == "column+gather":
-                prepare_column(module, Region(self.axis, self.views))
+                prepare_column(module, Region(self.axis, self.context))
                 prepare_gathered(module, widths)
                 return
             vocabulary = Vocabulary(self.axis, widths)
             if cut.kind == "embedding":
-                prepare_embedding(module, vocabulary, self.views)
+                prepare_embedding(module, vocabulary, self.context)
             else:
                 prepare_head(module, vocabulary)
 
     def _region(self, cut: LayerCut) -> Region:
-        return self.regions.setdefault(cut.region, Region(self.axis, self.views))
+        return self.regions.setdefault(cut.region, Region(self.axis, self.context))
 
     def _swap(self, module: nn.Module, kind: LayerKind) -> None:
         """Change the module's class to a sharded one derived from its own; plain library layers become our public
@@ -208,24 +203,6 @@ class _Installer:
             made = public if own is library else type(f"{layer.__name__}{own.__name__}", (layer, own), {})
             self.classes[kind, own] = made
         module.__class__ = self.classes[kind, own]
-
-    def _touch(self, name: str) -> nn.Module:
-        """The module called ``name``, which is about to change; ``undo`` restores its class and attributes of this
-        moment."""
-        module: nn.Module = self.modules[name]
-        if id(module) not in self.touched:
-            self.touched.add(id(module))
-            own, attributes = type(module), dict(vars(module))
-
-            def back() -> None:
-                module.__class__ = own
-                for name in vars(module).keys() - attributes.keys():
-                    object.__delattr__(module, name)
-                for name, value in attributes.items():
-                    object.__setattr__(module, name, value)
-
-            self.undo.append(back)
-        return module
 
 
 _CLASSES: Mapping[LayerKind, tuple[type[nn.Module], type[nn.Module], type[nn.Module]]] = MappingProxyType(

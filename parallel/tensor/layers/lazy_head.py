@@ -10,7 +10,6 @@ The model and its loss function stay as they are. A head that is sharded over "t
 labels as without lazy logits.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.overrides import _get_current_function_mode
 from engine.errors import PlanError
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.linear_cross_entropy import as_autocast
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.deferred_linear import FusedForward, is_conv1d
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.layers.linear import has_plain_forward
@@ -72,8 +72,8 @@ class LateLinear(LazyLMHead, nn.Linear):
     """A lazy head that is a replicated plain ``nn.Linear``."""
 
 
-def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels) -> Callable[[], None]:
-    """Make the logits of ``module`` lazy; returns a function that restores the head. Communicates nothing.
+def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, patches: ForwardPatches) -> None:
+    """Make the logits of ``module`` lazy. Communicates nothing.
 
     ``module``: a linear layer to the vocabulary. It is full on an axis of one rank (without tensor parallelism, or
     equal on all ranks: give an axis of size 1), or ``apply_plan`` has sharded it as a head. ``kernels`` choose how a
@@ -103,17 +103,10 @@ def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels) -> 
     own: type[nn.Module] = type(module)
     cut = getattr(module, "tensor_vocabulary", None)
     vocabulary = cut if isinstance(cut, Vocabulary) else Vocabulary(axis, (module.out_features,))
-    module.__class__ = LateLinear if own is nn.Linear else type(f"Late{own.__name__}", (LazyLMHead, own), {})
-    object.__setattr__(module, "tensor_late", _Late(vocabulary, kernels))
-    vars(module).pop("forward", None)
-
-    def undo() -> None:
-        if fused is not None:
-            object.__setattr__(module, "forward", fused)
-        module.__class__ = own  # type: ignore[assignment]
-        object.__delattr__(module, "tensor_late")
-
-    return undo
+    with patches.changing(module, PatchLayer.LAZY, "leaves its logits uncomputed until the loss reads them in chunks"):
+        module.__class__ = LateLinear if own is nn.Linear else type(f"Late{own.__name__}", (LazyLMHead, own), {})
+        object.__setattr__(module, "tensor_late", _Late(vocabulary, kernels))
+        vars(module).pop("forward", None)
 
 
 def _can_wait(x: Tensor, weight: Tensor, axis: TensorAxis) -> bool:

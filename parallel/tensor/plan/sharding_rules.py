@@ -18,8 +18,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from engine.errors import PlanError
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.deferred_linear import is_conv1d, is_linear
-from engine.parallel.tensor.layers.vocab_parallel import check_embedding
 from engine.parallel.tensor.plan.ranges import Divisibility, check_fits, cut_parts, cut_unevenly, held, ranges_of_rows
 from engine.parallel.tensor.plan.styles import Style
 from engine.parallel.tensor.plan.tensor_plan import AttributeChange, LayerCut, LayerKind, ParameterCut, TensorPlan
@@ -278,7 +278,7 @@ class _Cutting:
 
 def _passes_on(owner: str, layers: Iterable[str]) -> bool:
     """Whether one of the layers lies inside ``owner``."""
-    return bool(owner) and any(layer.startswith(f"{owner}.") for layer in layers)
+    return bool(owner) and any(layer != owner and is_inside(layer, owner) for layer in layers)
 
 
 def head_width(module: nn.Module | None) -> int | None:
@@ -359,3 +359,17 @@ def _alone(name: str, kind: str) -> PlanError:
         f"{name} is a {kind} layer and needs a {partner}, but no module around it holds one; add one, or give {name} "
         '"replicate".'
     )
+
+
+def check_embedding(module: nn.Embedding, name: str) -> None:
+    """Refuse the options that need all rows on one rank.
+
+    Raises:
+        PlanError: ``module`` has such an option.
+    """
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise PlanError(
+                f"{name} has {option} = {getattr(module, option)}, which needs all rows of the vocabulary on one rank; "
+                f'build it without {option}, or give it the style "replicate" in parallel.tensor_plan.'
+            )

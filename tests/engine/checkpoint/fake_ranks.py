@@ -33,6 +33,7 @@ from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import Wait
 from engine.parallel.grid import Grid
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.plan import Plan
 from engine.zero.optim.flat_optimizers import FlatAdam
@@ -144,7 +145,7 @@ def _world(settings: Mapping[str, Any]) -> int:
 def _rank(model: nn.Module, plan: Plan, shares: SaveOwnership, rank: int) -> FakeRank:
     grid = Grid(plan.config.pp, plan.config.dp, plan.config.tp, rank)
     comm = Comm(grid, RecordingBackend(grid))
-    buckets = place_model(model, plan, comm, CPU, TensorAxis(comm))
+    buckets = place_model(model, plan, comm, CPU, TensorAxis(comm), ForwardPatches())
     trained = buckets[: len(plan.layout(grid.coord()).buckets)]
     sharded = plan.config.zero_optimization.stage > 0
     optimizer = ShardedOptimizer(trained, plan.groups, lambda groups: FlatAdam(groups), comm, sharded)

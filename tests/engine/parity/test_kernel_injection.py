@@ -11,6 +11,7 @@ from torch import nn
 import engine
 from engine.build.forward_changes import change_forwards
 from engine.config import load_config
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.reporting.banner import banner_text
 from tests.engine.parity.launches import Compared, compare, settings
 from tests.engine.parity.tensor_models import FOUR, HEADS, UNSEEN
@@ -147,7 +148,7 @@ INTERPRETED = tuple(
 def test_the_table_tells_what_each_model_gets(kernels_models_table: Table) -> None:
     config = load_config(settings(1, kernels="reference"), 1)
     for name, architecture in {**FOUR, **UNSEEN}.items():
-        replacements = change_forwards(architecture.build(), config, CPU).replacements
+        replacements = change_forwards(architecture.build(), config, CPU, ForwardPatches()).replacements
         # of a pair the linear layer counts, and not the activation that it takes in
         found = Counter(r.operator for r in replacements if r.operator != "linear" or r.activation != "none")
         for operator in OPERATORS:

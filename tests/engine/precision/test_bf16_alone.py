@@ -154,7 +154,7 @@ def test_what_is_kept_is_what_was_asked(optimizer: str) -> None:
         settings_now = config | {"bf16": ALONE | {"bf16_optimizer_states": narrow}}
         with engine.initialize(models.decoder(), settings_now, loss_sum) as eng:
             eng.train_batch(models.batches_for("decoder", 4, 1)[0])
-            for flat in eng._parts.buckets:
+            for flat in eng._runtime.buckets:
                 assert flat.master is None and flat.grads.dtype == flat.params.dtype
             for parameter, state in eng.optimizer.state.items():
                 wide = parameter.dtype == torch.float32 or not narrow

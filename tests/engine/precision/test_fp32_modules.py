@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import engine
 from engine.errors import ConfigError
 from engine.models.decoder import loss_sum
-from engine.precision.fp32_modules import Fp32Modules, find_fp32_modules
+from engine.parallel.model.forward_patch import ForwardPatches
+from engine.precision.fp32_modules import find_fp32_modules, keep_in_fp32
 from engine.program.batch import take_rows
 from engine.verify import Parity, verify
 from tests import models
@@ -75,7 +76,7 @@ def measure(name: str, grid: str, mode: str, stage: int) -> dict[str, Any]:
             losses.append(eng.train_batch(take_rows(batch, eng.grid.coord().dp * rows, rows)).loss)
         sent = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.sent.since(before).rows()}
         plan = eng.plan.rank(eng.grid.rank)
-        buckets = eng._parts.buckets
+        buckets = eng._runtime.buckets
         held = [
             t
             for flat in buckets
@@ -135,7 +136,8 @@ class Spy(nn.Module):
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
 def test_casts_reach_into_nests_and_leave_what_is_no_narrow_number(compute: torch.dtype) -> None:
     model = nn.ModuleDict({"spy": Spy()})
-    islands = Fp32Modules(model, ["spy"], compute)
+    patches = ForwardPatches()
+    keep_in_fp32(model, ["spy"], compute, patches)
     x = torch.ones(2, 3, dtype=compute, requires_grad=True)
     y, rest = model["spy"](x, {"ids": torch.ones(2, dtype=torch.int64), "wide": x.double(), "narrow": x})
     assert model["spy"].seen == [torch.float32, torch.int64, torch.float64, torch.float32]
@@ -144,7 +146,7 @@ def test_casts_reach_into_nests_and_leave_what_is_no_narrow_number(compute: torc
     y.sum().backward()
     assert x.grad is not None and x.grad.dtype == compute
     assert {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None} == {torch.float32}
-    islands.remove()
+    patches.remove()
     assert "forward" not in vars(model["spy"])
 
 
@@ -169,7 +171,7 @@ def test_buffers_of_islands_stay_and_the_state_dict_has_the_given_values() -> No
         assert {dtype for name, dtype in dtypes.items() if name.startswith("other")} == {torch.bfloat16}
         report = eng.train_batch(torch.randn(4, 3))
         assert not report.skipped and eng.full_state_dict()["kept.scale"][0] == torch.tensor(1.001)
-        masters = [flat.master is None for flat in eng._parts.buckets if flat.params.dtype == torch.float32]
+        masters = [flat.master is None for flat in eng._runtime.buckets if flat.params.dtype == torch.float32]
         assert masters == [True], "its own master"
 
 
@@ -179,8 +181,8 @@ def test_a_pattern_that_matches_nothing_is_one_sentence(bf16: bool) -> None:
     with pytest.raises(ConfigError) as caught:
         engine.initialize(build(), config, loss_sum)
     assert str(caught.value) == (
-        "keep_fp32[1]: 'nrom' matches no module; patterns match whole names as in model.named_modules() (here: tokens, "
-        "positions, dropout, ...), * stands for anything."
+        "keep_fp32[1]: 'nrom' matches no module; near names are norm; a pattern matches whole names, and * stands for "
+        "anything."
     )
 
 

@@ -56,7 +56,7 @@ def build() -> nn.Module:
 
 def traces(eng: engine.Engine) -> list[int]:
     """Bits of everything that a step may change on this rank."""
-    buckets = eng._parts.buckets
+    buckets = eng._runtime.buckets
     tensors = [flat.kept if flat.sharded else flat.params for flat in buckets]
     tensors += [flat.master for flat in buckets if flat.master is not None]
     tensors += [value for state in eng.optimizer.state.values() for value in state.values()]

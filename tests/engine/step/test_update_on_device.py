@@ -64,7 +64,7 @@ def awkward(mode: str) -> tuple[list[float], dict[str, Tensor], list[float]]:
     config |= {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5}}}
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
     with optimizer_alone(), engine.initialize(small.Small(), config, lr_scheduler=schedule) as eng:
-        assert eng._parts.optimizer.decides_on_device == (mode == "triton")
+        assert eng._runtime.optimizer.decides_on_device == (mode == "triton")
         reports = [eng.train_batch(small.batch(eng, step)) for step in range(3)]
         return [report.loss for report in reports], eng.full_state_dict(), [report.lr for report in reports]
 
@@ -103,12 +103,12 @@ def run(changes: dict[str, Any], steps: int, loss: Any = loss_sum) -> tuple[list
     found = []
     example = {key: value[:2] for key, value in batches[0].items()}
     with optimizer_alone(), engine.initialize(models.decoder(layers=2), settings, loss, example) as eng:
-        assert eng._parts.optimizer.decides_on_device == (changes["kernels"] == "triton")
+        assert eng._runtime.optimizer.decides_on_device == (changes["kernels"] == "triton")
         rows = slice(eng.grid.coord().dp * 8 // eng.grid.dp, (eng.grid.coord().dp + 1) * 8 // eng.grid.dp)
         for batch in batches:
             report = eng.train_batch({key: value[rows] for key, value in batch.items()})
             found.append((report.loss, report.grad_norm, report.skipped, report.lr, eng.step_count))
-        weights = [flat.weights.clone() for flat in eng._parts.buckets]
+        weights = [flat.weights.clone() for flat in eng._runtime.buckets]
     return found, weights
 
 
@@ -161,14 +161,14 @@ def fails() -> list[Any]:
     batch = {key: value[:4] for key, value in models.batches_for("decoder", 8, 1)[0].items()}
     found: list[Any] = []
     with optimizer_alone(), engine.initialize(models.decoder(layers=1), settings, loss_sum) as eng:
-        assert eng._parts.optimizer.decides_on_device
+        assert eng._runtime.optimizer.decides_on_device
         for bad in (True, False):
             before = test_nonfinite.traces(eng)
             with pytest.MonkeyPatch.context() as patch, pytest.raises(EngineError) as caught:
                 if bad and eng.grid.rank:
                     patch.setattr(CheckpointCoordinator, "problem", lambda self: EngineError("made up"))
                 # without a microbatch the weight of a step is 0
-                eng.train_batch(batch) if bad else eng._finish(eng._open(batch)[0])
+                eng.train_batch(batch) if bad else eng._runner._finish(eng._runner._open(batch, "train")[0])
             found += [str(caught.value), test_nonfinite.traces(eng) == before]
         found.append(eng.train_batch(batch).skipped)
     return found

@@ -14,8 +14,9 @@ import engine
 from engine.config.sections import ActivationCheckpointingConfig
 from engine.errors import ConfigError, EngineError
 from engine.models.decoder import loss_sum
-from engine.parallel.activation_checkpointing.blocks import Recomputation, find_operators, recomputed_in_part
+from engine.parallel.activation_checkpointing.blocks import find_operators, recompute_blocks, recomputed_in_part
 from engine.parallel.activation_checkpointing.selective import SavedActivations, Selective
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.layers.linear import ColumnLinear, RowLinear
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
 from engine.program.batch import take_rows
@@ -146,13 +147,14 @@ def summed(axis: Any, mode: Settings) -> tuple[int, list[Tensor]]:
         for parameter in model.parameters():
             parameter.copy_(torch.linspace(-0.5, 0.7, parameter.numel()).cos().view(parameter.shape))
     config = engine.load_config({"activation_checkpointing": mode}).activation_checkpointing
-    recomputation = Recomputation(model, config, axis)
+    patches = ForwardPatches()
+    recompute_blocks(model, config, patches, axis)
     x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
     y = x
     for block in model.blocks:
         y = block(y)
     torch.autograd.backward(y.square().sum())
-    recomputation.remove()
+    patches.remove()
     labels = [call.label for call in axis.called]
     return labels.count("row outputs"), [x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
 
@@ -213,7 +215,8 @@ def test_the_models_own_switch_goes_first() -> None:
     model: Any = models.llama()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     config = engine.load_config({"activation_checkpointing": {"mode": "selective"}}).activation_checkpointing
-    assert not Recomputation(model, config)._forwards
+    recompute_blocks(model, config, ForwardPatches())
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 # ------------------------------------------------------------------------------------------------ one block
@@ -325,10 +328,10 @@ def held(settings: Settings) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Selective, "contexts", noted)
-        recomputation = Recomputation(model, config)
-        replaced = {id(block) for block, _ in recomputation._forwards}
+        patches = ForwardPatches()
+        recompute_blocks(model, config, patches)
         for module in model.modules():
-            if id(module) in replaced:
+            if patches.around(module):
                 module.register_forward_pre_hook(lambda module, args: count(args) and None)
         with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
             logits = model(torch.arange(24).view(2, 12))

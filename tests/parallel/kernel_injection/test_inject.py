@@ -1,7 +1,6 @@
 """What is recognised computes the same afterwards, what only looks like it is left alone, and all of it comes off."""
 
 from collections import Counter
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.nn import functional
 
 from engine.kernels.dispatch import Kernels
 from engine.parallel.kernel_injection.inject import Replacement, describe_replacements, find_replacements
+from engine.parallel.model.forward_patch import ForwardPatches
 from tests.engine.parity.architectures import find
 
 FOUND = {
@@ -25,9 +25,12 @@ FOUND = {
 }
 
 
-def put_all_on(model: nn.Module, mode: str) -> tuple[list[Replacement], list[Callable[[], None]]]:
+def put_all_on(model: nn.Module, mode: str) -> tuple[list[Replacement], ForwardPatches]:
     found = find_replacements(model, Kernels(mode))  # type: ignore[arg-type]
-    return [replacement for replacement, _ in found], [put_on() for _, put_on in found]
+    patches = ForwardPatches()
+    for _, put_on in found:
+        put_on(patches)
+    return [replacement for replacement, _ in found], patches
 
 
 def outcome(name: str, model: nn.Module) -> list[Tensor]:
@@ -43,12 +46,11 @@ def outcome(name: str, model: nn.Module) -> list[Tensor]:
 def test_models_compute_the_same_with_operators(name: str) -> None:
     model = find(name).build()
     before = outcome(name, model)
-    replacements, undo = put_all_on(model, "reference")
+    replacements, patches = put_all_on(model, "reference")
     assert Counter(r.operator for r in replacements) == FOUND[name]
     for one, other in zip(outcome(name, model), before, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    for take_off in undo:
-        take_off()
+    patches.remove()
     assert all(map(torch.equal, outcome(name, model), before))
     assert not any("forward" in vars(module) for module in model.modules())
 

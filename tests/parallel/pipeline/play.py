@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.placeholders import replace_absent
 from engine.parallel.pipeline.partition.partition import Partition
 from engine.parallel.pipeline.runtime.stage import Stage
@@ -54,7 +55,8 @@ class Play:
             plans = [plan for plan in cut.stages if self.ranks[plan.stage] == rank]
             replace_absent(copied, frozenset[str]().union(*(plan.parameters for plan in plans)))
             self.prepared[copied] = prepare(copied)
-        stages = [Stage(copied, torch.device("cpu")) for copied in copies]
+        self.patches = ForwardPatches()
+        stages = [Stage(copied, torch.device("cpu"), self.patches) for copied in copies]
         self.models = [copies[rank] for rank in self.ranks]
         self.stages = [stages[rank] for rank in self.ranks]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.grid import Grid
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.layers.apply_plan import apply_plan
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut, TensorPlan
@@ -38,7 +39,7 @@ def shard(model: nn.Module, setting: Any = None) -> Sharded:
     comm = open_comm()
     axis = TensorAxis(comm)
     plan = find_tensor_plan(model, setting or written_plan(model), axis.size)
-    apply_plan(model, plan, axis)
+    apply_plan(model, plan, axis, ForwardPatches())
     return Sharded(model, plan, axis, comm)
 
 

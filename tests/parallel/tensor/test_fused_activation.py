@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from engine.kernels.dispatch import Kernels, Mode
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
-from engine.parallel.tensor.deferred_linear import FusedForward, fuse, unfuse
+from engine.parallel.tensor.deferred_linear import FusedForward, fuse
 from engine.parallel.tensor.layers.apply_plan import apply_plan
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
@@ -88,10 +89,13 @@ def on_rank(axis: TensorAxis, layer: str, activation: Activation, mode: Mode, wa
     axis.kernels, axis.overlap = Kernels(mode), LATE if way == "late" else Overlap()
     model = make(layer, activation)
     plan = find_tensor_plan(model, PLAN, axis.size)
-    apply_plan(model, plan, axis)
-    fuse(model.up, activation, axis.kernels)
+    apply_plan(model, plan, axis, ForwardPatches())
+    fuse(model.up, activation, axis.kernels, ForwardPatches())
     model.activation = "none"
-    waiting, leftover = SplitBackward(model, axis.kernels) if way == "waiting" else None, DeferredWeightGrads()
+    waiting, leftover = (
+        SplitBackward(model, ForwardPatches(), axis.kernels) if way == "waiting" else None,
+        DeferredWeightGrads(),
+    )
     if waiting is None:
         found = trained(model, given())
     else:
@@ -122,7 +126,7 @@ def test_kernels_that_are_the_reference_give_the_same_bits_as_the_layers_own(way
     def body(axis: TensorAxis, mode: Mode) -> dict[str, Tensor]:
         axis.kernels, axis.overlap = Kernels(mode), LATE if way == "late" else Overlap()
         model = make("linear", "relu")
-        apply_plan(model, find_tensor_plan(model, PLAN, axis.size), axis)
+        apply_plan(model, find_tensor_plan(model, PLAN, axis.size), axis, ForwardPatches())
         return trained(model, given())
 
     reference, auto = (run_tensor_ranks(2, partial(body, mode=mode)) for mode in ("reference", "auto"))
@@ -155,12 +159,13 @@ def test_products_of_cut_layers_are_triton_kernels(layer: str, monkeypatch: pyte
 def test_an_uncut_layer_takes_its_activation_with_it(layer: str, mode: Mode) -> None:
     expected = trained(make(layer, "silu"), given())
     model = make(layer, "none")
-    fuse(model.up, "silu", Kernels(mode))
+    patches = ForwardPatches()
+    fuse(model.up, "silu", Kernels(mode), patches)
     copied = deepcopy(model)
     for name, found in trained(copied, given()).items():
         assert_close(found, expected[name], name, bound=2e-6)
     assert all(p.grad is None for p in model.parameters()), "a copy has its own weights"
-    unfuse(model.up)
+    patches.remove()
     plain = make(layer, "none")
     assert torch.equal(model(given()), plain(given())) and vars(model.up).keys() == vars(plain.up).keys()
 
@@ -168,15 +173,16 @@ def test_an_uncut_layer_takes_its_activation_with_it(layer: str, mode: Mode) -> 
 def test_the_weight_gradient_of_a_fused_layer_can_wait() -> None:
     expected = trained(make("linear", "gelu"), given())
     model, leftover = make("linear", "none"), DeferredWeightGrads()
-    fuse(model.up, "gelu", Kernels("triton"))
-    waiting = SplitBackward(model, Kernels("triton"))
+    fuse(model.up, "gelu", Kernels("triton"), ForwardPatches())
+    patches = ForwardPatches()
+    waiting = SplitBackward(model, patches, Kernels("triton"))
     with waiting.leaving(leftover):
         found = trained(model, given())
     assert not {"up.weight", "up.bias"} & found.keys()
     leftover.compute(found.__setitem__)
     for name, mine in found.items():
         assert_close(mine, expected[name], name, bound=2e-6)
-    waiting.remove()
+    patches.remove()
     assert isinstance(model.up.forward, FusedForward)
 
 
@@ -184,11 +190,11 @@ def gpt2(axis: TensorAxis, whole: nn.Module, mode: Mode, overlap: Overlap) -> di
     """Body of a rank: gradients of GPT-2 on a stream that is cut, its activations in the layers before them."""
     axis.kernels, axis.overlap = Kernels(mode), overlap
     model = deepcopy(whole)
-    apply_plan(model, find_tensor_plan(model, written_plan(model), axis.size, sequence=True), axis)
+    apply_plan(model, find_tensor_plan(model, written_plan(model), axis.size, sequence=True), axis, ForwardPatches())
     if mode == "triton":
         perceptrons: list[Any] = [module for module in model.modules() if hasattr(module, "c_fc")]
         for perceptron in perceptrons:
-            fuse(perceptron.c_fc, "gelu_tanh", axis.kernels)
+            fuse(perceptron.c_fc, "gelu_tanh", axis.kernels, ForwardPatches())
             perceptron.act = nn.Identity()
     ids = tokens()
     torch.autograd.backward(nn.functional.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), ids.flatten()))

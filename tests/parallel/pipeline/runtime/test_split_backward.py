@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 
 WIDTH = 6
@@ -129,7 +130,7 @@ def test_two_parts_give_the_gradients_of_a_whole_backward(name: str, shape: tupl
     def take(name: str, gradient: Tensor) -> None:
         found[name] = found[name] + gradient if name in found else gradient
 
-    waiting, leftover = SplitBackward(model), DeferredWeightGrads()
+    waiting, leftover = SplitBackward(model, ForwardPatches()), DeferredWeightGrads()
     out = model(split * 1).square().sum()
     with waiting.leaving(leftover):
         out.backward()
@@ -157,7 +158,7 @@ class Workspace(nn.Module):
 
 def test_what_is_written_while_it_waits_is_not_used() -> None:
     model, leftover = Workspace(), DeferredWeightGrads()
-    waiting = SplitBackward(model)
+    waiting = SplitBackward(model, ForwardPatches())
     with waiting.leaving(leftover):
         model(torch.randn(3, WIDTH).requires_grad_()).sum().backward()
     model(torch.randn(3, WIDTH))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.pipeline.partition.partition import Partition, make_cut, repartition
 from engine.parallel.pipeline.runtime.stage import Stage
 from engine.parallel.trace.model_trace import ModelTrace
@@ -234,17 +235,17 @@ def test_a_forward_put_on_a_unit_before_is_kept() -> None:
     before = [block.forward for play_model in play.models for block in play_model.blocks]  # type: ignore[union-attr]
     check_play(play, timeline, model, batches)
     assert len(calls) == 6 * len(batches)
-    for stage in play.stages:
-        stage.close()
+    play.patches.remove()
     assert [block.forward for m in play.models for block in m.blocks] == before  # type: ignore[union-attr]
 
 
 def test_closing_gives_the_model_back() -> None:
     case, model, batches, timeline, cut = ready("own", 1)
-    stage = Stage(model, torch.device("cpu"))
+    patches = ForwardPatches()
+    stage = Stage(model, torch.device("cpu"), patches)
     stage.forward(timeline, cut.stages[0], lambda: case.run(model, batches[0]), {})
     assert "forward" in vars(model.blocks[0])  # type: ignore[index]
-    stage.close()
+    patches.remove()
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -284,7 +285,7 @@ def test_compiled_blocks(name: str, style: str) -> None:
     compile_blocks(model)
     timeline = trace_model(model, lambda: case.run(model, batches[0]))
     cut = make_cut(timeline, 2)
-    stages = [Stage(model, torch.device("cpu"))] * 2
+    stages = [Stage(model, torch.device("cpu"), ForwardPatches())] * 2
     play = Play.__new__(Play)
     play.case, play.cut, play.ranks, play.models, play.stages = case, cut, [0, 0], [model, model], stages
     seen.clear()

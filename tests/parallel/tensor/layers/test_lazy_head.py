@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 from engine.errors import EngineError, PlanError
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops import linear_cross_entropy as chunks
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
-from engine.parallel.tensor.deferred_linear import FusedForward, fuse, unfuse
+from engine.parallel.tensor.deferred_linear import FusedForward, fuse
 from engine.parallel.tensor.layers.apply_plan import apply_plan
 from engine.parallel.tensor.layers.lazy_head import install_lazy_head
 from engine.parallel.tensor.logits.logit_shard import Vocabulary
@@ -147,7 +148,7 @@ COMPUTED: dict[str, Use] = {
 }
 
 
-def check(use: Use, ours: Callable[[nn.Linear], Callable[[], None]], bias: bool = True) -> Any:
+def check(use: Use, ours: Callable[[nn.Linear], object], bias: bool = True) -> Any:
     """Loss and gradients with a late head are those of a plain one; the logits that it gave."""
     seen: list[Any] = []
     results = []
@@ -170,13 +171,17 @@ def check(use: Use, ours: Callable[[nn.Linear], Callable[[], None]], bias: bool 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", WAITING)
 def test_losses_are_found_without_the_logits(name: str, mode: Any) -> None:
-    logits = check(WAITING[name], lambda layer: install_lazy_head(layer, Lonely(), Kernels(mode)))
+    logits = check(WAITING[name], lambda layer: install_lazy_head(layer, Lonely(), Kernels(mode), ForwardPatches()))
     assert logits.waits
 
 
 @pytest.mark.parametrize("name", COMPUTED)
 def test_anything_else_computes_them_and_goes_on(name: str) -> None:
-    logits = check(COMPUTED[name], lambda layer: install_lazy_head(layer, Lonely(), Kernels("reference")), bias=False)
+    logits = check(
+        COMPUTED[name],
+        lambda layer: install_lazy_head(layer, Lonely(), Kernels("reference"), ForwardPatches()),
+        bias=False,
+    )
     assert not logits.waits
 
 
@@ -185,7 +190,7 @@ def test_no_operation_gives_all_logits(name: str) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(2, 64, bias=False)
     x, labels = torch.randn(2, 16, 2, requires_grad=True), torch.arange(32).view(2, 16)
-    install_lazy_head(layer, Lonely(), Kernels("reference"))
+    install_lazy_head(layer, Lonely(), Kernels("reference"), ForwardPatches())
     with no_more_than(4 * 64):
         torch.autograd.backward(WAITING[name](layer(x), labels).sum())
 
@@ -195,7 +200,7 @@ def test_narrow_logits_may_be_widened_first(dtype: torch.dtype) -> None:
     layer, (x, labels) = head(dtype=dtype), given(dtype)
     expected = hugging_face(layer(x), labels)
     expected_narrow = flat()(layer(x), labels)
-    install_lazy_head(layer, Lonely(), Kernels("triton"))
+    install_lazy_head(layer, Lonely(), Kernels("triton"), ForwardPatches())
     logits = layer(x)
     assert logits.dtype == dtype and logits.float().dtype == torch.float32
     loss, narrow = hugging_face(logits, labels), flat()(logits, labels)
@@ -212,7 +217,7 @@ def test_autocast_gives_its_dtype_and_waits() -> None:
     expected.backward()  # type: ignore[no-untyped-call]
     theirs = [x.grad, layer.weight.grad]
     x.grad = layer.weight.grad = None
-    install_lazy_head(layer, Lonely(), Kernels("reference"))
+    install_lazy_head(layer, Lonely(), Kernels("reference"), ForwardPatches())
     with torch.autocast("cpu", torch.bfloat16):
         logits = layer(x)
         loss = hugging_face(logits, labels)
@@ -229,7 +234,7 @@ def test_what_is_written_is_seen_by_all_who_look() -> None:
     """On one rank logits are what any tensor is: in-place writes, hooks, gradients of their own."""
     layer, (x, labels) = head(), given()
     plain = layer(x)
-    install_lazy_head(layer, Lonely(), Kernels("reference"))
+    install_lazy_head(layer, Lonely(), Kernels("reference"), ForwardPatches())
     logits: Any = layer(x)
     known = {logits: 1}
     rows, copy = logits.view(-1, SIZE), (logits + 0)
@@ -245,7 +250,7 @@ def test_what_is_written_is_seen_by_all_who_look() -> None:
 
 def test_a_copy_made_before_a_write_stays_what_it_was() -> None:
     layer, (x, _) = head(dtype=torch.bfloat16), given(torch.bfloat16)
-    install_lazy_head(layer, Lonely(), Kernels("reference"))
+    install_lazy_head(layer, Lonely(), Kernels("reference"), ForwardPatches())
     logits: Any = layer(x)
     wide = logits.float()
     logits.zero_()
@@ -275,13 +280,14 @@ def custom(x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_functions_that_python_does_not_see_have_their_gradients() -> None:
-    check(custom, lambda layer: install_lazy_head(layer, Lonely(), Kernels("reference")))
+    check(custom, lambda layer: install_lazy_head(layer, Lonely(), Kernels("reference"), ForwardPatches()))
 
 
 def test_without_gradients_on_dry_axes_and_on_meta_nothing_waits() -> None:
     layer, (x, labels) = head(), given()
     axis = Lonely()
-    undo = install_lazy_head(layer, axis, Kernels("reference"))
+    patches = ForwardPatches()
+    install_lazy_head(layer, axis, Kernels("reference"), patches)
     with torch.no_grad():
         assert type(layer(x)) is Tensor
     with axis.dry_run():
@@ -292,13 +298,13 @@ def test_without_gradients_on_dry_axes_and_on_meta_nothing_waits() -> None:
     with torch.no_grad():
         loss = flat()(logits, labels)
     assert logits.waits and not loss.requires_grad
-    undo()
+    patches.remove()
     assert type(layer) is nn.Linear and "tensor_late" not in vars(layer) and type(layer(x)) is Tensor
 
 
 def test_logits_nobody_looked_at_are_gone_with_their_weights() -> None:
     layer, (x, _) = head(), given()
-    install_lazy_head(layer, Lonely(), Kernels("reference"))
+    install_lazy_head(layer, Lonely(), Kernels("reference"), ForwardPatches())
     early, late = layer(x), layer(x)
     values = early.argmax(-1)
     torch.autograd.graph.increment_version([layer.weight])
@@ -317,30 +323,32 @@ def test_a_backward_that_is_split_has_plain_logits_and_its_products() -> None:
     layer, (x, labels) = head(), given()
     flat()(layer(x), labels).backward()  # type: ignore[no-untyped-call]
     expected, layer.weight.grad = layer.weight.grad, None
-    install_lazy_head(layer, Lonely(), Kernels("reference"))
+    install_lazy_head(layer, Lonely(), Kernels("reference"), ForwardPatches())
     taken: dict[str, Tensor] = {}
-    waiting, leftover = SplitBackward(layer), DeferredWeightGrads()
+    patches = ForwardPatches()
+    waiting, leftover = SplitBackward(layer, patches), DeferredWeightGrads()
     logits = layer(x)
     with waiting.leaving(leftover):
         flat()(logits, labels).backward()  # type: ignore[no-untyped-call]
     leftover.compute(taken.__setitem__)
     assert type(logits) is Tensor and expected is not None and taken.keys() == {"weight", "bias"}
     assert_close(taken["weight"], expected, "put off")
-    waiting.remove()
+    patches.remove()
     assert layer(x).waits
 
 
 def test_a_head_by_kernels_can_wait_and_becomes_itself_again() -> None:
     layer, (x, _) = head(), given()
-    fuse(layer, "none", Kernels("reference"))
-    undo = install_lazy_head(layer, Lonely(), Kernels("reference"))
+    fused, lazy = ForwardPatches(), ForwardPatches()
+    fuse(layer, "none", Kernels("reference"), fused)
+    install_lazy_head(layer, Lonely(), Kernels("reference"), lazy)
     assert layer(x).waits
-    undo()
+    lazy.remove()
     assert type(layer(x)) is Tensor and isinstance(vars(layer)["forward"], FusedForward)
-    unfuse(layer)
-    fuse(layer, "gelu", Kernels("reference"))
+    fused.remove()
+    fuse(layer, "gelu", Kernels("reference"), fused)
     with pytest.raises(PlanError):
-        install_lazy_head(layer, Lonely(), Kernels("reference"))
+        install_lazy_head(layer, Lonely(), Kernels("reference"), ForwardPatches())
 
 
 def test_only_a_plain_product_can_wait() -> None:
@@ -351,7 +359,7 @@ def test_only_a_plain_product_can_wait() -> None:
             return 2 * super().forward(x)
 
     with pytest.raises(PlanError, match="Scaled was given as a head"):
-        install_lazy_head(Scaled(WIDTH, SIZE), Lonely(), Kernels("reference"))
+        install_lazy_head(Scaled(WIDTH, SIZE), Lonely(), Kernels("reference"), ForwardPatches())
 
 
 def losses_of(model: nn.Module, ids: Tensor, own: bool) -> Tensor:
@@ -371,7 +379,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["llama-kv2", "gpt2", "qwen3-tied"])
 def test_hugging_face_models_train_as_they_are(name: str, mode: Any, own: bool) -> None:
     plain, late, ids = build(name), build(name), tokens(rows=2)
-    install_lazy_head(late.get_submodule("lm_head"), Lonely(), Kernels(mode))  # type: ignore[arg-type]
+    install_lazy_head(late.get_submodule("lm_head"), Lonely(), Kernels(mode), ForwardPatches())  # type: ignore[arg-type]
     assert late(input_ids=ids).logits.waits
     expected, found = losses_of(plain, ids, own), losses_of(late, ids, own)
     torch.autograd.backward((expected, found))
@@ -402,9 +410,9 @@ def test_a_cut_head_waits_and_sends_what_it_would_send(name: str, mode: Any, seq
         for late in (False, True):
             model = models[axis.index + 2 * late]
             plan = find_tensor_plan(model, written_plan(model), axis.size, sequence)
-            apply_plan(model, plan, axis)
+            apply_plan(model, plan, axis, ForwardPatches())
             if late:
-                install_lazy_head(model.get_submodule(named), axis, Kernels(mode))  # type: ignore[arg-type]
+                install_lazy_head(model.get_submodule(named), axis, Kernels(mode), ForwardPatches())  # type: ignore[arg-type]
             axis.called.clear()  # type: ignore[attr-defined]
             loss = loss_of(model)
             torch.autograd.backward(loss)
@@ -445,9 +453,9 @@ def test_losses_of_a_cut_head_are_those_of_a_whole_one(name: str) -> None:
         for late in (False, True):
             layers, (own, _) = [head()], given()
             mine = nn.Sequential(*layers)
-            apply_plan(mine, find_tensor_plan(mine, {"0": "vocabulary"}, axis.size), axis)
+            apply_plan(mine, find_tensor_plan(mine, {"0": "vocabulary"}, axis.size), axis, ForwardPatches())
             if late:
-                install_lazy_head(layers[0], axis, Kernels("triton"))
+                install_lazy_head(layers[0], axis, Kernels("triton"), ForwardPatches())
             loss = use(mine(own), labels)
             assert_close(loss, expected, name)
             torch.autograd.backward((loss + own.sum()).sum())
@@ -465,10 +473,10 @@ def test_a_dry_axis_is_told_what_a_cut_head_sends_as_before() -> None:
     told: list[Any] = []
     axis = DryAxis(2, told.append)
     model = nn.Sequential(head())
-    apply_plan(model, find_tensor_plan(model, {"0": "vocabulary"}, 2), axis)
+    apply_plan(model, find_tensor_plan(model, {"0": "vocabulary"}, 2), axis, ForwardPatches())
     x, _ = given()
     model(x)
     before = list(told)
-    install_lazy_head(model[0], axis, Kernels("reference"))  # type: ignore[arg-type]
+    install_lazy_head(model[0], axis, Kernels("reference"), ForwardPatches())  # type: ignore[arg-type]
     told.clear()
     assert type(model(x)) is Tensor and told == before and before

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Pending
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.side_effects import AttributeState
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.tensor.layers.apply_plan import apply_plan
@@ -59,7 +60,7 @@ def note(axis: TensorAxis, model: nn.Module) -> Events:
 
 def cut(model: nn.Module, axis: TensorAxis, overlap: Overlap = EVERYWHERE, plan: Any = None) -> nn.Module:
     axis.overlap = overlap
-    apply_plan(model, find_tensor_plan(model, plan or PLAN, axis.size), axis)
+    apply_plan(model, find_tensor_plan(model, plan or PLAN, axis.size), axis, ForwardPatches())
     return model
 
 
@@ -314,7 +315,7 @@ def test_so_they_are_with_two_inputs_and_with_computed_weights() -> None:
 def test_a_split_backward_keeps_its_own_plans() -> None:
     def body(axis: TensorAxis) -> Events:
         model = cut(make("plain"), axis)
-        waiting, leftover = SplitBackward(model), DeferredWeightGrads()
+        waiting, leftover = SplitBackward(model, ForwardPatches()), DeferredWeightGrads()
         y = model(given())
         events = note(axis, model)
         with waiting.leaving(leftover):

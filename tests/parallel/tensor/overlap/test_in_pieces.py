@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.decoder import Decoder
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.layers.apply_plan import apply_plan
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
@@ -22,7 +23,7 @@ def train(axis: TensorAxis, whole: nn.Module, overlap: Overlap) -> tuple[dict[st
     """Body of a rank: gradients of one microbatch, and the collectives."""
     axis.overlap = overlap
     model = copy.deepcopy(whole)
-    apply_plan(model, find_tensor_plan(model, written_plan(model), axis.size, sequence=True), axis)
+    apply_plan(model, find_tensor_plan(model, written_plan(model), axis.size, sequence=True), axis, ForwardPatches())
     ids = tokens()
     output = model(ids) if isinstance(model, Decoder) else model(input_ids=ids).logits
     torch.autograd.backward(nn.functional.cross_entropy(output.flatten(0, 1), ids.flatten()))

@@ -132,7 +132,7 @@ def test_sizes_that_do_not_fit_list_those_that_do() -> None:
     assert refusal(few, {"*.up": "column", "*.down": "row", "rows": "vocabulary"}, 4) == (
         "tensor = 4 is more than the 3 vocabulary rows of rows; choose a size that fits the whole model: 1, 2, 3."
     )
-    assert refusal(Pair(), PAIR | {"": "replicate"}, 2).startswith("the pattern '' of parallel.tensor_plan matches no")
+    assert refusal(Pair(), PAIR | {"": "replicate"}, 2).startswith("parallel.tensor_plan: '' matches no module")
 
 
 def test_heads_that_do_not_make_up_the_outputs() -> None:
@@ -147,11 +147,13 @@ def test_heads_that_do_not_make_up_the_outputs() -> None:
 
 def test_a_pattern_that_names_nothing() -> None:
     assert refusal(models.decoder(), {"blocks.*.attention.querry": "column"}) == (
-        "the pattern 'blocks.*.attention.querry' of parallel.tensor_plan matches no module and no parameter; similar "
-        "names are blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.value."
+        "parallel.tensor_plan: 'blocks.*.attention.querry' matches no module and no parameter; near names are "
+        "blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.query.bias; a pattern matches whole "
+        "names, and * stands for anything."
     )
     assert refusal(Pair(), {"zzz": "row"}) == (
-        "the pattern 'zzz' of parallel.tensor_plan matches no module and no parameter; the model has up, down, norm."
+        "parallel.tensor_plan: 'zzz' matches no module and no parameter; the model has up, down, norm, up.weight, "
+        "up.bias, down.weight, down.bias, norm.weight; a pattern matches whole names, and * stands for anything."
     )
 
 
