@@ -236,9 +236,9 @@ WRONG_PLANS: list[tuple[Mapping[str, str], str]] = [
     ({"blocks.*.up": "column", "*.up": "row"}, "blocks.0.up is given two styles, 'column' by 'blocks.*.up' and 'row'"),
     ({"blocks.*.up": "columm"}, "parallel.tensor_plan has the style 'columm', in which 'columm' is not understood;"),
     ({"blocks.*.up": "column rows:0-64/64-128", "blocks.*.down": "row"},
-     "the style 'column rows:0-64/64-128' of blocks.0.up lists rows of 2 tensor ranks, but tensor is 3; write the"),
+     "the style 'column rows:0-64/64-128' of blocks.0.up lists rows for 2 tensor ranks, but tensor is 3; list the"),
     ({"blocks.*.up": "column rows:0-64/64-100/0-1", "blocks.*.down": "row"},
-     "the rows of the style 'column rows:0-64/64-100/0-1' of blocks.0.up are not the 128 that it has; give every row"),
+     "the rows in the style 'column rows:0-64/64-100/0-1' of blocks.0.up must be exactly its 128 rows; give every row"),
 ]  # fmt: skip
 
 
