@@ -46,7 +46,9 @@ class HostBarrier:
     def __init__(
         self, index: int, size: int, links: dict[int, socket.socket], memory: mmap.mmap, seconds: float
     ) -> None:
-        self.index, self.size, self.memory = index, size, memory
+        self.index, self.size = index, size
+        self.memory = memory
+        """Gone after ``close``, and unmapped when the last tensor over it has gone too."""
         self._links, self._seconds = links, seconds
         self._leave = weakref.finalize(self, _close, tuple(links.values()))
         distances = [1 << turn for turn in range((size - 1).bit_length())]
@@ -78,8 +80,9 @@ class HostBarrier:
             self._hear(heard)
 
     def close(self) -> None:
-        """Leave the others: whoever waits for this rank is told. Who forgets this leaves when he is collected."""
+        """Leave the others: whoever waits for this rank is told. A barrier that is collected has left too."""
         self._leave()
+        vars(self).pop("memory", None)
 
     def _tell(self, index: int) -> None:
         try:
