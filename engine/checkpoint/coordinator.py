@@ -179,7 +179,7 @@ class CheckpointCoordinator:
             self._checkpoints.drain()
 
     def close(self) -> None:
-        """Wait for the pending save, then release the signal handler and the host group.
+        """Wait for the pending save, then ``release``.
 
         Raises:
             CheckpointError: the last save failed, ``checkpoint.on_failure`` stops the run, and no step has raised it.
@@ -187,10 +187,23 @@ class CheckpointCoordinator:
         if self._signal is not None:
             self._signal.remove()
         self.drain()
-        if self._host is not None:
-            self._host.close()
+        self.release()
         if (problem := self.problem()) is not None:
             raise problem
+
+    def release(self) -> None:
+        """Give back the signal handler and destroy the host group, without waiting. A second call does nothing.
+
+        A pending save goes on in its thread to its end, and that thread destroys the group.
+        """
+        if self._signal is not None:
+            self._signal.remove()
+        if self._host is None:
+            return
+        if self._checkpoints is None:
+            self._host.close()
+        else:
+            self._checkpoints.afterwards(self._host.close)
 
     def _resume(self, request: LoadRequest) -> Any:
         assert self._run is not None, "the caller has checked that the model is built"

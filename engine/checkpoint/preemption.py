@@ -17,7 +17,9 @@ receives it too, forwards it to its own processes."""
 class StopSignal:
     """Records the first SIGTERM; a later one ends the process as if no handler were installed.
 
-    Several engines may stack their handlers; each of them receives the signal.
+    Several engines may stack their handlers; each of them receives the signal. A handler that is removed is taken out
+    from under the others, except by a thread other than the main one, which cannot set handlers: the handler then
+    passes signals on until the one above it is removed.
     """
 
     def __init__(self) -> None:
@@ -35,7 +37,7 @@ class StopSignal:
             self._pass_on(number, frame)
         elif not self.asked:
             self.asked, self._first = True, now
-            if isinstance(getattr(self._before, "__self__", None), StopSignal):
+            if _owner(self._before) is not None:
                 self._pass_on(number, frame)
         elif now - self._first > ONE_REQUEST_SECONDS:
             self.remove()
@@ -55,11 +57,30 @@ class StopSignal:
             signal.raise_signal(signal.SIGTERM)
 
     def remove(self) -> None:
-        """Restore the previous handler, unless another handler has been installed over this one."""
-        if self._active and threading.current_thread() is threading.main_thread():
-            self._active = False
-            if signal.getsignal(signal.SIGTERM) == self._note:
-                signal.signal(signal.SIGTERM, self._default())
+        """Note no more signals: put back what was there, or let the handler that has come over this one pass it by."""
+        if not self._active:
+            return
+        self._active = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        top = signal.getsignal(signal.SIGTERM)
+        if top == self._note:
+            signal.signal(signal.SIGTERM, self._default())
+            return
+        above = _owner(top)
+        while above is not None and _owner(above._before) is not self:
+            above = _owner(above._before)
+        if above is not None:
+            above._before = self._before
 
     def _default(self) -> Any:
-        return self._before if self._before is not None else signal.SIG_DFL
+        """What was there before, without handlers that were removed."""
+        below = self._before
+        while (owner := _owner(below)) is not None and not owner._active:
+            below = owner._before
+        return below if below is not None else signal.SIG_DFL
+
+
+def _owner(handler: Any) -> StopSignal | None:
+    found = getattr(handler, "__self__", None)
+    return found if isinstance(found, StopSignal) else None

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,19 @@ from engine.parallel.comm.host_group import HostGroup
 
 
 class PendingSave:
-    """A save that is still being written. Call ``wait`` for its result; a failure is logged even if nobody waits."""
+    """A save that is still being written. Call ``wait`` for its result; a failure is logged even if nobody waits.
+
+    While it runs it keeps what it writes; afterwards it keeps nothing of its engine.
+    """
 
     def __init__(self, work: Callable[[], Path], told: Callable[["PendingSave"], None], background: bool) -> None:
         self.folder: Path | None = None
         """The checkpoint's folder once it is committed, otherwise None."""
         self.problem: Exception | None = None
-        self._work, self._told = work, told
+        self._work: Callable[[], Path] | None = work
+        self._told: Callable[[PendingSave], None] | None = told
+        self._ended = False
+        self._afterwards: list[Callable[[], None]] = []
         # not a daemon: at exit the interpreter waits for the thread, so that a started save is completed
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=False)
         if background:
@@ -51,15 +58,32 @@ class PendingSave:
         assert self.folder is not None, "a successful save has a folder"
         return self.folder
 
+    def afterwards(self, call: Callable[[], None]) -> None:
+        """Let the save call this when it has ended; at once if it has. No lock, so that a finalizer may do it."""
+        self._afterwards.append(call)
+        if self._ended:
+            self._call_afterwards()
+
+    def _call_afterwards(self) -> None:
+        while self._afterwards:
+            with suppress(IndexError):  # the other thread has taken the last one
+                self._afterwards.pop()()
+
     def _run(self) -> None:
+        work, told, self._work, self._told = self._work, self._told, None, None
+        assert work is not None and told is not None, "it runs once"
         try:
-            self.folder = self._work()
+            self.folder = work()
         except EngineError as error:
             self.problem = error
         except Exception as error:  # threading would print the exception and drop it
             self.problem = CheckpointError(f"not saved: {type(error).__name__}, {error}.")
             self.problem.__cause__ = error
-        self._told(self)
+        try:
+            told(self)
+        finally:
+            self._ended = True
+            self._call_afterwards()
 
 
 class CheckpointWriter:
@@ -104,13 +128,21 @@ class CheckpointWriter:
         except Exception as error:
             return error
 
+    def afterwards(self, call: Callable[[], None]) -> None:
+        """Call this when no save is under way: now, or by the thread of the save at its end."""
+        if self._pending is None:
+            call()
+        else:
+            self._pending.afterwards(call)
+
     def drain(self) -> None:
         """Wait until the pending save has ended; ``_told`` reports its result."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is None:
             return
         started = time.perf_counter()
         pending.join()
+        self._pending = None
         seconds = time.perf_counter() - started
         if seconds >= WORTH_A_LINE:
             logger.info("checkpoint: waited %.1f s for the save under way", seconds)

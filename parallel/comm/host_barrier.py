@@ -47,7 +47,9 @@ class HostBarrier:
     def __init__(
         self, index: int, size: int, links: dict[int, socket.socket], memory: mmap.mmap, seconds: float
     ) -> None:
-        self.index, self.size, self.memory = index, size, memory
+        self.index, self.size = index, size
+        self.memory = memory
+        """Gone after ``close``, and unmapped when the last tensor over it has gone too."""
         self._links, self._seconds = links, seconds
         self._leave = weakref.finalize(self, _close, tuple(links.values()))
         distances = [1 << turn for turn in range((size - 1).bit_length())]
@@ -81,6 +83,7 @@ class HostBarrier:
     def close(self) -> None:
         """Leave the barrier, which fails for every rank that waits for this one. Garbage collection closes it too."""
         self._leave()
+        vars(self).pop("memory", None)
 
     def _tell(self, index: int) -> None:
         try:

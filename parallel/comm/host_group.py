@@ -4,7 +4,6 @@ Its messages are not counted as traffic of a step and do not wait for a GPU, and
 group. Messages between two ranks keep their order; an error names the rank that was waited for.
 """
 
-import atexit
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engine.errors import EngineError, first_line
+from engine.parallel.comm.world import OwnedGroups
 
 MESSAGE_LIMIT = 1 << 28
 """Largest message in bytes; longer data is sent in several messages."""
@@ -45,15 +45,17 @@ class TorchHostGroup:
 
     def __init__(self, rank: int, size: int, seconds: float) -> None:
         self.rank, self.size = rank, size
-        timeout = timedelta(seconds=seconds)
+        self._owned, self._closed = OwnedGroups(), False
+        self._group: dist.ProcessGroup | None = None
         try:
-            self._group = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+            if size > 1:
+                self._group = self._owned.open(backend="gloo", timeout=timedelta(seconds=seconds))
         except RuntimeError as error:
+            self.close()
             raise EngineError(
                 f"rank {rank} could not reach all ranks within {seconds:g} s to read or write a checkpoint: one of "
                 f"them has ended or hangs ({first_line(error)}); look for the first traceback of the job."
             ) from error
-        atexit.register(self.close)
 
     def send(self, data: memoryview, to: int) -> Wait:
         """Start sending."""
@@ -64,11 +66,15 @@ class TorchHostGroup:
         return self._begin(target, source, lambda part: dist.irecv(part, source, self._group))
 
     def close(self) -> None:
-        """Release the group; a group that outlives the process group aborts the interpreter at exit."""
-        atexit.unregister(self.close)
-        self._group = None
+        """Destroy the group on this rank. A second call does nothing."""
+        self._closed, self._group = True, None
+        self._owned.close()
 
     def _begin(self, data: memoryview, other: int, call: Callable[[torch.Tensor], dist.Work | None]) -> Wait:
+        if self._closed:
+            raise EngineError(
+                "a checkpoint was to be read or written after close(): the engine is over; make a new one."
+            )
         parts = [data[start : start + MESSAGE_LIMIT] for start in range(0, len(data), MESSAGE_LIMIT)]
         try:
             works = [call(torch.frombuffer(part, dtype=torch.uint8)) for part in parts]

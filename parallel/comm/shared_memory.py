@@ -76,7 +76,8 @@ class SharedMemory:
         return self._start(self._all_gather(full.data.view(self.ranks, -1), shard.data))
 
     def close(self) -> None:
-        """Leave the other ranks and release the memory."""
+        """Leave the other ranks and release the memory. A second call does nothing."""
+        self._under_way = iter(())
         self._give_up("it is closed")
 
     def _start(self, steps: _Steps) -> Wait:

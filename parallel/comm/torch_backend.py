@@ -8,12 +8,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from engine.errors import EngineError
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
 from engine.parallel.comm.shared_memory import SharedMemory, open_shared_memory
-from engine.parallel.comm.world import shares_memory
+from engine.parallel.comm.world import OwnedGroups, shares_memory
 from engine.parallel.grid import Axis, Grid
 
 _Key = Axis | Literal["gathers"] | tuple[int, ...] | Channel
@@ -21,7 +20,10 @@ _Key = Axis | Literal["gathers"] | tuple[int, ...] | Channel
 
 
 class TorchBackend:
-    """Collectives and messages between real processes: one group per axis, taken from a DeviceMesh.
+    """Collectives and messages between real processes: one group per axis of several ranks.
+
+    An axis of all ranks uses the group of the world. What is opened here is destroyed by ``close``, see
+    :class:`~engine.parallel.comm.world.OwnedGroups`.
 
     NCCL runs all messages of a group on one stream in the order of issue, and each blocks the stream until its other
     end is ready. Pipeline ranks issue their messages in different orders, so with NCCL (``linked``) every channel has a
@@ -33,20 +35,38 @@ class TorchBackend:
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
         self._device = device
         self._linked = device.type == "cuda" if linked is None else linked
-        mesh = init_device_mesh(device.type, (grid.pp, grid.dp, grid.tp), mesh_dim_names=("pp", "dp", "tp"))
         self._grid, self._here = grid, grid.coord().pp
+        self._owned = OwnedGroups()
         self._groups: dict[_Key, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
-        axes: tuple[Axis, ...] = ("pp", "dp", "tp")
-        for axis in axes:
-            self._groups[axis] = mesh.get_group(axis)
-        self._groups["replica"] = self._replica()
-        self._shared = self._share("tp") if device.type == "cpu" and grid.tp > 1 else {}
+        self._shared: dict[Axis, SharedMemory] = {}
         atexit.register(self._groups.clear)
+        try:
+            self._open_axes()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_axes(self) -> None:
+        """Make the groups of the axes; those of one rank have none, because nothing is sent over them."""
+        grid = self._grid
+        axes: tuple[Axis, ...] = ("pp", "dp", "tp", "replica")
+        for axis in axes:
+            if grid.size(axis) > 1:
+                self._groups[axis] = self._along(axis)
+        if self._device.type == "cpu" and grid.tp > 1:
+            self._shared = self._share("tp")
+
+    def _along(self, axis: Axis) -> dist.ProcessGroup | None:
+        alike: tuple[Axis, ...] = ("world", "pp", "tp")
+        for other in alike:
+            if other in self._groups and self._grid.peers(other) == self._grid.peers(axis):
+                return self._groups[other]
+        return self._open(list(self._grid.groups(axis)))
 
     def _open(self, groups: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
         """Create all ``groups``, which every rank has to do; returns the group of this rank, or None."""
-        made = [dist.new_group(list(group)) for group in groups]
-        return next((m for m, group in zip(made, groups, strict=True) if self._grid.rank in group), None)
+        made = [self._owned.open(group) for group in groups]
+        return next((group for group in made if group is not None), None)
 
     def _share(self, axis: Axis) -> dict[Axis, SharedMemory]:
         """Shared memory for ``axis`` and for any other axis of the same ranks; empty unless they run on one host."""
@@ -57,14 +77,6 @@ class TorchBackend:
         found = open_shared_memory(grid.index(axis), grid.size(axis), shares_memory(), seconds, exchange)
         alike: tuple[Axis, ...] = ("tp", "replica", "world")
         return {} if found is None else {name: found for name in alike if grid.peers(name) == grid.peers(axis)}
-
-    def _replica(self) -> dist.ProcessGroup | None:
-        grid = self._grid
-        if grid.dp == 1:
-            return self._groups["world"]
-        if grid.pp == 1 or grid.tp == 1:
-            return self._groups["tp" if grid.pp == 1 else "pp"]
-        return self._open(list(grid.groups("replica")))
 
     def open_gathers(self) -> None:
         """Create a second group of the data axis."""
@@ -136,11 +148,13 @@ class TorchBackend:
         return group, 0
 
     def close(self) -> None:
-        """Release the groups. A group that outlives the process group aborts the interpreter at exit."""
+        """Destroy the groups and leave the shared memory. A second call does nothing."""
         atexit.unregister(self._groups.clear)
         self._groups.clear()
         for shared in self._shared.values():
             shared.close()
+        self._shared.clear()
+        self._owned.close()
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
         """Sum ``tensor`` in place, or take the elementwise maximum."""

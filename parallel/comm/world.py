@@ -1,18 +1,24 @@
 """The processes of a job: which one this is, how it joins the others, and how it leaves.
 
-One of three files that use ``torch.distributed``; it creates the process group and sends nothing.
+One of three files that use ``torch.distributed``; it creates and destroys process groups and sends nothing.
 """
 
 import atexit
+import logging
 import os
-from collections.abc import Callable
+from _thread import start_new_thread
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Lock
 
 import torch
 import torch.distributed as dist
 
 from engine.errors import GridError, first_line
+
+logger = logging.getLogger("trine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,71 @@ def open_world(world: World) -> None:
     except (RuntimeError, ValueError) as error:
         raise _rendezvous_failure(world, seconds, error) from error
     atexit.register(_end_process_group)  # at exit and not with an engine: a process may have several engines
+
+
+class OwnedGroups:
+    """The process groups that one part of an engine makes; ``close`` destroys them on this rank.
+
+    With gloo each rank destroys a group alone. The destructor waits for collectives that are still queued, so that one
+    which another rank never joins would hold it up until its timeout.
+
+    With NCCL torch documents ``destroy_process_group`` as a call that all ranks make in the same order, when no work is
+    pending: NCCL frees a communicator once all of its ranks on the node have asked for it.
+
+    So a thread destroys the groups, the newest first, and ``close`` waits for it for a few seconds. Every group is
+    destroyed where all ranks close, at whatever time. Where another rank closes much later or never, this one goes on,
+    and what is left ends with that rank or with the process.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[dist.ProcessGroup] = []
+        self._process = os.getpid()
+        atexit.register(self._made.clear)  # a group that outlives the process group aborts the interpreter at its exit
+
+    def open(
+        self, ranks: Sequence[int] | None = None, backend: str | None = None, timeout: timedelta | None = None
+    ) -> dist.ProcessGroup | None:
+        """Make the group of ``ranks`` (None: of all); all ranks of the world call it. None where this rank is outside.
+
+        Groups are numbered: torch names those of a ``DeviceMesh`` with NCCL after how many there are, which is not the
+        same on all ranks, and not unique, once groups are destroyed.
+        """
+        made = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=timeout)
+        if not isinstance(made, dist.ProcessGroup):
+            return None
+        self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        """Destroy the groups; the owner has let go of them. A second call does nothing."""
+        atexit.unregister(self._made.clear)
+        if not self._made or os.getpid() != self._process:  # in a forked child they are the parent's
+            return
+        groups, ended = self._made.copy(), Lock()
+        self._made.clear()
+        ended.acquire()
+        # threading.Thread takes locks, which the garbage collector may find taken when it closes a dropped engine
+        start_new_thread(_destroy, (groups, ended))
+        ended.acquire(timeout=_DESTROY_SECONDS)
+
+
+_DESTROY_SECONDS = 5.0
+"""How long to wait for groups to end: they take milliseconds with gloo, up to a second with NCCL."""
+
+
+def _destroy(groups: list[dist.ProcessGroup], ended: Lock) -> None:
+    """Destroy ``groups``, the last first, and drop the references to them, which ends their threads."""
+    try:
+        while groups:
+            group = groups.pop()
+            try:
+                with suppress(ValueError):  # the whole process group was destroyed before
+                    dist.destroy_process_group(group)
+            except RuntimeError as error:
+                logger.warning("a process group was not destroyed: %s", first_line(error))
+            del group
+    finally:
+        ended.release()
 
 
 def timeout_seconds() -> int:
