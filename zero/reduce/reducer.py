@@ -1,7 +1,8 @@
 """Takes every gradient off its parameter the moment backward has made it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -95,15 +96,36 @@ class Reducer(Protocol):
         """Take the hooks off the parameters."""
 
 
-class SharedReduction:
-    """What reducers have in common: gradients that other ranks have a part in, and collectives of lost steps."""
+@dataclass(frozen=True, slots=True)
+class ReducerSetup:
+    """What every reducer is made of."""
 
-    def __init__(self, comm: Comm, dtype: torch.dtype | None, sum_partial: SumPartial | None) -> None:
-        self._comm = comm
-        self._dtype = dtype if comm.grid.dp > 1 else None
-        self._sum_partial = sum_partial
+    buckets: Sequence[FlatBucket]
+    """The trained flat buckets of this rank."""
+    parameters: Mapping[str, nn.Parameter]
+    """Trainable parameters by the names used in the buckets."""
+    comm: Comm
+    """Gradients travel over axis dp with the label "gradients"."""
+    wire: torch.dtype | None = None
+    """The dtype in which they travel; None is the dtype of accumulation."""
+    sum_partial: SumPartial | None = None
+    """Sums gradients by parameter name, in place, over the tensor ranks that hold a part."""
+
+
+class SharedReduction:
+    """What reducers have in common: the hooks, gradients that other ranks have a part in, collectives of lost steps."""
+
+    def __init__(self, setup: ReducerSetup) -> None:
+        self._comm = setup.comm
+        self._dtype = setup.wire if setup.comm.grid.dp > 1 else None
+        self._sum_partial = setup.sum_partial
         self._abandoned: list[Pending] = []
-        self._hooks: GradientHooks
+        names = [slot.name for flat in setup.buckets for slot in flat.bucket.slots]
+        self._hooks = GradientHooks({name: setup.parameters[name] for name in names}, self.take)
+
+    def take(self, name: str, grad: Tensor) -> None:
+        """Inside a backward: the gradient of a parameter."""
+        raise NotImplementedError
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
