@@ -53,7 +53,7 @@ class CrossEntropy:
         return losses_N if weighted is None else losses_N - weighted * (self.label_smoothing / vocabulary)
 
     def reduced(self, losses_N: Tensor, counted_N: Tensor) -> Tensor:
-        """Of rows that count; the others' losses are 0."""
+        """The reduction over rows; rows that do not count have a loss and a ``counted_N`` of 0."""
         if self.reduction == "none":
             return losses_N
         total = losses_N.sum()
