@@ -27,9 +27,9 @@ from engine.parallel.pipeline.partition.auto_schedule import (
 from engine.parallel.pipeline.partition.cost_model import stage_costs
 from engine.parallel.pipeline.partition.partition import Partition, make_cut
 from engine.parallel.pipeline.schedule.validate import check
+from engine.parallel.tensor.layers.planned_traffic import TrafficRecorder, find_logit_use, loss_traffic, traffic_by_call
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
-from engine.parallel.tensor.planned_traffic import TrafficRecorder, find_logit_use, loss_traffic, traffic_by_call
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.budgets import shards_parameters
 from engine.planning.example_trace import trace_example

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.placeholders import placeholder
-from engine.parallel.tensor.planned_traffic import TrafficRecorder
+from engine.parallel.tensor.layers.planned_traffic import TrafficRecorder
 from engine.parallel.trace.model_trace import Material, ModelTrace
 from engine.parallel.trace.tracer import trace_model
 from engine.precision.dtypes import Precision

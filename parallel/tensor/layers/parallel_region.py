@@ -20,6 +20,7 @@ from engine.parallel.model.rng_streams import draw_alike, draw_apart
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import add_rows, cut_rows, gather_global, stream_dim
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.overlap.async_input_grad import Entrance, Shared, has_own_weights, share_input
 from engine.parallel.tensor.overlap.chunked_matmul import SharedInPieces, is_in_pieces, scatter_product
 from engine.parallel.tensor.tp_axis import TensorAxis
@@ -32,9 +33,9 @@ class Region:
     is gathered where it enters, and what leaves is scattered.
     """
 
-    def __init__(self, axis: TensorAxis, views: GlobalTensorContext | None = None) -> None:
+    def __init__(self, axis: TensorAxis, context: GlobalTensorContext | None = None) -> None:
         self.axis = axis
-        self._views = views or GlobalTensorContext(axis)
+        self._views = context or global_context(axis)
         self._plain: list[torch.nn.Module] = []
         self._owned = True
         """Whether every column layer is a plain matrix product, see :func:`copy_to`."""

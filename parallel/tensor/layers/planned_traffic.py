@@ -97,11 +97,11 @@ class TrafficRecorder:
     def cut(self) -> Iterator[None]:
         """Inside, the model has the shapes that a tensor rank holds."""
         patches = ForwardPatches()
-        views = apply_shapes(self._model, self._plan, self._axis, patches)
+        context = apply_shapes(self._model, self._plan, self._axis, patches)
         try:
             yield
         finally:
-            self._partial = {id(parameter) for parameter in views.partial}
+            self._partial = {id(parameter) for parameter in context.partial}
             patches.remove()
 
     @contextmanager
