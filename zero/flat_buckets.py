@@ -74,6 +74,11 @@ class FlatBucket:
             self.params[slot.start : slot.stop].copy_(flat)
 
 
+def slot_view(flat: Tensor, slot: Slot) -> Tensor:
+    """The part of a bucket's [elements] that belongs to one parameter, in its shape."""
+    return flat[slot.start : slot.stop].view(slot.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Ownership:
     """Data rank of this process, and what it keeps sharded."""
@@ -137,7 +142,7 @@ def _reserve(
     params = torch.empty(bucket.elements, dtype=dtype, device=device) if who.sharded_parameters else zeros(whole, dtype)
     kept = zeros(owned, dtype) if who.sharded_parameters else params[owned]
     # .data: gathers write into the bucket, which autograd must not count as a change of the parameter
-    views = tuple(params[slot.start : slot.stop].view(slot.shape).data for slot in bucket.slots)
+    views = tuple(slot_view(params, slot).data for slot in bucket.slots)
     if who.sharded_parameters:
         params.untyped_storage().resize_(0)
     grads = zeros(held if trainable else slice(0, 0), wide)

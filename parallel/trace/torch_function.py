@@ -20,11 +20,31 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-_METADATA = frozenset((
+Function = Callable[..., Any]
+
+
+def getter(name: str) -> Function:
+    """The function that reads an attribute of a tensor."""
+    return getattr(Tensor, name).__get__  # type: ignore[no-any-return]
+
+
+_ASKING = (
     "size", "dim", "ndimension", "stride", "numel", "nelement", "is_contiguous", "is_floating_point", "is_complex",
-    "is_signed", "is_inference", "is_same_size", "is_tensor", "element_size", "storage_offset", "get_device",
-    "data_ptr", "untyped_storage", "is_pinned", "is_shared", "is_conj", "is_neg", "is_coalesced", "dense_dim",
-    "sparse_dim", "__len__", "__hash__",
+    "is_signed", "is_inference", "element_size", "get_device", "__len__",
+)  # fmt: skip
+_ATTRIBUTES = (
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "grad", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_quantized", "itemsize", "nbytes", "is_mps", "is_xpu", "is_nested", "output_nr",
+    "_version",
+)  # fmt: skip
+METADATA: frozenset[Function] = frozenset((
+    *(getattr(Tensor, name) for name in _ASKING), *map(getter, _ATTRIBUTES),
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
+))  # fmt: skip
+"""Functions that ask a tensor for its shape, type, device or place in the graph, and need none of its values."""
+_METADATA = frozenset((
+    *_ASKING, "is_same_size", "is_tensor", "storage_offset", "data_ptr", "untyped_storage", "is_pinned", "is_shared",
+    "is_conj", "is_neg", "is_coalesced", "dense_dim", "sparse_dim", "__hash__",
     # ask for something later on, and make nothing now; ZeRO-3 does it around the modules of opened units
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
 ))  # fmt: skip
@@ -37,8 +57,8 @@ _BLANK = frozenset((
     "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
 ))  # fmt: skip
 _IN_PLACE_SIGNS = frozenset((
-    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
-    "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
+    "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
+    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
 ))  # fmt: skip
 _NOT_IN_PLACE = frozenset(("requires_grad_", "share_memory_"))
 _RANDOM = frozenset((
@@ -52,8 +72,6 @@ _KEEPS_STATISTICS: Mapping[Any, str] = MappingProxyType(
 """Functions that update buffers passed to them, and the argument that enables it."""
 _BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 _DIFFERENTIATES = frozenset(("backward", "grad"))
-
-Function = Callable[..., Any]
 
 
 class WrapperTensor(torch.Tensor):
@@ -82,12 +100,17 @@ def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
     return None
 
 
-def name_of(function: Function) -> str:
+def function_name(function: Function) -> str:
     """Name of an operation; ``get x`` and ``set x`` for attributes of tensors."""
     name: str = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__"):
-        return f"{name.strip('_')} {function.__self__.__name__}"  # type: ignore[attr-defined]
+        return f"{name.strip('_')} {getattr(getattr(function, '__self__', None), '__name__', name)}"
     return name
+
+
+def writes_in_place(name: str) -> bool:
+    """Whether a function of this name writes into its first argument: ``add_``, ``+=``, ``x[0] =``."""
+    return name in _IN_PLACE_SIGNS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_IN_PLACE)
 
 
 @dataclass(frozen=True)
@@ -100,8 +123,8 @@ class Operation:
 
     @cached_property
     def name(self) -> str:
-        """Name of the operation, see ``name_of``."""
-        return name_of(self.function)
+        """Name of the operation, see :func:`function_name`."""
+        return function_name(self.function)
 
     @cached_property
     def leaves(self) -> list[Any]:
@@ -158,11 +181,8 @@ class Operation:
         out = self.kwargs.get("out")
         if out is not None:
             return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        in_place = self.name in _IN_PLACE_SIGNS or (
-            self.name.endswith("_") and not self.name.endswith("__") and self.name not in _NOT_IN_PLACE
-        )
-        flagged = self.kwargs.get("inplace") is True
-        if (in_place or flagged) and self.args and isinstance(self.args[0], Tensor):
+        in_place = writes_in_place(self.name) or self.kwargs.get("inplace") is True
+        if in_place and self.args and isinstance(self.args[0], Tensor):
             return [self.args[0]]
         return []
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from engine.parallel.trace.torch_function import METADATA, getter
+
 Read = Callable[[], None]
 """Called when code reads a parameter that is not gathered; it gathers the parameter or raises."""
 
@@ -60,29 +62,13 @@ def reveal(parameter: nn.Parameter) -> None:
         del untyped._guard
 
 
-def _getters(*names: str) -> tuple[Any, ...]:
-    return tuple(getattr(Tensor, name).__get__ for name in names)
-
-
-def _own(*names: str) -> tuple[Any, ...]:
-    return tuple(getattr(Tensor, name) for name in names)
-
-
 _untyped: Any = Tensor
-_WITHOUT_CONTENT = frozenset(
-    (
-        *_getters(
-            "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf", "is_meta",
-            "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "itemsize", "nbytes",
-            "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "is_xpu", "is_mps", "output_nr",
-        ),
-        *_own(
-            "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
-            "untyped_storage", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "__len__",
-            "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_inference", "is_shared",
-        ),
-        torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor, torch.is_same_size,
-        _untyped.requires_grad.__set__, _untyped.grad.__set__, _untyped.grad.__delete__,
-    )
-)  # fmt: skip
-"""Functions of torch that need no values."""
+_WITHOUT_CONTENT = METADATA | {
+    *map(getter, ("is_mkldnn", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    *(getattr(Tensor, name) for name in (
+        "storage_offset", "untyped_storage", "is_shared", "requires_grad_", "register_hook",
+        "register_post_accumulate_grad_hook",
+    )),
+    torch.is_same_size, _untyped.requires_grad.__set__, _untyped.grad.__set__, _untyped.grad.__delete__,
+}  # fmt: skip
+"""Functions that need no values: they also ask for the memory, hang hooks on the parameter and set its gradient."""

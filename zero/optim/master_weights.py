@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
-from engine.zero.flat_buckets import FlatBucket
+from engine.zero.flat_buckets import FlatBucket, slot_view
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -71,4 +71,4 @@ def full_weights(buckets: Sequence[FlatBucket], comm: Comm) -> Iterator[tuple[st
             if flat.owned == flat.shard:
                 comm.all_gather(whole, whole[flat.shard], "dp", "full state").wait()
         for slot in flat.bucket.slots:
-            yield slot.name, whole[slot.start : slot.stop].view(slot.shape)
+            yield slot.name, slot_view(whole, slot)

@@ -13,17 +13,17 @@ until then.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.parallel.comm.comm import Comm, Pending
-from engine.zero.flat_buckets import FlatBucket
+from engine.parallel.comm.comm import Pending
+from engine.zero.flat_buckets import FlatBucket, slot_view
 from engine.zero.layout import Slot
-from engine.zero.reduce.reducer import Backward, GradientHooks, SharedReduction, SumPartial
+from engine.zero.reduce.reducer import Backward, ReducerSetup, SharedReduction
 
 BUFFERS = 2
 """Full buckets of gradients that exist at a time."""
@@ -57,31 +57,20 @@ class _Flight:
 class MicrobatchReducer(SharedReduction):
     """Sums gradients over data ranks in every microbatch, and over microbatches in the shards.
 
+    One collective a bucket and microbatch.
+
     Args:
-        buckets: the flat buckets of this rank; ``grads`` are shards, except where gradients are partial.
-        parameters: trainable parameters by the names used in the buckets.
-        comm: communication; label "gradients" on axis dp, one collective for each bucket and microbatch.
-        dtype: dtype on the wire; None is the dtype of accumulation.
+        setup: ``grads`` of its buckets are shards, except where gradients are partial.
         microbatches: backwards of a step; a rank that fails early still joins the collectives of all of them.
-        sum_partial: sums gradients by parameter name, in place, over the tensor ranks that hold a part.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[FlatBucket],
-        parameters: Mapping[str, nn.Parameter],
-        comm: Comm,
-        dtype: torch.dtype | None,
-        microbatches: int,
-        sum_partial: SumPartial | None = None,
-    ) -> None:
-        super().__init__(comm, dtype, sum_partial)
+    def __init__(self, setup: ReducerSetup, microbatches: int) -> None:
+        super().__init__(setup)
         self._microbatches = microbatches
-        self._fillings = [_Filling(flat) for flat in buckets]
+        self._fillings = [_Filling(flat) for flat in setup.buckets]
         self._places: dict[str, tuple[_Filling, Slot]] = {
             slot.name: (filling, slot) for filling in self._fillings for slot in filling.flat.bucket.slots
         }
-        self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self.take)
         self._flights: deque[_Flight] = deque()
         self._free: list[Tensor] = []
         stages = {stage for filling in self._fillings for stage in filling.flat.bucket.stages}
@@ -162,7 +151,7 @@ class MicrobatchReducer(SharedReduction):
             filling.arrived.clear()
         if filling.buffer is None:
             filling.buffer = self._borrow(filling.flat)
-        view = filling.buffer[slot.start : slot.stop].view(slot.shape)
+        view = slot_view(filling.buffer, slot)
         if name in filling.arrived:
             view.add_(grad)
         else:
@@ -184,7 +173,7 @@ class MicrobatchReducer(SharedReduction):
         if not filling.touched:
             filling.flat.grads.zero_()
             filling.touched = True
-        filling.flat.grads[slot.start : slot.stop].view(slot.shape).add_(grad)
+        slot_view(filling.flat.grads, slot).add_(grad)
 
     def _begin_round(self, stage: int | None) -> None:
         self._round = [f for f in self._fillings if not f.flat.bucket.stages or stage in f.flat.bucket.stages]
@@ -252,7 +241,7 @@ class MicrobatchReducer(SharedReduction):
                 flat.grads.zero_()
                 filling.touched = True
             for slot in flat.bucket.slots:
-                views[slot.name] = flat.grads[slot.start : slot.stop].view(slot.shape)
+                views[slot.name] = slot_view(flat.grads, slot)
         if views and self._sum_partial is not None:
             self._sum_partial(views)
         for filling in fillings:

@@ -1,7 +1,8 @@
 """Interface of the gradient reducers, and the hooks that take every gradient off its parameter when it is complete."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -95,15 +96,36 @@ class Reducer(Protocol):
         """Remove the hooks from the parameters."""
 
 
-class SharedReduction:
-    """Base class of the reducers: partial and tied gradients, dtype on the wire, collectives of unfinished steps."""
+@dataclass(frozen=True, slots=True)
+class ReducerSetup:
+    """What every reducer works on."""
 
-    def __init__(self, comm: Comm, dtype: torch.dtype | None, sum_partial: SumPartial | None) -> None:
-        self._comm = comm
-        self._dtype = dtype if comm.grid.dp > 1 else None
-        self._sum_partial = sum_partial
+    buckets: Sequence[FlatBucket]
+    """The trained flat buckets of this rank."""
+    parameters: Mapping[str, nn.Parameter]
+    """Trainable parameters by the names used in the buckets."""
+    comm: Comm
+    """Gradients travel over axis dp with the label "gradients"."""
+    wire: torch.dtype | None = None
+    """The dtype in which they travel; None is the dtype of accumulation."""
+    sum_partial: SumPartial | None = None
+    """Sums gradients by parameter name, in place, over the tensor ranks that hold a part."""
+
+
+class SharedReduction:
+    """Base of the reducers: hooks, partial and tied gradients, dtype on the wire, collectives of unfinished steps."""
+
+    def __init__(self, setup: ReducerSetup) -> None:
+        self._comm = setup.comm
+        self._dtype = setup.wire if setup.comm.grid.dp > 1 else None
+        self._sum_partial = setup.sum_partial
         self._abandoned: list[Pending] = []
-        self._hooks: GradientHooks
+        names = [slot.name for flat in setup.buckets for slot in flat.bucket.slots]
+        self._hooks = GradientHooks({name: setup.parameters[name] for name in names}, self.take)
+
+    def take(self, name: str, grad: Tensor) -> None:
+        """Inside a backward: the gradient of a parameter."""
+        raise NotImplementedError
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""

@@ -15,19 +15,18 @@ A rank may have several stages, and a backward may be split in two parts (``pipe
 is complete after the last of all backwards that contribute to it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.errors import EngineError
-from engine.parallel.comm.comm import Comm, Pending
-from engine.zero.flat_buckets import FlatBucket
+from engine.parallel.comm.comm import Pending
+from engine.zero.flat_buckets import FlatBucket, slot_view
 from engine.zero.layout import Slot
-from engine.zero.reduce.reducer import Backward, GradientHooks, SharedReduction, SumPartial
+from engine.zero.reduce.reducer import Backward, ReducerSetup, SharedReduction
 
 
 @dataclass(slots=True)
@@ -64,34 +63,20 @@ class _Progress:
 
 
 class GradientReducer(SharedReduction):
-    """Sums gradients over microbatches into the buckets and reduces the buckets over dp.
+    """Sums gradients over microbatches into the buckets and reduces the buckets over dp, one collective each a step.
 
     Args:
-        buckets: the flat buckets of this rank.
-        parameters: trainable parameters by the names used in the buckets.
-        comm: communication; label "gradients" on axis dp, one collective for each bucket and step.
-        dtype: dtype on the wire; None is the dtype of accumulation.
         scatter: reduce-scatter to the shards (ZeRO 1) instead of all-reduce (ZeRO 0).
-        sum_partial: sums gradients by parameter name, in place, over the tensor ranks that hold a part.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[FlatBucket],
-        parameters: Mapping[str, nn.Parameter],
-        comm: Comm,
-        dtype: torch.dtype | None,
-        scatter: bool,
-        sum_partial: SumPartial | None = None,
-    ) -> None:
-        super().__init__(comm, dtype, sum_partial)
+    def __init__(self, setup: ReducerSetup, scatter: bool) -> None:
+        super().__init__(setup)
         self._scatter = scatter
-        self._progress = [_Progress(flat) for flat in buckets]
+        self._progress = [_Progress(flat) for flat in setup.buckets]
         self._next = 0
         self._last = self._eager = False
         self._backward_seen = self._whole_step_seen = False
         self._places = {slot.name: _place(progress, slot) for progress in self._progress for slot in progress.slots}
-        self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self.take)
         self.reset()
 
     @contextmanager
@@ -206,7 +191,6 @@ class GradientReducer(SharedReduction):
 
 
 def _place(progress: _Progress, slot: Slot) -> _Place:
-    view = progress.flat.grads[slot.start : slot.stop].view(slot.shape)
-    place = _Place(slot.name, progress, view)
+    place = _Place(slot.name, progress, slot_view(progress.flat.grads, slot))
     progress.places.append(place)
     return place

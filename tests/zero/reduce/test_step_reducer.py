@@ -17,7 +17,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis, Grid
 from engine.zero.flat_buckets import Ownership, allocate
 from engine.zero.layout import Item, build_layout
-from engine.zero.reduce.reducer import Backward
+from engine.zero.reduce.reducer import Backward, ReducerSetup
 from engine.zero.reduce.step_reducer import GradientReducer
 from tests.zero.rig import Rig, Setting, build, plain_grads
 
@@ -355,7 +355,7 @@ def test_late_buckets_wait_for_finish_and_are_summed_around_their_reduction(stag
         for grad in grads.values():
             grad.mul_(2)
 
-    reducer = GradientReducer(buckets, parameters, comm, setting.wire, scatter=stage > 0, sum_partial=double)
+    reducer = GradientReducer(ReducerSetup(buckets, parameters, comm, setting.wire, double), scatter=stage > 0)
     rig = Rig(model, comm, layout, buckets, reducer)
     for number in range(2):  # the second step reduces while backward runs
         rig.step(partial(straight, model, x(number)), partial(straight, model, x(number + 5)))

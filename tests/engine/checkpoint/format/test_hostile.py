@@ -15,7 +15,8 @@ from engine.checkpoint.format.step_reader import ReadRequest, StepReader
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.format.hostile import ATTACKS, HARMLESS, bomb_of, make
 from tests.engine.checkpoint.test_crash import run_of
-from tests.structure import ROOT, name_of, product_files
+from tests.structure import ROOT
+from tests.test_architecture import name_of, product_files
 from tests.zero import small
 
 MEMORY = 64 << 20
