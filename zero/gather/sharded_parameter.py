@@ -1,6 +1,6 @@
-"""What a sharded parameter is while it is not gathered: shape, dtype and name, and a clear answer to who reads it.
+"""Class of a sharded parameter while it is not gathered: it has shape, dtype and name, and answers reads clearly.
 
-The object stays the user's; only its class changes to :class:`ShardedParameter` and back, so that nothing stands
+The object stays the user's. Only its class changes, to :class:`ShardedParameter` and back, so that nothing stands
 between torch and a parameter while the model runs.
 """
 
@@ -15,19 +15,19 @@ from torch.utils._pytree import tree_leaves
 from engine.parallel.trace.torch_function import METADATA, getter
 
 Read = Callable[[], None]
-"""Called when somebody reads a parameter that is not gathered: gathers it, or raises."""
+"""Called when code reads a parameter that is not gathered; it gathers the parameter or raises."""
 
 
 @dataclass(slots=True)
 class Guard:
-    """What a parameter carries along."""
+    """State that a concealed parameter carries."""
 
     own_class: type[nn.Parameter]
     read: Read
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter of which this rank has a part at most."""
+    """Parameter of which this rank holds its shard at most."""
 
     _guard: Guard
 
@@ -46,7 +46,7 @@ class ShardedParameter(nn.Parameter):
 
 
 def conceal(parameter: nn.Parameter, read: Read) -> None:
-    """Let ``read`` answer whoever wants the content."""
+    """Change the class to :class:`ShardedParameter`, so that ``read`` is called when code needs the values."""
     if isinstance(parameter, ShardedParameter):
         return
     untyped: Any = parameter
@@ -55,7 +55,7 @@ def conceal(parameter: nn.Parameter, read: Read) -> None:
 
 
 def reveal(parameter: nn.Parameter) -> None:
-    """The opposite of :func:`conceal`."""
+    """Restore the parameter's own class: the inverse of :func:`conceal`."""
     if isinstance(parameter, ShardedParameter):
         untyped: Any = parameter
         untyped.__class__ = untyped._guard.own_class

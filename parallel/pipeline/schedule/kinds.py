@@ -1,4 +1,4 @@
-"""The kinds of schedules that can be asked for by name, and the names that other parts import.
+"""The kinds of schedules by name, with the bubble and the memory of each.
 
     kind         stages       holds         backward   bubble for m >= p   good for
     gpipe        a line       m             whole      (p-1)/(m+p-1)       the order of one process
@@ -7,10 +7,10 @@
     looped-bfs   v in a loop  m             whole      (p-1)/(vm+p-1)      ZeRO 2 and 3: a stage is gathered once
     zb-h1        v in a loop  p             split      (p-1)/(3vm+p-1)     little memory and few microbatches
     zb-v         2 in a V     p             split      (p-1)/(6m+p-1)      the same, with quick links
-    dualpipe-v   2 in a V     p + 1/2       partly     (p-1)/(6m+p-1)      messages that hide behind compute
+    dualpipe-v   2 in a V     p + 1/2       partly     (p-1)/(6m+p-1)      messages that overlap with compute
 
-Held are activations of whole slices of the model, one microbatch each, on the fullest rank. The bubble is the idle
-share of the step where a forward and each half of a backward take equally long.
+"Holds" counts the activations of one microbatch in a rank's whole slice of the model, on the fullest rank. The bubble
+is the idle share of the step if a forward and each half of a backward take equally long.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ from engine.parallel.pipeline.schedule.zero_bubble import zb_h1, zb_v
 
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
-    """A schedule that can be made from sizes."""
+    """A kind of schedule that can be made from sizes."""
 
     name: str
     description: str
@@ -35,17 +35,17 @@ class ScheduleKind:
     placement: str
     """``line``, ``loop`` or ``v``: see :mod:`engine.parallel.pipeline.schedule.actions`."""
     virtual_stages: int
-    """Stages on each rank where nobody asks for another number."""
+    """Default number of stages on each rank."""
     fewest: int
-    """Stages on each rank, at least."""
+    """Fewest stages on each rank."""
     most: int | None
-    """Stages on each rank, at most; None: any number."""
+    """Most stages on each rank; None: any number."""
     splits: bool
-    """Whether weight gradients are computed apart from input gradients."""
+    """True if weight gradients are computed apart from input gradients."""
     make: Callable[[int, int, int], Schedule]
-    """Of ranks, microbatches and stages on each rank, which must fit."""
+    """Makes the schedule from ranks, microbatches and stages on each rank, which must be allowed."""
     microbatches_of: Callable[[int], int] = lambda ranks: 1
-    """The fewest microbatches for so many ranks."""
+    """Fewest microbatches for a number of ranks."""
 
 
 _ALL = (
@@ -85,10 +85,10 @@ SCHEDULE_KINDS: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind f
 
 
 def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> str | None:
-    """Why ``make_schedule`` refuses these sizes, in one sentence; None if it takes them."""
+    """The reason, as one sentence, for which ``make_schedule`` refuses these sizes; None if it accepts them."""
     if kind not in SCHEDULE_KINDS:
         *names, last = SCHEDULE_KINDS
-        return f"schedule {kind!r} is not built; choose {', '.join(names)} or {last}."
+        return f"schedule {kind!r} does not exist; choose {', '.join(names)} or {last}."
     found = SCHEDULE_KINDS[kind]
     held = _held(found, virtual_stages)
     if min(ranks, microbatches) < 1:
@@ -115,9 +115,9 @@ def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1)
 
 
 def make_schedule(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """The training schedule that the configuration names, for ``virtual_stages`` stages on each of ``ranks`` ranks.
+    """The training schedule of a kind, for ``virtual_stages`` stages on each of ``ranks`` ranks.
 
-    A kind that always holds two stages a rank takes 1, the default of the configuration, as not given.
+    A kind that always has two stages on a rank treats 1, the default of the configuration, as not given.
 
     Raises:
         ScheduleError: there is no such kind, or it does not allow these sizes.
@@ -129,5 +129,5 @@ def make_schedule(kind: str, ranks: int, microbatches: int, virtual_stages: int 
 
 
 def _held(kind: ScheduleKind, virtual_stages: int) -> int:
-    """Stages on each rank: a number that the kind fixes need not be given."""
+    """Stages on each rank; a number that the kind fixes need not be given."""
     return kind.virtual_stages if virtual_stages == 1 and kind.fewest == kind.most else virtual_stages

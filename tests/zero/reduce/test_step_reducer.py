@@ -191,7 +191,7 @@ def test_an_extra_use_after_the_reduction_is_refused_by_name() -> None:
     rig = build(Stack(), Setting())
     rig.step(partial(through_checkpoint, rig.model, x(0)))
     with (
-        pytest.raises(EngineError, match=r"'layers\.3\.weight' got a gradient after .* call it the same number"),
+        pytest.raises(EngineError, match=r"'layers\.3\.weight' got a gradient after .* use it the same number"),
         rig.reducer.backward(Backward(last=True)),
     ):
         torch.autograd.backward(twice_through_checkpoint(rig.model, x(0)))

@@ -271,11 +271,11 @@ def wrong(axis: TensorAxis) -> None:
         with pytest.raises(EngineError) as caught:
             use()
         assert str(caught.value) == (
-            "a label is outside the vocabulary of 11 rows; labels count from 0, and those to leave out are -100."
+            "a label is outside the vocabulary of 11 rows; labels count from 0, and -100 marks those to ignore."
         )
     with pytest.raises(EngineError) as caught:
         logits.gather(-1, labels[..., None])
-    assert str(caught.value) == "an index for gather is outside the vocabulary of 11 rows; they count from 0."
+    assert str(caught.value) == "an index of gather is outside the vocabulary of 11 rows; give indices from 0 to 10."
     with pytest.raises(EngineError, match="first derivatives only"):
         torch.autograd.grad(logits.logsumexp(-1).sum(), local, create_graph=True)
 
