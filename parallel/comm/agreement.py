@@ -1,7 +1,7 @@
 """Agreement among ranks: all fail together, rank 0 decides for all, tensors are compared by their bits.
 
-    all_or_none       over ``Comm``       the failed rank raises its own error, the others say which rank it was
-    raise_together    over a host group   all raise the sentence of the first rank that failed
+all_or_none       over ``Comm``       the failed rank raises its own error, the others say which rank it was
+raise_together    over a host group   all raise the sentence of the first rank that failed
 """
 
 from collections.abc import Callable, Iterator
