@@ -154,7 +154,7 @@ class _Given:
     """What depends on the batch alone."""
 
     def __post_init__(self) -> None:
-        self.args, self.kwargs = pytree.tree_map(self._fill, self.arguments, is_leaf=is_sample)
+        self.args, self.kwargs = pytree.tree_map(self._fill, self.arguments, is_leaf=_is_sample)
 
     def _fill(self, leaf: Any) -> Any:
         if isinstance(leaf, Sample):
@@ -173,7 +173,7 @@ def reads_elsewhere(model: nn.Module, call: Call, arguments: Arguments) -> bool:
     """Whether a call reads parameters of other units, or values that are not among its arguments."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     known: set[int | str] = {names[id(parameter)] for parameter in model.get_submodule(call.unit).parameters()}
-    leaves = pytree.tree_leaves(arguments, is_leaf=is_sample)
+    leaves = pytree.tree_leaves(arguments, is_leaf=_is_sample)
     known |= {leaf.source for leaf in leaves if isinstance(leaf, Sample)}
     return not known.issuperset((*call.parameters, *call.inputs))
 
@@ -227,11 +227,11 @@ def _shapes(arguments: Arguments) -> object:
             return tuple(leaf.shape), leaf.dtype
         return leaf if isinstance(leaf, _PLAIN) else type(leaf)
 
-    leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_sample)
+    leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_sample)
     return str(spec), tuple(map(describe, leaves))
 
 
-def is_sample(node: object) -> bool:
+def _is_sample(node: object) -> bool:
     """Whether a node of a call's arguments stands for a tensor."""
     return isinstance(node, Sample)
 
@@ -267,7 +267,7 @@ def _float64_content(arguments: Arguments, generator: torch.Generator) -> Given:
             return tensor.double() if tensor.is_floating_point() else tensor.clone()
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
-    args, kwargs = pytree.tree_map(fill, arguments, is_leaf=is_sample)
+    args, kwargs = pytree.tree_map(fill, arguments, is_leaf=_is_sample)
     return args, kwargs
 
 
