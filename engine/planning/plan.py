@@ -49,7 +49,7 @@ from engine.zero.layout import FlatLayout
 from engine.zero.optim.sharded_optimizer import GroupOptions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Grid, shard table, flat layouts, partition, schedule and budgets of one run."""
 
@@ -204,11 +204,22 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     notes = [*_notes(model, config, precision), *analysis.notes]
     users = Users(schedule.stages_of_rank, analysis.cut, analysis.timeline, gathers)
     return Plan(
-        config, table, flat_layouts(table, config, precision, users), groups, precision, schedule,
-        None if request.own_optimizer else _moments(config), tuple(notes),
-        analysis.tensor, analysis.timeline, analysis.cut, analysis.traffic, gathers, analysis.decision,
-        request.replacements,
-    )  # fmt: skip
+        config=config,
+        table=table,
+        layouts=flat_layouts(table, config, precision, users),
+        groups=groups,
+        precision=precision,
+        schedule=schedule,
+        moments=None if request.own_optimizer else _moments(config),
+        notes=tuple(notes),
+        tensor=analysis.tensor,
+        timeline=analysis.timeline,
+        cut=analysis.cut,
+        tensor_traffic=analysis.traffic,
+        gather_groups=gathers,
+        decision=analysis.decision,
+        replacements=request.replacements,
+    )
 
 
 def _division(config: Config, analysis: Analysis, schedule: Schedule) -> Division:
