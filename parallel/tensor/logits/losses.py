@@ -74,13 +74,9 @@ class _Options:
     def reduced(self, losses_N: Tensor, target_N: Tensor) -> Tensor:
         """The losses without ignored labels, reduced; a mean is weighted as in torch."""
         ignored_N = (self.target == self.ignore_index).reshape(-1)
-        losses_N = losses_N.masked_fill(ignored_N, 0)
-        if self.reduction == "none":
-            return losses_N.reshape(self.target.shape)
-        if self.reduction == "sum":
-            return losses_N.sum()
-        counts_N = ~ignored_N if self.weight is None else self.weight[target_N].masked_fill(ignored_N, 0)
-        return losses_N.sum() / counts_N.sum()
+        counted_N = ~ignored_N if self.weight is None else self.weight[target_N].masked_fill(ignored_N, 0)
+        found = self.form.reduced(losses_N.masked_fill(ignored_N, 0), counted_N)
+        return found.reshape(self.target.shape) if self.reduction == "none" else found
 
 
 def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

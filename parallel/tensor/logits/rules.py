@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from engine.parallel.tensor.logits.logit_shard import LogitShard, cut_operand, share_operand
 from engine.parallel.tensor.logits.losses import gather, log_softmax, logsumexp, nll_loss, sharded_cross_entropy
+from engine.parallel.trace.torch_function import getter
 
 LogitRule = Callable[..., Any]
 
@@ -174,7 +175,7 @@ LOGIT_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
     | dict.fromkeys(VIEWS, _view)
     | dict.fromkeys(_functions("flatten"), _flatten)
     | dict.fromkeys(_functions(*_REARRANGEMENTS), _rearranged)
-    | dict.fromkeys((getattr(Tensor, name).__get__ for name in ("T", "mT")), _rearranged)
+    | dict.fromkeys(map(getter, ("T", "mT")), _rearranged)
     | dict.fromkeys(_functions("split", "chunk"), _split)
     | dict.fromkeys(_functions("narrow", "select", "index_select"), _along)
     | {Tensor.__getitem__: _index}

@@ -28,6 +28,7 @@ from engine.parallel.tensor.global_tensor.redistribute import full
 from engine.parallel.tensor.logits.lazy_logits import LazyLogits, derived, late_answer
 from engine.parallel.tensor.logits.logit_shard import LogitShard, Vocabulary
 from engine.parallel.tensor.logits.rules import answer
+from engine.parallel.trace.torch_function import METADATA, function_name, writes_in_place
 
 
 class ShardedLogits(Tensor):
@@ -291,18 +292,9 @@ def _empty(part: LogitShard) -> ShardedLogits:
     return made
 
 
-def function_name(func: Callable[..., Any]) -> str:
-    """The name of a function; for a property of tensors the property's own name."""
-    name: str = getattr(func, "__name__", str(func))
-    owner = getattr(func, "__self__", None)
-    return getattr(owner, "__name__", name) if name == "__get__" else name
-
-
 def _writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     target = args[0] if args else None
-    writes = name == "__setitem__" or name == "__set__" or name in _HOOKS
-    writes |= name.endswith("_") and not name.endswith("__")
-    writes |= name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__int__", "__index__")
+    writes = writes_in_place(name) or name.startswith("set ") or name in _TO_THE_OBJECT
     return (writes and isinstance(target, ShardedLogits)) or isinstance(kwargs.get("out"), ShardedLogits)
 
 
@@ -314,18 +306,8 @@ def _refuse_writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         )
 
 
-def _functions_about_it() -> frozenset[Callable[..., Any]]:
-    properties = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "grad",
-                  "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "itemsize", "nbytes",
-                  "is_mps", "is_xpu", "is_nested", "output_nr", "_version")  # fmt: skip
-    methods = ("size", "dim", "numel", "nelement", "ndimension", "__len__", "is_floating_point", "is_complex",
-               "element_size", "get_device", "is_contiguous", "stride", "__hash__", "is_inference",
-               "is_signed")  # fmt: skip
-    functions = (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor)
-    return frozenset(
-        (*(getattr(Tensor, name).__get__ for name in properties), *(getattr(Tensor, n) for n in methods), *functions)
-    )
-
-
-_HOOKS = frozenset({"register_hook", "retain_grad", "register_post_accumulate_grad_hook"})
-_ABOUT_IT = _functions_about_it()
+_TO_THE_OBJECT = frozenset((
+    "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "requires_grad_", "share_memory_",
+))  # fmt: skip
+"""Functions that change the tensor object, which is not the one that lives on."""
+_ABOUT_IT = METADATA | {Tensor.__hash__}

@@ -147,7 +147,7 @@ def test_heads_that_do_not_make_up_the_outputs() -> None:
 
 def test_a_pattern_that_names_nothing() -> None:
     assert refusal(models.decoder(), {"blocks.*.attention.querry": "column"}) == (
-        "parallel.tensor_plan: 'blocks.*.attention.querry' matches no module and no parameter; near names are "
+        "parallel.tensor_plan: 'blocks.*.attention.querry' matches no module and no parameter; similar names are "
         "blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.query.bias; a pattern matches whole "
         "names, and * stands for anything."
     )
