@@ -12,22 +12,30 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from engine.config import Config
-from engine.errors import PlanError
+from engine.errors import PlanError, first_line
 from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.kernel_injection.inject import Replacement
+from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.pipeline.partition.auto_schedule import PLAIN_FIRST, Machine, ScheduleDecision, StageCost, choose
 from engine.parallel.pipeline.partition.cost_model import stage_costs
 from engine.parallel.pipeline.partition.partition import Partition, make_cut
 from engine.parallel.pipeline.schedule.validate import check
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
-from engine.parallel.tensor.planned_traffic import TrafficRecorder, find_logit_use, loss_traffic, traffic_by_call
+from engine.parallel.tensor.planned_traffic import (
+    LogitUse,
+    TrafficRecorder,
+    find_logit_use,
+    loss_traffic,
+    traffic_by_call,
+)
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.budgets import shards_parameters
 from engine.planning.example_trace import trace_example
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
-from engine.planning.tensor_plan_search import check_plan, find_plan
+from engine.planning.tensor_plan_proof import check_plan
+from engine.planning.tensor_plan_search import find_plan
 from engine.program.batch import Batch
 from engine.program.program import Program
 
@@ -86,17 +94,20 @@ def analyze(config: Config, wish: PlanRequest, stages: int) -> Analysis:
         if config.pp > 1 or (tensor is not None and tensor.follows_activations):
             raise
         _check_reads(watch)
-        return Analysis(notes=(f"bytes over tp are not known before they are sent: {problem}",), tensor=tensor)
+        unknown = f"bytes over tp are not known before they are sent: {problem}"
+        return Analysis(notes=(unknown, *_not_followed(config, tensor)), tensor=tensor)
     _check_reads(watch)
+    notes = _ran_on_zeros(timeline)
     if tensor is not None and watch is not None:
-        _prove(config, wish, tensor)
+        notes = (*notes, *tensor.notes, *_prove(config, wish, tensor))
         _check_partial(wish.program.model, tensor, timeline, watch)
-    cut, decision, notes = _cut(config, timeline, wish.costs, stages)
+    cut, decision, costs = _cut(config, timeline, wish.costs, stages)
+    notes = (*notes, *costs)
     if tensor is None or watch is None:
         return Analysis(timeline, cut, notes=notes, decision=decision)
     tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
     use = find_logit_use(tensor, timeline, config.tp)
-    notes = (*notes, *(f"{where} needs all logits: they are gathered over tp" for where in use.gathers))
+    notes = (*notes, *_notes_on_logits(use))
     tallies = traffic_by_call(watch.sent, timeline, config.tp), loss_traffic(use, config.tp)
     return Analysis(timeline, cut, _by_stage(timeline, cut, *tallies), notes, decision, tensor)
 
@@ -114,10 +125,36 @@ def _look(
         raise
 
 
-def _prove(config: Config, wish: PlanRequest, tensor: TensorPlan) -> None:
-    """Styles that the user has written; those that were found have been proven."""
-    if config.parallel.tensor_plan != "auto" and config.parallel.verify_plan:
-        check_plan(wish.program, wish.example, tensor, config.tp)
+def _prove(config: Config, wish: PlanRequest, tensor: TensorPlan) -> tuple[str, ...]:
+    """Prove styles that the user has written, since those that were found have been proven; what is not proven."""
+    if config.parallel.tensor_plan == "auto":
+        return ()
+    if not config.parallel.verify_plan:
+        return ("parallel.tensor_plan is not proven, because parallel.verify_plan is false",)
+    return check_plan(wish.program, wish.example, tensor, config.tp)
+
+
+def _not_followed(config: Config, tensor: TensorPlan | None) -> tuple[str, ...]:
+    """What that means for the proof of a plan."""
+    if tensor is None or config.parallel.tensor_plan == "auto":
+        return tensor.notes if tensor is not None else ()
+    return ("parallel.tensor_plan is not proven, because the model cannot be followed",)
+
+
+def _ran_on_zeros(timeline: ModelTrace) -> tuple[str, ...]:
+    """That what the plan says of sizes and branches is a guess where content decides on them."""
+    if not timeline.on_zeros:
+        return ()
+    first = {entry.operation: entry for entry in reversed(timeline.on_zeros)}
+    shown = [f"{entry.operation} {entry.where} ({entry.why})" for entry in reversed(first.values())][:2]
+    more = f" and {len(timeline.on_zeros) - len(shown)} more" if len(timeline.on_zeros) > len(shown) else ""
+    return (f"the trace has run on zeros what does not run without content: {', '.join(shown)}{more}",)
+
+
+def _notes_on_logits(use: LogitUse) -> tuple[str, ...]:
+    gathers = (f"{where} needs all logits: they are gathered over tp" for where in use.gathers)
+    unknown = (f"bytes that are sent over tp after {where} are not planned" for where in use.unknown)
+    return (*gathers, *unknown)
 
 
 def _watch(config: Config, wish: PlanRequest, tensor: TensorPlan) -> TrafficRecorder:
@@ -156,9 +193,15 @@ def _order_of_calls(config: Config, wish: PlanRequest) -> Analysis:
     if not shards_parameters(config) or wish.example is None:
         return Analysis()
     try:
-        return Analysis(trace_example(wish.program, wish.example, 1))
-    except Exception:  # nothing depends on it but the order of gathers, and a real error comes again in the first step
-        return Analysis()
+        timeline = trace_example(wish.program, wish.example, 1)
+    except (
+        Exception
+    ) as error:  # only the order of gathers depends on it, and a real error comes again in the first step
+        if is_own_mistake(error):
+            raise
+        note = "parameters are gathered in the order of their registration, because the trace of the example has failed"
+        return Analysis(notes=(f"{note}: {first_line(error)}",))
+    return Analysis(timeline, notes=_ran_on_zeros(timeline))
 
 
 def _check_reads(watch: TrafficRecorder | None) -> None:

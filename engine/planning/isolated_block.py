@@ -22,6 +22,7 @@ from engine.parallel.activation_checkpointing.blocks import recomputed_in_part
 from engine.parallel.activation_checkpointing.selective import SavedActivations, Selective
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.torch_checkpoint import open_checkpoints
+from engine.parallel.model.user_code import call_user_code
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.trace.model_trace import Arguments, Call, Sample
 from engine.precision.dtypes import Precision
@@ -106,7 +107,7 @@ class IsolatedBlock:
         with torch.enable_grad(), open_checkpoints(recompute=True):
             begun = self._now()
             with around_forward:
-                output = self._module.forward(*given.args, **given.kwargs)
+                output = call_user_code(self._module.forward, given.args, given.kwargs)
             forward = self._now() - begun
             kept = sum(outputs.bytes for outputs in self._started)
             self._started.clear()

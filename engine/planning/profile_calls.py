@@ -27,6 +27,7 @@ from engine.parallel.activation_checkpointing.blocks import find_operators, reco
 from engine.parallel.activation_checkpointing.selective import Selective
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.parallel.model.side_effects import restoring_state
+from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.pipeline.partition.cost_model import CallCost, by_call, flop_costs, glue_flops, values_bytes
 from engine.parallel.trace.model_trace import Arguments, Call, Material, ModelTrace
 from engine.planning.example_trace import trace_example
@@ -175,6 +176,8 @@ class _Measuring:
             try:
                 cost = self._measure(call, given[group[0]], left / (len(members) - number))
             except Exception as error:  # whatever a unit does that is not in its place
+                if is_own_mistake(error):
+                    raise
                 self.failed[call.unit] = first_line(error)
             else:
                 self.measured |= dict.fromkeys(group, cost)

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from engine.errors import PlanError, first_line
 from engine.parallel.model.side_effects import restoring_state
 from engine.parallel.model.torch_checkpoint import open_checkpoints, spread_checkpoints
+from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters, Given, GradientSparsity
 from engine.parallel.tensor.auto.equivalence import BlockReference, exactly
 from engine.parallel.tensor.auto.search import Decided, Search
@@ -78,51 +79,18 @@ def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False)
     Raises:
         PlanError: the model cannot be followed, or the ranks cannot share its widths; says which sizes they can.
     """
-    with _alike(program.model):
+    with search_conditions(program.model):
         with calls_of_modules() as called:
-            units, timeline = distinct_units(program, example, tp)
-        words = _vocabularies(program.model, timeline, called, tp)
+            found = distinct_units(program, example, tp)
+        words = _vocabularies(program.model, found.timeline, called, tp)
         search = _Search(program, tp, sequence, dict(words))
-        for unit in units:
+        for unit in found.units:
             search.take(unit)
     styles = search.styles
     patterns = as_patterns(program.model, styles)
     read = match_styles(program.model, patterns)
     plan = cut_model(program.model, read, tp, "found by zero patterns, proven", sequence)
-    return replace(plan, patterns=patterns, reasons=tuple(search.reasons))
-
-
-def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> None:
-    """Prove a plan that the user has written, block by block; one that does not run alone is left out.
-
-    Raises:
-        PlanError: a block would compute something else; names it, what differs, and its styles.
-    """
-    try:
-        with _alike(program.model):
-            units, _ = distinct_units(program, example, tp)
-    except PlanError:  # a model that cannot be followed has no blocks that could be taken out
-        return
-    styles = match_styles(program.model, plan.patterns)
-    for unit in units:
-        # logits of a cut head are no part of a block's output: the loss knows what to do with them
-        within = {name: style for name, style in styles.items() if _lies_in(unit.name, name)}
-        inner = {_inside(unit.name, name): style for name, style in within.items() if style.kind != "vocabulary"}
-        if not inner:
-            continue
-        try:
-            with exactly():
-                block, givens = alone(program, unit)
-                truth = BlockReference(block.train(), givens, unit.used)
-        except Exception:  # whatever a unit does that is not in its place
-            continue
-        verdict = truth.prove(cut_model(block, inner, tp, plan.source, plan.sequence), tp)
-        if not verdict.holds:
-            listed = ", ".join(f"{name or unit.name} {style.text!r}" for name, style in inner.items())
-            raise PlanError(
-                f"parallel.tensor_plan is wrong in {unit.name}: {verdict.problem}; correct its styles ({listed}), or "
-                'let them be found with "auto".'
-            )
+    return replace(plan, patterns=patterns, reasons=tuple(search.reasons), notes=found.notes)
 
 
 @dataclass
@@ -134,7 +102,7 @@ class _InTheOpen:
 
 
 @contextmanager
-def _alike(model: nn.Module) -> Iterator[None]:
+def search_conditions(model: nn.Module) -> Iterator[None]:
     """Around a search: reading a weight may change it (spectral norm), and what draws draws alike on all ranks."""
     # a backward runs what it recomputes outside the arithmetic of a proof
     with (
@@ -146,20 +114,37 @@ def _alike(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _lies_in(unit: str, name: str) -> bool:
+def lies_in(unit: str, name: str) -> bool:
+    """Whether ``name`` is that of the unit or of something in it."""
     return name == unit or name.startswith(f"{unit}.")
 
 
-def _inside(unit: str, name: str) -> str:
+def local_name(unit: str, name: str) -> str:
+    """``name`` as the unit itself would say it; empty for the unit."""
     return name[len(unit) + 1 :]
 
 
-def distinct_units(program: Program, example: Batch, tp: int) -> tuple[list[Unit], ModelTrace]:
-    """The distinct units of a model that have more than one layer; and the timeline of the example."""
+@dataclass(frozen=True, slots=True)
+class DistinctUnits:
+    """What a search or a proof begins with."""
+
+    units: tuple[Unit, ...]
+    timeline: ModelTrace
+    """Of the example."""
+    notes: tuple[str, ...]
+    """Why units are looked at with one length of text only, if so."""
+
+
+def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
+    """The distinct units of a model that have more than one layer.
+
+    Raises:
+        PlanError: the model cannot be followed.
+    """
     first = _short(example, ROWS, LENGTH - LENGTH % tp)
     material = Material()
     timeline = trace_example(program, first, 1, material=material)
-    shorter = _material_of_shorter(program, first, timeline, tp)
+    shorter, why = _material_of_shorter(program, first, timeline, tp)
     names = [call.unit for call in timeline.calls]
     kinds: dict[object, list[int]] = {}
     for index, signature in enumerate(signatures(program.model, names, material.arguments)):
@@ -173,7 +158,8 @@ def distinct_units(program: Program, example: Batch, tp: int) -> tuple[list[Unit
         if alike and next(module.children(), None) is not None:
             arguments = (material.arguments[index], *(shorter.arguments[index : index + 1] if shorter else ()))
             units.append(Unit(names[index], arguments, alike, _used(timeline, indices)))
-    return units, timeline
+    notes = (f"the tensor plan is proven for one length of text only, because {why}",) if why else ()
+    return DistinctUnits(tuple(units), timeline, notes)
 
 
 def _used(timeline: ModelTrace, calls: Sequence[int]) -> frozenset[int]:
@@ -226,18 +212,26 @@ def _short(example: Batch, rows: int, length: int) -> Batch:
     return map_tensors(take_rows(example, 0, rows), cut)
 
 
-def _material_of_shorter(program: Program, example: Batch, timeline: ModelTrace, tp: int) -> Material | None:
+def _material_of_shorter(
+    program: Program, example: Batch, timeline: ModelTrace, tp: int
+) -> tuple[Material | None, str]:
+    """The same for a shorter text; or why there is none for this text."""
     lengths = [t.shape[1] for _, t in named_tensors(example) if t.ndim >= 2 and not t.is_floating_point()]
     if not lengths:
-        return None
+        return None, ""
     length = max(min(lengths) // 2 // tp * tp, tp)
+    if length >= max(lengths):
+        return None, f"an example of {max(lengths)} tokens cannot be shortened for {tp} tensor ranks"
     material = Material()
     try:
         seen = trace_example(program, _short(example, ROWS, length), 1, material=material)
-    except Exception:  # not every model takes every length
-        return None
-    same = [call.unit for call in seen.calls] == [call.unit for call in timeline.calls]
-    return material if same and length < max(lengths) else None
+    except Exception as error:  # not every model takes every length
+        if is_own_mistake(error):
+            raise
+        return None, f"the model does not run with {length} tokens: {first_line(error)}"
+    if [call.unit for call in seen.calls] != [call.unit for call in timeline.calls]:
+        return None, f"the model calls other modules with {length} tokens"
+    return material, ""
 
 
 @dataclass
@@ -257,7 +251,9 @@ class _Search:
                 block, givens = alone(self.program, unit)
                 patterns = GradientSparsity(block.eval(), givens[0], self._whole(unit), unit.used)
                 truth = BlockReference(block.train(), givens, unit.used)
-        except Exception as error:  # whatever a unit does that is not in its place
+        except Exception as error:  # whatever the code of a unit does outside the model; the banner says it
+            if is_own_mistake(error):
+                raise
             why = f"does not run alone: {first_line(error)}"
             modules = [self.program.model.get_submodule(name) for name in unit.alike]
             size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
@@ -286,7 +282,7 @@ class _Search:
 
     def _whole(self, unit: Unit) -> list[str]:
         """Parameters of the unit that the vocabulary cuts, by name in it."""
-        return [f"{_inside(unit.name, name)}.weight" for name in self.styles if _lies_in(unit.name, name)]
+        return [f"{local_name(unit.name, name)}.weight" for name in self.styles if lies_in(unit.name, name)]
 
     def _groups(self, unit: Unit, patterns: GradientSparsity) -> tuple[CoupledParameters, ...]:
         groups = patterns.groups(self.tp)

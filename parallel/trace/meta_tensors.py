@@ -26,10 +26,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from engine.errors import first_line
 from engine.parallel.model.placeholders import placeholder, trainable
+from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.trace.torch_function import Operation
 
 META = torch.device("meta")
+
+
+class NeedsContentError(Exception):
+    """An operation does not run on meta tensors: torch has no kernel for it there, or its result depends on content."""
 
 
 class MetaTwins:
@@ -80,7 +86,11 @@ class MetaTwins:
         return tree_map(self._swap_leaf, tree)
 
     def on_meta(self, operation: Operation) -> Any:
-        """What the operation gives when run on twins; raises what torch raises there."""
+        """What the operation gives when run on twins.
+
+        Raises:
+            NeedsContentError: it does not run there; says what torch, or a Function of the user's, raised.
+        """
         name = operation.name
         if name in ("cpu", "cuda"):
             return self.of(operation.args[0])
@@ -91,15 +101,20 @@ class MetaTwins:
             args = tuple(META if isinstance(arg, str) else arg for arg in args)
 
         def run(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-            return operation.function(*arguments[0], **arguments[1])
+            return operation.run_with(*arguments)
 
         shape_rule = _SHAPE_RULES.get(name)
         if shape_rule is not None and (out := shape_rule(*args, **kwargs)) is not None:
             return out
         cast = torch.is_autocast_enabled(self.device.type)
-        out = cast_like_autocast(self.device, run, (args, kwargs)) if cast else run((args, kwargs))
+        try:
+            out = cast_like_autocast(self.device, run, (args, kwargs)) if cast else run((args, kwargs))
+        except Exception as error:  # what torch, or a Function of the user's, raises without content is not known
+            if is_own_mistake(error):
+                raise
+            raise NeedsContentError(first_line(error)) from error
         if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(out)):
-            raise NotImplementedError(f"{name} leaves the meta device")
+            raise NeedsContentError(f"{name} leaves the meta device")
         return out
 
     def on_zeros(self, operation: Operation) -> Any:
@@ -110,7 +125,7 @@ class MetaTwins:
         if operation.is_of_torch and not operation.written:
             try:
                 return self._on_zeros(operation, expanded=True)
-            except Exception:  # a kernel that wants another layout; or a mistake, which comes again
+            except RuntimeError:  # a kernel that needs dense memory; any other problem comes again below
                 pass
         return self._on_zeros(operation, expanded=False)
 
@@ -123,7 +138,7 @@ class MetaTwins:
             return torch.zeros(shape, dtype=leaf.dtype, device=self.device).expand(leaf.shape)
 
         with torch.no_grad():
-            return operation.function(*tree_map(zeros, operation.args), **tree_map(zeros, dict(operation.kwargs)))
+            return operation.run_with(tree_map(zeros, operation.args), tree_map(zeros, dict(operation.kwargs)))
 
     def lift(self, out: Any, operation: Operation) -> Any:
         """Twins for what ``on_zeros`` gave."""
@@ -154,7 +169,7 @@ class MetaTwins:
         self._sharing.setdefault(memory, {})[id(tensor)] = tensor
 
 
-def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor | None:
+def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor | None:
     """Each row meets one of the weights [groups, in, out]; on meta, torch's own wants bf16 and aligned strides."""
     return rows @ weights[0] if rows.ndim == 2 and weights.ndim == 3 and offs is not None else None
 

@@ -184,6 +184,16 @@ class Glue:
     """What it was given."""
 
 
+class OnZeros(NamedTuple):
+    """An operation that ran on zeros: its result may depend on content, which a trace does not have."""
+
+    operation: str
+    where: str
+    """In which unit, or at which line."""
+    why: str
+    """What torch raised on meta tensors, in one line."""
+
+
 @dataclass(frozen=True)
 class ModelTrace:
     """One forward as data; equal on every rank that probes the same model with the same input signature."""
@@ -202,6 +212,8 @@ class ModelTrace:
     """What the program returned."""
     random: bool = True
     """Whether any of its operations draws random numbers."""
+    on_zeros: tuple[OnZeros, ...] = field(default=(), compare=False)
+    """Operations that ran on zeros."""
 
     @cached_property
     def unit_names(self) -> frozenset[str]:

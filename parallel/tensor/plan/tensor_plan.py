@@ -87,6 +87,8 @@ class TensorPlan:
 
     beside: frozenset[str] = frozenset()
     """Of ``partial``, those that were not seen to meet whole activations, where their gradient would be wrong."""
+    notes: tuple[str, ...] = ()
+    """What the search or the proof had to leave out, a sentence each."""
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write the styles as JSON: ``parallel.tensor_plan`` takes the path, and no search is needed."""
