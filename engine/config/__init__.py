@@ -110,7 +110,7 @@ class Config:
     monitor: MonitorConfig = setting(MonitorConfig(), Section(cls=MonitorConfig))
     """Where step figures go."""
     watchdog: WatchdogConfig = setting(WatchdogConfig(), Section(cls=WatchdogConfig))
-    """What happens when a rank waits too long, or when a run has stopped learning."""
+    """What happens when a run has stopped learning."""
     notes: tuple[str, ...] = ()
     """One line for each DeepSpeed key that was accepted and changes nothing here."""
 

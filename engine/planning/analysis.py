@@ -30,7 +30,7 @@ from engine.parallel.tensor.planned_traffic import (
     loss_traffic,
     traffic_by_call,
 )
-from engine.parallel.trace.model_trace import ModelTrace
+from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.planning.budgets import shards_parameters
 from engine.planning.example_trace import trace_example
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
@@ -135,20 +135,25 @@ def _prove(config: Config, wish: PlanRequest, tensor: TensorPlan) -> tuple[str, 
 
 
 def _not_followed(config: Config, tensor: TensorPlan | None) -> tuple[str, ...]:
-    """What that means for the proof of a plan."""
+    """Notes on the proof of the plan of a model that cannot be followed."""
     if tensor is None or config.parallel.tensor_plan == "auto":
         return tensor.notes if tensor is not None else ()
     return ("parallel.tensor_plan is not proven, because the model cannot be followed",)
 
 
 def _ran_on_zeros(timeline: ModelTrace) -> tuple[str, ...]:
-    """That what the plan says of sizes and branches is a guess where content decides on them."""
+    """Whether the plan rests on zeros where content decides on a shape or a branch, as a note."""
     if not timeline.on_zeros:
         return ()
-    first = {entry.operation: entry for entry in reversed(timeline.on_zeros)}
-    shown = [f"{entry.operation} {entry.where} ({entry.why})" for entry in reversed(first.values())][:2]
+    first: dict[str, OnZeros] = {}
+    for entry in timeline.on_zeros:
+        first.setdefault(entry.operation, entry)
+    shown = [f"{entry.operation} {entry.where} ({entry.why})" for entry in first.values()][:2]
     more = f" and {len(timeline.on_zeros) - len(shown)} more" if len(timeline.on_zeros) > len(shown) else ""
-    return (f"the trace has run on zeros what does not run without content: {', '.join(shown)}{more}",)
+    return (
+        "shapes and branches that depend on content are planned as they are for zeros, because the trace could not run "
+        f"without content: {', '.join(shown)}{more}",
+    )
 
 
 def _notes_on_logits(use: LogitUse) -> tuple[str, ...]:
@@ -194,9 +199,7 @@ def _order_of_calls(config: Config, wish: PlanRequest) -> Analysis:
         return Analysis()
     try:
         timeline = trace_example(wish.program, wish.example, 1)
-    except (
-        Exception
-    ) as error:  # only the order of gathers depends on it, and a real error comes again in the first step
+    except Exception as error:  # only the order of gathers depends on it; a real error comes again in the first step
         if is_own_mistake(error):
             raise
         note = "parameters are gathered in the order of their registration, because the trace of the example has failed"

@@ -28,6 +28,7 @@ from engine.planning.tensor_plan_search import (
 from engine.program.batch import Batch
 from engine.program.program import Program
 
+_SETTING = "parallel.tensor_plan"
 _Styles = Mapping[str, Style]
 
 
@@ -47,9 +48,6 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> t
     return (*found.notes, *proofs, *_left_out(found, styles))
 
 
-_SETTING = "parallel.tensor_plan"
-
-
 def _prove_unit(program: Program, unit: Unit, styles: _Styles, plan: TensorPlan, tp: int) -> Iterator[str]:
     """Prove each set of styles that blocks alike are given; why, if the block cannot be proven."""
     wanted = _sets_of_styles(unit, styles)
@@ -63,9 +61,8 @@ def _prove_unit(program: Program, unit: Unit, styles: _Styles, plan: TensorPlan,
         if is_own_mistake(error):
             raise
         names = [name for _, names in wanted for name in names]
-        yield f"block {_listed(names)}: its plan is not proven, because a copy of it does not run alone: " + first_line(
-            error
-        )
+        why = f"a copy of it does not run alone: {first_line(error)}"
+        yield f"block {_listed(names)}: its plan is not proven, because {why}"
         return
     for inner, names in wanted:
         verdict = truth.prove(cut_model(block, inner, tp, plan.source, plan.sequence), tp)

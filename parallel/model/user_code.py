@@ -17,7 +17,7 @@ _REFERENCE_MODELS = os.path.join(_PACKAGE, "models") + os.sep
 
 
 def call_user_code(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """``function(*args, **kwargs)``: torch's or the user's, so that a refusal of its arguments is no mistake of ours."""
+    """``function(*args, **kwargs)``, of torch or the user: that it refuses its arguments is no mistake of ours."""
     return function(*args, **kwargs)
 
 
