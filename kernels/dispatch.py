@@ -138,3 +138,14 @@ class Kernels:
 REFERENCE = Kernels("reference")
 """Torch's, always."""
 _NAMES = ("torch", "triton")
+
+
+def is_narrow(x: Tensor) -> bool:
+    """Whether kernels take ``x``: fp32, fp16 or bf16, with a last dim."""
+    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.dim() > 0 and x.shape[-1] > 0
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[.., H] as [N, H] whose rows are contiguous; a copy only where leading dims do not lie evenly."""
+    x_NH = x.reshape(-1, x.shape[-1])
+    return x_NH if x_NH.stride(1) == 1 or x_NH.shape[1] == 1 else x_NH.contiguous()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.optim.squared_norm import squared_norm as sum_of_squares
+from engine.kernels.ops.squared_norm import squared_norm as sum_of_squares
 from engine.zero.layout import Bucket, FlatLayout, Slot
 
 

@@ -16,20 +16,21 @@ from engine.errors import PlanError, first_line
 from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.kernel_injection.inject import Replacement
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.pipeline.partition.auto_schedule import PLAIN_FIRST, Machine, ScheduleDecision, StageCost, choose
 from engine.parallel.pipeline.partition.cost_model import stage_costs
 from engine.parallel.pipeline.partition.partition import Partition, make_cut
 from engine.parallel.pipeline.schedule.validate import check
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
-from engine.parallel.tensor.plan.tensor_plan import TensorPlan
-from engine.parallel.tensor.planned_traffic import (
+from engine.parallel.tensor.layers.planned_traffic import (
     LogitUse,
     TrafficRecorder,
     find_logit_use,
     loss_traffic,
     traffic_by_call,
 )
+from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.planning.budgets import shards_parameters
 from engine.planning.example_trace import trace_example
@@ -232,7 +233,7 @@ def _check_partial(model: nn.Module, tensor: TensorPlan, timeline: ModelTrace, w
     blocks = {call.unit for call in timeline.calls if any(True for _ in model.get_submodule(call.unit).children())}
     for name in sorted(tensor.partial - watch.used_one_way):
         owner = name.rpartition(".")[0]
-        if not any(owner == block or owner.startswith(f"{block}.") for block in blocks):
+        if not any(is_inside(owner, block) for block in blocks):
             raise PlanError(
                 f"parameter {name!r} has the style 'partial' in parallel.tensor_plan, but the model uses it on whole "
                 "activations, where its gradient is whole on every rank; leave that style out."

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel.model.forward_patch import ForwardPatches
-from engine.parallel.tensor.planned_traffic import TrafficRecorder
+from engine.parallel.model.placeholders import placeholder
+from engine.parallel.tensor.layers.planned_traffic import TrafficRecorder
 from engine.parallel.trace.model_trace import Material, ModelTrace
 from engine.parallel.trace.tracer import trace_model
 from engine.precision.dtypes import Precision
@@ -65,7 +66,7 @@ def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
             narrow = precision.frozen(name, parameter.dtype)
             if narrow != parameter.dtype:
                 data.append((parameter, parameter.data))
-                parameter.data = torch.zeros((), dtype=narrow, device=parameter.device).expand(parameter.shape)
+                parameter.data = placeholder(parameter.shape, narrow, parameter.device)
         for path, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 dtype = precision.buffer(f"{path}.{name}" if path else name, buffer.dtype)

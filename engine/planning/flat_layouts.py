@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from engine.config import Config
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.pipeline.partition.partition import Partition
 from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.parallel.trace.model_trace import ModelTrace
@@ -58,16 +59,15 @@ class Users:
         if self.cut is None or self.timeline is None:
             return frozenset(Turn(0, group) for group in group_of.values())
         units = {
-            call.unit: [group for module, group in group_of.items() if _are_related(module, call.unit)]
+            call.unit: [
+                group
+                for module, group in group_of.items()
+                if is_inside(module, call.unit) or is_inside(call.unit, module)
+            ]
             for call in self.timeline.calls
         }
         calls = zip(self.timeline.calls, self.cut.stage_of_call, strict=True)
         return frozenset(Turn(stage, group) for call, stage in calls for group in units[call.unit])
-
-
-def _are_related(module: str, unit: str) -> bool:
-    """Whether one is the other, or lies in it."""
-    return module == unit or not module or unit.startswith(f"{module}.") or module.startswith(f"{unit}.")
 
 
 def flat_layouts(

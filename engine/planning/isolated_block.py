@@ -21,6 +21,7 @@ from engine.errors import PlanError
 from engine.parallel.activation_checkpointing.blocks import recomputed_in_part
 from engine.parallel.activation_checkpointing.selective import SavedActivations, Selective
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.torch_checkpoint import open_checkpoints
 from engine.parallel.model.user_code import call_user_code
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
@@ -70,7 +71,7 @@ class IsolatedBlock:
         self._module = copy_block(model, name, precision, device)
         patches = self._patches = ForwardPatches()
         self._waiting = SplitBackward(self._module, patches)
-        islands = [path for path in precision.kept.modules if path == name or path.startswith(f"{name}.")]
+        islands = [path for path in precision.kept.modules if is_inside(path, name)]
         keep_in_fp32(self._module, [path[len(name) + 1 :] for path in islands], precision.compute, patches)
         self._weights = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         self._started: list[SavedActivations] = []

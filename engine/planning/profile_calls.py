@@ -11,7 +11,7 @@ does not run alone, has its FLOPs times the mean seconds per FLOP of what was.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -25,6 +25,7 @@ from engine.config import Config
 from engine.errors import PlanError, first_line
 from engine.parallel.activation_checkpointing.blocks import find_operators, recomputed_blocks, selective_blocks
 from engine.parallel.activation_checkpointing.selective import Selective
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.parallel.model.side_effects import restoring_state
 from engine.parallel.model.user_code import is_own_mistake
@@ -107,9 +108,9 @@ def profile_run(program: Program, example: Batch, config: Config, stages: int, d
     material = Material()
     timeline = trace_example(program, example, stages, material=material)
     settings = config.activation_checkpointing
-    partly, recomputed = selective_blocks(program.model, settings), tuple(recomputed_blocks(program.model, settings))
+    partly, recomputed = selective_blocks(program.model, settings), recomputed_blocks(program.model, settings)
     selective = Selective(find_operators(settings))
-    ways = {call.unit: selective for call in timeline.calls if _lies_in(call.unit, tuple(partly))}
+    ways = {call.unit: selective for call in timeline.calls if _lies_in(call.unit, partly)}
     found = measure_calls(program.model, timeline, material, (program.precision, device), ways)
     calls = tuple(
         _recomputed(cost, values_bytes(timeline, index)) if _lies_in(call.unit, recomputed) else cost
@@ -241,5 +242,5 @@ def _recomputed(cost: CallCost, inputs: int) -> CallCost:
     return replace(cost, input_seconds=cost.input_seconds + cost.forward_seconds, kept_bytes=inputs)
 
 
-def _lies_in(unit: str, blocks: Sequence[str]) -> bool:
-    return any(unit == block or unit.startswith(f"{block}.") for block in blocks)
+def _lies_in(unit: str, blocks: Iterable[str]) -> bool:
+    return any(is_inside(unit, block) for block in blocks)

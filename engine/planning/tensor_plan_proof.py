@@ -10,6 +10,7 @@ Nothing is communicated. Every rank finds the same.
 from collections.abc import Iterator, Mapping, Sequence
 
 from engine.errors import PlanError, first_line
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.tensor.auto.equivalence import BlockReference, exactly
 from engine.parallel.tensor.plan.resolve import match_styles
@@ -21,7 +22,6 @@ from engine.planning.tensor_plan_search import (
     Unit,
     alone,
     distinct_units,
-    lies_in,
     local_name,
     search_conditions,
 )
@@ -85,7 +85,7 @@ def _sets_of_styles(unit: Unit, styles: _Styles) -> list[tuple[_Styles, list[str
         inner = {
             local_name(block, name): style
             for name, style in styles.items()
-            if lies_in(block, name) and style.kind != "vocabulary"
+            if is_inside(name, block) and style.kind != "vocabulary"
         }
         same = next((names for other, names in found if other == inner), None)
         if same is not None:
@@ -99,7 +99,7 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
     """What no proof of a block covers."""
     blocks = [name for unit in found.units for name in unit.alike]
     cut = {name: style for name, style in styles.items() if style.kind != "replicate"}
-    outside = [name for name in cut if not any(lies_in(block, name) for block in blocks)]
+    outside = [name for name in cut if not any(is_inside(name, block) for block in blocks)]
     if outside:
         yield f"{_SETTING} is not proven for {_listed(outside)}: only blocks are proven, and no block contains that"
     tables = [name for name, style in cut.items() if style.kind == "vocabulary" and name not in outside]

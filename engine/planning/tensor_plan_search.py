@@ -8,7 +8,6 @@
 Nothing is communicated. Every rank finds the same plan, since all random content comes from fixed seeds.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from engine.errors import PlanError, first_line
+from engine.parallel.model.name_patterns import is_inside, starred
 from engine.parallel.model.side_effects import restoring_state
 from engine.parallel.model.torch_checkpoint import open_checkpoints, spread_checkpoints
 from engine.parallel.model.user_code import is_own_mistake
@@ -112,11 +112,6 @@ def search_conditions(model: nn.Module) -> Iterator[None]:
     ):
         torch.manual_seed(0)
         yield
-
-
-def lies_in(unit: str, name: str) -> bool:
-    """Whether ``name`` is that of the unit or of something in it."""
-    return name == unit or name.startswith(f"{unit}.")
 
 
 def local_name(unit: str, name: str) -> str:
@@ -257,7 +252,7 @@ class _Search:
             why = f"does not run alone: {first_line(error)}"
             modules = [self.program.model.get_submodule(name) for name in unit.alike]
             size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
-            self.reasons.append(Reason(_starred(unit.alike), "", "replicate", why, size))
+            self.reasons.append(Reason(_pattern_of(unit.alike), "", "replicate", why, size))
             return
         with exactly():
             block.eval()
@@ -278,11 +273,11 @@ class _Search:
             wholes = [self.program.model.get_parameter(f"{u}.{name}") for u in unit.alike for name in found.group.cuts]
             size = sum(parameter.numel() * parameter.element_size() for parameter in wholes)
         style = f"{columns} -> {_layer(found.group.row)}"
-        return Reason(_starred(unit.alike), style, found.way.how, found.why, size)
+        return Reason(_pattern_of(unit.alike), style, found.way.how, found.why, size)
 
     def _whole(self, unit: Unit) -> list[str]:
         """Parameters of the unit that the vocabulary cuts, by name in it."""
-        return [f"{local_name(unit.name, name)}.weight" for name in self.styles if lies_in(unit.name, name)]
+        return [f"{local_name(unit.name, name)}.weight" for name in self.styles if is_inside(name, unit.name)]
 
     def _groups(self, unit: Unit, patterns: GradientSparsity) -> tuple[CoupledParameters, ...]:
         groups = patterns.groups(self.tp)
@@ -361,10 +356,8 @@ def _layer(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _starred(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", names[0])
+def _pattern_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else starred(names[0])
 
 
 def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
@@ -373,7 +366,7 @@ def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, str] = {}
     for name, style in styles.items():
-        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+        pattern = starred(name)
         hits = [other for other in modules if fnmatchcase(other, pattern)]
         hits = hits or [other for other in parameters if fnmatchcase(other, pattern)]
         found[pattern if all(styles.get(other) == style for other in hits) else name] = style

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from engine.config import Config
 from engine.errors import PlanError
+from engine.parallel.model.placeholders import placeholder
 from engine.precision.fp32_modules import KeptFp32, find_fp32_modules
 
 _WIRE: Mapping[str, torch.dtype] = MappingProxyType(
@@ -131,7 +132,7 @@ def place_rest(
     for name, parameter in model.named_parameters():
         narrow = precision.frozen(name, parameter.dtype)
         if name in absent:
-            parameter.data = torch.zeros((), dtype=narrow, device=parameter.device).expand(parameter.shape)
+            parameter.data = placeholder(parameter.shape, narrow, parameter.device)
         elif not parameter.requires_grad and name not in placed:
             parameter.data = parameter.data.to(device, narrow).contiguous()  # as in buckets
     for path, module in model.named_modules():

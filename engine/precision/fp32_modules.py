@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import ConfigError
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.name_patterns import is_inside, refuse_unmatched
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +37,22 @@ def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
         ConfigError: a pattern matches no module, or a parameter is shared with a module that is not kept.
     """
     named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    hits = {pattern: [name for name in named if fnmatchcase(name, pattern)] for pattern in patterns}
-    idle = [f"keep_fp32[{number}]: {pattern!r}" for number, pattern in enumerate(patterns) if not hits[pattern]]
-    if idle:
-        examples = ", ".join(list(named)[:3]) or "none"
-        raise ConfigError(
-            f"{'; '.join(idle)} matches no module; patterns match whole names as in model.named_modules() (here: "
-            f"{examples}, ...), * stands for anything."
-        )
-    chosen = {name for names in hits.values() for name in names}
-    roots = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
+    refuse_unmatched([(f"keep_fp32[{i}]", pattern) for i, pattern in enumerate(patterns)], list(named), "module")
+    chosen = {name for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    roots = [name for name in chosen if not any(other != name and is_inside(name, other) for other in chosen)]
     objects = {id(named[name]): name for name in sorted(roots, reverse=True)}
-    below = tuple(f"{name}." for name in roots)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    _refuse_shared(tensors, below)
-    inside = frozenset(name for name, _ in tensors if name.startswith(below))
+    inside = frozenset(name for name, _ in tensors if any(is_inside(name, root) for root in roots))
+    _refuse_shared(tensors, inside)
     return KeptFp32(tuple(name for name in named if name in objects.values()), inside)
 
 
-def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], below: tuple[str, ...]) -> None:
+def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) -> None:
     first: dict[int, str] = {}
     for name, tensor in tensors:
         other = first.setdefault(id(tensor), name)
-        if name.startswith(below) != other.startswith(below):
-            inside, outside = (name, other) if name.startswith(below) else (other, name)
+        if (name in kept) != (other in kept):
+            inside, outside = (name, other) if name in kept else (other, name)
             raise ConfigError(
                 f"keep_fp32: {inside!r} is the same tensor as {outside!r}, whose module is not kept in fp32; name both "
                 "modules, or neither."

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.config import Config
 from engine.errors import EngineError
-from engine.kernels.optim.adamw import DeviceDecision
+from engine.kernels.ops.adamw import DeviceDecision
 from engine.optim.lr_schedules import LearningRate
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm

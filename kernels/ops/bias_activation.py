@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.dispatch import Kernels
+from engine.kernels.dispatch import Kernels, is_narrow, rows_of
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
-from engine.kernels.ops.row_shapes import is_narrow, rows_of
 
 
 def activate(

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.dispatch import Kernels
+from engine.kernels.dispatch import Kernels, is_narrow
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
 from engine.kernels.ops.bias_activation import activate
-from engine.kernels.ops.row_shapes import is_narrow
 
 _ALIGNED = 16
 """Bytes in a row of a matrix must be a multiple, for tensor descriptors."""

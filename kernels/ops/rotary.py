@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.row_shapes import is_narrow
+from engine.kernels.dispatch import Kernels, is_narrow
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 Heads: linear layers from hidden states to the logits of a vocabulary, whose loss need not store them.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from engine.parallel.kernel_injection.linear_activation import find_activated, i
 from engine.parallel.kernel_injection.norm import find_norm, injected_norm
 from engine.parallel.kernel_injection.rotary import find_rotary, injected_rotary, rotary_globals
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.name_patterns import starred
 
 PutOn = Callable[[ForwardPatches], None]
 """Puts a forward on its module; the patches own it."""
@@ -37,7 +37,7 @@ class Replacement(NamedTuple):
 
 def describe_replacements(replacements: Sequence[Replacement]) -> list[str]:
     """For people: each operator with the modules that have got it, alike ones together."""
-    groups = Counter((r.operator, re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", r.module), r.detail) for r in replacements)
+    groups = Counter((r.operator, starred(r.module), r.detail) for r in replacements)
     return [f"{operator:<7} {name} ({count}): {detail}" for (operator, name, detail), count in groups.items()]
 
 

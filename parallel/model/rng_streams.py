@@ -38,8 +38,7 @@ def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
     generators = generators_of(device)
     before = [generator.get_state() for generator in generators]
     try:
-        for generator in generators:
-            generator.manual_seed(derive_seed(*key))
+        seed_generators(device, derive_seed(*key))
         yield
     finally:
         for generator, state in zip(generators, before, strict=True):
@@ -133,8 +132,7 @@ class RandomStreams:
     def _reseed(self, place: StreamPosition) -> StreamPosition:
         seed = place.seed()
         self._made[seed] = place
-        for generator in generators_of(self._device):
-            generator.manual_seed(seed)
+        seed_generators(self._device, seed)
         return place
 
 
@@ -176,3 +174,18 @@ def seed_generators(device: torch.device, seed: int) -> None:
     """Seed what a model on ``device`` draws from."""
     for generator in generators_of(device):
         generator.manual_seed(seed)
+
+
+def draw_apart(device: torch.device, index: int) -> int:
+    """From here on the rank ``index`` of the tensor axis draws random numbers of its own.
+
+    Returns one number from the CPU's generator, the same on all ranks, with which ``draw_alike`` ends this.
+    """
+    drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    seed_generators(device, derive_seed(drawn, index + 1))
+    return drawn
+
+
+def draw_alike(device: torch.device, drawn: int) -> None:
+    """From here on all ranks of the tensor axis draw the same random numbers again."""
+    seed_generators(device, derive_seed(drawn, 0))

@@ -21,11 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from engine.parallel.model.blocks import Units
 from engine.parallel.model.user_code import call_user_code
-from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, has_views
 from engine.parallel.trace.meta_tensors import META, FlopCount, MetaTwins, NeedsContentError, RandomOps
 from engine.parallel.trace.model_trace import Call, FreeTensor, Glue, Material, OnZeros, Recipe, Sample
 from engine.parallel.trace.provenance import OpenCall, TensorProvenance, ValueSource, position_of
-from engine.parallel.trace.torch_function import Function, Operation, user_place
+from engine.parallel.trace.torch_function import Function, Operation, user_place, wrapper_among
 
 _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia", "maia", "vulkan")
 
@@ -64,9 +63,10 @@ class Recorder(TorchFunctionMode):
         return tuple(OnZeros(name, where, why) for (name, where), why in self._on_zeros.items())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_views(args, kwargs):
+        wrapper = wrapper_among(args, kwargs)
+        if wrapper is not None:
             with self:  # what a view makes of it is what runs
-                return GlobalTensor.__torch_function__(func, types, args, kwargs)
+                return wrapper.__torch_function__(func, types, args, kwargs)
         return self.show(func, args, kwargs or {})
 
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

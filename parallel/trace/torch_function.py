@@ -58,6 +58,32 @@ _DIFFERENTIATES = frozenset(("backward", "grad"))
 Function = Callable[..., Any]
 
 
+class WrapperTensor(torch.Tensor):
+    """A tensor that stands for more than its rank holds: torch functions run on the part at hand, as it says.
+
+    Who watches torch functions lets it answer first, and watches the functions that it runs.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What ``func`` gives on wrappers."""
+        raise NotImplementedError
+
+
+def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
+    """The class of the first wrapper among arguments, also in lists and dicts."""
+    values = [*args, *(kwargs or {}).values()]
+    while values:
+        value = values.pop()
+        if isinstance(value, WrapperTensor):
+            return type(value)
+        if isinstance(value, list | tuple):
+            values.extend(value)
+        elif isinstance(value, dict):
+            values.extend(value.values())
+    return None
+
+
 def name_of(function: Function) -> str:
     """What an operation is called; ``get x`` and ``set x`` for attributes of tensors."""
     name: str = getattr(function, "__name__", str(function))

@@ -19,6 +19,7 @@ from torch import nn
 from engine.errors import PlanError
 from engine.parallel.model.blocks import Units, find_units, open_units, weighty_children
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.side_effects import restoring_state
 from engine.parallel.model.torch_checkpoint import open_checkpoints
 from engine.parallel.trace.model_trace import Call, Material, ModelTrace, Recipe, trace_difference
@@ -156,7 +157,7 @@ def _mark_starts(calls: list[Call], blocks: tuple[str, ...], original: tuple[str
     last: str | None = None
     seen: set[str] = set()
     for call in calls:
-        block = next((name for name in original if call.unit == name or call.unit.startswith(f"{name}.")), None)
+        block = next((name for name in original if is_inside(call.unit, name)), None)
         block = block if call.unit in of_block else None
         starts = block is not None and (block == call.unit or block != last or call.unit in seen)
         if starts:

@@ -117,7 +117,7 @@ WRONG_SIZES: list[tuple[int, dict[str, Any], str]] = [
      "parallel.split: 'blocks.0' does not come after the one before it; name calls in the order"),
     (2, {"pipeline": 2, "split": ["tokens"]}, "parallel.split: 'tokens' is the first call of all; name calls in the"),
     (2, {"tensor": 2, "tensor_plan": {"*.queri": "column", "*.output": "row"}},
-     "the pattern '*.queri' of parallel.tensor_plan names no module and no parameter; the model has tokens,"),
+     "parallel.tensor_plan: '*.queri' matches no module and no parameter; "),
 ]  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def test_a_schedule_of_two_stages_without_a_pipeline(alone: Callable[..., str], 
 WRONG_PLANS: list[tuple[Mapping[str, str], str]] = [
     (WRITTEN, f"tensor = 3 neither divides nor is a multiple of {HEADS}.query;"),
     ({"blocks.*.upp": "column"},
-     "the pattern 'blocks.*.upp' of parallel.tensor_plan names no module and no parameter;"),
+     "parallel.tensor_plan: 'blocks.*.upp' matches no module and no parameter; near names are blocks.*.up"),
     ({"blocks.*.up": "column", "*.up": "row"}, "blocks.0.up is given two styles, 'column' by 'blocks.*.up' and 'row'"),
     ({"blocks.*.up": "columm"}, "parallel.tensor_plan has the style 'columm', in which 'columm' is not understood;"),
     ({"blocks.*.up": "column rows:0-64/64-128", "blocks.*.down": "row"},

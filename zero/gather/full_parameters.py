@@ -12,6 +12,7 @@ from engine.errors import EngineError
 from engine.parallel.comm.agreement import bit_sum
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis
+from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
@@ -61,13 +62,10 @@ def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, n
 
 def _matching(sharded: ShardedModel, pattern: str) -> list[str]:
     """Names on this rank's stage; a pattern has to match on some stage."""
-    rows = _rows(sharded, pattern)
-    if not rows:
-        raise EngineError(
-            f"full_parameters({pattern!r}) matches no parameter; give a name or pattern of model.named_parameters()."
-        )
+    names = [name for row in sharded.table for name in (row.name, *row.aliases)]
+    refuse_unmatched([("full_parameters", pattern)], names, "parameter", EngineError)
     stage = sharded.comm.grid.coord().pp
-    return [row.name for row in rows if stage in row.owners]
+    return [row.name for row in _rows(sharded, pattern) if stage in row.owners]
 
 
 def _rows(sharded: ShardedModel, pattern: str) -> list[ShardRow]:

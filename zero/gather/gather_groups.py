@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
+from engine.parallel.model.name_patterns import is_inside
 from engine.zero.gather.gather_schedule import GatherOrder
 from engine.zero.gather.gatherer import ParameterGatherer
 
@@ -52,11 +53,7 @@ def _in_order(units: Sequence[str], calls: Sequence[str]) -> list[str]:
     """By first call of the unit, of what is in it or around it; one without a call stays behind its neighbour."""
     places: list[int] = []
     for unit in units:
-        related = (
-            place
-            for place, call in enumerate(calls)
-            if call == unit or call.startswith(f"{unit}.") or unit.startswith(f"{call}.")
-        )
+        related = (place for place, call in enumerate(calls) if is_inside(call, unit) or is_inside(unit, call))
         places.append(next(related, places[-1] if places else 0))
     return [unit for _, unit in sorted(zip(places, units, strict=True), key=lambda pair: pair[0])]
 

@@ -2,7 +2,7 @@
 
 State is the moments alone; the step count of a group is a Python int in the group.
 
-Adam's updates of a rank's shards as kernels that read the decision on the device (``kernels/optim/adamw.py``).
+Adam's updates of a rank's shards as kernels that read the decision on the device (``kernels/ops/adamw.py``).
 
     control sums agreed -> factor, go: scalars on the device -> updates and gathers are launched -> the host reads
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.optim.adamw import AdamRun, DeviceDecision, adamw_
+from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_
 from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
 from engine.zero.optim.bf16_updates import RoundedUpdates
 

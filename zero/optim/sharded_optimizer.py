@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine.errors import ConfigError
 from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.kernels.optim.adamw import DeviceDecision, fits_adamw_kernel
+from engine.kernels.ops.adamw import DeviceDecision, fits_adamw_kernel
 from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.bf16_updates import RoundedUpdates

@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from engine.errors import PlanError
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.pipeline.partition.cost_model import flops_of_calls
 from engine.parallel.pipeline.partition.stage_plan import Planner, StagePlan
 from engine.parallel.trace.model_trace import ModelTrace
@@ -51,7 +52,7 @@ class Partition:
         writers = {index for index, glue in enumerate(timeline.glue) if name in glue.buffers}
         stages = [plan.stage for plan in self.stages if writers & plan.glue]
         calls = enumerate(timeline.calls)
-        stages += [self.stage_of_call[index] for index, call in calls if name.startswith(f"{call.unit}.")]
+        stages += [self.stage_of_call[index] for index, call in calls if is_inside(name, call.unit)]
         return max(stages, default=len(self.stages) - 1)
 
 
@@ -161,7 +162,7 @@ def _find(timeline: ModelTrace, entry: str) -> int:
     name, colon, number = entry.rpartition(":")
     if not colon:
         name, number = entry, "0"
-    found = _calls_of(timeline, name)
+    found = _calls_of(timeline, name) if name else []
     if not found:
         near = get_close_matches(name, dict.fromkeys(call.unit for call in timeline.calls), 3, 0.4)
         hint = f"near names are {', '.join(near)}" if near else "the plan lists the names"
@@ -179,9 +180,9 @@ def _calls_of(timeline: ModelTrace, name: str, or_around: bool = False) -> list[
     calls = list(enumerate(timeline.calls))
     found = [index for index, call in calls if call.unit == name]
     if not found:
-        found = [index for index, call in calls if call.unit.startswith(f"{name}.") and call.starts_block]
+        found = [index for index, call in calls if is_inside(call.unit, name) and call.starts_block]
     if not found and or_around:
-        found = [index for index, call in calls if name.startswith(f"{call.unit}.")]
+        found = [index for index, call in calls if is_inside(name, call.unit)]
     return found
 
 

@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_map
 
 from engine.errors import EngineError
 from engine.parallel.pipeline.runtime.stage_forward import StageForward, leaves_of
-from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, has_views
 from engine.parallel.trace.model_trace import FromArgument, FromValue, Recipe
-from engine.parallel.trace.torch_function import Function, Operation, functions_shown_to, user_place
+from engine.parallel.trace.torch_function import Function, Operation, functions_shown_to, user_place, wrapper_among
 
 _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
@@ -46,9 +45,10 @@ class GlueForward(StageForward, TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_views(args, kwargs):
+        wrapper = wrapper_among(args, kwargs)
+        if wrapper is not None:
             with self:
-                return GlobalTensor.__torch_function__(func, types, args, kwargs)
+                return wrapper.__torch_function__(func, types, args, kwargs)
         return self._show(func, args, kwargs or {})
 
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:

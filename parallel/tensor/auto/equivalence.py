@@ -97,13 +97,13 @@ class BlockReference:
     def _prove(self, plan: TensorPlan, tp: int, given: Given, truth: BlockResult) -> Verdict:
         def body(axis: TensorAxis) -> _Rehearsed:
             mine = copy.deepcopy(self._block)
-            views = apply_plan(mine, plan, axis, ForwardPatches())
+            context = apply_plan(mine, plan, axis, ForwardPatches())
             assert isinstance(axis, SimulatedAxis)
             with Exact(axis.index + 1):  # in a region ranks draw numbers of their own
-                outcome = _rehearse(mine, given, self._used, views)
-                partial = {name for name, p in mine.named_parameters() if p in views.partial}
-                rehearsed = _Rehearsed(outcome, list(axis.called), list(views.gathers), partial)
-                evaluated = _evaluate(mine, given, self._used, views)
+                outcome = _rehearse(mine, given, self._used, context)
+                partial = {name for name, p in mine.named_parameters() if p in context.partial}
+                rehearsed = _Rehearsed(outcome, list(axis.called), list(context.gathers), partial)
+                evaluated = _evaluate(mine, given, self._used, context)
             return rehearsed._replace(outcome=replace(outcome, evaluated=evaluated))
 
         try:
@@ -142,10 +142,10 @@ class _Rehearsed(NamedTuple):
 
 
 def _rehearse(
-    block: nn.Module, given: Given, used: Collection[int] | None, views: GlobalTensorContext | None = None
+    block: nn.Module, given: Given, used: Collection[int] | None, context: GlobalTensorContext | None = None
 ) -> BlockResult:
     """Run it on copies of ``given`` and back from a fixed random gradient of everything float that somebody reads."""
-    fresh = _Fresh(views)
+    fresh = _Fresh(context)
     args, kwargs = pytree.tree_map(fresh, given)
     outputs = [_plain(leaf) for leaf in float_leaves(block(*args, **kwargs), used)]
     generator = torch.Generator().manual_seed(7)
@@ -162,19 +162,19 @@ def _both_modes(block: nn.Module, given: Given, used: Collection[int] | None) ->
 
 
 def _evaluate(
-    block: nn.Module, given: Given, used: Collection[int] | None, views: GlobalTensorContext | None = None
+    block: nn.Module, given: Given, used: Collection[int] | None, context: GlobalTensorContext | None = None
 ) -> tuple[Tensor, ...]:
     """What it gives in eval mode, which it is left in."""
-    args, kwargs = pytree.tree_map(_Fresh(views), given)
+    args, kwargs = pytree.tree_map(_Fresh(context), given)
     return tuple(_plain(leaf).detach() for leaf in float_leaves(block.eval()(*args, **kwargs), used))
 
 
 class _Fresh:
     """Copies arguments; a copy of what needs a gradient is written to as freely as the original could be."""
 
-    def __init__(self, views: GlobalTensorContext | None) -> None:
+    def __init__(self, context: GlobalTensorContext | None) -> None:
         self.inputs: list[Tensor] = []
-        self._views = views
+        self._views = context
 
     def __call__(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -19,9 +19,8 @@ from torch import nn
 from engine.errors import PlanError
 from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters
 from engine.parallel.tensor.deferred_linear import is_conv1d, is_linear
-from engine.parallel.tensor.layers.vocab_parallel import check_embedding
 from engine.parallel.tensor.plan.ranges import cut_parts, runs_of
-from engine.parallel.tensor.plan.sharding_rules import head_width
+from engine.parallel.tensor.plan.sharding_rules import check_embedding, head_width
 from engine.parallel.tensor.plan.styles import write_rows
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 

@@ -1,19 +1,29 @@
 """What all views of a cut model share: the axis, what has entered, what was noted."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.model.rng_streams import derive_seed, seed_generators
-from engine.parallel.tensor.global_tensor.fallback import gathered
+from engine.parallel.model.rng_streams import draw_alike, draw_apart
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError
-from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 Result = TypeVar("Result")
+TensorRule = Callable[..., Any]
+"""Gets (context, function, *args, **kwargs), and gives what the function gives on global tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What torch functions do with global tensors."""
+
+    by_function: Mapping[Any, TensorRule]
+    fallback: TensorRule
+    """The rule of all other functions."""
 
 
 class GlobalTensorContext:
@@ -23,11 +33,9 @@ class GlobalTensorContext:
     column layers gather of them is gathered again in backward.
     """
 
-    rules = TENSOR_RULES
-    otherwise = staticmethod(gathered)
-
-    def __init__(self, axis: TensorAxis, sequence: bool = False, regather: bool = False) -> None:
+    def __init__(self, axis: TensorAxis, rules: Rules, sequence: bool = False, regather: bool = False) -> None:
         self.axis, self.sequence, self.regather = axis, sequence, regather
+        self.rules = rules
         self.gathers: dict[str, int] = {}
         """How often a function had to gather, by its name."""
         self.partial: set[nn.Parameter] = set()
@@ -91,9 +99,8 @@ class GlobalTensorContext:
         if self.axis.size == 1 or self.axis.dry:
             yield
             return
-        drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        seed_generators(device, derive_seed(drawn, self.axis.index + 1))
+        drawn = draw_apart(device, self.axis.index)
         try:
             yield
         finally:
-            seed_generators(device, derive_seed(drawn, 0))
+            draw_alike(device, drawn)

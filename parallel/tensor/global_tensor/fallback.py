@@ -31,7 +31,7 @@ def rule_name(func: Function) -> str:
     return name
 
 
-def gathered(views: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
     """Run ``func`` on plain tensors.
 
     Raises:

@@ -1,7 +1,7 @@
 """The class: what the code sees of a tensor that is cut.
 
     x.shape, x.size(-1), len(x), x.device      answered here, without communication
-    torch.softmax(x, -1), x @ w, x[:, 1:] ...  the function's rule (``views.rules``), else all arguments are gathered
+    torch.softmax(x, -1), x @ w, x[:, 1:] ...  the function's rule (``rules.table``), else all arguments are gathered
     Function.apply(x), x.data_ptr(), a kernel  refused: it would read memory that is not there
 
 ``torch.autograd.Function.apply`` asks no class. But torch asks a tensor that requires a gradient for its sizes to build
@@ -20,6 +20,7 @@ from torch.utils._pytree import register_pytree_node
 
 from engine.errors import EngineError
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets
+from engine.parallel.trace.torch_function import WrapperTensor
 
 if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 
-class GlobalTensor(Tensor):
+class GlobalTensor(WrapperTensor):
     """``local``: this rank's part, in the autograd graph; ``full``: the shape of all; ``sets``: who holds what."""
 
     local: Tensor
@@ -41,8 +42,10 @@ class GlobalTensor(Tensor):
     """The dims that the first of two dims was made of, if it was."""
 
     @staticmethod
-    def __new__(cls, local: Tensor, full: tuple[int, ...], sets: Sets, views: "GlobalTensorContext") -> "GlobalTensor":
-        view: GlobalTensor = Tensor._make_wrapper_subclass(
+    def __new__(
+        cls, local: Tensor, full: tuple[int, ...], sets: Sets, context: "GlobalTensorContext"
+    ) -> "GlobalTensor":
+        x: GlobalTensor = Tensor._make_wrapper_subclass(
             cls,
             full,
             dtype=local.dtype,
@@ -50,36 +53,36 @@ class GlobalTensor(Tensor):
             requires_grad=local.requires_grad,
             dispatch_sizes_strides_policy="sizes",
         )
-        view.local, view.full, view.sets, view.views = local, torch.Size(full), sets, views
-        view.copied, view.folded = False, None
-        return view
+        x.local, x.full, x.sets, x.views = local, torch.Size(full), sets, context
+        x.copied, x.folded = False, None
+        return x
 
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        views = (first if type(first) is GlobalTensor else next(views_among(args, kwargs))).views
-        if views.reached_below is not None:
-            refuse_below(views)
-        rule = views.rules.get(func)
+        context = (first if type(first) is GlobalTensor else next(views_among(args, kwargs))).views
+        if context.reached_below is not None:
+            refuse_below(context)
+        rule = context.rules.by_function.get(func)
         if rule is not None:
             try:
-                return rule(views, func, *args, **kwargs)
+                return rule(context, func, *args, **kwargs)
             except NoRuleError:
                 pass
-        return views.otherwise(views, func, *args, **kwargs)
+        return context.rules.fallback(context, func, *args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        view = next(views_among(args, kwargs or {}))
+        x = next(views_among(args, kwargs or {}))
         if func is torch.ops.aten.dim.default:  # torch.pow(x, 3.0) asks whether x, without a gradient, is a number
-            return view.ndim
-        view.views.reached_below = view.views.reached_below or _caller(str(func))
+            return x.ndim
+        x.views.reached_below = x.views.reached_below or _caller(str(func))
         if func is torch.ops.aten.sym_size.default:  # asked where nothing may be raised
-            return view.full
-        return refuse_below(view.views)
+            return x.full
+        return refuse_below(x.views)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"View(full={tuple(self.full)}, local={tuple(self.local.shape)}, dtype={self.local.dtype})"
@@ -175,26 +178,26 @@ def has_views(args: Any, kwargs: Any) -> bool:
 
 
 def show_parameter(
-    parameter: nn.Parameter, full: tuple[int, ...], sets: Sets, views: "GlobalTensorContext"
+    parameter: nn.Parameter, full: tuple[int, ...], sets: Sets, context: "GlobalTensorContext"
 ) -> GlobalTensor:
     """A parameter of which this rank holds a part, for code that expects it whole; nothing of it is remembered."""
-    return GlobalTensor(parameter, full, sets, views)
+    return GlobalTensor(parameter, full, sets, context)
 
 
-def like(view: GlobalTensor, local: Tensor) -> GlobalTensor:
+def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
     """What an operation made of ``view`` element by element."""
-    if local is view.local:
-        return view
-    made = GlobalTensor(local, view.full, view.sets, view.views)
-    made.folded = view.folded
+    if local is x.local:
+        return x
+    made = GlobalTensor(local, x.full, x.sets, x.views)
+    made.folded = x.folded
     return made
 
 
-def follow_grad(view: GlobalTensor) -> None:
+def follow_grad(x: GlobalTensor) -> None:
     """Tell torch whether a gradient is required, after ``local`` has been written."""
-    wanted = view.local.requires_grad
+    wanted = x.local.requires_grad
     with torch._C.DisableTorchFunction():  # modes are not asked either
-        torch._C.TensorBase.requires_grad.__set__(view, wanted)  # type: ignore[attr-defined]
+        torch._C.TensorBase.requires_grad.__set__(x, wanted)  # type: ignore[attr-defined]
 
 
 def _caller(function: str) -> str:
@@ -205,17 +208,17 @@ def _caller(function: str) -> str:
     return function
 
 
-def refuse_below(views: "GlobalTensorContext") -> None:
+def refuse_below(context: "GlobalTensorContext") -> None:
     """Raise for what has reached a View below the level of torch functions."""
-    caller, views.reached_below = views.reached_below, None
+    caller, context.reached_below = context.reached_below, None
     raise EngineError(
         f"{caller} was given a tensor that is cut over tensor ranks, which it can neither read nor differentiate; "
         "give it plain tensors: leave the module that calls it whole in parallel.tensor_plan."
     )
 
 
-def _flatten(view: GlobalTensor) -> tuple[list[Tensor], Any]:
-    return [view.local], (tuple(view.full), view.sets, view.views)
+def _flatten(x: GlobalTensor) -> tuple[list[Tensor], Any]:
+    return [x.local], (tuple(x.full), x.sets, x.views)
 
 
 def _unflatten(leaves: Any, context: Any) -> Any:

@@ -38,14 +38,14 @@ class Joined(NamedTuple):
     operands: tuple[Sets, ...]
 
 
-def broadcast_operands(views: "GlobalTensorContext", tensors: Sequence[Tensor], tail: int = 0) -> Joined:
+def broadcast_operands(context: "GlobalTensorContext", tensors: Sequence[Tensor], tail: int = 0) -> Joined:
     """The broadcast of the operands, and what each rank holds of all of them; the last ``tail`` dims are left out.
 
     Raises:
         NoRuleError: some of it would be held by nobody.
     """
     layouts = tuple(map(layout_of, tensors))
-    return views.find(("join", tail, layouts), lambda: _join(layouts, tail))
+    return context.find(("join", tail, layouts), lambda: _join(layouts, tail))
 
 
 def _join(layouts: Sequence[Layout], tail: int) -> Joined:
@@ -59,61 +59,61 @@ def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
     return tuple(sets[offset + dim] if shape[dim] != 1 else None for dim in range(len(shape) - tail))
 
 
-def part(views: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
+def part(context: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
     """The local part of an operand whose dims are to be cut as the last of ``sets``."""
-    return fit(views, tensor, _wanted(tensor.shape, sets, 0))
+    return fit(context, tensor, _wanted(tensor.shape, sets, 0))
 
 
-def fit(views: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
+def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
     """The local part of an operand whose first dims are to be cut as ``wanted``."""
     if type(tensor) is not GlobalTensor:
-        return cut_operand_as(views, tensor, wanted)
+        return cut_operand_as(context, tensor, wanted)
     local = tensor.local
     for dim, index in enumerate(wanted):
         if index is not tensor.sets[dim]:
-            local = pick(views, local, dim, tensor.sets[dim], index)
+            local = pick(context, local, dim, tensor.sets[dim], index)
     return local
 
 
-def cut_operand_as(views: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
+def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
     """The part of a plain tensor that ``wanted`` names for its first dims."""
     if plain.requires_grad:
-        if isinstance(plain, nn.Parameter) and plain not in views.equal and views.sums_once(plain):
-            views.partial.add(plain)
-        elif torch.is_grad_enabled() and views.axis.size > 1:
+        if isinstance(plain, nn.Parameter) and plain not in context.equal and context.sums_once(plain):
+            context.partial.add(plain)
+        elif torch.is_grad_enabled() and context.axis.size > 1:
             cut = [dim for dim, index in enumerate(wanted) if index is not None]
             index = wanted[cut[0]] if len(cut) == 1 else None
             if index is not None and index.blocks:
-                return slice_of(plain, views.axis, cut[0], COLUMN_INPUTS)
-            plain = copied(views, plain)
+                return slice_of(plain, context.axis, cut[0], COLUMN_INPUTS)
+            plain = copied(context, plain)
     for dim, index in enumerate(wanted):
         if index is not None:
-            plain = pick(views, plain, dim, None, index)
+            plain = pick(context, plain, dim, None, index)
     return plain
 
 
-def copied(views: "GlobalTensorContext", plain: Tensor) -> Tensor:
+def copied(context: "GlobalTensorContext", plain: Tensor) -> Tensor:
     """The one copy of a plain tensor, whose gradient is summed over the ranks."""
-    return views.entered(id(plain), plain, lambda passed: copy_to(plain, views.axis, passed=passed))
+    return context.entered(id(plain), plain, lambda passed: copy_to(plain, context.axis, passed=passed))
 
 
-def pick(views: "GlobalTensorContext", local: Tensor, dim: int, have: Index | None, want: Index | None) -> Tensor:
+def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | None, want: Index | None) -> Tensor:
     """The piece of ``local`` that belongs to ``want``: a view of it where its indices are evenly spaced.
 
     Raises:
         NoRuleError: this rank does not hold it.
     """
-    place = views.find(("pick", have, want), lambda: _place(have, want, views.axis.index))
+    place = context.find(("pick", have, want), lambda: _place(have, want, context.axis.index))
     if place is None:
         return local
     if isinstance(place, slice):
         return local[(slice(None),) * dim + (place,)]
-    return local.index_select(dim, on_device(views, ("pick", have, want, local.device), place, local.device))
+    return local.index_select(dim, on_device(context, ("pick", have, want, local.device), place, local.device))
 
 
-def on_device(views: "GlobalTensorContext", key: Any, places: Any, device: torch.device) -> Tensor:
+def on_device(context: "GlobalTensorContext", key: Any, places: Any, device: torch.device) -> Tensor:
     """Indices as a tensor, kept under the key."""
-    return views.find(key, lambda: torch.as_tensor(places, device=device))
+    return context.find(key, lambda: torch.as_tensor(places, device=device))
 
 
 def _place(have: Index | None, want: Index | None, rank: int) -> Any:

@@ -44,61 +44,61 @@ class SequenceError(PlanError):
     """A sequence that the tensor ranks cannot share."""
 
 
-def full(view: GlobalTensor, reason: str) -> Tensor:
+def full(x: GlobalTensor, reason: str) -> Tensor:
     """Everything everywhere, as a plain tensor; ``reason`` is noted."""
-    views = view.views
-    views.note_gather(reason)
-    dims = [dim for dim, index in enumerate(view.sets) if index is not None]
+    context = x.views
+    context.note_gather(reason)
+    dims = [dim for dim, index in enumerate(x.sets) if index is not None]
     if not dims:
-        owner: Tensor = _Owner.apply(view.local, views.axis.index == 0)  # type: ignore[no-untyped-call]
+        owner: Tensor = _Owner.apply(x.local, context.axis.index == 0)  # type: ignore[no-untyped-call]
         return owner
-    index = view.sets[dims[0]]
+    index = x.sets[dims[0]]
     if len(dims) == 1 and index is not None and index.even:
-        as_bytes = view.local.view(torch.uint8) if view.local.dtype is torch.bool else view.local
-        joined = in_order(views, gather_whole(as_bytes, views.axis, dims[0]), dims[0], index)
-        return joined.view(view.local.dtype) if joined.dtype != view.local.dtype else joined
-    return _sum_of_owned(view)
+        as_bytes = x.local.view(torch.uint8) if x.local.dtype is torch.bool else x.local
+        joined = in_order(context, gather_whole(as_bytes, context.axis, dims[0]), dims[0], index)
+        return joined.view(x.local.dtype) if joined.dtype != x.local.dtype else joined
+    return _sum_of_owned(x)
 
 
-def gather_global(view: GlobalTensor, owned: bool = False) -> GlobalTensor:
+def gather_global(x: GlobalTensor, owned: bool = False) -> GlobalTensor:
     """The same with all on every rank; gradients are summed over the ranks. Once for all uses of the part."""
-    views, local = view.views, view.local
-    dims = [dim for dim, index in enumerate(view.sets) if index is not None]
-    index = view.sets[dims[0]] if len(dims) == 1 else None
+    context, local = x.views, x.local
+    dims = [dim for dim, index in enumerate(x.sets) if index is not None]
+    index = x.sets[dims[0]] if len(dims) == 1 else None
 
     def gather(passed: Any) -> Tensor:
         if index is not None and index.even:
-            joined = gather_to(local, views.axis, dims[0], COLUMN_INPUTS, passed=passed)
-            return in_order(views, joined, dims[0], index)
-        return copy_to(_sum_of_owned(view), views.axis, passed=passed)
+            joined = gather_to(local, context.axis, dims[0], COLUMN_INPUTS, passed=passed)
+            return in_order(context, joined, dims[0], index)
+        return copy_to(_sum_of_owned(x), context.axis, passed=passed)
 
-    joined = views.entered((id(local), view.sets), local, gather) if dims else local
-    made = GlobalTensor(joined, view.full, (None,) * view.ndim, views)
-    made.folded = view.folded
+    joined = context.entered((id(local), x.sets), local, gather) if dims else local
+    made = GlobalTensor(joined, x.full, (None,) * x.ndim, context)
+    made.folded = x.folded
     return made
 
 
-def add(views: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
+def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
     """The sum over the ranks of their ``local``, which nobody else reads."""
-    return reduce_from(local, views.axis, label)
+    return reduce_from(local, context.axis, label)
 
 
-def enter_stream(views: "GlobalTensorContext", x: Tensor) -> Tensor:
+def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
     """A plain tensor [B, S, H] as a view cut along S, as ``add_rows`` gives it; any other tensor as it is."""
-    if views.axis.size == 1 or x.ndim != 3 or x.shape[-2] % views.axis.size:
+    if context.axis.size == 1 or x.ndim != 3 or x.shape[-2] % context.axis.size:
         return x
-    return cut_rows(views, slice_of(x, views.axis, x.ndim - 2, COLUMN_INPUTS), tuple(x.shape))
+    return cut_rows(context, slice_of(x, context.axis, x.ndim - 2, COLUMN_INPUTS), tuple(x.shape))
 
 
-def stream_dim(view: GlobalTensor) -> int | None:
+def stream_dim(x: GlobalTensor) -> int | None:
     """The one dim that is cut, into equal parts in rank order; None if it is another cut."""
-    cut = [dim for dim, index in enumerate(view.sets) if index is not None]
-    index = view.sets[cut[0]] if len(cut) == 1 else None
+    cut = [dim for dim, index in enumerate(x.sets) if index is not None]
+    index = x.sets[cut[0]] if len(cut) == 1 else None
     return cut[0] if index is not None and index.blocks else None
 
 
 def add_rows(
-    views: "GlobalTensorContext", local: Tensor, folded: tuple[int, ...] | None = None, label: str = ROW_OUTPUTS
+    context: "GlobalTensorContext", local: Tensor, folded: tuple[int, ...] | None = None, label: str = ROW_OUTPUTS
 ) -> GlobalTensor | Tensor:
     """The sum over the ranks of what each has of a product; see ``Views.sequence``.
 
@@ -108,26 +108,26 @@ def add_rows(
         SequenceError: the ranks cannot share the rows equally.
     """
     rows = folded if folded is not None and local.ndim == 2 else tuple(local.shape[:-1])
-    ranks = views.axis.size
-    if not views.sequence or ranks == 1 or not rows or (len(rows) == 1 and rows[0] % ranks):
-        return add(views, local, label)
+    ranks = context.axis.size
+    if not context.sequence or ranks == 1 or not rows or (len(rows) == 1 and rows[0] % ranks):
+        return add(context, local, label)
     if rows[-1] % ranks:
         raise SequenceError(
             f"a sequence of {rows[-1]} does not divide among {ranks} tensor ranks, as sequence_parallel wants; pad "
             f"it to a multiple of {ranks}, or switch sequence_parallel off."
         )
     shape = tuple(local.shape)
-    mine = scatter_from(local.view(*rows, shape[-1]), views.axis, -2, label, owned=True)
-    made = cut_rows(views, mine, (*rows, shape[-1]))
+    mine = scatter_from(local.view(*rows, shape[-1]), context.axis, -2, label, owned=True)
+    made = cut_rows(context, mine, (*rows, shape[-1]))
     if len(shape) == len(rows) + 1:
         return made
-    flat = views.find(("reshape", made.full, made.sets, shape), lambda: reshaped(Layout(made.full, made.sets), shape))
-    unfolded = GlobalTensor(mine.view(-1, shape[-1]), flat.shape, flat.sets, views)
+    flat = context.find(("reshape", made.full, made.sets, shape), lambda: reshaped(Layout(made.full, made.sets), shape))
+    unfolded = GlobalTensor(mine.view(-1, shape[-1]), flat.shape, flat.sets, context)
     unfolded.folded = rows
     return unfolded
 
 
-def scatter_stream(views: "GlobalTensorContext", plain: Tensor) -> GlobalTensor:
+def scatter_stream(context: "GlobalTensorContext", plain: Tensor) -> GlobalTensor:
     """A stream that is plain, cut along its rows from here on, as :func:`add_rows` leaves it.
 
     Layers that are called more than once so never see both, a plain stream and a cut one: of the gradient of their
@@ -136,38 +136,38 @@ def scatter_stream(views: "GlobalTensorContext", plain: Tensor) -> GlobalTensor:
     Raises:
         EngineError: the ranks cannot share the rows equally.
     """
-    return cut_rows(views, slice_of(plain, views.axis, -2, COLUMN_INPUTS), tuple(plain.shape))
+    return cut_rows(context, slice_of(plain, context.axis, -2, COLUMN_INPUTS), tuple(plain.shape))
 
 
-def cut_rows(views: "GlobalTensorContext", local: Tensor, shape: tuple[int, ...]) -> GlobalTensor:
+def cut_rows(context: "GlobalTensorContext", local: Tensor, shape: tuple[int, ...]) -> GlobalTensor:
     """This rank's rows of a tensor of ``shape`` [.., S, O], as the view that they are of it."""
-    ranks = views.axis.size
-    index = views.find(("blocks", shape[-2]), lambda: Index.even_blocks(shape[-2], ranks)) if ranks > 1 else None
-    return GlobalTensor(local, shape, (*(None,) * (len(shape) - 2), index, None), views)
+    ranks = context.axis.size
+    index = context.find(("blocks", shape[-2]), lambda: Index.even_blocks(shape[-2], ranks)) if ranks > 1 else None
+    return GlobalTensor(local, shape, (*(None,) * (len(shape) - 2), index, None), context)
 
 
-def in_order(views: "GlobalTensorContext", joined: Tensor, dim: int, index: Index) -> Tensor:
+def in_order(context: "GlobalTensorContext", joined: Tensor, dim: int, index: Index) -> Tensor:
     """Joined parts of all ranks, every index at its place."""
     if index.blocks:
         return joined
-    return joined.index_select(dim, on_device(views, ("order", index, joined.device), index.order, joined.device))
+    return joined.index_select(dim, on_device(context, ("order", index, joined.device), index.order, joined.device))
 
 
-def _sum_of_owned(view: GlobalTensor) -> Tensor:
-    views, local, dtype = view.views, view.local, view.local.dtype
+def _sum_of_owned(x: GlobalTensor) -> Tensor:
+    context, local, dtype = x.views, x.local, x.local.dtype
     if dtype is torch.bool:
         local = local.to(torch.uint8)
-    mask = views.find(("mask", view.sets), lambda: _owned_mask(view.sets, views.axis.index))
+    mask = context.find(("mask", x.sets), lambda: _owned_mask(x.sets, context.axis.index))
     if mask is not None:
-        key = ("mask", view.sets, local.device)
-        shaped = on_device(views, key, mask, local.device).view(_aligned(view.sets, mask.shape))
+        key = ("mask", x.sets, local.device)
+        shaped = on_device(context, key, mask, local.device).view(_aligned(x.sets, mask.shape))
         local = torch.where(shaped, local, torch.zeros((), dtype=local.dtype, device=local.device))
-    for dim, index in enumerate(view.sets):
+    for dim, index in enumerate(x.sets):
         if index is not None:
-            places = on_device(views, ("held", index, local.device), index.ranks[views.axis.index], local.device)
+            places = on_device(context, ("held", index, local.device), index.ranks[context.axis.index], local.device)
             shape = (*local.shape[:dim], index.size, *local.shape[dim + 1 :])
             local = local.new_zeros(shape).index_copy(dim, places, local)
-    return reduce_from(local, views.axis, ROW_OUTPUTS).to(dtype)
+    return reduce_from(local, context.axis, ROW_OUTPUTS).to(dtype)
 
 
 def _owned_mask(sets: Sets, rank: int) -> Any:

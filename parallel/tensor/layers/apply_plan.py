@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.placeholders import placeholder
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, show_parameter
 from engine.parallel.tensor.global_tensor.index_sets import Index
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.layers.linear import (
     ColumnLayer,
     ColumnLinear,
@@ -89,7 +91,7 @@ def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: 
     def blank(name: str, full: Tensor, cut: ParameterCut) -> Tensor:
         shape = list(full.shape)
         shape[cut.dim] = cut.widths(axis.size)[axis.index]
-        return torch.zeros((), dtype=full.dtype, device=full.device).expand(shape)
+        return placeholder(shape, full.dtype, full.device)
 
     parameters = dict(model.named_parameters())
     installer = _Installer(model, plan, axis, patches)
@@ -110,7 +112,7 @@ def _whole_shape(parameter: Tensor, cut: ParameterCut) -> tuple[int, ...]:
 class _Installer:
     def __init__(self, model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches) -> None:
         self.plan, self.axis, self.patches = plan, axis, patches
-        self.views = GlobalTensorContext(axis, plan.sequence, plan.regather)
+        self.context = global_context(axis, plan.sequence, plan.regather)
         self.modules = dict(model.named_modules())
         self.first = {id(p): name for name, p in model.named_parameters()}
         self.regions: dict[str, Region] = {}
@@ -119,12 +121,12 @@ class _Installer:
 
     def install(self, parameters: Mapping[str, nn.Parameter]) -> GlobalTensorContext:
         """Everything but the content of parameters, which are full or hold their shard."""
-        self.views.equal.update(parameters[name] for name in self.plan.equal)
+        self.context.equal.update(parameters[name] for name in self.plan.equal)
         self.show(parameters)
         for change in self.plan.attributes:
             self.change(change)
         self.wrap_layers()
-        return self.views
+        return self.context
 
     def change(self, change: AttributeChange) -> None:
         module, attribute = self.modules[change.module], change.attribute
@@ -152,11 +154,11 @@ class _Installer:
             if cuts:
                 note = f"reads {', '.join(cuts)} as global tensors, of which each tensor rank holds a shard"
                 with self.patches.changing(module, PatchLayer.TENSOR, note):
-                    module.__class__ = shown_class(type(module), cuts, self.views)
+                    module.__class__ = shown_class(type(module), cuts, self.context)
                 parent = self.modules[path.rpartition(".")[0]]
                 parents[id(parent)] = parent
         for parent in parents.values():
-            handle = parent.register_forward_hook(lambda *_: self.views.clear())
+            handle = parent.register_forward_hook(lambda *_: self.context.clear())
             self.patches.hook(parent, PatchLayer.TENSOR, handle, "forgets its global tensors at the end of its forward")
 
     def wrap_layers(self) -> None:
@@ -172,22 +174,22 @@ class _Installer:
         elif cut.kind == "row":
             prepare_row(module, self._region(cut))
         elif cut.kind == "experts":
-            prepare_experts(module, Region(self.axis, self.views))
+            prepare_experts(module, Region(self.axis, self.context))
         else:
             weight: Any = module.weight
             widths = self.plan.parameters[self.first[id(weight)]].widths(self.axis.size)
             if cut.kind == "column+gather":
-                prepare_column(module, Region(self.axis, self.views))
+                prepare_column(module, Region(self.axis, self.context))
                 prepare_gathered(module, widths)
                 return
             vocabulary = Vocabulary(self.axis, widths)
             if cut.kind == "embedding":
-                prepare_embedding(module, vocabulary, self.views)
+                prepare_embedding(module, vocabulary, self.context)
             else:
                 prepare_head(module, vocabulary)
 
     def _region(self, cut: LayerCut) -> Region:
-        return self.regions.setdefault(cut.region, Region(self.axis, self.views))
+        return self.regions.setdefault(cut.region, Region(self.axis, self.context))
 
     def _swap(self, module: nn.Module, kind: LayerKind) -> None:
         """Make the module's class one of ours and its own. A plain library layer becomes our public class."""
@@ -213,20 +215,20 @@ _CLASSES: Mapping[LayerKind, tuple[type[nn.Module], type[nn.Module], type[nn.Mod
 
 
 def shown_class(
-    own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tuple[int, ...]]], views: GlobalTensorContext
+    own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tuple[int, ...]]], context: GlobalTensorContext
 ) -> type:
     """A subclass of ``own`` whose attributes named in ``cuts`` (with their whole shapes) are views."""
-    properties = {name: _shown(name, cut, shape, views) for name, (cut, shape) in cuts.items()}
+    properties = {name: _shown(name, cut, shape, context) for name, (cut, shape) in cuts.items()}
     return type(f"Shown{own.__name__}", (own,), properties)
 
 
-def _shown(name: str, cut: ParameterCut, shape: tuple[int, ...], views: GlobalTensorContext) -> property:
+def _shown(name: str, cut: ParameterCut, shape: tuple[int, ...], context: GlobalTensorContext) -> property:
     sets: list[Index | None] = [None] * len(shape)
-    sets[cut.dim] = Index.of_ranges(cut.ranges, views.axis.size)
+    sets[cut.dim] = Index.of_ranges(cut.ranges, context.axis.size)
 
     def read(module: nn.Module) -> Tensor | GlobalTensor:
         parameter = module._parameters[name]
         assert parameter is not None
-        return show_parameter(parameter, shape, tuple(sets), views)
+        return show_parameter(parameter, shape, tuple(sets), context)
 
     return property(read)

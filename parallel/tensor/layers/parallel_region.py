@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.parallel.model.rng_streams import derive_seed, seed_generators
+from engine.parallel.model.rng_streams import draw_alike, draw_apart
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import add_rows, cut_rows, gather_global, stream_dim
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.overlap.async_input_grad import Entrance, Shared, has_own_weights, share_input
 from engine.parallel.tensor.overlap.chunked_matmul import SharedInPieces, is_in_pieces, scatter_product
 from engine.parallel.tensor.tp_axis import TensorAxis
@@ -32,9 +33,9 @@ class Region:
     is gathered where it enters, and what leaves is scattered.
     """
 
-    def __init__(self, axis: TensorAxis, views: GlobalTensorContext | None = None) -> None:
+    def __init__(self, axis: TensorAxis, context: GlobalTensorContext | None = None) -> None:
         self.axis = axis
-        self._views = views or GlobalTensorContext(axis)
+        self._views = context or global_context(axis)
         self._plain: list[torch.nn.Module] = []
         self._owned = True
         """Whether every column layer is a plain matrix product, see :func:`copy_to`."""
@@ -102,15 +103,14 @@ class Region:
         """The row layer has summed: what follows is whole again."""
         self._close()
         if self._drawn is not None:
-            seed_generators(device, derive_seed(self._drawn, 0))
+            draw_alike(device, self._drawn)
             self._drawn = None
 
     def _open(self, training: bool, device: torch.device) -> None:
         self._close()
         self._drawn = None
         if training and self.axis.size > 1 and not self.axis.dry:
-            self._drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-            seed_generators(device, derive_seed(self._drawn, self.axis.index + 1))
+            self._drawn = draw_apart(device, self.axis.index)
 
     def _close(self) -> None:
         """Between two forwards all attributes say what they said: none of them is a switch of the model."""

@@ -9,17 +9,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine.errors import PlanError
 from engine.parallel.tensor.collectives import EMBEDDING, gather_last, reduce_from
 from engine.parallel.tensor.deferred_linear import fused_forward, is_conv1d
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import add_rows, full, stream_dim
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.layers.linear import has_plain_forward, is_replaced, keep_rows
 from engine.parallel.tensor.logits.logit_shard import Vocabulary
 from engine.parallel.tensor.logits.sharded_logits import ShardedLogits
 from engine.parallel.tensor.overlap.async_input_grad import Entrance, share_input
 from engine.parallel.tensor.plan.ranges import cut_unevenly
+from engine.parallel.tensor.plan.sharding_rules import check_embedding
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 
@@ -106,20 +107,10 @@ class VocabularyHead(HeadLayer, nn.Linear):
         prepare_head(self, Vocabulary(axis, tuple(r.stop - r.start for r in ranges)))
 
 
-def check_embedding(module: nn.Embedding, name: str) -> None:
-    """Refuse the options that need all rows in one place."""
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, option):
-            raise PlanError(
-                f"{name} has {option} = {getattr(module, option)}, which needs all rows of the vocabulary on one rank; "
-                f'build it without, or give it the style "replicate" in parallel.tensor_plan.'
-            )
-
-
-def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, views: GlobalTensorContext | None = None) -> None:
+def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: GlobalTensorContext | None = None) -> None:
     """Give an already cut embedding its vocabulary and its local sizes."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
-    module.tensor_views = views or GlobalTensorContext(vocabulary.axis)  # type: ignore[assignment]
+    module.tensor_views = context or global_context(vocabulary.axis)  # type: ignore[assignment]
     module.num_embeddings = vocabulary.width  # type: ignore[assignment]
     padding: Any = module.padding_idx
     if padding is not None:

@@ -8,15 +8,14 @@ From ``parallel.tensor_plan`` to a style for each module.
 """
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from engine.errors import ConfigError, PlanError
+from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.styles import Style, parse_style
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
@@ -81,13 +80,13 @@ def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
         name: owned.setdefault(id(parameter), name)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
+    given = [("parallel.tensor_plan", pattern) for pattern in patterns]
+    refuse_unmatched(given, [*names, *parameters], "module and no parameter", PlanError)
     chosen: dict[str, tuple[str, Style]] = {}
     for pattern, text in patterns.items():
         style = parse_style(text)
         hits = [name for name in names if fnmatchcase(name, pattern)]
         hits = hits or [name for name in parameters if fnmatchcase(name, pattern)]
-        if not hits:
-            raise _matches_nothing(pattern, names)
         for name in hits:
             first_name = names.get(name) or parameters[name]
             other, before = chosen.setdefault(first_name, (pattern, style))
@@ -97,10 +96,3 @@ def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
                     "module has one: narrow one of the patterns."
                 )
     return {name: style for name, (_, style) in chosen.items()}
-
-
-def _matches_nothing(pattern: str, names: Iterable[str]) -> PlanError:
-    kinds = list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names))
-    near = get_close_matches(pattern, kinds, 3, 0.4)
-    hint = f"near names are {', '.join(near)}" if near else f"the model has {', '.join(kinds[:8])}"
-    return PlanError(f"the pattern {pattern!r} of parallel.tensor_plan names no module and no parameter; {hint}.")

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from engine.errors import PlanError
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.deferred_linear import is_conv1d, is_linear
-from engine.parallel.tensor.layers.vocab_parallel import check_embedding
 from engine.parallel.tensor.plan.ranges import Divisibility, check_fits, cut_parts, cut_unevenly, held, ranges_of_rows
 from engine.parallel.tensor.plan.styles import Style
 from engine.parallel.tensor.plan.tensor_plan import AttributeChange, LayerCut, LayerKind, ParameterCut, TensorPlan
@@ -274,7 +274,7 @@ class _Cutting:
 
 def _passes_on(owner: str, layers: Iterable[str]) -> bool:
     """Whether one of the layers lies inside ``owner``."""
-    return bool(owner) and any(layer.startswith(f"{owner}.") for layer in layers)
+    return bool(owner) and any(layer != owner and is_inside(layer, owner) for layer in layers)
 
 
 def head_width(module: nn.Module | None) -> int | None:
@@ -352,3 +352,13 @@ def _ancestors(name: str) -> Iterator[str]:
 def _alone(name: str, kind: str) -> PlanError:
     missing = "row layer that sums what it gives" if kind == "column" else "column layer that cuts what it gets"
     return PlanError(f'{name} is a {kind} layer, but around it there is no {missing}; add one or give it "replicate".')
+
+
+def check_embedding(module: nn.Embedding, name: str) -> None:
+    """Refuse the options that need all rows in one place."""
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise PlanError(
+                f"{name} has {option} = {getattr(module, option)}, which needs all rows of the vocabulary on one rank; "
+                f'build it without, or give it the style "replicate" in parallel.tensor_plan.'
+            )

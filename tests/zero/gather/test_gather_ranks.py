@@ -258,7 +258,7 @@ def test_parameters_keep_their_shape_and_full_parameters_their_value(run_ranks: 
             f"parameter '{name}' is sharded over 2 data ranks (ZeRO 3) and its engine is closed; take "
             "eng.full_state_dict() before that."
         )
-        assert seen["nothing"].startswith("full_parameters('nose.*') matches no parameter;")
+        assert seen["nothing"].startswith("full_parameters: 'nose.*' matches no parameter;")
         assert seen["different"].startswith("full_parameters: data ranks have written different values into ")
 
 

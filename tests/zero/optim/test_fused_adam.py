@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.optim.adamw import DeviceDecision
+from engine.kernels.ops.adamw import DeviceDecision
 from engine.parallel.shard_table import Range, ShardRow
 from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
 from engine.zero.layout import Item, build_layout

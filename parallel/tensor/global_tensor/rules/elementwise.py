@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def dropout(
-    views: "GlobalTensorContext",
+    context: "GlobalTensorContext",
     func: Function,
     input: Any,
     p: float = 0.5,
@@ -43,11 +43,11 @@ def dropout(
     """``F.dropout`` and ``F.alpha_dropout``; ``torch.dropout`` takes no default and no ``inplace``."""
     if training is None:
         training = func.__name__ == "dropout"  # of torch.nn.functional; its alpha_dropout does nothing by default
-    return drop(views, func, input, (p, training), inplace)
+    return drop(context, func, input, (p, training), inplace)
 
 
 def dropout_(
-    views: "GlobalTensorContext",
+    context: "GlobalTensorContext",
     func: Function,
     input: Any,
     p: float,
@@ -55,11 +55,11 @@ def dropout_(
     train: bool = False,
 ) -> Any:
     """The forms of ``torch``."""
-    return drop(views, func, input, (p, train if training is None else training), None)
+    return drop(context, func, input, (p, train if training is None else training), None)
 
 
 def drop(
-    views: "GlobalTensorContext", func: Function, input: Any, how: tuple[float, bool], inplace: bool | None
+    context: "GlobalTensorContext", func: Function, input: Any, how: tuple[float, bool], inplace: bool | None
 ) -> Any:
     """Run ``func(input, *how)``.
 
@@ -76,8 +76,8 @@ def drop(
             raise
         mask = functional.dropout(input.local.new_ones(input.full), *how)
         return input.mul_(mask) if inplace else input * mask
-    with views.own_draws(input.device) if alone else nullcontext():
-        return elementwise(views, func, input, *how, **extra)
+    with context.own_draws(input.device) if alone else nullcontext():
+        return elementwise(context, func, input, *how, **extra)
 
 
 def draws_alone(sets: Sets, p: float) -> bool:
@@ -93,7 +93,7 @@ def draws_alone(sets: Sets, p: float) -> bool:
     return True
 
 
-def elementwise(views: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+def elementwise(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
     """Broadcast and run on parts."""
     if not kwargs:
         first: Any = args[0]
@@ -105,18 +105,18 @@ def elementwise(views: "GlobalTensorContext", func: Function, *args: Any, **kwar
     elif kwargs.get("out") is not None:
         raise NoRuleError("out")
     elif kwargs.get("inplace") is True:
-        return in_place(views, func, *args, **kwargs)
-    return _broadcast(views, func, args, kwargs)
+        return in_place(context, func, *args, **kwargs)
+    return _broadcast(context, func, args, kwargs)
 
 
-def _broadcast(views: "GlobalTensorContext", func: Function, args: Any, kwargs: Any) -> GlobalTensor:
+def _broadcast(context: "GlobalTensorContext", func: Function, args: Any, kwargs: Any) -> GlobalTensor:
     tensors = _tensors(args, kwargs)
-    joined = broadcast_operands(views, tensors)
-    parts = [fit(views, tensor, own) for tensor, own in zip(tensors, joined.operands, strict=True)]
-    return GlobalTensor(_call(func, args, kwargs, parts), joined.shape, joined.sets, views)
+    joined = broadcast_operands(context, tensors)
+    parts = [fit(context, tensor, own) for tensor, own in zip(tensors, joined.operands, strict=True)]
+    return GlobalTensor(_call(func, args, kwargs, parts), joined.shape, joined.sets, context)
 
 
-def in_place(views: "GlobalTensorContext", func: Function, target: Any, *args: Any, **kwargs: Any) -> Any:
+def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Write into the part of ``target``.
 
     Raises:
@@ -129,7 +129,7 @@ def in_place(views: "GlobalTensorContext", func: Function, target: Any, *args: A
     for tensor in tensors:
         if torch.broadcast_shapes(tensor.shape, target.full) != target.full:  # type: ignore[no-untyped-call]
             raise NoRuleError("more than is written")
-    others = [_fit(views, tensor, target.sets, rule_name(func)) for tensor in tensors]
+    others = [_fit(context, tensor, target.sets, rule_name(func)) for tensor in tensors]
     out = _call(func, (target, *args), kwargs, [target.local, *others])
     if out is target.local:
         follow_grad(target)
@@ -146,7 +146,7 @@ def check_memory(target: GlobalTensor, name: str) -> None:
         )
 
 
-def cast_like(views: "GlobalTensorContext", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
+def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
     """``given`` in another dtype or on another device, perhaps those of another tensor."""
     args = tuple(other.local if type(other) is GlobalTensor else other for other in args)
     kwargs = {key: other.local if type(other) is GlobalTensor else other for key, other in kwargs.items()}
@@ -155,11 +155,11 @@ def cast_like(views: "GlobalTensorContext", func: Function, given: Any, *args: A
     return func(given, *args, **kwargs)
 
 
-def where(views: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+def where(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
     """A choice; the form with one argument asks for places."""
     if len(args) + len(kwargs) == 1:
         raise NoRuleError("places depend on content")
-    return elementwise(views, func, *args, **kwargs)
+    return elementwise(context, func, *args, **kwargs)
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
@@ -178,12 +178,12 @@ def _alike(first: Any, other: Any) -> bool:
     )
 
 
-def _fit(views: "GlobalTensorContext", tensor: Tensor, sets: Sets, name: str) -> Tensor:
+def _fit(context: "GlobalTensorContext", tensor: Tensor, sets: Sets, name: str) -> Tensor:
     try:
-        return part(views, tensor, sets)
+        return part(context, tensor, sets)
     except NoRuleError:
         assert type(tensor) is GlobalTensor
-        return part(views, full(tensor, name), sets)
+        return part(context, full(tensor, name), sets)
 
 
 def _call(func: Function, args: Any, kwargs: Any, parts: list[Tensor]) -> Any:

@@ -46,7 +46,7 @@ class _Plan(NamedTuple):
 
 
 def multiply_parts(
-    views: "GlobalTensorContext",
+    context: "GlobalTensorContext",
     tensors: Sequence[Tensor],
     product: EinsumSpec,
     run: Callable[..., Tensor],
@@ -59,18 +59,18 @@ def multiply_parts(
     """
     layouts = tuple(map(layout_of, tensors))
     try:
-        plan = views.find(("product", product, layouts), lambda: _plan(layouts, product))
+        plan = context.find(("product", product, layouts), lambda: _plan(layouts, product))
     except NoRuleError:
-        return multiply_parts(views, _with_whole(views, tensors), product, run, bias)
-    parts = [part(views, tensor, sets) for tensor, sets in zip(tensors, plan.operands, strict=True)]
+        return multiply_parts(context, _with_whole(context, tensors), product, run, bias)
+    parts = [part(context, tensor, sets) for tensor, sets in zip(tensors, plan.operands, strict=True)]
     folded = tensors[0].folded if type(tensors[0]) is GlobalTensor else None
     if plan.summed:
-        return plus_bias(add_rows(views, run(*parts), folded), bias)
+        return plus_bias(add_rows(context, run(*parts), folded), bias)
     if bias is not None:
         if bias.shape[-1] not in (1, plan.shape[-1]):
             raise NoRuleError("sizes do not agree")
-        parts.append(part(views, bias, plan.sets))
-    out = GlobalTensor(run(*parts), plan.shape, plan.sets, views)
+        parts.append(part(context, bias, plan.sets))
+    out = GlobalTensor(run(*parts), plan.shape, plan.sets, context)
     if len(plan.shape) == 2:
         out.folded = folded
     return out
@@ -85,7 +85,7 @@ def plus_bias(out: GlobalTensor | Tensor, bias: Tensor | None) -> GlobalTensor |
     return out.add_(bias)  # it is ours, and keeps its dtype under autocast
 
 
-def _with_whole(views: "GlobalTensorContext", tensors: Sequence[Tensor]) -> list[Tensor]:
+def _with_whole(context: "GlobalTensorContext", tensors: Sequence[Tensor]) -> list[Tensor]:
     """The operands, the first one that is cut and no parameter made whole.
 
     Raises:
@@ -93,8 +93,8 @@ def _with_whole(views: "GlobalTensorContext", tensors: Sequence[Tensor]) -> list
     """
     for place, tensor in enumerate(tensors):
         if type(tensor) is GlobalTensor and any(tensor.sets) and not isinstance(tensor.local, nn.Parameter):
-            if not views.sequence:
-                views.note_gather("matrix product")
+            if not context.sequence:
+                context.note_gather("matrix product")
             return [*tensors[:place], gather_global(tensor), *tensors[place + 1 :]]
     raise NoRuleError("parameters that do not fit")
 
@@ -131,16 +131,16 @@ def _sum_once(cut: dict[str, Index | None], out: str) -> None:
         raise NoRuleError("several ranks have a term")
 
 
-def linear_rule(views: "GlobalTensorContext", func: Function, input: Any, weight: Any, bias: Any = None) -> Any:
+def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weight: Any, bias: Any = None) -> Any:
     """``input`` [.., I], ``weight`` [O, I] or [I], ``bias`` [O]."""
     rows = "abcdefgh"[: input.ndim - 1]
     columns = "O" if weight.ndim == 2 else ""
     product = EinsumSpec((rows + "I", columns + "I"), rows + columns)
-    return multiply_parts(views, (input, weight), product, functional.linear, bias)
+    return multiply_parts(context, (input, weight), product, functional.linear, bias)
 
 
 def fused_linear(
-    views: "GlobalTensorContext", func: Function, x: Any, weight: Any, *rest: Any, residual: Any = None
+    context: "GlobalTensorContext", func: Function, x: Any, weight: Any, *rest: Any, residual: Any = None
 ) -> Any:
     """``kernels.linear``; what follows the product follows its sum over the ranks."""
     bias, form, kernels = rest
@@ -150,19 +150,19 @@ def fused_linear(
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return fused(x, weight, bias, plain, kernels)
 
-    y = ACTIVATIONS[form.activation](multiply_parts(views, (x, weight), product, run, bias))
+    y = ACTIVATIONS[form.activation](multiply_parts(context, (x, weight), product, run, bias))
     return y if residual is None else y + residual
 
 
-def matmul(views: "GlobalTensorContext", func: Function, input: Any, other: Any = None, **named: Any) -> Any:
+def matmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any = None, **named: Any) -> Any:
     """``matmul``, ``mm``, ``bmm``, ``mv``, ``dot``, with or without leading dims."""
     other = other if other is not None else next(iter(named.values()))
-    return multiply_parts(views, (input, other), _matmul_letters(input.ndim, other.ndim), torch.matmul)
+    return multiply_parts(context, (input, other), _matmul_letters(input.ndim, other.ndim), torch.matmul)
 
 
-def rmatmul(views: "GlobalTensorContext", func: Function, input: Any, other: Any) -> Any:
+def rmatmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any) -> Any:
     """``other @ input``."""
-    return matmul(views, func, other, input)
+    return matmul(context, func, other, input)
 
 
 def _matmul_letters(left: int, right: int) -> EinsumSpec:
@@ -174,7 +174,7 @@ def _matmul_letters(left: int, right: int) -> EinsumSpec:
 
 
 def addmm(
-    views: "GlobalTensorContext",
+    context: "GlobalTensorContext",
     func: Function,
     input: Any,
     first: Any = None,
@@ -190,8 +190,8 @@ def addmm(
     left = [tensor for tensor in (first, second, *named.values()) if tensor is not None]
     product = _matmul_letters(left[0].ndim, left[1].ndim)
     if alpha == 1 and beta == 1 and product.out == "MN" and input.ndim == 1 and type(input) is not GlobalTensor:
-        return multiply_parts(views, left, product, _add_product, input)
-    out = multiply_parts(views, left, product, torch.matmul)
+        return multiply_parts(context, left, product, _add_product, input)
+    out = multiply_parts(context, left, product, torch.matmul)
     out = out * alpha if alpha != 1 else out
     return out if beta == 0 else out + (input * beta if beta != 1 else input)
 
@@ -200,13 +200,13 @@ def _add_product(first: Tensor, second: Tensor, bias: Tensor | None = None) -> T
     return torch.mm(first, second) if bias is None else torch.addmm(bias, first, second)
 
 
-def einsum(views: "GlobalTensorContext", func: Function, equation: Any, *operands: Any) -> Any:
+def einsum(context: "GlobalTensorContext", func: Function, equation: Any, *operands: Any) -> Any:
     """Letters as given; an ellipsis stands for leading dims."""
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise NoRuleError("numbers for letters")
     product = _letters(equation.replace(" ", ""), [tensor.ndim for tensor in tensors])
-    return multiply_parts(views, tensors, product, lambda *parts: torch.einsum(equation, *parts))
+    return multiply_parts(context, tensors, product, lambda *parts: torch.einsum(equation, *parts))
 
 
 def _letters(equation: str, dims: list[int]) -> EinsumSpec:
@@ -224,7 +224,7 @@ def _letters(equation: str, dims: list[int]) -> EinsumSpec:
 
 
 def grouped_mm(
-    views: "GlobalTensorContext", func: Function, mat_a: Any, mat_b: Any, *, offs: Any = None, **options: Any
+    context: "GlobalTensorContext", func: Function, mat_a: Any, mat_b: Any, *, offs: Any = None, **options: Any
 ) -> Any:
     """Rows grouped by expert: ``mat_a`` [S, I], ``mat_b`` [E, I, O], ``offs`` [E] the ends of the groups of rows."""
     if mat_a.ndim != 2 or mat_b.ndim != 3 or options.get("bias") is not None or type(offs) is GlobalTensor:
@@ -232,10 +232,12 @@ def grouped_mm(
     if any(layout_of(tensor).sets[0] is not None for tensor in (mat_a, mat_b)):
         raise NoRuleError("rows or experts are cut")
     product = EinsumSpec(("SI", "EIO"), "SO")
-    return multiply_parts(views, (mat_a, mat_b), product, lambda a, b: func(a, b, offs=offs, **options))
+    return multiply_parts(context, (mat_a, mat_b), product, lambda a, b: func(a, b, offs=offs, **options))
 
 
-def embedding(views: "GlobalTensorContext", func: Function, input: Any, weight: Any, *args: Any, **options: Any) -> Any:
+def embedding(
+    context: "GlobalTensorContext", func: Function, input: Any, weight: Any, *args: Any, **options: Any
+) -> Any:
     """Rows of a table [V, H] that may be cut along H; the indices may be cut."""
     table = layout_of(weight)
     if table.sets[0] is not None or args[1:2] not in ((), (None,)) or options.get("max_norm") is not None:
@@ -244,6 +246,6 @@ def embedding(views: "GlobalTensorContext", func: Function, input: Any, weight: 
     sets = (*ids.sets, table.sets[1])
     if not covers(sets):
         raise NoRuleError("held by nobody")
-    rows = part(views, input, ids.sets)
-    out = func(rows, part(views, weight, table.sets), *args, **options)
-    return GlobalTensor(out, (*ids.shape, table.shape[1]), sets, views)
+    rows = part(context, input, ids.sets)
+    out = func(rows, part(context, weight, table.sets), *args, **options)
+    return GlobalTensor(out, (*ids.shape, table.shape[1]), sets, context)

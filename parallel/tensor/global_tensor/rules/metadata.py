@@ -11,25 +11,25 @@ if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 
 
-def of_part(views: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+def of_part(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
     """Ask the parts, of which the answer holds for all: dtype, device."""
     args = tuple(value.local if type(value) is GlobalTensor else value for value in args)
     return func(*args, **{key: value.local if type(value) is GlobalTensor else value for key, value in kwargs.items()})
 
 
-def blank(views: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
+def blank(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
     """``zeros_like`` and the like: a plain tensor of the full shape."""
     if type(input) is not GlobalTensor:
         raise NoRuleError("of a plain tensor")
     return func(input.local.detach().new_empty(1).expand(input.full), *args, **kwargs)
 
 
-def size_of(views: "GlobalTensorContext", func: Function, input: Any) -> Any:
+def size_of(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
     """Elements of the whole, where torch's function asks and not the method."""
     return input.numel()
 
 
-def strides(views: "GlobalTensorContext", func: Function, input: Any, dim: int | None = None) -> Any:
+def strides(context: "GlobalTensorContext", func: Function, input: Any, dim: int | None = None) -> Any:
     """Those of the whole, once gathered."""
     steps = [1]
     for size in reversed(input.full[1:]):
@@ -38,26 +38,26 @@ def strides(views: "GlobalTensorContext", func: Function, input: Any, dim: int |
     return found if dim is None else found[dim]
 
 
-def gradient(views: "GlobalTensorContext", func: Function, input: Any) -> Any:
+def gradient(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
     """``x.grad``: the part's, as a View."""
-    return None if input.local.grad is None else GlobalTensor(input.local.grad, input.full, input.sets, views)
+    return None if input.local.grad is None else GlobalTensor(input.local.grad, input.full, input.sets, context)
 
 
-def part_of(views: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
+def part_of(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
     """``detach``, ``data``: the same elements outside the graph, in the same memory."""
     made = like(input, func(input.local, *args))
     made.copied = input.copied
     return made
 
 
-def tell_part(views: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
+def tell_part(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
     """``retain_grad``, ``requires_grad_``: said to the part."""
     func(input.local, *args)
     follow_grad(input)
     return input if func.__name__.endswith("_") else None
 
 
-def register_hook(views: "GlobalTensorContext", func: Function, input: Any, hook: Any) -> Any:
+def register_hook(context: "GlobalTensorContext", func: Function, input: Any, hook: Any) -> Any:
     """``hook`` is given the gradient as a View, and may return another.
 
     Raises:
@@ -67,11 +67,11 @@ def register_hook(views: "GlobalTensorContext", func: Function, input: Any, hook
         raise NoRuleError("gradients are parts")
 
     def on_part(grad: Tensor) -> Tensor | None:
-        found = hook(GlobalTensor(grad, input.full, input.sets, views))
+        found = hook(GlobalTensor(grad, input.full, input.sets, context))
         if found is None:
             return None
         if type(found) is not GlobalTensor or found.sets != input.sets:
-            found = GlobalTensor(grad.new_zeros(grad.shape), input.full, input.sets, views).add_(found)
+            found = GlobalTensor(grad.new_zeros(grad.shape), input.full, input.sets, context).add_(found)
         return found.local  # type: ignore[no-any-return]
 
     return func(input.local, on_part)

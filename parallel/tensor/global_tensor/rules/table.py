@@ -1,6 +1,6 @@
 """Which rule a torch function has. The table is made once."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +14,8 @@ from engine.kernels.ops.gated_unit import gated
 from engine.kernels.ops.linear import linear as fused
 from engine.kernels.ops.norm import add_norm, norm
 from engine.kernels.ops.rotary import rotary
+from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, Rules, TensorRule
+from engine.parallel.tensor.global_tensor.fallback import gathered
 from engine.parallel.tensor.global_tensor.rules import (
     attention,
     elementwise,
@@ -24,8 +26,7 @@ from engine.parallel.tensor.global_tensor.rules import (
     shapes,
     slicing,
 )
-
-TensorRule = Callable[..., Any]
+from engine.parallel.tensor.tp_axis import TensorAxis
 
 _ELEMENTWISE = """
     abs absolute acos add addcdiv addcmul angle arccos arcsin arctan asin atan atan2 bitwise_and bitwise_not
@@ -175,4 +176,9 @@ def _table() -> Mapping[Any, TensorRule]:
     return MappingProxyType({function: rule for part in parts for rule, function in part})
 
 
-TENSOR_RULES = _table()
+TENSOR_RULES = Rules(by_function=_table(), fallback=gathered)
+
+
+def global_context(axis: TensorAxis, sequence: bool = False, regather: bool = False) -> GlobalTensorContext:
+    """A new context of global tensors with all rules; see :class:`GlobalTensorContext`."""
+    return GlobalTensorContext(axis, TENSOR_RULES, sequence, regather)

@@ -109,7 +109,7 @@ def test_a_plan_from_a_mapping_and_from_a_file(tmp_path: Path) -> None:
 def test_one_rank_cuts_nothing_but_still_reads_the_patterns() -> None:
     assert not find_tensor_plan(nano(), NANO, 1).layers
     assert not find_tensor_plan(Pair(), PAIR, 1).parameters
-    assert "names no module" in refusal(Pair(), PAIR | {"upp": "column"}, 1)
+    assert "matches no module" in refusal(Pair(), PAIR | {"upp": "column"}, 1)
 
 
 # sizes
@@ -132,7 +132,7 @@ def test_sizes_that_do_not_fit_list_those_that_do() -> None:
     assert refusal(few, {"*.up": "column", "*.down": "row", "rows": "vocabulary"}, 4) == (
         "tensor = 4 is more than the 3 vocabulary rows of rows; choose a size that fits the whole model: 1, 2, 3."
     )
-    assert refusal(Pair(), PAIR | {"": "replicate"}, 2).startswith("the pattern '' of parallel.tensor_plan names no")
+    assert refusal(Pair(), PAIR | {"": "replicate"}, 2).startswith("parallel.tensor_plan: '' matches no module")
 
 
 def test_heads_that_do_not_make_up_the_outputs() -> None:
@@ -146,11 +146,13 @@ def test_heads_that_do_not_make_up_the_outputs() -> None:
 
 def test_a_pattern_that_names_nothing() -> None:
     assert refusal(models.decoder(), {"blocks.*.attention.querry": "column"}) == (
-        "the pattern 'blocks.*.attention.querry' of parallel.tensor_plan names no module and no parameter; near names "
-        "are blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.value."
+        "parallel.tensor_plan: 'blocks.*.attention.querry' matches no module and no parameter; near names are "
+        "blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.query.bias; a pattern matches whole "
+        "names, and * stands for anything."
     )
     assert refusal(Pair(), {"zzz": "row"}) == (
-        "the pattern 'zzz' of parallel.tensor_plan names no module and no parameter; the model has up, down, norm."
+        "parallel.tensor_plan: 'zzz' matches no module and no parameter; the model has up, down, norm, up.weight, "
+        "up.bias, down.weight, down.bias, norm.weight; a pattern matches whole names, and * stands for anything."
     )
 
 

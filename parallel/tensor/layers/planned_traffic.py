@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from engine.errors import first_line
 from engine.parallel.comm.traffic import Op, Tally, Traffic, sent_bytes
 from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import call_user_code, is_own_mistake
 from engine.parallel.tensor.collectives import LOGITS
 from engine.parallel.tensor.layers.apply_plan import apply_shapes
@@ -98,11 +99,11 @@ class TrafficRecorder:
     def cut(self) -> Iterator[None]:
         """Inside, the model has the shapes that a tensor rank holds."""
         patches = ForwardPatches()
-        views = apply_shapes(self._model, self._plan, self._axis, patches)
+        context = apply_shapes(self._model, self._plan, self._axis, patches)
         try:
             yield
         finally:
-            self._partial = {id(parameter) for parameter in views.partial}
+            self._partial = {id(parameter) for parameter in context.partial}
             patches.remove()
 
     @contextmanager
@@ -162,7 +163,7 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> di
         by_module.setdefault(item.module, []).append(item)
     tallies: dict[int, Tally] = {}
     for module, items in by_module.items():
-        places = next((calls[unit] for unit in calls if module == unit or module.startswith(f"{unit}.")), [0])
+        places = next((calls[unit] for unit in calls if is_inside(module, unit)), [0])
         for number, item in enumerate(items):
             tally = tallies.setdefault(places[number * len(places) // len(items)], Tally())
             for _ in range(1 + item.repeated):
@@ -216,8 +217,8 @@ def _made_by_heads(plan: TensorPlan, timeline: ModelTrace) -> Iterator[tuple[int
     sizes = {max(piece.stop for piece in table.ranges) for table in tables if table}
     heads = [name for name, kind in kinds.items() if kind == "head"]
     for call in timeline.calls:
-        inside = any(name.startswith(f"{call.unit}.") for name in heads)
-        for number in call.output.values() if inside or call.unit in heads else ():
+        has_head = any(is_inside(name, call.unit) for name in heads)
+        for number in call.output.values() if has_head else ():
             shape = timeline.values[number].shape
             if shape and (call.unit in heads or shape[-1] in sizes):
                 yield number, shape[-1]
