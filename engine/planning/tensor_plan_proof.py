@@ -101,10 +101,10 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
     cut = {name: style for name, style in styles.items() if style.kind != "replicate"}
     outside = [name for name in cut if not any(is_inside(name, block) for block in blocks)]
     if outside:
-        yield f"{_SETTING} is not proven for {_listed(outside)}: only blocks are proven, and no block contains that"
+        yield f"{_SETTING} is not proven for what lies outside blocks: {_listed(outside)}"
     tables = [name for name, style in cut.items() if style.kind == "vocabulary" and name not in outside]
     if tables:
-        yield f"{_SETTING} is not proven for {_listed(tables)}: the proof of a block leaves vocabularies out"
+        yield f"{_SETTING} is not proven for vocabularies in blocks: {_listed(tables)}"
 
 
 def _listed(names: Sequence[str]) -> str:
