@@ -18,7 +18,13 @@ from engine.parallel.comm.traffic import Tally
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import is_own_mistake
-from engine.parallel.pipeline.partition.auto_schedule import PLAIN_FIRST, Machine, ScheduleDecision, StageCost, choose
+from engine.parallel.pipeline.partition.auto_schedule import (
+    PLAIN_FIRST,
+    Machine,
+    MicrobatchCost,
+    ScheduleDecision,
+    choose,
+)
 from engine.parallel.pipeline.partition.cost_model import stage_costs
 from engine.parallel.pipeline.partition.partition import Partition, make_cut
 from engine.parallel.pipeline.schedule.validate import check
@@ -295,7 +301,7 @@ def choose_schedule(
             problems[virtual] = problem
     if not cuts:
         raise next(iter(problems.values()))
-    tried: dict[int, Sequence[StageCost] | str] = {
+    tried: dict[int, Sequence[MicrobatchCost] | str] = {
         virtual: stage_costs(cut.stage_of_call, costs.calls) for virtual, cut in cuts.items()
     }
     tried |= {virtual: f"the model does not cut into {config.pp * virtual} stages" for virtual in problems}

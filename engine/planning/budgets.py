@@ -10,11 +10,12 @@ from engine.config import Config
 from engine.parallel.comm.traffic import Op, Tally, Traffic, sent_bytes
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
+from engine.parallel.pipeline.schedule.actions import Action
 from engine.parallel.shard_table import ShardRow
 from engine.parallel.tensor.layers.partial_grads import LABEL
 from engine.parallel.trace.model_trace import Value
 from engine.precision.dtypes import Precision
-from engine.zero.gather.gather_schedule import GatherOrder, Pass, count_gathers
+from engine.zero.gather.gather_schedule import GatherOrder, count_gathers
 from engine.zero.layout import FlatLayout
 
 CONTROL_SCALARS = 6
@@ -38,7 +39,7 @@ class GatherPlan:
     """When this rank gathers its sharded parameters in a step (ZeRO 3)."""
 
     order: GatherOrder
-    passes: tuple[Pass, ...]
+    passes: tuple[Action, ...]
     pinned: frozenset[int]
     """Buckets that stay whole over all passes."""
     sizes: tuple[int, ...]

@@ -44,7 +44,7 @@ from engine.planning.budgets import (
 from engine.planning.flat_layouts import Users, flat_layouts
 from engine.precision.dtypes import Precision, make_precision
 from engine.zero.gather.gather_groups import GatherGroups, find_gather_groups
-from engine.zero.gather.gather_schedule import gather_order, passes_of
+from engine.zero.gather.gather_schedule import gather_order
 from engine.zero.layout import FlatLayout
 from engine.zero.optim.sharded_optimizer import GroupOptions
 
@@ -152,8 +152,7 @@ class Plan:
         order = gather_order(layout, [stage for stage in stages if self._is_fed(stage)], stages)
         sizes = tuple(bucket.elements * getattr(torch, bucket.dtype).itemsize for bucket in order.buckets)
         limit = None if zero.gather == "step" else zero.keep_gathered_bytes
-        passes = passes_of(self.schedule.per_rank[coord.pp])
-        return GatherPlan(order, passes, order.pinned(limit, sizes), sizes)
+        return GatherPlan(order, self.schedule.passes(coord.pp), order.pinned(limit, sizes), sizes)
 
     def _is_fed(self, stage: int) -> bool:
         """Whether something that comes before this stage is trained."""

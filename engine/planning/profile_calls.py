@@ -29,7 +29,8 @@ from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.parallel.model.side_effects import restoring_state
 from engine.parallel.model.user_code import is_own_mistake
-from engine.parallel.pipeline.partition.cost_model import CallCost, by_call, flop_costs, glue_flops, values_bytes
+from engine.parallel.pipeline.partition.auto_schedule import MicrobatchCost
+from engine.parallel.pipeline.partition.cost_model import by_call, flop_costs, glue_flops, values_bytes
 from engine.parallel.trace.model_trace import Arguments, Call, Material, ModelTrace
 from engine.planning.example_trace import trace_example
 from engine.planning.isolated_block import IsolatedBlock, Seconds, reads_elsewhere, signatures
@@ -50,7 +51,7 @@ class Costs:
 
     units: tuple[str, ...]
     """The unit of each call."""
-    calls: tuple[CallCost, ...]
+    calls: tuple[MicrobatchCost, ...]
     measured: bool
     """False: FLOPs in place of seconds."""
     notes: tuple[str, ...] = ()
@@ -70,7 +71,7 @@ class Costs:
     def from_bytes(cls, data: bytes) -> "Costs":
         """What ``to_bytes`` gave."""
         read = json.loads(data)
-        calls = tuple(CallCost(**call) for call in read["calls"])
+        calls = tuple(MicrobatchCost(**call) for call in read["calls"])
         return cls(tuple(read["units"]), calls, read["measured"], tuple(read["notes"]), read["device"])
 
     def check(self, timeline: ModelTrace) -> None:
@@ -158,7 +159,7 @@ class _Measuring:
         run: tuple[Precision, torch.device],
         ways: Mapping[str, Selective],
     ) -> None:
-        self.measured: dict[int, CallCost] = {}
+        self.measured: dict[int, MicrobatchCost] = {}
         self.failed: dict[str, str] = {}
         """By unit: why it was not measured."""
         self.kinds = 0
@@ -184,7 +185,7 @@ class _Measuring:
                 self.measured |= dict.fromkeys(group, cost)
                 self.kinds += 1
 
-    def _measure(self, call: Call, given: Arguments, seconds: float) -> CallCost:
+    def _measure(self, call: Call, given: Arguments, seconds: float) -> MicrobatchCost:
         if seconds <= 0:
             raise PlanError(f"{LIMIT_SECONDS:g} s were over")
         if reads_elsewhere(self._model, call, given):
@@ -193,17 +194,17 @@ class _Measuring:
             return _measure(alone, given, seconds)
 
 
-def _measure(alone: IsolatedBlock, given: Arguments, seconds: float) -> CallCost:
+def _measure(alone: IsolatedBlock, given: Arguments, seconds: float) -> MicrobatchCost:
     begun = perf_counter()
     warm, size = alone.weigh(given)  # its time counts only where that was all there is
     runs: list[Seconds] = []
     while len(runs) < _REPEATS and perf_counter() - begun < seconds:
         runs.append(alone.time(given))
     forward, inputs, weights = (median(parts) for parts in zip(*(runs or [warm]), strict=True))
-    return CallCost(forward, inputs, weights, size.kept, size.left)
+    return MicrobatchCost(forward, inputs, weights, size.kept, size.left)
 
 
-def _completed(timeline: ModelTrace, measured: Mapping[int, CallCost]) -> tuple[CallCost, ...] | None:
+def _completed(timeline: ModelTrace, measured: Mapping[int, MicrobatchCost]) -> tuple[MicrobatchCost, ...] | None:
     """With FLOPs at the mean speed of what was measured, for the calls that were not, and for glue."""
     flops = sum(timeline.calls[index].flops for index in measured)
     if not flops:
@@ -237,7 +238,7 @@ def _notes(failed: Mapping[str, str], kinds: int, where: str) -> tuple[str, ...]
     return tuple(notes)
 
 
-def _recomputed(cost: CallCost, inputs: int) -> CallCost:
+def _recomputed(cost: MicrobatchCost, inputs: int) -> MicrobatchCost:
     """With its forward once more in backward, and only what it was given kept."""
     return replace(cost, input_seconds=cost.input_seconds + cost.forward_seconds, kept_bytes=inputs)
 

@@ -176,7 +176,7 @@ class StepRunner:
         if step.problem is not None:
             return
         try:
-            with runtime.passes(row.actions):
+            with runtime.passes(row):
                 runtime.executor.run(row, microbatches)
                 microbatches.bring_outputs(carrier)
         except Exception as problem:

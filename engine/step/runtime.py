@@ -17,14 +17,12 @@ from engine.parallel.model.rng_streams import RandomStreams
 from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.pipeline.runtime.stage import Stage
-from engine.parallel.pipeline.schedule.actions import Action
 from engine.parallel.tensor.layers.parameter_use import FirstUse
 from engine.planning.plan import Plan
 from engine.program.program import Program
 from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
-from engine.zero.gather.gather_schedule import passes_of
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.reduce.reducer import Backward, Reducer
@@ -93,12 +91,12 @@ class RankRuntime:
             deferred.compute(self.reducer.take)
 
     @contextmanager
-    def passes(self, row: Sequence[Action]) -> Iterator[None]:
+    def passes(self, row: RankSchedule) -> Iterator[None]:
         """Around the actions of a whole step."""
         if self.gatherer is None:
             yield
             return
-        self.gatherer.start(passes_of(row))
+        self.gatherer.start(row.passes)
         try:
             yield
         finally:

@@ -15,29 +15,9 @@ all modules reads (``EVERYWHERE``) is whole through the pass.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple
 
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.zero.layout import Bucket, FlatLayout, Turn
-
-Direction = Literal["forward", "backward"]
-
-
-class Pass(NamedTuple):
-    """One walk through a stage."""
-
-    direction: Direction
-    stage: int = 0
-
-
-def passes_of(row: Sequence[Action]) -> tuple[Pass, ...]:
-    """The passes that a rank's row of a schedule makes; weight gradients that waited need no parameters."""
-    return tuple(
-        Pass("forward" if action.op is Op.FORWARD else "backward", action.stage)
-        for action in row
-        if action.op is not Op.BACKWARD_WEIGHT
-    )
-
 
 EVERYWHERE = Turn(-1, -1)
 """The turn of what is read outside modules."""
@@ -54,12 +34,12 @@ class GatherOrder:
     backward_from: Mapping[int, int]
     """Stage -> first position that a backward reaches: what lies before it is frozen and fed by nothing trained."""
 
-    def positions(self, walk: Pass) -> range:
-        """Positions in the order of one pass."""
+    def positions(self, walk: Action) -> range:
+        """Positions in the order of one pass, a forward or a backward of any microbatch."""
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
             return range(0)
-        if walk.direction == "forward":
+        if walk.op is Op.FORWARD:
             return range(own[0], own[-1] + 1)
         return range(own[-1], self.backward_from[walk.stage] - 1, -1)
 
@@ -68,7 +48,7 @@ class GatherOrder:
         """Buckets that are whole through every pass."""
         return frozenset.intersection(*self.members)
 
-    def at_start(self, walk: Pass | None) -> frozenset[int]:
+    def at_start(self, walk: Action | None) -> frozenset[int]:
         """Buckets that a pass needs first; none when there is no pass."""
         positions = self.positions(walk) if walk else ()
         return self.members[positions[0]] if positions else frozenset()
@@ -127,7 +107,7 @@ def _is_whole(bucket: Bucket, turn: Turn) -> bool:
     return EVERYWHERE in bucket.gathers or (bool(own) and min(own) <= turn <= max(own))
 
 
-def count_gathers(order: GatherOrder, passes: Sequence[Pass], pinned: Collection[int]) -> Gathers:
+def count_gathers(order: GatherOrder, passes: Sequence[Action], pinned: Collection[int]) -> Gathers:
     """What the passes of a step gather, when every module runs in the order of the groups."""
     calls, times = 0, [0] * len(order.buckets)
     live: frozenset[int] = frozenset()

@@ -23,16 +23,20 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
+from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.zero.flat_buckets import FlatBucket
-from engine.zero.gather.gather_schedule import GatherOrder, Pass
+from engine.zero.gather.gather_schedule import GatherOrder
 from engine.zero.gather.unsharded_buckets import UnshardedBuckets
+
+_FORWARD, _BACKWARD = Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0)
+"""Passes that no schedule has announced: the three-call loop has one stage."""
 
 
 class _Walk:
     """A pass under way."""
 
-    def __init__(self, walk: Pass, order: GatherOrder, kept: frozenset[int], pinned: frozenset[int]) -> None:
-        self.direction, self.stage = walk
+    def __init__(self, walk: Action, order: GatherOrder, kept: frozenset[int], pinned: frozenset[int]) -> None:
+        self.is_forward, self.stage = walk.op is Op.FORWARD, walk.stage
         self.positions = order.positions(walk)
         self.kept = kept
         """Buckets that stay whole after the pass."""
@@ -64,7 +68,7 @@ class ParameterGatherer:
         self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.dp
         self._whole = UnshardedBuckets(buckets, comm, self._read)
         self._pass: _Walk | None = None
-        self._to_come: deque[Pass] = deque()
+        self._to_come: deque[Action] = deque()
         self._calls = 0
         self._at: dict[tuple[int, int], int] = {turn: position for position, turn in enumerate(order.turns)}
         self._anywhere = {turn.group: position for position, turn in reversed(list(enumerate(order.turns)))}
@@ -77,7 +81,7 @@ class ParameterGatherer:
 
     # ------------------------------------------------------------------ the passes of a step
 
-    def start(self, passes: Sequence[Pass]) -> None:
+    def start(self, passes: Sequence[Action]) -> None:
         """Announce the passes of a step, so that what the next one begins with is not freed before it."""
         self._refuse_opened()
         self._to_come = deque(passes)
@@ -85,13 +89,13 @@ class ParameterGatherer:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around one forward."""
-        with self._passing(Pass("forward"), Pass("backward") if torch.is_grad_enabled() else None):
+        with self._passing(_FORWARD, _BACKWARD if torch.is_grad_enabled() else None):
             yield
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
         """Around one backward; ``last`` of the step."""
-        with self._passing(Pass("backward"), None if last else Pass("forward")):
+        with self._passing(_BACKWARD, None if last else _FORWARD):
             yield
 
     def end(self) -> None:
@@ -101,7 +105,7 @@ class ParameterGatherer:
         self._whole.free(self._whole.live - self._opened)
 
     @contextmanager
-    def _passing(self, walk: Pass, following: Pass | None) -> Iterator[None]:
+    def _passing(self, walk: Action, following: Action | None) -> Iterator[None]:
         self._refuse_opened()
         if self._to_come:
             walk = self._to_come.popleft()
@@ -112,7 +116,7 @@ class ParameterGatherer:
             with torch.no_grad():
                 self._ask_up_to(1)
                 if now.positions:
-                    first = self._order.everywhere if walk.direction == "forward" else self._order.at_start(walk)
+                    first = self._order.everywhere if walk.op is Op.FORWARD else self._order.at_start(walk)
                     self._whole.show(first)
             yield
             with torch.no_grad():
@@ -139,12 +143,12 @@ class ParameterGatherer:
         position = self._position(group)
         if self._pass is not None and position is not None:
             with torch.no_grad():
-                (self._reach if self._pass.direction == "forward" else self._enter_again)(position, self._pass)
+                (self._reach if self._pass.is_forward else self._enter_again)(position, self._pass)
 
     def leave(self, group: int, outputs: Sequence[Tensor]) -> None:
         """A module of this group has run; ``outputs``, attached to the graph, tell when its backward begins."""
         position = self._position(group)
-        if self._pass is not None and position is not None and self._pass.direction == "forward":
+        if self._pass is not None and position is not None and self._pass.is_forward:
             self._calls += 1
             if not outputs:
                 self._silent.add(position)
@@ -163,7 +167,7 @@ class ParameterGatherer:
         now = self._pass
         if now is None:
             return
-        if now.direction == "forward":  # a backward of the user's own, whose graph the step's may go through again
+        if now.is_forward:  # a backward of the user's own, whose graph the step's may go through again
             if not self._order.members[position] <= self._order.everywhere:
                 self._need_everywhere(self._order.members[position])
             return
@@ -192,7 +196,7 @@ class ParameterGatherer:
         at_once: frozenset[int] = frozenset()
         while index:
             self._ask_up_to(index + 1)
-            silent = now.direction == "backward" and index < len(now.positions) and now.positions[index] in self._silent
+            silent = not now.is_forward and index < len(now.positions) and now.positions[index] in self._silent
             if not silent:
                 break
             self._whole.ask_alike(self._order.members[now.positions[index]])

@@ -24,14 +24,37 @@ _LINES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class StageCost:
-    """One stage on one microbatch; ``CallCost`` says what the parts are."""
+class MicrobatchCost:
+    """What one call of a unit, or all calls of a stage, cost on one microbatch.
+
+    Where nothing was measured, FLOPs take the place of seconds.
+    """
 
     forward_seconds: float
     input_seconds: float
+    """Of the backward up to the gradients of inputs, with all that cannot wait; with recomputation, of that too."""
     weight_seconds: float
+    """Of the weight gradients that can wait: those of linear layers."""
     kept_bytes: int
+    """Activations that stay from forward to backward, without parameters and what depends on the batch alone."""
     left_bytes: int
+    """What stays from there until the weight gradients that can wait are done."""
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.input_seconds + self.weight_seconds
+
+    @classmethod
+    def total(cls, costs: Sequence["MicrobatchCost"]) -> "MicrobatchCost":
+        """The sum."""
+        return cls(
+            forward_seconds=sum(cost.forward_seconds for cost in costs),
+            input_seconds=sum(cost.input_seconds for cost in costs),
+            weight_seconds=sum(cost.weight_seconds for cost in costs),
+            kept_bytes=sum(cost.kept_bytes for cost in costs),
+            left_bytes=sum(cost.left_bytes for cost in costs),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +124,7 @@ class ScheduleDecision:
 
 
 def choose(
-    cuts: Mapping[int, Sequence[StageCost] | str], machine: Machine, kinds: Sequence[str] = PLAIN_FIRST
+    cuts: Mapping[int, Sequence[MicrobatchCost] | str], machine: Machine, kinds: Sequence[str] = PLAIN_FIRST
 ) -> ScheduleDecision:
     """The training schedule that makes a step fastest within the limit. Pure arithmetic, alike on every rank.
 
@@ -128,7 +151,7 @@ def choose(
     return ScheduleDecision(schedule, chosen.virtual_stages, limit, (chosen, *others, *refused))
 
 
-def peak_bytes(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[int, ...]:
+def peak_bytes(schedule: Schedule, stages: Sequence[MicrobatchCost]) -> tuple[int, ...]:
     """Most bytes of activations that each rank holds at once.
 
     F adds what the stage keeps and B frees it; I frees it but for what it leaves to W, which W frees.
@@ -159,16 +182,16 @@ def _refusal(found: Sequence[Tried], machine: Machine, limit: int) -> str:
     )
 
 
-def _usual_bytes(cuts: Mapping[int, Sequence[StageCost] | str], machine: Machine) -> int:
+def _usual_bytes(cuts: Mapping[int, Sequence[MicrobatchCost] | str], machine: Machine) -> int:
     """A tenth more than what 1f1b would hold on its worst rank, with neighbouring stages joined to one a rank."""
     virtual_stages, stages = next((v, stages) for v, stages in sorted(cuts.items()) if not isinstance(stages, str))
     parts = [stages[first : first + virtual_stages] for first in range(0, len(stages), virtual_stages)]
-    joined = [StageCost(0.0, 0.0, 0.0, sum(stage.kept_bytes for stage in part), 0) for part in parts]
+    joined = [MicrobatchCost.total(part) for part in parts]
     return int(_ROOM * max(peak_bytes(make_schedule("1f1b", machine.ranks, machine.microbatches), joined)))
 
 
 def _try(
-    tried: Tried, stages: Sequence[StageCost] | str, machine: Machine, limit: int
+    tried: Tried, stages: Sequence[MicrobatchCost] | str, machine: Machine, limit: int
 ) -> tuple[Tried, Schedule | None]:
     if isinstance(stages, str):
         return replace(tried, refused=stages), None

@@ -8,30 +8,9 @@ Glue is not measured: its FLOPs, and what it saves for its backward, count for t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from engine.parallel.pipeline.partition.auto_schedule import StageCost
+from engine.parallel.pipeline.partition.auto_schedule import MicrobatchCost
 from engine.parallel.trace.model_trace import ModelTrace
-
-
-@dataclass(frozen=True, slots=True)
-class CallCost:
-    """One call of a unit on one microbatch. Unmeasured, FLOPs take the place of seconds."""
-
-    forward_seconds: float
-    input_seconds: float
-    """Of the backward up to the gradients of inputs, with all that cannot wait; with recomputation, of that too."""
-    weight_seconds: float
-    """Of the weight gradients that can wait: those of linear layers."""
-    kept_bytes: int
-    """Activations that stay from forward to backward, without parameters and what depends on the batch alone."""
-    left_bytes: int
-    """What stays from there until the weight gradients that can wait are done."""
-
-    @property
-    def seconds(self) -> float:
-        """Forward and backward."""
-        return self.forward_seconds + self.input_seconds + self.weight_seconds
 
 
 def flops_of_calls(timeline: ModelTrace) -> list[int]:
@@ -56,14 +35,14 @@ def by_call(timeline: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
     return found
 
 
-def flop_costs(timeline: ModelTrace) -> tuple[CallCost, ...]:
+def flop_costs(timeline: ModelTrace) -> tuple[MicrobatchCost, ...]:
     """Costs from shapes alone: FLOPs in place of seconds, and as kept bytes the values that a call reads and makes."""
     made: dict[int, int] = {}
     for value in timeline.values:
         if value.maker == "call":
             made[value.index] = made.get(value.index, 0) + value.bytes
     return tuple(
-        CallCost(flops, flops, flops, kept, kept)
+        MicrobatchCost(flops, flops, flops, kept, kept)
         for index, flops in enumerate(flops_of_calls(timeline))
         for kept in [made.get(index, 0) + values_bytes(timeline, index)]
     )
@@ -74,18 +53,9 @@ def values_bytes(timeline: ModelTrace, call: int) -> int:
     return sum(timeline.values[number].bytes for number in timeline.calls[call].inputs)
 
 
-def stage_costs(stage_of_call: Sequence[int], costs: Sequence[CallCost]) -> tuple[StageCost, ...]:
+def stage_costs(stage_of_call: Sequence[int], costs: Sequence[MicrobatchCost]) -> tuple[MicrobatchCost, ...]:
     """What each stage of a cut costs: the sum over its calls."""
-    stages: list[list[CallCost]] = [[] for _ in range(max(stage_of_call, default=0) + 1)]
+    stages: list[list[MicrobatchCost]] = [[] for _ in range(max(stage_of_call, default=0) + 1)]
     for stage, cost in zip(stage_of_call, costs, strict=True):
         stages[stage].append(cost)
-    return tuple(
-        StageCost(
-            forward_seconds=sum(cost.forward_seconds for cost in calls),
-            input_seconds=sum(cost.input_seconds for cost in calls),
-            weight_seconds=sum(cost.weight_seconds for cost in calls),
-            kept_bytes=sum(cost.kept_bytes for cost in calls),
-            left_bytes=sum(cost.left_bytes for cost in calls),
-        )
-        for calls in stages
-    )
+    return tuple(map(MicrobatchCost.total, stages))

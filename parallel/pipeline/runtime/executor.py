@@ -35,13 +35,15 @@ class RankSchedule(NamedTuple):
     """What one rank does in a step."""
 
     actions: tuple[Action, ...]
+    passes: tuple[Action, ...]
+    """Those that go through the modules of a stage, and so need its parameters."""
     releases: tuple[tuple[int, ...], ...]
     """Before each action, which earlier ones have sent what is let go now."""
 
 
 def rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
     """The row of one rank."""
-    return RankSchedule(schedule.per_rank[rank], releases(schedule)[rank])
+    return RankSchedule(schedule.per_rank[rank], schedule.passes(rank), releases(schedule)[rank])
 
 
 class StageMicrobatch(NamedTuple):

@@ -121,6 +121,10 @@ class Schedule:
         pairs = sorted((stage, rank) for rank, stages in enumerate(self.stages_of_rank) for stage in stages)
         return tuple(rank for _, rank in pairs)
 
+    def passes(self, rank: int) -> tuple[Action, ...]:
+        """The actions of a rank that go through the modules of a stage; weight gradients that waited do not."""
+        return tuple(action for action in self.per_rank[rank] if action.op is not Op.BACKWARD_WEIGHT)
+
     @cached_property
     def _split(self) -> frozenset[tuple[int, int]]:
         inputs = (action for row in self.per_rank for action in row if action.op is Op.BACKWARD_INPUT)

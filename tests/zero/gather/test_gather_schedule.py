@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.zero.gather.gather_schedule import EVERYWHERE, GatherOrder, Pass, count_gathers, gather_order
+from engine.parallel.pipeline.schedule.actions import Action
+from engine.zero.gather.gather_schedule import EVERYWHERE, GatherOrder, count_gathers, gather_order
 from engine.zero.layout import Item, Turn, build_layout
 
-F, B = Pass("forward"), Pass("backward")
+F, B = Action.parse("0F0"), Action.parse("0B0")
 
 
 def order_of(*users: tuple[int | Turn, ...], frozen: tuple[int, ...] = (), fed: bool = False) -> GatherOrder:
@@ -28,7 +29,7 @@ def names(order: GatherOrder, indices: frozenset[int]) -> set[str]:
     return {slot.name for index in indices for slot in order.buckets[index].slots}
 
 
-def times(order: GatherOrder, *passes: Pass, pinned: frozenset[int] = frozenset()) -> tuple[int, dict[str, int]]:
+def times(order: GatherOrder, *passes: Action, pinned: frozenset[int] = frozenset()) -> tuple[int, dict[str, int]]:
     """Calls, and by name how often a bucket is gathered."""
     found = count_gathers(order, passes, pinned)
     return found.calls, {bucket.slots[0].name: n for bucket, n in zip(order.buckets, found.times, strict=True)}
@@ -96,7 +97,7 @@ USERS = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(USERS, st.lists(st.sampled_from((F, B)), min_size=1, max_size=8))
 def test_no_more_is_whole_than_a_group_and_what_is_shared(
-    users: list[tuple[int | Turn, ...]], passes: list[Pass]
+    users: list[tuple[int | Turn, ...]], passes: list[Action]
 ) -> None:
     order = order_of(*users, fed=True)
     for bucket, spec in enumerate(order.buckets):

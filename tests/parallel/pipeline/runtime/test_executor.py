@@ -229,7 +229,7 @@ def test_receives_are_offered_early_and_sends_waited_for_when_they_are_released(
 
     play, timeline, _, _ = prepared("decoder", 3)
     actions = one_f_one_b(3, 3).per_rank[1]
-    Executor(transport).run(RankSchedule(actions, ((), (), (0,), (), (1,), (2,))), Job())
+    Executor(transport).run(RankSchedule(actions, actions, ((), (), (0,), (), (1,), (2,))), Job())
     assert log.events == [
         "offer 0 from 0", "offer 1 from 0", "arrived 0", "F0", "send 0 to 2",
         "offer 2 from 2", "arrived 1", "F1", "send 1 to 2",
