@@ -30,6 +30,7 @@ from engine.planning.profile_calls import Costs, needs_profiling
 from engine.program.batch import Batch
 from engine.program.loss import LossFunction
 from engine.reporting.banner import banner_text
+from engine.resources import EngineResources
 from engine.step.runtime import RankRuntime
 from engine.zero.optim.sharded_optimizer import OptimizerFactory
 
@@ -65,20 +66,25 @@ def initialize(
     resolved = load_config(config, world.size)
     made = make_model(model, resolved.seed, world.device)
     request = Request(loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=lr_scheduler, example_batch=example_batch)
+    resources = EngineResources()
+    resources.add(request.patches.remove)
     try:
-        return _initialize(made, resolved, request, world)
+        return _initialize(made, resolved, request, world, resources)
     except BaseException:
-        request.patches.remove()
+        resources.close()
         raise
 
 
-def _initialize(model: nn.Module, config: Config, request: Request, world: World) -> Engine:
+def _initialize(model: nn.Module, config: Config, request: Request, world: World, resources: EngineResources) -> Engine:
     files = model_files(model)
     prepare(model, config, request)
     request = replace(request, changes=change_forwards(model, config, world.device, request.patches))
     waits = needs_example(config) and request.example_batch is None
     known = None if waits or needs_profiling(config) else plan_run(model, config, request, request.example_batch)
     comm = _open_comm(config, world)
+    resources.add(comm.close)
+    coordinator = CheckpointCoordinator(model, config, comm, world.device, files)
+    resources.add(coordinator.release)
 
     def complete(example: Batch, problem: Exception | None = None) -> RankRuntime:
         joined = _Joined(model=model, config=config, request=request, comm=comm, device=world.device)
@@ -88,7 +94,7 @@ def _initialize(model: nn.Module, config: Config, request: Request, world: World
             logger.info(banner_text(plan, str(world.device)))
         return runtime
 
-    engine = Engine(model, config, comm, complete, CheckpointCoordinator(model, config, comm, world.device, files))
+    engine = Engine(model, config, comm, complete, coordinator, resources)
     if not waits:
         engine.complete(request.example_batch)
     return engine

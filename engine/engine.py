@@ -27,6 +27,7 @@ from engine.program.batch import Batch, join_outputs
 from engine.reporting.banner import compare_traffic
 from engine.reporting.sinks import StepReporter
 from engine.reporting.step_report import StepReport
+from engine.resources import EngineResources
 from engine.step.batch_check import take_batch
 from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
@@ -40,11 +41,18 @@ BuildRuntime = Callable[[Batch, Exception | None], RankRuntime]
 class Engine:
     """A model on its grid. Made by :func:`engine.initialize`; a context manager that closes itself.
 
-    Where a plan needs to see a batch and none was given, the parts are built when the first one comes.
+    Where a plan needs to see a batch and none was given, the parts are built when the first one comes. An engine that
+    is dropped without ``close`` gives back the same when it is collected.
     """
 
     def __init__(
-        self, model: nn.Module, config: Config, comm: Comm, build: BuildRuntime, coordinator: CheckpointCoordinator
+        self,
+        model: nn.Module,
+        config: Config,
+        comm: Comm,
+        build: BuildRuntime,
+        coordinator: CheckpointCoordinator,
+        resources: EngineResources,
     ) -> None:
         self._model, self._config, self._comm = model, config, comm
         self._grid, self._device = comm.grid, coordinator.device
@@ -52,7 +60,8 @@ class Engine:
         self._built: RankRuntime | None = None
         self._update = Update(config, comm, self._device)
         self._reports = StepReporter(config, comm, self._device)
-        self._checkpoints = coordinator
+        self._checkpoints, self._resources = coordinator, resources
+        resources.add(self._reports.close)
 
     def complete(self, example: Batch, problem: Exception | None = None) -> None:
         """Build what is missing, for microbatches like ``example``. Collective; ``initialize`` calls it.
@@ -62,6 +71,7 @@ class Engine:
         if self._built is None:
             entries = state_entries(self._model)
             self._built = self._build(example, problem)
+            self._resources.add(self._built.close)
             self._runner = StepRunner(self._model, self._built, self._update, self._checkpoints)
             self._checkpoints.built(self._built, self._update, entries)
 
@@ -312,13 +322,16 @@ class Engine:
 
         Classes, attributes and hooks of the model's modules are then what they were before ``initialize``; parameters
         keep what this rank holds: shards where they are sharded, placeholders for what other stages hold.
-        The process group itself lives until the interpreter exits: other engines may use it.
+        Groups are destroyed on this rank, whenever others do it. The process group itself lives until the interpreter
+        exits: other engines may use it.
+
+        An engine that is dropped instead is closed when Python collects it, except that nobody waits for the checkpoint
+        under way: it is written to its end in its thread.
         """
-        self._reports.close()
-        if self._built is not None:
-            self._built.close()
-        self._comm.close()
-        self._checkpoints.close()  # last: raises where a save has failed and that stops the run
+        try:
+            self._checkpoints.close()  # raises where a save has failed and that stops the run
+        finally:
+            self._resources.close()
 
     def __enter__(self) -> Self:
         return self

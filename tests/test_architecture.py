@@ -1,6 +1,7 @@
 """The rules of the house that a machine can check: direction of imports, one door, sizes, names, one import name."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.architecture_page import PAGE, path_of, rendered
 from tests.structure import LAYERS, ROOT, Structure, cycles
 
 ORDERS: Mapping[str, tuple[str, ...]] = {
@@ -338,3 +340,23 @@ except engine.ConfigError as error:
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------------ docs/architecture.md
+
+
+def test_the_page_of_the_architecture_is_current(structure: Structure) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert rendered(text, structure) == text, "python -m tests.architecture_page --write"
+
+
+def test_the_page_names_the_orders_and_the_layers_of_patches() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for folder, order in ORDERS.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{path_of(folder)}` |"))
+        named = [room.strip() for room in line.split("|")[2].split(",")]
+        assert named == [room for room in order if room in named], folder
+    layers = re.findall(
+        r"^    ([A-Z0-9]+) = \d+$", (ROOT / "parallel/model/forward_patch.py").read_text(), re.MULTILINE
+    )
+    assert re.findall(r"^\| ([A-Z0-9]+) \|", text, re.MULTILINE) == [layer for layer in layers if layer != "PARAMETERS"]

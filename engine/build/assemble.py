@@ -51,7 +51,7 @@ from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optim.sharded_optimizer import OptimizerFactory, ShardedOptimizer, check_elementwise
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
-from engine.zero.reduce.reducer import Reducer
+from engine.zero.reduce.reducer import Reducer, ReducerSetup
 from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
 from engine.zero.reduce.step_reducer import GradientReducer
 
@@ -202,11 +202,12 @@ def _rounding(plan: Plan, tp: int) -> RoundedUpdates:
 
 
 def _reducer(model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket]) -> Reducer:
-    config, wire, sums = plan.config, plan.precision.wire, PartialSums(plan.table, comm)
+    config = plan.config
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    setup = ReducerSetup(buckets, trained, comm, plan.precision.wire, PartialSums(plan.table, comm))
     if reduces_each_microbatch(config):
-        return MicrobatchReducer(buckets, trained, comm, wire, config.accumulation, sums)
-    return GradientReducer(buckets, trained, comm, wire, config.zero_optimization.stage > 0, sums)
+        return MicrobatchReducer(setup, config.accumulation)
+    return GradientReducer(setup, scatter=config.zero_optimization.stage > 0)
 
 
 def _gatherer(

@@ -1,4 +1,4 @@
-"""SIGTERM as a wish: the run ends after its step, with a checkpoint, on all ranks together."""
+"""Graceful preemption: after SIGTERM the run finishes its step, saves a checkpoint and exits on all ranks together."""
 
 import os
 import signal
@@ -8,16 +8,18 @@ from types import FrameType
 from typing import Any
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""What a shell reports of a process that SIGTERM has ended."""
-ONE_WISH_SECONDS = 3.0
-"""Signals within this time are one wish: schedulers send SIGTERM to all processes of a job, and torchrun, which gets it
-too, sends it to its own once more."""
+"""The exit status that a shell reports for a process ended by SIGTERM."""
+ONE_REQUEST_SECONDS = 3.0
+"""Signals within this time count as one request: schedulers send SIGTERM to all processes of a job, and torchrun, which
+receives it too, forwards it to its own processes."""
 
 
 class StopSignal:
-    """Notes the first SIGTERM; another one that comes later ends the process as it always did.
+    """Records the first SIGTERM; a later one ends the process as if no handler were installed.
 
-    Several may be there, one over the other, for several engines: all of them hear the signal.
+    Several engines may stack their handlers; each of them receives the signal. A handler that is removed is taken out
+    from under the others, except by a thread other than the main one, which cannot set handlers: the handler then
+    passes signals on until the one above it is removed.
     """
 
     def __init__(self) -> None:
@@ -31,13 +33,13 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self._active or os.getpid() != self._process:  # removed from under another one; a forked child
+        if not self._active or os.getpid() != self._process:  # removed while another handler was on top; a forked child
             self._pass_on(number, frame)
         elif not self.asked:
             self.asked, self._first = True, now
-            if isinstance(getattr(self._before, "__self__", None), StopSignal):
+            if _owner(self._before) is not None:
                 self._pass_on(number, frame)
-        elif now - self._first > ONE_WISH_SECONDS:
+        elif now - self._first > ONE_REQUEST_SECONDS:
             self.remove()
             signal.raise_signal(number)
 
@@ -49,17 +51,36 @@ class StopSignal:
             signal.raise_signal(number)
 
     def give_up(self) -> None:
-        """The ranks do not meet any more and no step will end: SIGTERM acts as it did, also one that has come."""
+        """Restore SIGTERM's effect, also for a signal already received: no step will end, since ranks cannot meet."""
         self.remove()
         if self.asked and not self._active:
             signal.raise_signal(signal.SIGTERM)
 
     def remove(self) -> None:
-        """Put back what was there, unless another handler has come over this one."""
-        if self._active and threading.current_thread() is threading.main_thread():
-            self._active = False
-            if signal.getsignal(signal.SIGTERM) == self._note:
-                signal.signal(signal.SIGTERM, self._default())
+        """Note no more signals: put back what was there, or let the handler that has come over this one pass it by."""
+        if not self._active:
+            return
+        self._active = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        top = signal.getsignal(signal.SIGTERM)
+        if top == self._note:
+            signal.signal(signal.SIGTERM, self._default())
+            return
+        above = _owner(top)
+        while above is not None and _owner(above._before) is not self:
+            above = _owner(above._before)
+        if above is not None:
+            above._before = self._before
 
     def _default(self) -> Any:
-        return self._before if self._before is not None else signal.SIG_DFL
+        """What was there before, without handlers that were removed."""
+        below = self._before
+        while (owner := _owner(below)) is not None and not owner._active:
+            below = owner._before
+        return below if below is not None else signal.SIG_DFL
+
+
+def _owner(handler: Any) -> StopSignal | None:
+    found = getattr(handler, "__self__", None)
+    return found if isinstance(found, StopSignal) else None

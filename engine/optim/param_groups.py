@@ -1,4 +1,4 @@
-"""Optimizer groups by name pattern: which parameter is updated with which options."""
+"""Optimizer groups by name pattern: assigns options to parameters."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,13 +14,13 @@ from engine.zero.optim.sharded_optimizer import GroupOptions
 def assign_groups(
     model: nn.Module, config: OptimizerConfig | None
 ) -> tuple[Mapping[str, int], tuple[GroupOptions, ...]]:
-    """The group index of every trainable parameter, by its first name, and the options of each group.
+    """Return the group index of every trainable parameter, by its first name, and the options of each group.
 
-    ``optimizer.groups`` are tried in order, the first match wins; ``no_weight_decay`` then takes the decay
-    away. A pattern may name any alias of a tied parameter. Groups are numbered by their first parameter.
+    ``optimizer.groups`` are tried in order, and the first match wins; ``no_weight_decay`` then removes the decay. A
+    pattern may match any alias of a tied parameter. Groups are numbered by their first parameter.
 
     Raises:
-        ConfigError: a pattern that matches no trainable parameter.
+        ConfigError: a pattern matches no trainable parameter.
     """
     config = config or OptimizerConfig()
     names = _names(model)

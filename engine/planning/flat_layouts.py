@@ -94,17 +94,17 @@ def _items(rows: Sequence[ShardRow], where: tuple[int, int], precision: Precisio
         if row.trainable or (users.gathers is not None and dtype in SHARDED_DTYPES):
             items.append(
                 Item(
-                    row.name,
-                    row.local_shape(tp),
-                    str(dtype).removeprefix("torch."),
-                    row.group,
-                    row.counted(pp, tp),
-                    row.owners if row.trainable and len(row.owners) > 1 else (),
-                    row.trainable and row.partial,
-                    users.turns(row, pp),
-                    row.trainable,
-                    users.stages(row, pp),
-                    row.copies(tp) if pp == row.owners[0] else (),
+                    name=row.name,
+                    shape=row.local_shape(tp),
+                    dtype=str(dtype).removeprefix("torch."),
+                    group=row.group,
+                    counted=row.counted(pp, tp),
+                    ties=row.owners if row.trainable and len(row.owners) > 1 else (),
+                    partial=row.trainable and row.partial,
+                    gathers=users.turns(row, pp),
+                    trainable=row.trainable,
+                    stages=users.stages(row, pp),
+                    copies=row.copies(tp) if pp == row.owners[0] else (),
                 )
             )
     return items

@@ -49,7 +49,7 @@ from engine.zero.layout import FlatLayout
 from engine.zero.optim.sharded_optimizer import GroupOptions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Grid, shard table, flat layouts, cut, schedule and budgets of one run."""
 
@@ -204,10 +204,22 @@ def build_plan(config: Config, wish: PlanRequest) -> Plan:
     notes = [*_notes(model, config, precision), *sight.notes]
     users = Users(schedule.stages_of_rank, sight.cut, sight.timeline, gathers)
     return Plan(
-        config, table, flat_layouts(table, config, precision, users), groups, precision, schedule,
-        None if wish.own_optimizer else _moments(config), tuple(notes),
-        sight.tensor, sight.timeline, sight.cut, sight.traffic, gathers, sight.decision, wish.replacements,
-    )  # fmt: skip
+        config=config,
+        table=table,
+        layouts=flat_layouts(table, config, precision, users),
+        groups=groups,
+        precision=precision,
+        schedule=schedule,
+        moments=None if wish.own_optimizer else _moments(config),
+        notes=tuple(notes),
+        tensor=sight.tensor,
+        timeline=sight.timeline,
+        cut=sight.cut,
+        tensor_traffic=sight.traffic,
+        gather_groups=gathers,
+        decision=sight.decision,
+        replacements=wish.replacements,
+    )
 
 
 def _division(config: Config, sight: Analysis, schedule: Schedule) -> Division:

@@ -1,23 +1,29 @@
-"""The processes of a job: who this one is, how it joins the others, and how it leaves.
+"""The processes of a job: which one this is, how it joins the others, and how it leaves.
 
-One of three files that talk to ``torch.distributed``; it makes the process group and sends nothing.
+One of three files that use ``torch.distributed``; it creates and destroys process groups and sends nothing.
 """
 
 import atexit
+import logging
 import os
-from collections.abc import Callable
+from _thread import start_new_thread
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Lock
 
 import torch
 import torch.distributed as dist
 
 from engine.errors import GridError, first_line
 
+logger = logging.getLogger("trine")
+
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The processes of this job, before any grid is laid over them."""
+    """This process among the processes of the job, before a grid is laid over them."""
 
     rank: int
     size: int
@@ -31,7 +37,7 @@ def _end_process_group() -> None:
 
 
 def read_world() -> World:
-    """Find out who we are without communicating: from the process group, torchrun's variables, or alone.
+    """Find this rank and its device without communicating: from the process group or torchrun's variables, else alone.
 
     Raises:
         GridError: torchrun's variables are incomplete, or there are more local ranks than GPUs.
@@ -45,12 +51,12 @@ def read_world() -> World:
     if present and len(present) < len(_RENDEZVOUS):
         missing = ", ".join(name for name in _RENDEZVOUS if name not in os.environ)
         raise GridError(
-            f"{', '.join(present)} is set but {missing} is not: all four of {', '.join(_RENDEZVOUS)} make a "
-            "distributed job and none makes a single process; start with torchrun."
+            f"{', '.join(present)} is set and {missing} is missing: a distributed job needs all four of "
+            f"{', '.join(_RENDEZVOUS)}, a single process none of them; start with torchrun."
         )
     rank, size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
     if rank >= size:
-        raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}; ranks count from 0: let torchrun set both.")
+        raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}, since ranks count from 0; let torchrun set both.")
     local_rank = _variable("LOCAL_RANK", rank)
     return World(rank, size, local_rank, _device(local_rank, shared=False))
 
@@ -71,16 +77,16 @@ def _device(local_rank: int, shared: bool) -> torch.device:
     gpus = torch.cuda.device_count()
     if local_rank >= gpus and not shared:
         raise GridError(
-            f"local rank {local_rank} has no GPU of its own, this node has {gpus}; start at most {gpus} processes "
-            "here, or set CUDA_VISIBLE_DEVICES='' to run on the CPU."
+            f"local rank {local_rank} has no GPU of its own, because this node has {gpus}; start at most {gpus} "
+            "processes here, or set CUDA_VISIBLE_DEVICES='' to run on the CPU."
         )
     return torch.device("cuda", local_rank % gpus)
 
 
 def open_world(world: World) -> None:
-    """Start the process group that ``read_world`` described; at the exit of the interpreter it is ended.
+    """Start the process group that ``read_world`` described; it ends when the interpreter exits.
 
-    The time-out of the rendezvous and of every collective is ``TRINE_TIMEOUT_SECONDS`` (600).
+    ``TRINE_TIMEOUT_SECONDS`` (default 600) is the timeout of the rendezvous and of every collective.
 
     Raises:
         GridError: the other ranks cannot be reached; names the address and the network interface.
@@ -103,22 +109,87 @@ def open_world(world: World) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise _rendezvous_failure(world, seconds, error) from error
-    atexit.register(_end_process_group)  # not with an engine: others may live in this process
+    atexit.register(_end_process_group)  # at exit and not with an engine: a process may have several engines
+
+
+class OwnedGroups:
+    """The process groups that one part of an engine makes; ``close`` destroys them on this rank.
+
+    With gloo each rank destroys a group alone. The destructor waits for collectives that are still queued, so that one
+    which another rank never joins would hold it up until its timeout.
+
+    With NCCL torch documents ``destroy_process_group`` as a call that all ranks make in the same order, when no work is
+    pending: NCCL frees a communicator once all of its ranks on the node have asked for it.
+
+    So a thread destroys the groups, the newest first, and ``close`` waits for it for a few seconds. Every group is
+    destroyed where all ranks close, at whatever time. Where another rank closes much later or never, this one goes on,
+    and what is left ends with that rank or with the process.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[dist.ProcessGroup] = []
+        self._process = os.getpid()
+        atexit.register(self._made.clear)  # a group that outlives the process group aborts the interpreter at its exit
+
+    def open(
+        self, ranks: Sequence[int] | None = None, backend: str | None = None, timeout: timedelta | None = None
+    ) -> dist.ProcessGroup | None:
+        """Make the group of ``ranks`` (None: of all); all ranks of the world call it. None where this rank is outside.
+
+        Groups are numbered: torch names those of a ``DeviceMesh`` with NCCL after how many there are, which is not the
+        same on all ranks, and not unique, once groups are destroyed.
+        """
+        made = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=timeout)
+        if not isinstance(made, dist.ProcessGroup):
+            return None
+        self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        """Destroy the groups; the owner has let go of them. A second call does nothing."""
+        atexit.unregister(self._made.clear)
+        if not self._made or os.getpid() != self._process:  # in a forked child they are the parent's
+            return
+        groups, ended = self._made.copy(), Lock()
+        self._made.clear()
+        ended.acquire()
+        # threading.Thread takes locks, which the garbage collector may find taken when it closes a dropped engine
+        start_new_thread(_destroy, (groups, ended))
+        ended.acquire(timeout=_DESTROY_SECONDS)
+
+
+_DESTROY_SECONDS = 5.0
+"""How long to wait for groups to end: they take milliseconds with gloo, up to a second with NCCL."""
+
+
+def _destroy(groups: list[dist.ProcessGroup], ended: Lock) -> None:
+    """Destroy ``groups``, the last first, and drop the references to them, which ends their threads."""
+    try:
+        while groups:
+            group = groups.pop()
+            try:
+                with suppress(ValueError):  # the whole process group was destroyed before
+                    dist.destroy_process_group(group)
+            except RuntimeError as error:
+                logger.warning("a process group was not destroyed: %s", first_line(error))
+            del group
+    finally:
+        ended.release()
 
 
 def timeout_seconds() -> int:
-    """How long anything between ranks may take: ``TRINE_TIMEOUT_SECONDS``, 600 without."""
+    """Timeout of any communication between ranks: ``TRINE_TIMEOUT_SECONDS``, by default 600."""
     return _variable("TRINE_TIMEOUT_SECONDS", 600)
 
 
 def shares_memory() -> bool:
-    """Whether ranks of one host may communicate by memory that they share: ``TRINE_SHARED_MEMORY``, 0 for no."""
+    """True if ranks of one host may communicate through shared memory; ``TRINE_SHARED_MEMORY=0`` forbids it."""
     return _variable("TRINE_SHARED_MEMORY", 1) != 0
 
 
 def leave_traceback(main: Callable[[], None]) -> None:
-    """Run ``main``; under torchrun, whose summary ends the output of a job that failed, it ends with the traceback."""
-    from torch.distributed.elastic.multiprocessing.errors import record  # only who has a main pays for it
+    """Run ``main`` so that torchrun's summary of a failed job ends with this process's traceback."""
+    from torch.distributed.elastic.multiprocessing.errors import record  # slow to import, and only needed here
 
     record(main)()
 

@@ -1,6 +1,6 @@
-"""Names of modules and parameters, and patterns over them.
+"""Names of modules and parameters, and patterns that match them.
 
-A pattern is one of ``fnmatch`` over whole names: ``*`` stands for anything and also crosses dots.
+A pattern is an ``fnmatch`` pattern over whole names: ``*`` matches any characters, including dots.
 """
 
 import re
@@ -14,10 +14,11 @@ _NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
 
 
 _LISTED = 8
+"""Most names of the model that an error lists."""
 
 
 def is_inside(name: str, module: str) -> bool:
-    """Whether ``name`` is ``module`` or lies in it; everything lies in the model itself, whose name is empty."""
+    """True if ``name`` is ``module`` or inside it; everything is inside the model itself, whose name is empty."""
     return not module or name == module or name.startswith(f"{module}.")
 
 
@@ -32,17 +33,17 @@ def refuse_unmatched(
     """Refuse patterns that match none of ``names``.
 
     Args:
-        given: (where the user has written it, pattern).
-        kind: what the names are names of, such as "module".
+        given: (place in the user's configuration, pattern).
+        kind: the kind of thing that the names denote, such as "module".
 
     Raises:
-        EngineError: of the class ``error``; names all such patterns, and names that are near.
+        EngineError: of the class ``error``; names all such patterns and the most similar names.
     """
     idle = [(where, glob) for where, glob in given if not any(fnmatchcase(name, glob) for name in names)]
     if not idle:
         return
     known = list(dict.fromkeys(map(starred, names)))
     near = dict.fromkeys(name for _, glob in idle for name in get_close_matches(glob, known, 3, 0.4))
-    hint = f"near names are {', '.join(near)}" if near else f"the model has {', '.join(known[:_LISTED]) or 'none'}"
+    hint = f"similar names are {', '.join(near)}" if near else f"the model has {', '.join(known[:_LISTED]) or 'none'}"
     patterns = "; ".join(f"{where}: {glob!r}" for where, glob in idle)
     raise error(f"{patterns} matches no {kind}; {hint}; a pattern matches whole names, and * stands for anything.")

@@ -161,7 +161,8 @@ def test_sharding_needs_an_optimizer_that_works_element_by_element(stage: int) -
     start = lambda: engine.initialize(models.decoder(), settings, optimizer=lambda p: WholeMatrix(p, lr=0.1))  # noqa: E731
     assert message(start, engine.ConfigError) == (
         "optimizer WholeMatrix is given parts of parameters by zero_optimization.stage 1 or more, which needs an "
-        "optimizer that works element by element: leave that out, or set `elementwise = True` on its class if it does."
+        "optimizer that works element by element: choose another optimizer, or set `elementwise = True` on its class "
+        "if it does."
     )
 
 
@@ -212,7 +213,7 @@ def test_scheduler_that_needs_a_metric() -> None:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
     text = message(lambda: engine.initialize(models.decoder(), CONFIG, lr_scheduler=plateau), engine.ConfigError)
-    assert text.startswith("lr_scheduler gives a ReduceLROnPlateau, which needs a metric at each step")
+    assert text.startswith("lr_scheduler returned a ReduceLROnPlateau, which needs a metric at each step")
 
 
 def test_bad_loss_given_to_backward_opens_no_step() -> None:

@@ -110,12 +110,12 @@ WRONG_SIZES: list[tuple[int, dict[str, Any], str]] = [
      "the whole model: 1, 2, 4."),
     (3, {"pipeline": 3}, "parallel.pipeline cuts the model into 3 stages, but its forward calls only 2 blocks"),
     (2, {"pipeline": 2, "split": ["blocks.7"]},
-     "parallel.split: 'blocks.7' is no unit that the forward calls; near names are blocks."),
+     "parallel.split: the forward calls no unit 'blocks.7'; similar names are blocks."),
     (2, {"pipeline": 2, "split": ["blocks.1", "norm"]},
-     "parallel.split names 2 calls, but 2 stages begin at 1; name the call that starts each stage but the first."),
+     "parallel.split names 2 calls, but 2 stages need 1; name the call that starts each stage but the first."),
     (3, {"pipeline": 3, "split": ["blocks.1", "blocks.0"]},
-     "parallel.split: 'blocks.0' does not come after the one before it; name calls in the order"),
-    (2, {"pipeline": 2, "split": ["tokens"]}, "parallel.split: 'tokens' is the first call of all; name calls in the"),
+     "parallel.split: 'blocks.0' does not come after the entry before it; name calls in the order"),
+    (2, {"pipeline": 2, "split": ["tokens"]}, "parallel.split: 'tokens' is the first call of the forward; name"),
     (2, {"tensor": 2, "tensor_plan": {"*.queri": "column", "*.output": "row"}},
      "parallel.tensor_plan: '*.queri' matches no module and no parameter; "),
 ]  # fmt: skip
@@ -214,9 +214,9 @@ def test_schedules_that_do_not_exist(alone: Callable[..., str], seen: bool, tmp_
     assert file(b"0F0 0F1 0F2 0F3\n1F0 1F1 1F2 1F3\n").startswith(
         "schedule FILE has 2 lines and 4 microbatches, and no backward; this run needs"
     )
-    assert file(b"0F0 0X0\n1F0 1B0\n").startswith("FILE, line 1: '0X0' is no action; write stage, F, B, I or W,")
+    assert file(b"0F0 0X0\n1F0 1B0\n").startswith("FILE, line 1: '0X0' is not an action; write stage, F, B, I or W,")
     assert file(b"").startswith("schedule FILE over 0 stages and 0 microbatches is empty;")
-    assert file(b"\xff\xfe\x00").startswith("schedule FILE is no text; give a file of actions")
+    assert file(b"\xff\xfe\x00").startswith("schedule FILE is not a text file; give a file of actions")
 
 
 def test_a_schedule_of_two_stages_without_a_pipeline(alone: Callable[..., str], tmp_path: Path) -> None:
@@ -232,13 +232,13 @@ def test_a_schedule_of_two_stages_without_a_pipeline(alone: Callable[..., str], 
 WRONG_PLANS: list[tuple[Mapping[str, str], str]] = [
     (WRITTEN, f"tensor = 3 neither divides nor is a multiple of {HEADS}.query;"),
     ({"blocks.*.upp": "column"},
-     "parallel.tensor_plan: 'blocks.*.upp' matches no module and no parameter; near names are blocks.*.up"),
+     "parallel.tensor_plan: 'blocks.*.upp' matches no module and no parameter; similar names are blocks.*.up"),
     ({"blocks.*.up": "column", "*.up": "row"}, "blocks.0.up is given two styles, 'column' by 'blocks.*.up' and 'row'"),
     ({"blocks.*.up": "columm"}, "parallel.tensor_plan has the style 'columm', in which 'columm' is not understood;"),
     ({"blocks.*.up": "column rows:0-64/64-128", "blocks.*.down": "row"},
-     "the style 'column rows:0-64/64-128' of blocks.0.up lists rows of 2 tensor ranks, but tensor is 3; write the"),
+     "the style 'column rows:0-64/64-128' of blocks.0.up lists rows for 2 tensor ranks, but tensor is 3; list the"),
     ({"blocks.*.up": "column rows:0-64/64-100/0-1", "blocks.*.down": "row"},
-     "the rows of the style 'column rows:0-64/64-100/0-1' of blocks.0.up are not the 128 that it has; give every row"),
+     "the rows in the style 'column rows:0-64/64-100/0-1' of blocks.0.up must be exactly its 128 rows; give every row"),
 ]  # fmt: skip
 
 

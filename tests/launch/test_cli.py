@@ -17,7 +17,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 def test_shipped_configs_are_right(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = "8" if path.name.startswith("dp2_tp2_pp2") else "4"
     assert main(["check", str(path), "--world", ranks]) == 0
-    assert f"{path} is right for {ranks} ranks" in capsys.readouterr().out
+    assert f"{path} is valid for {ranks} ranks" in capsys.readouterr().out
 
 
 def test_all_mistakes_are_printed_and_the_status_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

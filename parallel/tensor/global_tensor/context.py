@@ -1,4 +1,4 @@
-"""What all views of a cut model share: the axis, what has entered, what was noted."""
+"""What all global tensors of a model share: the axis, the rules, tensors that have entered, records for the plan."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager

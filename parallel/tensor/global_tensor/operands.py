@@ -1,10 +1,13 @@
-"""What an operation reads: the part of each operand that this rank needs, aligned at the last dims.
+"""The shard of each operand that this rank needs for an operation; shapes are aligned at the last dims.
 
-View                             its local, or the piece of it that is asked for
-Parameter                        its piece; the gradient is noted as partial
-plain, needs a gradient          f: the gradient is summed over the ranks, once for all uses of the object
-plain, one dim cut into blocks   its slice: the gradient is gathered, half the bytes
-plain, needs none                its piece
+    global tensor                           its local shard, or the slice of it that is needed
+    parameter                               a slice; the gradient is recorded as partial
+    plain, with a gradient                  f: the gradient is summed over the ranks, once for all uses of the object
+    plain, with a gradient, one dim         a slice: the gradient is gathered, half the bytes of a sum
+        sharded in blocks
+    plain, without a gradient               a slice
+
+A parameter that plain code uses as well counts as plain.
 """
 
 from collections.abc import Sequence

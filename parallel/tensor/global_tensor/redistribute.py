@@ -84,7 +84,7 @@ def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
 
 
 def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
-    """A plain tensor [B, S, H] as a view cut along S, as ``add_rows`` gives it; any other tensor as it is."""
+    """A plain tensor [B, S, H] as a global tensor sharded along S, as after ``add_rows``; other tensors unchanged."""
     if context.axis.size == 1 or x.ndim != 3 or x.shape[-2] % context.axis.size:
         return x
     return cut_rows(context, slice_of(x, context.axis, x.ndim - 2, COLUMN_INPUTS), tuple(x.shape))

@@ -1,9 +1,11 @@
-"""Carry a tensor plan out on a model, and put the parts of a parameter together again.
+"""Apply a tensor plan to a model in place, and assemble full parameters from their shards.
 
-Parameters that a module's code sees as views: with the whole shape, while this rank holds a part.
+    parameters    get the data of this rank's shard; the objects, their names and ties stay
+    layers        change their class to a sharded one (``layers.linear``, ``layers.vocab_parallel``)
+    shown         the style "view": code that reads ``self.weight`` gets a global tensor with the full shape
 
-The parameter stays where it is registered, so that optimizers, hooks and checkpoints find it. What the code reads
-as ``self.weight`` is made anew at each reading, since ZeRO-3 swaps the memory of a parameter between uses.
+A shown parameter stays registered where it is, so that optimizers, hooks and checkpoints find it. The global tensor is
+made at each read, because ZeRO-3 swaps the memory of a parameter between uses.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -52,12 +54,12 @@ _CONFIG = "config."
 
 
 def local_shard(full: Tensor, cut: ParameterCut, index: int) -> Tensor:
-    """What tensor rank ``index`` holds of ``full``: a new contiguous tensor. Inverse: :func:`assemble`."""
+    """The shard of ``full`` on tensor rank ``index``: a new contiguous tensor. Inverse: :func:`assemble`."""
     return local_rows(full, cut.dim, cut.ranges, index)
 
 
 def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
-    """The full tensor from every rank's part, in rank order; of a shared range the first holder's is taken."""
+    """The full tensor from every rank's shard, in rank order; a shared range is taken from its first holder."""
     taken = [0] * len(parts)
     pieces: dict[int, Tensor] = {}
     for piece in cut.ranges:
@@ -72,10 +74,10 @@ def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
 def apply_plan(
     model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches, already_cut: Collection[str] = ()
 ) -> GlobalTensorContext:
-    """Cut ``model`` in place to what this rank holds of it. Nothing is communicated.
+    """Shard ``model`` in place for this rank. Nothing is communicated.
 
-    Parameter objects stay and get new, smaller data, so that ties, optimizers and hooks hold; state-dict names
-    stay too. Works on the meta device. ``already_cut``: parameters that hold their part.
+    Parameter objects stay and get new, smaller data, so that ties, optimizers and hooks hold; state-dict names stay
+    too. Works on the meta device. ``already_cut``: parameters whose data is the shard already.
     """
     parameters = dict(model.named_parameters())
     installer = _Installer(model, plan, axis, patches)
@@ -86,7 +88,8 @@ def apply_plan(
 
 
 def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches) -> GlobalTensorContext:
-    """The same without content, for a run on shapes: no memory is taken, and ``patches`` put the weights back too."""
+    """:func:`apply_plan` without content, for a run on shapes: no memory is allocated, and ``patches`` restore the
+    weights."""
 
     def blank(name: str, full: Tensor, cut: ParameterCut) -> Tensor:
         shape = list(full.shape)
@@ -103,7 +106,7 @@ def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: 
 
 
 def _whole_shape(parameter: Tensor, cut: ParameterCut) -> tuple[int, ...]:
-    """Also of one that holds its part already."""
+    """The full shape of a parameter, whether it holds the full tensor or its shard."""
     shape = list(parameter.shape)
     shape[cut.dim] = max(piece.stop for piece in cut.ranges)
     return tuple(shape)
@@ -141,7 +144,7 @@ class _Installer:
             setattr(owner, attribute, change.value)
 
     def show(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Let code see the parameters that a plan shows as views."""
+        """Replace the attributes of parameters with the style "view" by properties that read global tensors."""
         wholes = {id(parameters[name]): name for name in self.plan.shown}
         parents: dict[int, nn.Module] = {}
         for path, module in self.modules.items():
@@ -192,7 +195,8 @@ class _Installer:
         return self.regions.setdefault(cut.region, Region(self.axis, self.context))
 
     def _swap(self, module: nn.Module, kind: LayerKind) -> None:
-        """Make the module's class one of ours and its own. A plain library layer becomes our public class."""
+        """Change the module's class to a sharded one derived from its own; plain library layers become our public
+        classes."""
         own = type(module)
         layer, public, library = _CLASSES[kind]
         if (kind, own) not in self.classes:
@@ -211,13 +215,13 @@ _CLASSES: Mapping[LayerKind, tuple[type[nn.Module], type[nn.Module], type[nn.Mod
         "experts": (ExpertsLayer, ExpertsLayer, ExpertsLayer),
     }
 )
-"""(what is mixed in, the public class, the library class that it replaces)."""
+"""For each kind (the mixin, our public class, the library class that the public class replaces)."""
 
 
 def shown_class(
     own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tuple[int, ...]]], context: GlobalTensorContext
 ) -> type:
-    """A subclass of ``own`` whose attributes named in ``cuts`` (with their whole shapes) are views."""
+    """A subclass of ``own`` whose attributes named in ``cuts`` (sharding, full shape) read as global tensors."""
     properties = {name: _shown(name, cut, shape, context) for name, (cut, shape) in cuts.items()}
     return type(f"Shown{own.__name__}", (own,), properties)
 

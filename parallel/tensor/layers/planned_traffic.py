@@ -1,13 +1,10 @@
-"""What the sharded layers of a model send, found from one run of the cut model on shapes.
+"""The bytes that a tensor plan makes a rank send, counted from runs of the model on shapes.
 
-While the pipeline's probe runs the model, it is cut to the shapes that a rank holds, over an axis that communicates
-nothing and tells what it would have sent; every collective of a backward is told in the forward that asks for it.
-Recomputation repeats the collectives of a forward as far as it goes.
-
-What becomes of the logits after the head, found by doing it again on shapes.
-
-The glue that touches logits runs once more on meta tensors, by the rules that the run itself follows, over an axis
-that notes what it is asked to send. So the budget and the run cannot differ in a rule.
+layers    the tracer runs the model with the shapes that one rank holds, over a dry axis that reports every
+          collective; collectives of backward are reported by the forward that causes them. Recomputation
+          repeats the collectives of a forward up to the last tensor that backward needs.
+logits    the glue operations after the head run once more on meta tensors, under the same rules as in training,
+          so that the traffic of the loss is counted by the code that causes it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,17 +39,17 @@ class Sent:
     """One collective of a forward and its backward."""
 
     module: str
-    """The innermost module that was running, or the last one that had run."""
+    """The innermost running module; outside all modules the one that ran last."""
     what: Expected
     repeated: bool = False
-    """Recomputation of its block makes it once more."""
+    """Whether recomputation of the module's block repeats it."""
 
 
 class TrafficRecorder:
-    """Runs a model as a plan cuts it, on shapes, and notes what it would send.
+    """Runs a model as a plan shards it, on shapes, and records what it would send.
 
-    ``recomputed``: modules whose activations are recomputed, by name. Recomputation stops when the last tensor
-    that backward needs is there, so a collective of a forward is repeated only if something after it saves one.
+    ``recomputed``: modules whose activations are recomputed, by name. Recomputation stops at the last tensor that
+    backward needs, so a collective is repeated only if a tensor is saved after it.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan, recomputed: Mapping[str, nn.Module], tp: int) -> None:
@@ -64,40 +61,40 @@ class TrafficRecorder:
         self._last = ""
         self._saved = 0
         self._pending: list[tuple[int, int]] = []
-        """(index of a collective, tensors saved until then) inside the running recomputed module."""
+        """(index of a collective, number of tensors saved before it) in the running recomputed module."""
         self._partial: set[int] = set()
 
     @property
     def sent(self) -> tuple[Sent, ...]:
-        """Of the last run, in its order."""
+        """The collectives of the last run, in order."""
         return tuple(self._sent)
 
     @property
     def read_outside(self) -> tuple[str, ...]:
-        """Cut parameters that code outside their modules reads."""
+        """Names of sharded parameters that code outside their modules reads."""
         return tuple(self._reads.names)
 
     @property
     def partial(self) -> frozenset[str]:
-        """Whole parameters that met cut activations: each rank has a part of their gradient."""
+        """Names of replicated parameters that met sharded activations, so that each rank has a partial gradient."""
         return frozenset(name for name, p in self._model.named_parameters() if id(p) in self._partial)
 
     @property
     def used_both_ways(self) -> frozenset[str]:
-        """Those that met whole activations too, in code that no style speaks of."""
+        """Names of replicated parameters that met sharded and full activations, in code that no style covers."""
         both = self._partial & self._reads.plain
         names = (name for name, p in self._model.named_parameters() if id(p) in both)
         return frozenset(names) - self._plan.partial
 
     @property
     def used_one_way(self) -> frozenset[str]:
-        """Those that met no whole activations."""
+        """Names of replicated parameters that met sharded activations only."""
         one = self._partial - self._reads.plain
         return frozenset(name for name, p in self._model.named_parameters() if id(p) in one)
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """Inside, the model has the shapes that a tensor rank holds."""
+        """Inside the context, the model has the shapes that a tensor rank holds."""
         patches = ForwardPatches()
         context = apply_shapes(self._model, self._plan, self._axis, patches)
         try:
@@ -108,7 +105,7 @@ class TrafficRecorder:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Around one run of the model; an earlier one is forgotten."""
+        """A context around one run of the model; records of an earlier run are discarded."""
         self._sent.clear()
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
@@ -126,7 +123,7 @@ class TrafficRecorder:
                 self._running.clear()
 
     def _note(self, what: Expected) -> None:
-        if what.label == LOGITS:  # of shapes only: what becomes of logits is seen afterwards
+        if what.label == LOGITS:  # an artefact of the dry run; find_logit_use counts what happens to logits
             return
         if not what.backward:
             self._pending.append((len(self._sent), self._saved))
@@ -154,7 +151,7 @@ class TrafficRecorder:
 
 
 def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> dict[int, Tally]:
-    """What each call of the timeline makes a tensor rank send for one microbatch, forward and backward."""
+    """The traffic of a tensor rank for one microbatch, forward and backward, for each call of the timeline."""
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(timeline.calls):
         calls.setdefault(call.unit, []).append(index)
@@ -173,17 +170,19 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> di
 
 @dataclass(frozen=True, slots=True)
 class LogitUse:
-    """What a tensor rank sends for the logits of one microbatch, and for whom they are whole."""
+    """The traffic of a tensor rank for the logits of one microbatch, and the functions that need the full logits."""
 
     sent: tuple[Expected, ...]
     gathers: tuple[str, ...]
-    """Function, file and line."""
+    """Function, file and line of each gather."""
     unknown: tuple[str, ...] = ()
-    """The same of what could not be replayed, with the reason: what its results send is not in ``sent``."""
+    """Function, file and line of each operation that could not be replayed, with the reason: what its results send is
+    missing in ``sent``."""
 
 
 def loss_traffic(use: LogitUse, tp: int) -> Tally:
-    """What becomes of the logits after the head: a vocabulary-parallel loss, or a gather by whoever needs all."""
+    """The traffic of the logits after the head: a vocabulary-parallel loss, or a gather for functions that need them
+    all."""
     return Tally([_traffic(sent.label, sent.op, sent.bytes, tp) for sent in use.sent])
 
 
@@ -192,7 +191,7 @@ def _traffic(label: str, op: Op, payload: int, tp: int) -> Traffic:
 
 
 def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
-    """Replay the glue of ``timeline`` that reads what the heads of ``plan`` give."""
+    """Replay the glue of ``timeline`` that reads the outputs of the heads of ``plan``."""
     told: list[Expected] = []
     axis = DryAxis(tp, told.append)
     logits = {number: _wrap(timeline, number, size, axis) for number, size in _made_by_heads(plan, timeline)}
@@ -211,9 +210,9 @@ def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
 
 
 def _made_by_heads(plan: TensorPlan, timeline: ModelTrace) -> Iterator[tuple[int, int]]:
-    """(value, rows of the vocabulary) of every output of a head, or of a unit that holds one and passes it on."""
+    """(value, vocabulary size) for each output of a head, or of a unit that holds a head and returns its logits."""
     kinds = {name: cut.kind for name, cut in plan.layers.items() if cut.kind in ("head", "embedding")}
-    tables = (plan.parameters.get(f"{name}.weight") for name in kinds)  # a tied one goes by its first name
+    tables = (plan.parameters.get(f"{name}.weight") for name in kinds)  # a tied table is listed by its first name
     sizes = {max(piece.stop for piece in table.ranges) for table in tables if table}
     heads = [name for name, kind in kinds.items() if kind == "head"]
     for call in timeline.calls:
@@ -232,7 +231,11 @@ def _wrap(timeline: ModelTrace, number: int, size: int, axis: TensorAxis) -> Sha
 
 
 def _replay(glue: Glue, timeline: ModelTrace, logits: dict[int, ShardedLogits]) -> str:
-    """Run one operation; what of its results is cut is added to ``logits``. Why that is not known, if it is not."""
+    """Run one glue operation; those of its results that are still sharded are added to ``logits``.
+
+    Returns:
+        Why it is not known which results are sharded, in one line; empty if it is known.
+    """
     problem = ""
     outputs = [leaf.value if isinstance(leaf, FromValue) else None for leaf in glue.output.leaves]
     made = [timeline.values[number] for number in glue.makes]
@@ -241,7 +244,7 @@ def _replay(glue: Glue, timeline: ModelTrace, logits: dict[int, ShardedLogits]) 
         assert glue.function is not None
         try:
             found = tree_flatten(call_user_code(glue.function, args, kwargs))[0]
-        except Exception as error:  # a shape that depends on content, or a function that meta tensors do not have
+        except Exception as error:  # the shape depends on content, or the function has no meta implementation
             if is_own_mistake(error):
                 raise
             source = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedLogits))
@@ -263,7 +266,7 @@ def _of_shape(source: ShardedLogits, shape: tuple[int, ...]) -> ShardedLogits:
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Sample | FreeTensor)  # tuples, which are no structure here
+    return isinstance(leaf, Sample | FreeTensor)  # named tuples, which tree functions would otherwise open
 
 
 def _stand_in(leaf: Any, logits: dict[int, ShardedLogits]) -> Any:

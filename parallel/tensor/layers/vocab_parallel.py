@@ -1,8 +1,8 @@
-"""Embedding and head with the vocabulary cut over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
+"""Embedding and head with the vocabulary sharded over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-Vocabularies that the axis does not divide are cut into pieces of nearly equal size; nothing is padded.
+A vocabulary that the axis does not divide is sharded almost evenly; nothing is padded.
 
-Shape suffixes: V the vocabulary, W this rank's part of it, D width.
+Shape suffixes: V the vocabulary, W this rank's shard of it, D width.
 """
 
 from typing import Any
@@ -25,17 +25,18 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class EmbeddingLayer(nn.Module):
-    """Ids int64 [..], whole -> vectors [.., D], whole and equal on all ranks; under sequence parallelism cut along it.
+    """Ids int64 [..], full -> vectors [.., D], full and equal on all ranks, or sharded along the sequence.
 
-    Each rank looks up the rows that it holds and gives zero for the rest; one all-reduce over "tp", label
-    "embedding". The layer's own forward runs on local ids, so it may scale what it finds.
+    Each rank looks up the rows that it holds and returns zero for the others; one all-reduce over "tp" (a
+    reduce-scatter under sequence parallelism), label "embedding". The layer's own forward runs on local ids, so it may
+    scale the vectors.
     """
 
     tensor_vocabulary: Vocabulary
     tensor_views: GlobalTensorContext
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up, blank what others hold, sum."""
+        """Look up local rows, zero those of other ranks, sum."""
         vocabulary = self.tensor_vocabulary
         local = ids - vocabulary.start
         elsewhere = (local < 0) | (local >= vocabulary.width)
@@ -46,17 +47,17 @@ class EmbeddingLayer(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """x [.., D], whole -> logits [.., V] as :class:`ShardedLogits`.
+    """x [.., D], full -> logits [.., V] as :class:`ShardedLogits`.
 
-    Forward communicates nothing; backward sums the gradient of x over "tp", label "column inputs". In a dry run
-    the logits are a plain tensor of the whole shape.
+    Forward communicates nothing; backward sums the gradient of x over "tp", label "column inputs". In a dry run the
+    logits are a plain tensor of the full shape.
     """
 
     tensor_vocabulary: Vocabulary
     tensor_owned: bool
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """This rank's columns, behind the face of all."""
+        """Compute this rank's columns of the logits and wrap them as sharded logits."""
         vocabulary = self.tensor_vocabulary
         axis = vocabulary.axis
         plain = [self] if self.tensor_owned else []
@@ -66,7 +67,7 @@ class HeadLayer(nn.Module):
         return ShardedLogits.wrap(logits_W, vocabulary)
 
     def entrance(self, x_D: Tensor) -> tuple[Tensor, Entrance]:
-        """What this rank has of x, and how all of it comes here."""
+        """This rank's x, which may be a shard of the sequence, and the entrance that makes it full."""
         dim = None
         if type(x_D) is GlobalTensor:
             dim = stream_dim(x_D)
@@ -83,10 +84,10 @@ class HeadLayer(nn.Module):
 
 
 class VocabularyEmbedding(EmbeddingLayer, nn.Embedding):
-    """An ``nn.Embedding`` that holds this rank's part of the rows; sizes are given for the whole.
+    """An ``nn.Embedding`` that holds this rank's rows; the arguments are full sizes.
 
     Raises:
-        PlanError: ``max_norm`` or another option that needs all rows at once; fewer rows than ranks.
+        PlanError: ``max_norm`` or another option that needs all rows at once.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, axis: TensorAxis, **options: Any) -> None:
@@ -98,7 +99,7 @@ class VocabularyEmbedding(EmbeddingLayer, nn.Embedding):
 
 
 class VocabularyHead(HeadLayer, nn.Linear):
-    """An ``nn.Linear`` from a width to the logits of a vocabulary; sizes are given for the whole."""
+    """An ``nn.Linear`` from a width to the logits of a vocabulary; the arguments are full sizes."""
 
     def __init__(self, in_features: int, vocabulary: int, bias: bool = False, *, axis: TensorAxis) -> None:
         super().__init__(in_features, vocabulary, bias)
@@ -108,7 +109,7 @@ class VocabularyHead(HeadLayer, nn.Linear):
 
 
 def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: GlobalTensorContext | None = None) -> None:
-    """Give an already cut embedding its vocabulary and its local sizes."""
+    """Give an already sharded embedding its vocabulary and its local sizes."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_views = context or global_context(vocabulary.axis)  # type: ignore[assignment]
     module.num_embeddings = vocabulary.width  # type: ignore[assignment]
@@ -119,7 +120,7 @@ def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: Global
 
 
 def prepare_head(module: nn.Module, vocabulary: Vocabulary) -> None:
-    """Give an already cut head its vocabulary and its local sizes."""
+    """Give an already sharded head its vocabulary and its local sizes."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_owned = has_plain_forward(module)  # type: ignore[assignment]
     if is_conv1d(module):

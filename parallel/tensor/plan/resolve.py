@@ -1,10 +1,8 @@
-"""A tensor plan from styles that the user gives: which layers are cut, which part of every parameter a rank holds.
+"""From ``parallel.tensor_plan`` to a tensor plan: the user's styles, or the path of a JSON file with them.
 
-A plan is data, made from names and shapes alone (a model on the meta device will do) and the same on every rank.
-``install`` carries it out; the shard table takes its ranges from it. Where the user says "auto", it is found instead:
-``auto``.
-
-From ``parallel.tensor_plan`` to a style for each module.
+A plan is data. It is made from names and shapes alone, so a model on the meta device will do, and it is the same on
+every rank. ``layers.apply_plan`` applies it to a model, and the shard table takes its ranges from it. For the setting
+"auto" the plan is searched instead: ``auto``.
 """
 
 import json
@@ -22,13 +20,13 @@ from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 
 
 def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int, sequence: bool = False) -> TensorPlan:
-    """The plan for ``tp`` tensor ranks; reads names, shapes and attributes, communicates nothing.
+    """The plan for ``tp`` tensor ranks; reads names, shapes and attributes, and communicates nothing.
 
     ``setting`` is ``parallel.tensor_plan``: a mapping {name pattern: style}, or the path of a JSON file with one;
-    ``styles`` has the language.
+    ``plan.styles`` defines the language.
 
     Raises:
-        ConfigError: the file cannot be read as such a mapping.
+        ConfigError: the file does not hold such a mapping.
         PlanError: the plan does not fit the model, or the model does not fit ``tp``; the sizes that fit are named.
     """
     source, patterns = read_setting(setting)
@@ -41,10 +39,10 @@ EXAMPLE = '{"*.query": "column", "*.output": "row"}'
 
 
 def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
-    """(where it comes from, style by pattern).
+    """(source of the plan, style by pattern).
 
     Raises:
-        ConfigError: a file that holds no such mapping.
+        ConfigError: the file does not hold such a mapping.
     """
     return ("parallel.tensor_plan", setting) if not isinstance(setting, str) else (setting, _read_file(setting))
 
@@ -59,17 +57,20 @@ def _read_file(path: str) -> Patterns:
             f"parallel.tensor_plan = {path!r} cannot be read ({reason}); give a JSON file with {EXAMPLE}."
         ) from error
     if not (isinstance(found, dict) and found and all(isinstance(style, str) for style in found.values())):
-        raise ConfigError(f"parallel.tensor_plan = {path!r} holds no object of styles; write it as {EXAMPLE}.")
+        raise ConfigError(
+            f"parallel.tensor_plan = {path!r} must hold a JSON object from name patterns to styles; write it as "
+            f"{EXAMPLE}."
+        )
     return found
 
 
 def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
-    """The style of each module or parameter that a pattern names, by its first name.
+    """The style of each module or parameter that a pattern matches, by its first name.
 
-    A pattern that names modules means those; only one that names none is looked for among the parameters.
+    A pattern is matched against modules first, and against parameters only if it matches no module.
 
     Raises:
-        PlanError: a pattern that names nothing, two styles for one module, a style that is none.
+        PlanError: a pattern that matches nothing, two styles for one module, or an invalid style.
     """
     first: dict[int, str] = {}
     names = {
@@ -92,7 +93,7 @@ def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
             other, before = chosen.setdefault(first_name, (pattern, style))
             if before != style:
                 raise PlanError(
-                    f"{first_name} is given two styles, {before.text!r} by {other!r} and {text!r} by {pattern!r}; a "
-                    "module has one: narrow one of the patterns."
+                    f"{first_name} is given two styles, {before.text!r} by {other!r} and {text!r} by {pattern!r}, but "
+                    "takes only one; narrow one of the patterns."
                 )
     return {name: style for name, (_, style) in chosen.items()}

@@ -99,7 +99,7 @@ def test_parameter_that_later_inputs_take_to_whole_activations(run_ranks: RunRan
     build, batches = partial(text_and_picture, "whole"), sometimes_pictures()
     said = run_ranks(refuse, 2 * stages, build, config, batches)
     assert len(set(said)) == 1
-    assert "'norm.weight' is used on whole activations with these inputs" in said[0]
+    assert "'norm.weight' is used on full activations with these inputs" in said[0]
 
 
 def spectral() -> nn.Module:

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.errors import EngineError
-from engine.parallel.tensor.global_tensor.fallback import rule_name
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, follow_grad, like
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets, held_once
 from engine.parallel.tensor.global_tensor.operands import broadcast_operands, fit, part
 from engine.parallel.tensor.global_tensor.redistribute import full
+from engine.parallel.trace.torch_function import function_name
 
 if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
@@ -124,12 +124,12 @@ def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args:
     """
     if type(target) is not GlobalTensor:
         raise NoRuleError("a plain tensor is written")
-    check_memory(target, rule_name(func))
+    check_memory(target, function_name(func))
     tensors = _tensors(args, kwargs)
     for tensor in tensors:
         if torch.broadcast_shapes(tensor.shape, target.full) != target.full:  # type: ignore[no-untyped-call]
             raise NoRuleError("more than is written")
-    others = [_fit(context, tensor, target.sets, rule_name(func)) for tensor in tensors]
+    others = [_fit(context, tensor, target.sets, function_name(func)) for tensor in tensors]
     out = _call(func, (target, *args), kwargs, [target.local, *others])
     if out is target.local:
         follow_grad(target)

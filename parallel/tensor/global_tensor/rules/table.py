@@ -27,6 +27,7 @@ from engine.parallel.tensor.global_tensor.rules import (
     slicing,
 )
 from engine.parallel.tensor.tp_axis import TensorAxis
+from engine.parallel.trace.torch_function import getter
 
 _ELEMENTWISE = """
     abs absolute acos add addcdiv addcmul angle arccos arcsin arctan asin atan atan2 bitwise_and bitwise_not
@@ -68,23 +69,18 @@ def _in_functional(*names: str) -> Iterator[Any]:
                 yield found
 
 
-def _get(name: str) -> Any:
-    """The question for an attribute of a tensor."""
-    return getattr(Tensor, name).__get__
-
-
 def _answered() -> Iterator[tuple[TensorRule, Any]]:
     asked = "is_floating_point is_complex is_signed element_size get_device result_type is_contiguous is_inference"
     yield from ((metadata.of_part, function) for function in _named(*asked.split()))
     for name in "itemsize is_meta is_sparse layout is_quantized is_cpu is_nested".split():  # noqa: SIM905
-        yield metadata.of_part, _get(name)
+        yield metadata.of_part, getter(name)
     likes = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
     news = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
     yield from ((metadata.blank, function) for function in _named(*likes, *news))
     yield metadata.size_of, torch.numel
     yield metadata.strides, Tensor.stride
-    yield metadata.gradient, _get("grad")
-    yield from ((metadata.part_of, function) for function in (*_named("detach"), _get("data")))
+    yield metadata.gradient, getter("grad")
+    yield from ((metadata.part_of, function) for function in (*_named("detach"), getter("data")))
     yield from ((metadata.tell_part, function) for function in (Tensor.retain_grad, Tensor.requires_grad_))
     yield metadata.register_hook, Tensor.register_hook
 
@@ -129,8 +125,8 @@ def _shaped() -> Iterator[tuple[TensorRule, Any]]:
     ):
         yield from ((rule, function) for function in _named(*names))
     yield slicing.split, torch.functional.split
-    yield shapes.last_two, _get("mT")
-    yield shapes.reversed_dims, _get("T")
+    yield shapes.last_two, getter("mT")
+    yield shapes.reversed_dims, getter("T")
 
 
 def _multiplied() -> Iterator[tuple[TensorRule, Any]]:

@@ -1,0 +1,33 @@
+"""What an engine holds of its process and of the user's model, and when it gives that back."""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+
+
+class EngineResources:
+    """Closes what an engine owns: patches of the model, logs, signal handlers, process groups, shared memory.
+
+    ``close`` does it, or the collection of the engine, which alone refers to this object.
+
+    What is closed refers to the user's model, and the model may refer to the engine. ``weakref.finalize``, which holds
+    its callback outside of the engine, would keep both alive; with ``__del__`` the garbage collector finds the cycle.
+    """
+
+    def __init__(self) -> None:
+        self._closers = ExitStack()
+        self._process = os.getpid()
+
+    def add(self, close: Callable[[], object]) -> None:
+        """Own something; ``close``, which may be called again, gives it back without waiting for other ranks."""
+        self._closers.callback(close)
+
+    def close(self) -> None:
+        """Give everything back, the newest first, also what is left when one of them raises."""
+        self._closers.close()
+
+    def __del__(self) -> None:
+        """Close; not in a forked child, whose parent still uses everything, nor when the interpreter ends."""
+        if not sys.is_finalizing() and os.getpid() == self._process:
+            self.close()
