@@ -133,7 +133,7 @@ def _look(
 
 
 def _prove(config: Config, wish: PlanRequest, tensor: TensorPlan) -> tuple[str, ...]:
-    """Prove styles that the user has written, since those that were found have been proven; what is not proven."""
+    """Prove a written plan (a plan that was found has been proven); returns notes on what is not proven."""
     if config.parallel.tensor_plan == "auto":
         return ()
     if not config.parallel.verify_plan:
@@ -142,14 +142,14 @@ def _prove(config: Config, wish: PlanRequest, tensor: TensorPlan) -> tuple[str, 
 
 
 def _not_followed(config: Config, tensor: TensorPlan | None) -> tuple[str, ...]:
-    """Notes on the proof of the plan of a model that cannot be followed."""
+    """Notes on the proof of a tensor plan, for a model that cannot be followed."""
     if tensor is None or config.parallel.tensor_plan == "auto":
         return tensor.notes if tensor is not None else ()
     return ("parallel.tensor_plan is not proven, because the model cannot be followed",)
 
 
 def _ran_on_zeros(timeline: ModelTrace) -> tuple[str, ...]:
-    """Whether the plan rests on zeros where content decides on a shape or a branch, as a note."""
+    """A note if zeros have decided on a shape or a branch in the trace."""
     if not timeline.on_zeros:
         return ()
     first: dict[str, OnZeros] = {}

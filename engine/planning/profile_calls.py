@@ -177,7 +177,7 @@ class _Measuring:
             call, left = calls[group[0]], end - perf_counter()
             try:
                 cost = self._measure(call, given[group[0]], left / (len(members) - number))
-            except Exception as error:  # whatever a unit does that is not in its place
+            except Exception as error:  # the unit's own code may raise anything outside its model; a note says it
                 if is_own_mistake(error):
                     raise
                 self.failed[call.unit] = first_line(error)

@@ -1,8 +1,8 @@
-"""The proof of a tensor plan that the user has written: each kind of block alone, cut, against the whole block.
+"""The proof of a tensor plan that the user has written: each kind of block alone, sharded, against the full block.
 
-    find     the distinct blocks of the model, by what they are and what they are called with
-    prove    a float64 copy of each with random content under its styles, once for each set of styles
-    say      what could not be proven, a sentence each: the plan is then used as it is written
+    find     distinct blocks of the model, by their class, sizes and arguments
+    prove    a float64 copy of each with random content, once for each set of styles that the plan gives to its kind
+    note     each part that could not be proven: the run uses it as it is written
 
 Nothing is communicated. Every rank finds the same.
 """
@@ -33,7 +33,10 @@ _Styles = Mapping[str, Style]
 
 
 def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> tuple[str, ...]:
-    """Prove a plan that the user has written, block by block; a sentence for each part that is not proven.
+    """Prove a plan that the user has written, block by block.
+
+    Returns:
+        One sentence for each part of the plan that is not proven.
 
     Raises:
         PlanError: a block would compute something else; names it, what differs, and its styles.
@@ -49,7 +52,7 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> t
 
 
 def _prove_unit(program: Program, unit: Unit, styles: _Styles, plan: TensorPlan, tp: int) -> Iterator[str]:
-    """Prove each set of styles that blocks alike are given; why, if the block cannot be proven."""
+    """Prove the styles of all blocks of one kind; yields a note if a block of this kind cannot be proven."""
     wanted = _sets_of_styles(unit, styles)
     if not wanted:
         return
@@ -57,12 +60,13 @@ def _prove_unit(program: Program, unit: Unit, styles: _Styles, plan: TensorPlan,
         with exactly():
             block, givens = alone(program, unit)
             truth = BlockReference(block.train(), givens, unit.used)
-    except Exception as error:  # whatever the code of a block does outside the model
+    except Exception as error:  # the block's own code may raise anything outside its model
         if is_own_mistake(error):
             raise
-        names = [name for _, names in wanted for name in names]
+        first, *others = (name for _, names in wanted for name in names)
+        alike = f" (and {len(others)} like it)" if others else ""
         why = f"a copy of it does not run alone: {first_line(error)}"
-        yield f"block {_listed(names)}: its plan is not proven, because {why}"
+        yield f"block {first}{alike}: its plan is not proven, because {why}"
         return
     for inner, names in wanted:
         verdict = truth.prove(cut_model(block, inner, tp, plan.source, plan.sequence), tp)
@@ -75,10 +79,9 @@ def _prove_unit(program: Program, unit: Unit, styles: _Styles, plan: TensorPlan,
 
 
 def _sets_of_styles(unit: Unit, styles: _Styles) -> list[tuple[_Styles, list[str]]]:
-    """(styles by name in the block, the blocks alike that have them); blocks without a style need no proof.
+    """Sets of styles of one kind of block: (style by name in the block, blocks with this set). Empty sets are left out.
 
-    Vocabularies are left out: the logits of a cut head are no part of a block's output, and only the loss knows what
-    to do with them.
+    Vocabularies are left out too: sharded logits are not an output that a block without its loss can be compared by.
     """
     found: list[tuple[_Styles, list[str]]] = []
     for block in unit.alike:
@@ -96,7 +99,7 @@ def _sets_of_styles(unit: Unit, styles: _Styles) -> list[tuple[_Styles, list[str
 
 
 def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
-    """What no proof of a block covers."""
+    """Notes on the styles that no proof of a block covers."""
     blocks = [name for unit in found.units for name in unit.alike]
     cut = {name: style for name, style in styles.items() if style.kind != "replicate"}
     outside = [name for name in cut if not any(is_inside(name, block) for block in blocks)]

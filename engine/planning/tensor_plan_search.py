@@ -115,19 +115,19 @@ def search_conditions(model: nn.Module) -> Iterator[None]:
 
 
 def local_name(unit: str, name: str) -> str:
-    """``name`` as the unit itself would say it; empty for the unit."""
+    """Name inside ``unit`` of something with the name ``name`` in the model; empty for the unit itself."""
     return name[len(unit) + 1 :]
 
 
 @dataclass(frozen=True, slots=True)
 class DistinctUnits:
-    """What a search or a proof begins with."""
+    """The units that a search or a proof covers."""
 
     units: tuple[Unit, ...]
     timeline: ModelTrace
-    """Of the example."""
+    """Trace of the example."""
     notes: tuple[str, ...]
-    """Why units are looked at with one length of text only, if so."""
+    """One sentence if the units are known for one length of text only."""
 
 
 def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
@@ -210,7 +210,7 @@ def _short(example: Batch, rows: int, length: int) -> Batch:
 def _material_of_shorter(
     program: Program, example: Batch, timeline: ModelTrace, tp: int
 ) -> tuple[Material | None, str]:
-    """The same for a shorter text; or why there is none for this text."""
+    """Arguments of the units for a shorter text; or the reason why a text has no shorter one."""
     lengths = [t.shape[1] for _, t in named_tensors(example) if t.ndim >= 2 and not t.is_floating_point()]
     if not lengths:
         return None, ""
@@ -246,7 +246,7 @@ class _Search:
                 block, givens = alone(self.program, unit)
                 patterns = GradientSparsity(block.eval(), givens[0], self._whole(unit), unit.used)
                 truth = BlockReference(block.train(), givens, unit.used)
-        except Exception as error:  # whatever the code of a unit does outside the model; the banner says it
+        except Exception as error:  # the unit's own code may raise anything outside its model; the table says it
             if is_own_mistake(error):
                 raise
             why = f"does not run alone: {first_line(error)}"

@@ -113,7 +113,7 @@ def test_a_block_that_does_not_run_alone_is_said_to_be_unproven() -> None:
     model = Chain(Perceptron(), KnowsItsWeight(), KnowsItsWeight(), KnowsItsWeight())
     plan = planned(model, STYLES)
     why = "its plan is not proven, because a copy of it does not run alone: not alone"
-    note = f"block layers.1, layers.2 and 1 more: {why}"
+    note = f"block layers.1 (and 2 like it): {why}"
     assert note in plan.notes and f"  note       {note}" in banner_text(plan, "cpu").splitlines()
 
 
