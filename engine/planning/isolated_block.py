@@ -1,4 +1,4 @@
-"""One unit of a model outside it: a copy with random content that computes as it will in the run.
+"""One unit of a model outside it: a copy with random content, in float64 or computing as it will in the run.
 
 The copy has memory of its own, on the device of the run and in its dtypes. What a unit reads beside its own
 parameters and what it is given is not there: ``reads_elsewhere`` says of a call whether it does.
@@ -25,6 +25,7 @@ from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.torch_checkpoint import open_checkpoints
 from engine.parallel.model.user_code import call_user_code
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
+from engine.parallel.tensor.auto.coupled_parameters import Given
 from engine.parallel.trace.model_trace import Arguments, Call, Sample
 from engine.precision.dtypes import Precision
 from engine.precision.fp32_modules import keep_in_fp32
@@ -68,7 +69,7 @@ class IsolatedBlock:
         selective: Selective | None = None,
     ) -> None:
         self._device = device
-        self._module = copy_block(model, name, precision, device)
+        self._module = _copy_block(model, name, precision, device)
         patches = self._patches = ForwardPatches()
         self._waiting = SplitBackward(self._module, patches)
         islands = [path for path in precision.kept.modules if is_inside(path, name)]
@@ -154,7 +155,7 @@ class _Given:
     """What depends on the batch alone."""
 
     def __post_init__(self) -> None:
-        self.args, self.kwargs = pytree.tree_map(self._fill, self.arguments, is_leaf=is_sample)
+        self.args, self.kwargs = pytree.tree_map(self._fill, self.arguments, is_leaf=_is_sample)
 
     def _fill(self, leaf: Any) -> Any:
         if isinstance(leaf, Sample):
@@ -173,7 +174,7 @@ def reads_elsewhere(model: nn.Module, call: Call, arguments: Arguments) -> bool:
     """Whether a call reads parameters of other units, or values that are not among its arguments."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     known: set[int | str] = {names[id(parameter)] for parameter in model.get_submodule(call.unit).parameters()}
-    leaves = pytree.tree_leaves(arguments, is_leaf=is_sample)
+    leaves = pytree.tree_leaves(arguments, is_leaf=_is_sample)
     known |= {leaf.source for leaf in leaves if isinstance(leaf, Sample)}
     return not known.issuperset((*call.parameters, *call.inputs))
 
@@ -227,16 +228,51 @@ def _shapes(arguments: Arguments) -> object:
             return tuple(leaf.shape), leaf.dtype
         return leaf if isinstance(leaf, _PLAIN) else type(leaf)
 
-    leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_sample)
+    leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_sample)
     return str(spec), tuple(map(describe, leaves))
 
 
-def is_sample(node: object) -> bool:
+def _is_sample(node: object) -> bool:
     """Whether a node of a call's arguments stands for a tensor."""
     return isinstance(node, Sample)
 
 
-def copy_block(model: nn.Module, name: str, precision: Precision, device: torch.device) -> nn.Module:
+def float64_block(
+    model: nn.Module, name: str, precision: Precision, calls: Sequence[Arguments]
+) -> tuple[nn.Module, list[Given]]:
+    """A copy of unit ``name`` in float64 with random parameters, and what its ``calls`` are given, with content.
+
+    Raises:
+        PlanError: a closure over the model runs in place of the forward of one of its modules.
+    """
+    block = _copy_block(model, name, precision, torch.device("cpu")).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            scale = 0.1 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise * scale + (1.0 if parameter.dim() < 2 else 0.0))
+            parameter.requires_grad_(True)
+    return block, [_float64_content(arguments, generator) for arguments in calls]
+
+
+def _float64_content(arguments: Arguments, generator: torch.Generator) -> Given:
+    def fill(leaf: Any) -> Any:
+        if isinstance(leaf, Sample):
+            if not leaf.dtype.is_floating_point:
+                return torch.zeros(leaf.shape, dtype=leaf.dtype)
+            content = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+            return content.requires_grad_(leaf.grad)
+        if isinstance(leaf, Tensor):
+            tensor = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.detach().cpu()
+            return tensor.double() if tensor.is_floating_point() else tensor.clone()
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    args, kwargs = pytree.tree_map(fill, arguments, is_leaf=_is_sample)
+    return args, kwargs
+
+
+def _copy_block(model: nn.Module, name: str, precision: Precision, device: torch.device) -> nn.Module:
     """A copy of unit ``name`` on ``device`` that shares nothing with the model; parameters have random content.
 
     Raises:

@@ -17,10 +17,10 @@ from engine.parallel.tensor.plan.resolve import match_styles
 from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.styles import Style
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
+from engine.planning.isolated_block import float64_block
 from engine.planning.tensor_plan_search import (
     DistinctUnits,
     Unit,
-    alone,
     distinct_units,
     local_name,
     search_conditions,
@@ -58,7 +58,7 @@ def _prove_unit(program: Program, unit: Unit, styles: _Styles, plan: TensorPlan,
         return
     try:
         with exactly():
-            block, givens = alone(program, unit)
+            block, givens = float64_block(program.model, unit.name, program.precision, unit.arguments)
             truth = BlockReference(block.train(), givens, unit.used)
     except Exception as error:  # the block's own code may raise anything outside its model
         if is_own_mistake(error):

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils import _pytree as pytree
 
 from engine.errors import PlanError, first_line
 from engine.parallel.model.name_patterns import is_inside, starred
 from engine.parallel.model.side_effects import restoring_state
 from engine.parallel.model.torch_checkpoint import open_checkpoints, spread_checkpoints
 from engine.parallel.model.user_code import is_own_mistake
-from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters, Given, GradientSparsity
+from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters, GradientSparsity
 from engine.parallel.tensor.auto.equivalence import BlockReference, exactly
 from engine.parallel.tensor.auto.search import Decided, Search
 from engine.parallel.tensor.auto.strategies import vocabulary_styles
@@ -33,9 +32,9 @@ from engine.parallel.tensor.global_tensor.redistribute import SequenceError
 from engine.parallel.tensor.plan.resolve import match_styles
 from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
-from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace, Sample
+from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace
 from engine.planning.example_trace import trace_example
-from engine.planning.isolated_block import copy_block, is_sample, signatures
+from engine.planning.isolated_block import float64_block, signatures
 from engine.program.batch import Batch, map_tensors, named_tensors, take_rows
 from engine.program.program import Program
 
@@ -243,7 +242,7 @@ class _Search:
         """Find the styles of one kind of units."""
         try:
             with exactly():
-                block, givens = alone(self.program, unit)
+                block, givens = float64_block(self.program.model, unit.name, self.program.precision, unit.arguments)
                 patterns = GradientSparsity(block.eval(), givens[0], self._whole(unit), unit.used)
                 truth = BlockReference(block.train(), givens, unit.used)
         except Exception as error:  # the unit's own code may raise anything outside its model; the table says it
@@ -316,40 +315,6 @@ class _Search:
             f"{unit.name} ({patterns.width(group.row)} wide); choose a size that fits: {listed}, or give these layers "
             "styles in parallel.tensor_plan."
         )
-
-
-def alone(program: Program, unit: Unit) -> tuple[nn.Module, list[Given]]:
-    """A float64 copy of a unit with random weights, and its arguments with content.
-
-    Raises:
-        PlanError: it reads what is not its own, or a closure runs in place of its forward.
-    """
-    device, model = torch.device("cpu"), program.model
-    block = copy_block(model, unit.name, program.precision, device).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in block.parameters():
-            scale = 0.1 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(noise * scale + (1.0 if parameter.dim() < 2 else 0.0))
-            parameter.requires_grad_(True)
-    return block, [_content(arguments, generator) for arguments in unit.arguments]
-
-
-def _content(arguments: Arguments, generator: torch.Generator) -> Given:
-    def fill(leaf: Any) -> Any:
-        if isinstance(leaf, Sample):
-            if not leaf.dtype.is_floating_point:
-                return torch.zeros(leaf.shape, dtype=leaf.dtype)
-            content = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
-            return content.requires_grad_(leaf.grad)
-        if isinstance(leaf, Tensor):
-            tensor = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.detach().cpu()
-            return tensor.double() if tensor.is_floating_point() else tensor.clone()
-        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-
-    args, kwargs = pytree.tree_map(fill, arguments, is_leaf=is_sample)
-    return args, kwargs
 
 
 def _layer(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Functions along dims: softmax, sum, mean, max ...
+"""Functions along dims: softmax, sum, mean, max and others.
 
-along uncut dims                 on parts
-sum, mean, var over cut dims     each rank sums what it owns, one small all-reduce, label "statistics"; then plain
-others over cut dims             gathered
+along full dims                     on shards
+sum, mean, var over sharded dims    each rank sums the elements that it owns; one small all-reduce, label "statistics"
+others over sharded dims            gathered
 """
 
 import math
@@ -27,21 +27,21 @@ _TopK = type(torch.zeros(1).topk(1))
 
 
 def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
-    """The dims meant, counted from the first one; None and () mean all."""
+    """The dims that ``dim`` means, counted from the front; None and () mean all of them."""
     if dim is None or dim == () or dim == []:
         return tuple(range(x.ndim))
     return tuple(positive_dim(one, x.ndim) for one in (dim if isinstance(dim, tuple | list) else (dim,)))
 
 
 def along(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
-    """Functions that keep the shape, with one dim or several: softmax, cumsum, flip, roll."""
+    """Functions that keep the shape, with one dim or several: softmax, cumsum, flip."""
     if type(input) is not GlobalTensor or any(input.sets[one] is not None for one in dims_of(input, dim)):
         raise NoRuleError("along a cut dim")
     return like(input, func(input.local, dim, *args, **kwargs))
 
 
 def roll(context: "GlobalTensorContext", func: Function, input: Any, shifts: Any, dims: Any = None) -> Any:
-    """Every element at another place of its dim."""
+    """``roll`` along full dims."""
     if dims is None or any(input.sets[one] is not None for one in dims_of(input, dims)):
         raise NoRuleError("along a cut dim")
     return like(input, func(input.local, shifts, dims))
@@ -57,7 +57,7 @@ def corner(context: "GlobalTensorContext", func: Function, input: Any, *args: An
 def pad(
     context: "GlobalTensorContext", func: Function, input: Any, pad: Sequence[int], *args: Any, **kwargs: Any
 ) -> Any:
-    """``F.pad`` of uncut dims; ``pad`` names them from the last one."""
+    """``F.pad`` of full dims; ``pad`` lists them from the last one."""
     grown = list(input.full)
     for place in range(len(pad) // 2):
         dim = input.ndim - 1 - place
@@ -71,7 +71,7 @@ def pad(
 def reduced(
     context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Any:
-    """Functions that take dims away, run on parts: max, argmax, norm, logsumexp, any ... They may return two."""
+    """Reductions that run on shards: max, argmax, logsumexp, any and others. Some return two tensors."""
     if type(input) is not GlobalTensor or isinstance(dim, Tensor):
         raise NoRuleError("of two tensors")
     dims = dims_of(input, dim)
@@ -91,7 +91,7 @@ def vector_norm_rule(
     *args: Any,
     **named: Any,
 ) -> Any:
-    """``torch.norm`` and ``torch.linalg.vector_norm`` over uncut dims."""
+    """``torch.norm`` and ``torch.linalg.vector_norm`` over full dims."""
     keepdim = named.pop("keepdim", bool(args and args[0]))
     dims = dims_of(input, dim)
     if any(input.sets[one] is not None for one in dims) or len(args) > 1:
@@ -100,14 +100,14 @@ def vector_norm_rule(
 
 
 def vector_norm(context: "GlobalTensorContext", func: Function, x: Any, ord: Any = 2, *args: Any, **named: Any) -> Any:
-    """The names of ``torch.linalg``."""
+    """:func:`vector_norm_rule` with the argument names of ``torch.linalg``."""
     return vector_norm_rule(context, func, x, ord, *args, **named)
 
 
 def topk(
     context: "GlobalTensorContext", func: Function, input: Any, k: int, dim: int = -1, *args: Any, **kwargs: Any
 ) -> Any:
-    """``topk`` and ``kthvalue``-like choices of ``k`` along an uncut dim."""
+    """``topk`` along a full dim."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         raise NoRuleError("along a cut dim")
@@ -117,7 +117,7 @@ def topk(
 
 
 def _kept(x: GlobalTensor, dims: Sequence[int], keepdim: bool) -> tuple[tuple[int, ...], Any]:
-    """Full shape and sets without ``dims``."""
+    """Full shape and index sets without ``dims``."""
     places = [one for one in range(x.ndim) if keepdim or one not in dims]
     shape = tuple(1 if one in dims else x.full[one] for one in places)
     return shape, tuple(None if one in dims else x.sets[one] for one in places)
@@ -137,10 +137,10 @@ def total(
 
 
 def summed(x: GlobalTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum over dims of which one is cut, and no other dim is: plain.
+    """The plain sum over ``dims``, one of which is sharded, as is no other dim of ``x``.
 
     Raises:
-        NoRuleError: it is not so.
+        NoRuleError: other dims are sharded.
     """
     context = x.views
     (cut, *others) = [one for one in range(x.ndim) if x.sets[one] is not None]
@@ -160,7 +160,7 @@ def variance(
     keepdim: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """``var`` and ``std``; over a cut dim by two sums, as the difference of squares would lose digits."""
+    """``var`` and ``std``; over a sharded dim by two sums, since the difference of squares would lose digits."""
     correction = kwargs.get("correction")
     if correction is None:
         correction = 1 if unbiased is None or unbiased else 0
@@ -178,7 +178,7 @@ def variance(
 
 
 def mean_and_variance(x: GlobalTensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Mean and mean squared deviation, plain, with dims of one."""
+    """Mean and mean squared deviation, plain, with ``dims`` kept as size one."""
     count = math.prod(x.full[one] for one in dims)
     mean = summed(x, dims, True) / count
     deviation: Any = x - mean
