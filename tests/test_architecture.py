@@ -71,8 +71,6 @@ FILES_IN_A_FOLDER = 12
 
 # (file, function) -> who hears of any exception that this function neither raises nor keeps for a later raise.
 BROAD_HANDLERS = {
-    ("engine/checkpoint/resume.py", "agreed"): "every rank raises the sentence that it makes of it",
-    ("engine/checkpoint/resume.py", "start_weights"): "every rank raises the sentence that it makes of it",
     ("engine/checkpoint/save.py", "_on_first"): "every rank is sent the sentence, and raises it",
     ("engine/checkpoint/save.py", "_report"): "rank 0 is sent the sentence, and every rank raises it",
     ("engine/planning/analysis.py", "_order_of_calls"): "a note of the plan",
@@ -80,6 +78,7 @@ BROAD_HANDLERS = {
     ("engine/planning/tensor_plan_proof.py", "_prove_unit"): "a note of the plan",
     ("engine/planning/tensor_plan_search.py", "_material_of_shorter"): "a note of the plan",
     ("engine/planning/tensor_plan_search.py", "take"): "a reason in the table of the tensor plan",
+    ("parallel/comm/agreement.py", "raise_together"): "every rank raises the sentence that it makes of it",
     ("parallel/kernel_injection/equivalence.py", "agrees"): "nobody: a trial asks whether a module can be replaced",
     ("parallel/tensor/auto/equivalence.py", "_prove"): "the verdict, which is a reason in the table, or a PlanError",
     ("parallel/tensor/layers/planned_traffic.py", "_replay"): "a note of the plan",
