@@ -171,8 +171,8 @@ def test_sequence_that_the_tensor_ranks_cannot_share(alone: Callable[..., str]) 
     ids, targets = pair()
     text = alone(2, Glued(""), {"tensor": 2, "sequence_parallel": True}, (ids[:, :11], targets[:, :11]))
     assert text == (
-        "a sequence of 11 does not divide among 2 tensor ranks, as sequence_parallel wants; pad it to a multiple of 2, "
-        "or switch sequence_parallel off."
+        "a sequence of length 11 does not divide among 2 tensor ranks, as sequence_parallel requires; pad it to a "
+        "multiple of 2, or switch sequence_parallel off."
     )
 
 

@@ -1,12 +1,9 @@
-"""Tensors side by side: cat, stack.
+"""Functions that slice tensors, and functions that concatenate them.
 
-cat([k_0, k_1], dim)   cut along another dim: the same in each
-                       cut along dim: each rank joins what it holds of every piece
-
-Functions that take pieces of a tensor.
-
-qkv.split(C, dim=2)    every rank keeps what it holds of each third
-x[:, -1]               one position of a cut sequence: its holder sends it to all
+qkv.split(C, dim=2)      every rank keeps what it holds of each third
+x[:, -1]                 one position of a sharded sequence: its holder sends it to all ranks
+cat([k_0, k_1], dim)     sharded along another dim: the sharding stays
+                         sharded along dim: each rank concatenates what it holds of every operand
 """
 
 from collections.abc import Iterator
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0, **named: Any) -> Any:
-    """One behind the other along ``dim``."""
+    """``cat`` along ``dim``."""
     dim = named.get("axis", dim)
     tensors = [tensor for tensor in tensors if tensor.ndim > 1 or tensor.shape[0] > 0]  # torch skips empty ones
     dim = positive_dim(dim, tensors[0].ndim)
@@ -47,7 +44,7 @@ def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int =
 
 
 def stack(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """One behind the other along a new dim."""
+    """``stack`` along a new dim."""
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return cat(context, func, [tensor.unsqueeze(dim) for tensor in tensors], dim)
 
@@ -68,7 +65,7 @@ def _along(sets: Sets, dim: int, index: Index | None) -> Sets:
 
 
 def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
-    """A slice of one dim; a single element that not all ranks hold is sent to all, and is plain."""
+    """A slice of one dim; a single element that only some ranks hold is sent to all ranks and becomes plain."""
     context, index = x.views, x.sets[dim]
     bounds = taken.indices(x.full[dim])
     if bounds[2] < 1:
@@ -101,7 +98,7 @@ def _sent(x: GlobalTensor, dim: int, chosen: range) -> Tensor:
 
 
 def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int) -> Any:
-    """So many elements of a dim from one on."""
+    """``narrow``: ``length`` elements of a dim from ``start``."""
     dim = positive_dim(dim, input.ndim)
     first = int(start) + (input.full[dim] if start < 0 else 0)
     if not 0 <= first <= first + int(length) <= input.full[dim]:
@@ -110,7 +107,7 @@ def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int,
 
 
 def select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
-    """One element of a dim."""
+    """``select``: one element of a dim."""
     dim = positive_dim(dim, input.ndim)
     place = positive_dim(int(index), input.full[dim])
     if input.sets[dim] is not None:
@@ -124,7 +121,7 @@ def _without(x: GlobalTensor, dim: int, local: Tensor) -> GlobalTensor:
 
 
 def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int = 0) -> Any:
-    """All elements of a dim one by one."""
+    """``unbind``: all elements of a full dim, one by one."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         raise NoRuleError("one element")
@@ -132,7 +129,7 @@ def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int 
 
 
 def split(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Pieces of one size, or of the given ones; the function and the methods name the second argument differently."""
+    """``split`` into slices of one size or of given sizes; the name of its second argument varies."""
     x, sizes, dim = _split_arguments(*args, **kwargs)
     length = x.full[dim]
     if (sizes < 1) if isinstance(sizes, int) else (sum(sizes) != length):
@@ -155,9 +152,9 @@ def _cut_at(x: GlobalTensor, dim: int, borders: list[int]) -> tuple[GlobalTensor
 
 
 def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: int, dim: int = 0) -> Any:
-    """So many pieces of one size, the last perhaps smaller."""
+    """``chunk``: so many slices of one size, of which the last may be smaller."""
     if chunks < 1:
-        raise NoRuleError("no pieces")
+        raise NoRuleError("no slices")
     size = -(-input.full[positive_dim(dim, input.ndim)] // chunks)
     return split(context, func, input, size, dim)
 
@@ -165,7 +162,7 @@ def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: in
 def tensor_split(
     context: "GlobalTensorContext", func: Function, input: Any, indices_or_sections: Any, dim: int = 0
 ) -> Any:
-    """So many pieces, the first perhaps larger by one; or at borders."""
+    """``tensor_split``: so many slices, of which the first may be larger by one; or slices between given borders."""
     dim = positive_dim(dim, input.ndim)
     length = input.full[dim]
     if isinstance(indices_or_sections, Tensor):
@@ -180,7 +177,7 @@ def tensor_split(
 
 
 def getitem(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
-    """Integers, slices, None, an ellipsis, and one tensor of places along an uncut dim."""
+    """Indexing with integers, slices, None, an ellipsis, and one tensor of positions along a full dim."""
     if type(input) is not GlobalTensor:
         raise NoRuleError("a plain tensor is indexed")
     index = index if isinstance(index, tuple) else (index,)
@@ -190,14 +187,14 @@ def getitem(context: "GlobalTensorContext", func: Function, input: Any, index: A
     out: Any = input
     dim = 0
     for place, item in enumerate(items):
-        if type(out) is not GlobalTensor:  # a single element was sent to all
+        if type(out) is not GlobalTensor:  # span has sent a single element to all ranks
             return out[(slice(None),) * dim + tuple(items[place:])]
         out, dim = _index_one(context, out, dim, item)
     return out
 
 
 def _complete(index: tuple[Any, ...], dims: int) -> Iterator[Any]:
-    """Without the ellipsis."""
+    """The index with its ellipsis spelled out."""
     used = sum(item is not None and item is not Ellipsis for item in index)
     if any(isinstance(item, bool) for item in index) or used > dims:
         raise NoRuleError("an index of another kind")
@@ -222,7 +219,7 @@ def _index_one(context: "GlobalTensorContext", x: GlobalTensor, dim: int, item: 
 
 
 def index_select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: Any) -> Any:
-    """Places along an uncut dim."""
+    """``index_select`` along a full dim."""
     if type(input) is not GlobalTensor or (isinstance(index, Tensor) and index.ndim != 1):
         raise NoRuleError("a plain tensor is indexed")
     return _taken(input, positive_dim(dim, input.ndim), index)
@@ -231,7 +228,7 @@ def index_select(context: "GlobalTensorContext", func: Function, input: Any, dim
 def _taken(x: GlobalTensor, dim: int, places: Any) -> GlobalTensor:
     integers = type(places) is Tensor and places.dtype in (torch.int64, torch.int32)
     if not integers or x.sets[dim] is not None:
-        raise NoRuleError("places along a cut dim, or masks")
+        raise NoRuleError("positions along a sharded dim, or masks")
     local = x.local[(slice(None),) * dim + (places,)]
     full = (*x.full[:dim], *places.shape, *x.full[dim + 1 :])
     return GlobalTensor(local, full, (*x.sets[:dim], *(None,) * places.ndim, *x.sets[dim + 1 :]), x.views)
