@@ -1,9 +1,9 @@
-"""The automatic tensor plan of a model: its distinct blocks, each alone with random content, cut and proven.
+"""The automatic tensor plan of a model: each distinct block is isolated, sharded and proven on random content.
 
-    look       what each call of a unit is given, for a short example and for a shorter one
-    group      calls of alike units with alike arguments need one search
-    search     ``engine.parallel.tensor.auto`` on a float64 copy of one unit
-    spread     the styles of that unit for all units like it, as patterns
+    trace      record the arguments of each call of a unit, for a short example and for a shorter one
+    group      calls of equal units with equal argument shapes need one search
+    search     run ``engine.parallel.tensor.auto`` on a float64 copy of one unit
+    spread     give the styles of that unit to all equal units, as patterns
 
 Nothing is communicated. Every rank finds the same plan, since all random content comes from fixed seeds.
 """
@@ -39,33 +39,33 @@ from engine.program.program import Program
 
 ROWS = 2
 LENGTH = 16
-"""At most this much of the example is looked at: zero patterns and proofs do not depend on size."""
+"""Rows and tokens of the example that are traced at most; zero patterns and proofs do not depend on size."""
 _SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16)
-"""Sizes of the tensor axis that are tried to say which would do."""
+"""Sizes of the tensor axis that an error may propose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One of a kind of units, what its kind is called with, and the others of it."""
+    """One unit of a group of equal units, with the arguments of their calls and the names of all."""
 
     name: str
     arguments: tuple[Arguments, ...]
-    """Of the example, and of a shorter one if the model takes it."""
+    """Arguments for the example, and for a shorter one if the model takes it."""
     alike: tuple[str, ...]
     used: frozenset[int]
-    """The leaves of its output that somebody reads, of any call."""
+    """Leaves of the output that other code reads, in any call of the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class CalledModules:
-    """The ids of the modules that are called."""
+    """Ids of the modules that a forward calls."""
 
     all: set[int] = field(default_factory=set)
     counting: set[int] = field(default_factory=set)
-    """Embeddings that are given positions, one after the other."""
+    """Ids of embeddings whose input is consecutive positions."""
 
     def note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A call."""
+        """Forward pre-hook: note the call of ``module``."""
         self.all.add(id(module))
         if isinstance(module, nn.Embedding) and args and _counts(args[0]):
             self.counting.add(id(module))
@@ -75,12 +75,12 @@ def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False)
     """The plan for ``tp`` tensor ranks.
 
     Raises:
-        PlanError: the model cannot be followed, or the ranks cannot share its widths; says which sizes they can.
+        PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
     """
     with _alike(program.model):
         with calls_of_modules() as called:
-            units, timeline = distinct_units(program, example, tp)
-        words = _vocabularies(program.model, timeline, called, tp)
+            units, trace = distinct_units(program, example, tp)
+        words = _vocabularies(program.model, trace, called, tp)
         search = _Search(program, tp, sequence, dict(words))
         for unit in units:
             search.take(unit)
@@ -92,10 +92,10 @@ def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False)
 
 
 def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> None:
-    """Prove a plan that the user has written, block by block; one that does not run alone is left out.
+    """Prove a plan that the user has written, block by block; blocks that do not run in isolation are left out.
 
     Raises:
-        PlanError: a block would compute something else; names it, what differs, and its styles.
+        PlanError: a sharded block computes something else; names the block, the difference, and its styles.
     """
     try:
         with _alike(program.model):
@@ -104,7 +104,7 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> N
         return
     styles = match_styles(program.model, plan.patterns)
     for unit in units:
-        # logits of a cut head are no part of a block's output: the loss knows what to do with them
+        # vocabulary styles are left out: the loss reads the sharded logits of a head, and no block outputs them
         within = {name: style for name, style in styles.items() if is_inside(name, unit.name)}
         inner = {_inside(unit.name, name): style for name, style in within.items() if style.kind != "vocabulary"}
         if not inner:
@@ -126,7 +126,7 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> N
 
 @dataclass
 class _InTheOpen:
-    """Every checkpoint runs as if there were none."""
+    """A checkpoint handler that runs every region without recomputation."""
 
     inside: bool = False
     regions: list[dict[str, Any]] = field(default_factory=list)
@@ -134,8 +134,8 @@ class _InTheOpen:
 
 @contextmanager
 def _alike(model: nn.Module) -> Iterator[None]:
-    """Around a search: reading a weight may change it (spectral norm), and what draws draws alike on all ranks."""
-    # a backward runs what it recomputes outside the arithmetic of a proof
+    """Restore the model after a search (spectral norm writes on read), and draw equal random numbers on all ranks."""
+    # checkpoints are off: a backward would recompute outside of the arithmetic of a proof
     with (
         restoring_state(model, torch.device("cpu")),
         open_checkpoints(recompute=False),
@@ -150,12 +150,12 @@ def _inside(unit: str, name: str) -> str:
 
 
 def distinct_units(program: Program, example: Batch, tp: int) -> tuple[list[Unit], ModelTrace]:
-    """The distinct units of a model that have more than one layer; and the timeline of the example."""
+    """The distinct units of a model that have child modules, and the trace of the example."""
     first = _short(example, ROWS, LENGTH - LENGTH % tp)
     material = Material()
-    timeline = trace_example(program, first, 1, material=material)
-    shorter = _material_of_shorter(program, first, timeline, tp)
-    names = [call.unit for call in timeline.calls]
+    trace = trace_example(program, first, 1, material=material)
+    shorter = _material_of_shorter(program, first, trace, tp)
+    names = [call.unit for call in trace.calls]
     kinds: dict[object, list[int]] = {}
     for index, signature in enumerate(signatures(program.model, names, material.arguments)):
         kinds.setdefault(signature, []).append(index)
@@ -167,32 +167,32 @@ def distinct_units(program: Program, example: Batch, tp: int) -> tuple[list[Unit
         seen.update(alike)
         if alike and next(module.children(), None) is not None:
             arguments = (material.arguments[index], *(shorter.arguments[index : index + 1] if shorter else ()))
-            units.append(Unit(names[index], arguments, alike, _used(timeline, indices)))
-    return units, timeline
+            units.append(Unit(names[index], arguments, alike, _used(trace, indices)))
+    return units, trace
 
 
-def _used(timeline: ModelTrace, calls: Sequence[int]) -> frozenset[int]:
-    read = {number for value in timeline.values for number in value.inputs} | set(timeline.result.values())
-    read |= {number for call in timeline.calls for number in call.inputs}
-    outputs = [leaf for index in calls for leaf in enumerate(timeline.calls[index].output.leaves)]
+def _used(trace: ModelTrace, calls: Sequence[int]) -> frozenset[int]:
+    read = {number for value in trace.values for number in value.inputs} | set(trace.result.values())
+    read |= {number for call in trace.calls for number in call.inputs}
+    outputs = [leaf for index in calls for leaf in enumerate(trace.calls[index].output.leaves)]
     return frozenset(place for place, leaf in outputs if isinstance(leaf, FromValue) and leaf.value in read)
 
 
-def _vocabularies(model: nn.Module, timeline: ModelTrace, called: CalledModules, tp: int) -> dict[str, str]:
-    """Not those whose weight other code reads: a head that nobody calls, an embedding that glue multiplies with."""
-    units = {call.unit: model.get_submodule(call.unit) for call in timeline.calls}
+def _vocabularies(model: nn.Module, trace: ModelTrace, called: CalledModules, tp: int) -> dict[str, str]:
+    """Vocabulary styles by name, except for layers whose weight other code reads (uncalled heads, glue products)."""
+    units = {call.unit: model.get_submodule(call.unit) for call in trace.calls}
     inside = {f"{u}.{n}".rstrip("."): m for u, unit in units.items() for n, m in unit.named_modules()}
     inside = {name: module for name, module in inside.items() if id(module) not in called.counting}
     styles = vocabulary_styles(model, inside, tp)
     layers = {name: model.get_submodule(name) for name in styles}
-    passed_by = {id(model.get_parameter(name)) for name in timeline.read_by_glue}
+    passed_by = {id(model.get_parameter(name)) for name in trace.read_by_glue}
     passed_by |= {id(m.weight) for m in layers.values() if is_linear(m) and id(m) not in called.all}
     return {name: style for name, style in styles.items() if id(layers[name].weight) not in passed_by}
 
 
 @contextmanager
 def calls_of_modules() -> Iterator[CalledModules]:
-    """Filled with what is called inside."""
+    """Inside, the result collects the modules that are called."""
     called = CalledModules()
     hook = register_module_forward_pre_hook(called.note)
     try:
@@ -204,12 +204,12 @@ def calls_of_modules() -> Iterator[CalledModules]:
 def _counts(ids: Any) -> bool:
     if not isinstance(ids, Tensor) or not ids.ndim or ids.shape[-1] < 2:
         return False
-    with torch._C.DisableTorchFunction():  # who follows the forward is not to see this look at it
+    with torch._C.DisableTorchFunction():  # hidden from a tracer of the forward
         return torch.equal(ids, ids[..., :1] + torch.arange(ids.shape[-1], device=ids.device))
 
 
 def _short(example: Batch, rows: int, length: int) -> Batch:
-    """A part of an example: fewer rows, and where it is text, fewer tokens."""
+    """A smaller example: fewer rows, and fewer tokens of text."""
     text = {t.shape[1] for _, t in named_tensors(example) if t.ndim >= 2 and not t.is_floating_point()}
 
     def cut(tensor: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def _short(example: Batch, rows: int, length: int) -> Batch:
     return map_tensors(take_rows(example, 0, rows), cut)
 
 
-def _material_of_shorter(program: Program, example: Batch, timeline: ModelTrace, tp: int) -> Material | None:
+def _material_of_shorter(program: Program, example: Batch, trace: ModelTrace, tp: int) -> Material | None:
     lengths = [t.shape[1] for _, t in named_tensors(example) if t.ndim >= 2 and not t.is_floating_point()]
     if not lengths:
         return None
@@ -231,7 +231,7 @@ def _material_of_shorter(program: Program, example: Batch, timeline: ModelTrace,
         seen = trace_example(program, _short(example, ROWS, length), 1, material=material)
     except Exception:  # not every model takes every length
         return None
-    same = [call.unit for call in seen.calls] == [call.unit for call in timeline.calls]
+    same = [call.unit for call in seen.calls] == [call.unit for call in trace.calls]
     return material if same and length < max(lengths) else None
 
 
@@ -246,7 +246,7 @@ class _Search:
     reasons: list[Reason] = field(default_factory=list)
 
     def take(self, unit: Unit) -> None:
-        """Find the styles of one kind of units."""
+        """Find the styles of a group of equal units."""
         try:
             with exactly():
                 block, givens = float64_block(self.program.model, unit.name, self.program.precision, unit.arguments)
@@ -280,7 +280,7 @@ class _Search:
         return Reason(_pattern_of(unit.alike), style, found.way.how, found.why, size)
 
     def _whole(self, unit: Unit) -> list[str]:
-        """Parameters of the unit that the vocabulary cuts, by name in it."""
+        """Weights of the unit that are sharded by vocabulary, by name in the unit."""
         return [f"{_inside(unit.name, name)}.weight" for name in self.styles if is_inside(name, unit.name)]
 
     def _groups(self, unit: Unit, patterns: GradientSparsity) -> tuple[CoupledParameters, ...]:
@@ -297,7 +297,7 @@ class _Search:
     def _refuse_if_others_fit(
         self, unit: Unit, patterns: GradientSparsity, group: CoupledParameters, search: Search
     ) -> None:
-        """What no number of ranks can cut is replicated; what only this one cannot is refused."""
+        """Refuse a replicated group that another size of the tensor axis could shard; keep it if none could."""
         fits = []
         for size in _SIZES:
             with exactly():
@@ -305,7 +305,7 @@ class _Search:
             try:
                 if same and search.decide(same, size)[0].way.how != "replicate":
                     fits.append(size)
-            except SequenceError:  # this size does not divide the example's sequence, which nobody asked it to
+            except SequenceError:  # this size does not divide the sequence of the example, so it says nothing
                 continue
         if fits:
             raise self._does_not_fit(unit, patterns, group, fits)
@@ -331,7 +331,7 @@ def _pattern_of(names: Sequence[str]) -> str:
 
 
 def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """The same with one pattern for names that differ in numbers only, where no other name fits it."""
+    """``styles`` with one pattern for names that differ in numbers only, if the pattern matches no other name."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, str] = {}
