@@ -11,7 +11,7 @@ A dim of which all ranks hold everything has None in place of an Index.
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from engine.parallel.shard_table import Range
 
 Indices = NDArray[np.int64]
+Entry = TypeVar("Entry")
 
 
 class NoRuleError(Exception):
@@ -137,6 +138,11 @@ def common(a: Index | None, b: Index | None) -> Index | None:
     if found is not None and 0 in found.kinds:
         raise NoRuleError("an element without a holder")
     return found
+
+
+def replaced(entries: Sequence[Entry], place: int, entry: Entry) -> tuple[Entry, ...]:
+    """``entries``, sizes or index sets by dim, with another one at ``place``."""
+    return (*entries[:place], entry, *entries[place + 1 :])
 
 
 def covers(sets: Iterable[Index | None]) -> bool:

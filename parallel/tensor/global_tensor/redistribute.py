@@ -32,7 +32,7 @@ from engine.parallel.tensor.collectives import (
     slice_of,
 )
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
-from engine.parallel.tensor.global_tensor.index_sets import Index, Sets
+from engine.parallel.tensor.global_tensor.index_sets import Index, Sets, replaced
 from engine.parallel.tensor.global_tensor.layout import Layout, reshaped
 from engine.parallel.tensor.global_tensor.operands import on_device
 
@@ -174,7 +174,7 @@ def _sum_of_owned(x: GlobalTensor) -> Tensor:
     for dim, index in enumerate(x.sets):
         if index is not None:
             places = on_device(context, ("held", index, local.device), index.ranks[context.axis.index], local.device)
-            shape = (*local.shape[:dim], index.size, *local.shape[dim + 1 :])
+            shape = replaced(local.shape, dim, index.size)
             local = local.new_zeros(shape).index_copy(dim, places, local)
     return reduce_from(local, context.axis, ROW_OUTPUTS).to(dtype)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, like
-from engine.parallel.tensor.global_tensor.index_sets import NoRuleError
+from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, replaced
 from engine.parallel.tensor.global_tensor.layout import positive_dim
 from engine.parallel.tensor.global_tensor.operands import pick
 from engine.parallel.tensor.global_tensor.redistribute import STATISTICS, add
@@ -111,7 +111,7 @@ def topk(
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         raise NoRuleError("along a sharded dim")
-    shape = (*input.full[:dim], k, *input.full[dim + 1 :])
+    shape = replaced(input.full, dim, k)
     values, places = func(input.local, k, dim, *args, **kwargs)
     return _TopK((GlobalTensor(values, shape, input.sets, context), GlobalTensor(places, shape, input.sets, context)))
 

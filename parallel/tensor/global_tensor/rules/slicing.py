@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
-from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, Sets
+from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, replaced
 from engine.parallel.tensor.global_tensor.layout import (
     Layout,
     checked,
@@ -39,7 +39,9 @@ def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int =
     dim = positive_dim(dim, tensors[0].ndim)
     layouts = [layout_of(tensor) for tensor in tensors]
     made = context.find(("cat", dim, *layouts), lambda: _joined(layouts, dim, context.axis.size))
-    locals_ = [part(context, t, _along(made.sets, dim, own.sets[dim])) for t, own in zip(tensors, layouts, strict=True)]
+    locals_ = [
+        part(context, t, replaced(made.sets, dim, own.sets[dim])) for t, own in zip(tensors, layouts, strict=True)
+    ]
     return GlobalTensor(torch.cat(locals_, dim), made.shape, made.sets, context)
 
 
@@ -50,18 +52,10 @@ def stack(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int
 
 
 def _joined(layouts: list[Layout], dim: int, ranks: int) -> Layout:
-    others = [Layout(_with(own.shape, dim, 1), _along(own.sets, dim, None)) for own in layouts]
+    others = [Layout(replaced(own.shape, dim, 1), replaced(own.sets, dim, None)) for own in layouts]
     rest = join_layouts(others)
     index = concatenated([(own.shape[dim], own.sets[dim]) for own in layouts], ranks)
-    return checked(_with(rest.shape, dim, sum(own.shape[dim] for own in layouts)), _along(rest.sets, dim, index))
-
-
-def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _along(sets: Sets, dim: int, index: Index | None) -> Sets:
-    return (*sets[:dim], index, *sets[dim + 1 :])
+    return checked(replaced(rest.shape, dim, sum(own.shape[dim] for own in layouts)), replaced(rest.sets, dim, index))
 
 
 def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
@@ -71,7 +65,7 @@ def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
     if bounds[2] < 1:
         raise NoRuleError("backwards")
     chosen = range(*bounds)
-    shape = (*x.full[:dim], len(chosen), *x.full[dim + 1 :])
+    shape = replaced(x.full, dim, len(chosen))
     if index is None:
         return moved(x, x.local[(slice(None),) * dim + (taken,)], shape, x.sets)
     if len(chosen) == x.full[dim]:
@@ -80,7 +74,7 @@ def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
         return _sent(x, dim, chosen)
     old, new = context.find(("span", index, bounds), lambda: sliced(index, np.arange(*bounds)))
     local = pick(context, x.local, dim, index, old)
-    return moved(x, local, shape, (*x.sets[:dim], new, *x.sets[dim + 1 :]), copied=not _shares(local, x.local))
+    return moved(x, local, shape, replaced(x.sets, dim, new), copied=not _shares(local, x.local))
 
 
 def _shares(piece: Tensor, local: Tensor) -> bool:
@@ -93,8 +87,8 @@ def _sent(x: GlobalTensor, dim: int, chosen: range) -> Tensor:
     held = [np.intersect1d(own, np.array(chosen, dtype=np.int64)) for own in index.ranks]
     local = pick(context, x.local, dim, index, Index(held, index.size))
     new = Index([np.arange(len(own)) for own in held], len(chosen))
-    shape = (*x.full[:dim], len(chosen), *x.full[dim + 1 :])
-    return full(GlobalTensor(local, shape, (*x.sets[:dim], new, *x.sets[dim + 1 :]), context), "select")
+    shape = replaced(x.full, dim, len(chosen))
+    return full(GlobalTensor(local, shape, replaced(x.sets, dim, new), context), "select")
 
 
 def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int) -> Any:
