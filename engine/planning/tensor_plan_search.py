@@ -1,9 +1,9 @@
-"""The automatic tensor plan of a model: its distinct blocks, each alone with random content, cut and proven.
+"""The automatic tensor plan of a model: each distinct block is isolated, sharded and proven on random content.
 
-    look       what each call of a unit is given, for a short example and for a shorter one
-    group      calls of alike units with alike arguments need one search
-    search     ``engine.parallel.tensor.auto`` on a float64 copy of one unit
-    spread     the styles of that unit for all units like it, as patterns
+    trace      record the arguments of each call of a unit, for a short example and for a shorter one
+    group      calls of equal units with equal argument shapes need one search
+    search     run ``engine.parallel.tensor.auto`` on a float64 copy of one unit
+    spread     give the styles of that unit to all equal units, as patterns
 
 Nothing is communicated. Every rank finds the same plan, since all random content comes from fixed seeds.
 """
@@ -40,33 +40,33 @@ from engine.program.program import Program
 
 ROWS = 2
 LENGTH = 16
-"""At most this much of the example is looked at: zero patterns and proofs do not depend on size."""
+"""Rows and tokens of the example that are traced at most; zero patterns and proofs do not depend on size."""
 _SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16)
-"""Sizes of the tensor axis that are tried to say which would do."""
+"""Sizes of the tensor axis that an error may propose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One of a kind of units, what its kind is called with, and the others of it."""
+    """One unit of a group of equal units, with the arguments of their calls and the names of all."""
 
     name: str
     arguments: tuple[Arguments, ...]
-    """Of the example, and of a shorter one if the model takes it."""
+    """Arguments for the example, and for a shorter one if the model takes it."""
     alike: tuple[str, ...]
     used: frozenset[int]
-    """The leaves of its output that somebody reads, of any call."""
+    """Leaves of the output that other code reads, in any call of the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class CalledModules:
-    """The ids of the modules that are called."""
+    """Ids of the modules that a forward calls."""
 
     all: set[int] = field(default_factory=set)
     counting: set[int] = field(default_factory=set)
-    """Embeddings that are given positions, one after the other."""
+    """Ids of embeddings whose input is consecutive positions."""
 
     def note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A call."""
+        """Forward pre-hook: note the call of ``module``."""
         self.all.add(id(module))
         if isinstance(module, nn.Embedding) and args and _counts(args[0]):
             self.counting.add(id(module))
@@ -76,12 +76,12 @@ def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False)
     """The plan for ``tp`` tensor ranks.
 
     Raises:
-        PlanError: the model cannot be followed, or the ranks cannot share its widths; says which sizes they can.
+        PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
     """
     with search_conditions(program.model):
         with calls_of_modules() as called:
             found = distinct_units(program, example, tp)
-        words = _vocabularies(program.model, found.timeline, called, tp)
+        words = _vocabularies(program.model, found.trace, called, tp)
         search = _Search(program, tp, sequence, dict(words))
         for unit in found.units:
             search.take(unit)
@@ -94,7 +94,7 @@ def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False)
 
 @dataclass
 class _InTheOpen:
-    """Every checkpoint runs as if there were none."""
+    """A checkpoint handler that runs every region without recomputation."""
 
     inside: bool = False
     regions: list[dict[str, Any]] = field(default_factory=list)
@@ -123,7 +123,7 @@ class DistinctUnits:
     """The units that a search or a proof covers."""
 
     units: tuple[Unit, ...]
-    timeline: ModelTrace
+    trace: ModelTrace
     """Trace of the example."""
     notes: tuple[str, ...]
     """One sentence if the units are known for one length of text only."""
@@ -137,9 +137,9 @@ def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
     """
     first = _short(example, ROWS, LENGTH - LENGTH % tp)
     material = Material()
-    timeline = trace_example(program, first, 1, material=material)
-    shorter, why = _material_of_shorter(program, first, timeline, tp)
-    names = [call.unit for call in timeline.calls]
+    trace = trace_example(program, first, 1, material=material)
+    shorter, why = _material_of_shorter(program, first, trace, tp)
+    names = [call.unit for call in trace.calls]
     kinds: dict[object, list[int]] = {}
     for index, signature in enumerate(signatures(program.model, names, material.arguments)):
         kinds.setdefault(signature, []).append(index)
@@ -151,33 +151,33 @@ def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
         seen.update(alike)
         if alike and next(module.children(), None) is not None:
             arguments = (material.arguments[index], *(shorter.arguments[index : index + 1] if shorter else ()))
-            units.append(Unit(names[index], arguments, alike, _used(timeline, indices)))
+            units.append(Unit(names[index], arguments, alike, _used(trace, indices)))
     notes = (f"the tensor plan is proven for one length of text only, because {why}",) if why else ()
-    return DistinctUnits(tuple(units), timeline, notes)
+    return DistinctUnits(tuple(units), trace, notes)
 
 
-def _used(timeline: ModelTrace, calls: Sequence[int]) -> frozenset[int]:
-    read = {number for value in timeline.values for number in value.inputs} | set(timeline.result.values())
-    read |= {number for call in timeline.calls for number in call.inputs}
-    outputs = [leaf for index in calls for leaf in enumerate(timeline.calls[index].output.leaves)]
+def _used(trace: ModelTrace, calls: Sequence[int]) -> frozenset[int]:
+    read = {number for value in trace.values for number in value.inputs} | set(trace.result.values())
+    read |= {number for call in trace.calls for number in call.inputs}
+    outputs = [leaf for index in calls for leaf in enumerate(trace.calls[index].output.leaves)]
     return frozenset(place for place, leaf in outputs if isinstance(leaf, FromValue) and leaf.value in read)
 
 
-def _vocabularies(model: nn.Module, timeline: ModelTrace, called: CalledModules, tp: int) -> dict[str, str]:
-    """Not those whose weight other code reads: a head that nobody calls, an embedding that glue multiplies with."""
-    units = {call.unit: model.get_submodule(call.unit) for call in timeline.calls}
+def _vocabularies(model: nn.Module, trace: ModelTrace, called: CalledModules, tp: int) -> dict[str, str]:
+    """Vocabulary styles by name, except for layers whose weight other code reads (uncalled heads, glue products)."""
+    units = {call.unit: model.get_submodule(call.unit) for call in trace.calls}
     inside = {f"{u}.{n}".rstrip("."): m for u, unit in units.items() for n, m in unit.named_modules()}
     inside = {name: module for name, module in inside.items() if id(module) not in called.counting}
     styles = vocabulary_styles(model, inside, tp)
     layers = {name: model.get_submodule(name) for name in styles}
-    passed_by = {id(model.get_parameter(name)) for name in timeline.read_by_glue}
+    passed_by = {id(model.get_parameter(name)) for name in trace.read_by_glue}
     passed_by |= {id(m.weight) for m in layers.values() if is_linear(m) and id(m) not in called.all}
     return {name: style for name, style in styles.items() if id(layers[name].weight) not in passed_by}
 
 
 @contextmanager
 def calls_of_modules() -> Iterator[CalledModules]:
-    """Filled with what is called inside."""
+    """Inside, the result collects the modules that are called."""
     called = CalledModules()
     hook = register_module_forward_pre_hook(called.note)
     try:
@@ -189,12 +189,12 @@ def calls_of_modules() -> Iterator[CalledModules]:
 def _counts(ids: Any) -> bool:
     if not isinstance(ids, Tensor) or not ids.ndim or ids.shape[-1] < 2:
         return False
-    with torch._C.DisableTorchFunction():  # who follows the forward is not to see this look at it
+    with torch._C.DisableTorchFunction():  # hidden from a tracer of the forward
         return torch.equal(ids, ids[..., :1] + torch.arange(ids.shape[-1], device=ids.device))
 
 
 def _short(example: Batch, rows: int, length: int) -> Batch:
-    """A part of an example: fewer rows, and where it is text, fewer tokens."""
+    """A smaller example: fewer rows, and fewer tokens of text."""
     text = {t.shape[1] for _, t in named_tensors(example) if t.ndim >= 2 and not t.is_floating_point()}
 
     def cut(tensor: Tensor) -> Tensor:
@@ -206,9 +206,7 @@ def _short(example: Batch, rows: int, length: int) -> Batch:
     return map_tensors(take_rows(example, 0, rows), cut)
 
 
-def _material_of_shorter(
-    program: Program, example: Batch, timeline: ModelTrace, tp: int
-) -> tuple[Material | None, str]:
+def _material_of_shorter(program: Program, example: Batch, trace: ModelTrace, tp: int) -> tuple[Material | None, str]:
     """Arguments of the units for a shorter text; or the reason why a text has no shorter one."""
     lengths = [t.shape[1] for _, t in named_tensors(example) if t.ndim >= 2 and not t.is_floating_point()]
     if not lengths:
@@ -223,7 +221,7 @@ def _material_of_shorter(
         if is_own_mistake(error):
             raise
         return None, f"the model does not run with {length} tokens: {first_line(error)}"
-    if [call.unit for call in seen.calls] != [call.unit for call in timeline.calls]:
+    if [call.unit for call in seen.calls] != [call.unit for call in trace.calls]:
         return None, f"the model calls other modules with {length} tokens"
     return material, ""
 
@@ -239,7 +237,7 @@ class _Search:
     reasons: list[Reason] = field(default_factory=list)
 
     def take(self, unit: Unit) -> None:
-        """Find the styles of one kind of units."""
+        """Find the styles of a group of equal units."""
         try:
             with exactly():
                 block, givens = float64_block(self.program.model, unit.name, self.program.precision, unit.arguments)
@@ -292,7 +290,7 @@ class _Search:
     def _refuse_if_others_fit(
         self, unit: Unit, patterns: GradientSparsity, group: CoupledParameters, search: Search
     ) -> None:
-        """What no number of ranks can cut is replicated; what only this one cannot is refused."""
+        """Refuse a replicated group that another size of the tensor axis could shard; keep it if none could."""
         fits = []
         for size in _SIZES:
             with exactly():
@@ -300,7 +298,7 @@ class _Search:
             try:
                 if same and search.decide(same, size)[0].way.how != "replicate":
                     fits.append(size)
-            except SequenceError:  # this size does not divide the example's sequence, which nobody asked it to
+            except SequenceError:  # this size does not divide the sequence of the example, so it says nothing
                 continue
         if fits:
             raise self._does_not_fit(unit, patterns, group, fits)
@@ -326,7 +324,7 @@ def _pattern_of(names: Sequence[str]) -> str:
 
 
 def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """The same with one pattern for names that differ in numbers only, where no other name fits it."""
+    """``styles`` with one pattern for names that differ in numbers only, if the pattern matches no other name."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, str] = {}

@@ -135,7 +135,7 @@ def common(a: Index | None, b: Index | None) -> Index | None:
     both = [np.intersect1d(x, y, assume_unique=True) for x, y in zip(a.ranks, b.ranks, strict=True)]
     found = index_of(both, a.size)
     if found is not None and 0 in found.kinds:
-        raise NoRuleError("held by nobody")
+        raise NoRuleError("an element without a holder")
     return found
 
 

@@ -52,7 +52,7 @@ def checked(shape: Shape, sets: Sets) -> Layout:
         NoRuleError: some element would have no holder.
     """
     if not covers(sets):
-        raise NoRuleError("held by nobody")
+        raise NoRuleError("an element without a holder")
     return Layout(shape, sets)
 
 

@@ -36,7 +36,7 @@ def attention_rule(context: "GlobalTensorContext", func: Function, *args: Any, *
     query, key, value, mask = (options.pop(name, None) for name in _ATTENTION_NAMES[:4])
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if any(index is not None for tensor in tensors for index in layout_of(tensor).sets[-2:]):
-        raise NoRuleError("positions are cut")
+        raise NoRuleError("positions are sharded")
     if options.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         return _grouped(context, func, (query, key, value, mask), options)
     options.pop("enable_gqa", None)

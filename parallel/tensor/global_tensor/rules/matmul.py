@@ -111,7 +111,7 @@ def _plan(layouts: Sequence[Layout], product: EinsumSpec) -> _Plan:
                 cut[letter] = common(cut.get(letter), index)
     summed = [letter for letter, index in cut.items() if index is not None and letter not in product.out]
     if not covers(cut.values()):
-        raise NoRuleError("held by nobody")
+        raise NoRuleError("an element without a holder")
     if summed:
         _sum_once(cut, product.out)
     operands = tuple(tuple(cut[letter] for letter in letters) for letters in product.operands)
@@ -127,7 +127,7 @@ def _sum_once(cut: dict[str, Index | None], out: str) -> None:
     """
     letters = [letter for letter, index in cut.items() if index is not None]
     if any(letter in out for letter in letters):
-        raise NoRuleError("parts of a part")
+        raise NoRuleError("partial sums of a shard")
     first = cut[letters[0]]
     if len(letters) == 1 and first is not None:
         cut[letters[0]] = first if first.once else first.owned
@@ -237,7 +237,7 @@ def grouped_mm(
     if mat_a.ndim != 2 or mat_b.ndim != 3 or options.get("bias") is not None or type(offs) is GlobalTensor:
         raise NoRuleError("another form")
     if any(layout_of(tensor).sets[0] is not None for tensor in (mat_a, mat_b)):
-        raise NoRuleError("rows or experts are cut")
+        raise NoRuleError("rows or experts are sharded")
     product = EinsumSpec(("SI", "EIO"), "SO")
     return multiply_parts(context, (mat_a, mat_b), product, lambda a, b: func(a, b, offs=offs, **options))
 
@@ -248,11 +248,11 @@ def embedding(
     """Rows of a table [V, H] that may be sharded along H; the indices may be sharded too."""
     table = layout_of(weight)
     if table.sets[0] is not None or args[1:2] not in ((), (None,)) or options.get("max_norm") is not None:
-        raise NoRuleError("rows are cut, or written")
+        raise NoRuleError("rows are sharded, or written")
     ids = layout_of(input)
     sets = (*ids.sets, table.sets[1])
     if not covers(sets):
-        raise NoRuleError("held by nobody")
+        raise NoRuleError("an element without a holder")
     rows = part(context, input, ids.sets)
     out = func(rows, part(context, weight, table.sets), *args, **options)
     return GlobalTensor(out, (*ids.shape, table.shape[1]), sets, context)

@@ -36,21 +36,21 @@ def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
 def along(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
     """Functions that keep the shape, with one dim or several: softmax, cumsum, flip."""
     if type(input) is not GlobalTensor or any(input.sets[one] is not None for one in dims_of(input, dim)):
-        raise NoRuleError("along a cut dim")
+        raise NoRuleError("along a sharded dim")
     return like(input, func(input.local, dim, *args, **kwargs))
 
 
 def roll(context: "GlobalTensorContext", func: Function, input: Any, shifts: Any, dims: Any = None) -> Any:
     """``roll`` along full dims."""
     if dims is None or any(input.sets[one] is not None for one in dims_of(input, dims)):
-        raise NoRuleError("along a cut dim")
+        raise NoRuleError("along a sharded dim")
     return like(input, func(input.local, shifts, dims))
 
 
 def corner(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
     """``tril`` and ``triu``, of the last two dims."""
     if any(index is not None for index in input.sets[-2:]):
-        raise NoRuleError("along a cut dim")
+        raise NoRuleError("along a sharded dim")
     return like(input, func(input.local, *args, **kwargs))
 
 
@@ -63,7 +63,7 @@ def pad(
         dim = input.ndim - 1 - place
         more = pad[2 * place] + pad[2 * place + 1]
         if more and input.sets[dim] is not None:
-            raise NoRuleError("along a cut dim")
+            raise NoRuleError("along a sharded dim")
         grown[dim] += more
     return GlobalTensor(func(input.local, pad, *args, **kwargs), tuple(grown), input.sets, context)
 
@@ -76,7 +76,7 @@ def reduced(
         raise NoRuleError("of two tensors")
     dims = dims_of(input, dim)
     if any(input.sets[one] is not None for one in dims):
-        raise NoRuleError("over a cut dim")
+        raise NoRuleError("over a sharded dim")
     out = func(input.local, **kwargs) if dim is None else func(input.local, dim, keepdim, **kwargs)
     kept = _kept(input, dims, keepdim)
     return tree_map(lambda local: GlobalTensor(local, *kept, context), out)
@@ -95,7 +95,7 @@ def vector_norm_rule(
     keepdim = named.pop("keepdim", bool(args and args[0]))
     dims = dims_of(input, dim)
     if any(input.sets[one] is not None for one in dims) or len(args) > 1:
-        raise NoRuleError("over a cut dim")
+        raise NoRuleError("over a sharded dim")
     return GlobalTensor(func(input.local, p, dim, keepdim, **named), *_kept(input, dims, keepdim), context)
 
 
@@ -110,7 +110,7 @@ def topk(
     """``topk`` along a full dim."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
-        raise NoRuleError("along a cut dim")
+        raise NoRuleError("along a sharded dim")
     shape = (*input.full[:dim], k, *input.full[dim + 1 :])
     values, places = func(input.local, k, dim, *args, **kwargs)
     return _TopK((GlobalTensor(values, shape, input.sets, context), GlobalTensor(places, shape, input.sets, context)))
@@ -146,7 +146,7 @@ def summed(x: GlobalTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dty
     (cut, *others) = [one for one in range(x.ndim) if x.sets[one] is not None]
     index = x.sets[cut]
     if others or cut not in dims or index is None:
-        raise NoRuleError("parts of a part")
+        raise NoRuleError("partial sums of a shard")
     local = x.local if index.once else pick(context, x.local, cut, index, index.owned)
     return add(context, local.sum(tuple(dims), keepdim, dtype=dtype), STATISTICS)
 

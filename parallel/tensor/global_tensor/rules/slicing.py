@@ -154,7 +154,7 @@ def _cut_at(x: GlobalTensor, dim: int, borders: list[int]) -> tuple[GlobalTensor
 def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: int, dim: int = 0) -> Any:
     """``chunk``: so many slices of one size, of which the last may be smaller."""
     if chunks < 1:
-        raise NoRuleError("no pieces")
+        raise NoRuleError("no slices")
     size = -(-input.full[positive_dim(dim, input.ndim)] // chunks)
     return split(context, func, input, size, dim)
 
@@ -228,7 +228,7 @@ def index_select(context: "GlobalTensorContext", func: Function, input: Any, dim
 def _taken(x: GlobalTensor, dim: int, places: Any) -> GlobalTensor:
     integers = type(places) is Tensor and places.dtype in (torch.int64, torch.int32)
     if not integers or x.sets[dim] is not None:
-        raise NoRuleError("places along a cut dim, or masks")
+        raise NoRuleError("positions along a sharded dim, or masks")
     local = x.local[(slice(None),) * dim + (places,)]
     full = (*x.full[:dim], *places.shape, *x.full[dim + 1 :])
     return GlobalTensor(local, full, (*x.sets[:dim], *(None,) * places.ndim, *x.sets[dim + 1 :]), x.views)
