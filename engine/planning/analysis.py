@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from engine.config import Config
-from engine.errors import PlanError
+from engine.errors import PlanError, first_line
 from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.pipeline.partition.auto_schedule import (
     PLAIN_FIRST,
     Machine,
@@ -26,14 +27,21 @@ from engine.parallel.pipeline.partition.auto_schedule import (
 from engine.parallel.pipeline.partition.cost_model import stage_costs
 from engine.parallel.pipeline.partition.partition import Partition, make_cut
 from engine.parallel.pipeline.schedule.validate import check
-from engine.parallel.tensor.layers.planned_traffic import TrafficRecorder, find_logit_use, loss_traffic, traffic_by_call
+from engine.parallel.tensor.layers.planned_traffic import (
+    LogitUse,
+    TrafficRecorder,
+    find_logit_use,
+    loss_traffic,
+    traffic_by_call,
+)
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
-from engine.parallel.trace.model_trace import ModelTrace
+from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.planning.budgets import shards_parameters
 from engine.planning.example_trace import trace_example
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
-from engine.planning.tensor_plan_search import check_plan, find_plan
+from engine.planning.tensor_plan_proof import check_plan
+from engine.planning.tensor_plan_search import find_plan
 from engine.program.batch import Batch
 from engine.program.program import Program
 
@@ -96,17 +104,20 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
         if config.pp > 1 or (tensor is not None and tensor.follows_activations):
             raise
         _check_reads(watch)
-        return Analysis(notes=(f"bytes over tp are not known before they are sent: {problem}",), tensor=tensor)
+        unknown = f"bytes over tp are not known before they are sent: {problem}"
+        return Analysis(notes=(unknown, *_not_followed(config, tensor)), tensor=tensor)
     _check_reads(watch)
+    notes = _ran_on_zeros(trace)
     if tensor is not None and watch is not None:
-        _prove(config, request, tensor)
+        notes = (*notes, *tensor.notes, *_prove(config, request, tensor))
         _check_partial(request.program.model, tensor, trace, watch)
-    cut, decision, notes = _cut(config, trace, request.costs, stages)
+    cut, decision, costs = _cut(config, trace, request.costs, stages)
+    notes = (*notes, *costs)
     if tensor is None or watch is None:
         return Analysis(trace, cut, notes=notes, decision=decision)
     tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
     use = find_logit_use(tensor, trace, config.tp)
-    notes = (*notes, *(f"{where} needs all logits: they are gathered over tp" for where in use.gathers))
+    notes = (*notes, *_notes_on_logits(use))
     tallies = traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp)
     return Analysis(trace, cut, _by_stage(trace, cut, *tallies), notes, decision, tensor)
 
@@ -124,10 +135,41 @@ def _trace(
         raise
 
 
-def _prove(config: Config, request: PlanRequest, tensor: TensorPlan) -> None:
-    """Prove the styles that the user has written; the search has already proven the styles that it found."""
-    if config.parallel.tensor_plan != "auto" and config.parallel.verify_plan:
-        check_plan(request.program, request.example, tensor, config.tp)
+def _prove(config: Config, request: PlanRequest, tensor: TensorPlan) -> tuple[str, ...]:
+    """Prove a written plan (a plan that was found has been proven); returns notes on what is not proven."""
+    if config.parallel.tensor_plan == "auto":
+        return ()
+    if not config.parallel.verify_plan:
+        return ("parallel.tensor_plan is not proven, because parallel.verify_plan is false",)
+    return check_plan(request.program, request.example, tensor, config.tp)
+
+
+def _not_followed(config: Config, tensor: TensorPlan | None) -> tuple[str, ...]:
+    """Notes on the proof of a tensor plan, for a model that cannot be followed."""
+    if tensor is None or config.parallel.tensor_plan == "auto":
+        return tensor.notes if tensor is not None else ()
+    return ("parallel.tensor_plan is not proven, because the model cannot be followed",)
+
+
+def _ran_on_zeros(trace: ModelTrace) -> tuple[str, ...]:
+    """A note if zeros have decided on a shape or a branch in the trace."""
+    if not trace.on_zeros:
+        return ()
+    first: dict[str, OnZeros] = {}
+    for entry in trace.on_zeros:
+        first.setdefault(entry.operation, entry)
+    shown = [f"{entry.operation} {entry.where} ({entry.why})" for entry in first.values()][:2]
+    more = f" and {len(trace.on_zeros) - len(shown)} more" if len(trace.on_zeros) > len(shown) else ""
+    return (
+        "shapes and branches that depend on content are planned as they are for zeros, because the trace could not run "
+        f"without content: {', '.join(shown)}{more}",
+    )
+
+
+def _notes_on_logits(use: LogitUse) -> tuple[str, ...]:
+    gathers = (f"{where} needs all logits: they are gathered over tp" for where in use.gathers)
+    unknown = (f"bytes that are sent over tp after {where} are not planned" for where in use.unknown)
+    return (*gathers, *unknown)
 
 
 def _watch(config: Config, request: PlanRequest, tensor: TensorPlan) -> TrafficRecorder:
@@ -166,9 +208,13 @@ def _order_of_calls(config: Config, request: PlanRequest) -> Analysis:
     if not shards_parameters(config) or request.example is None:
         return Analysis()
     try:
-        return Analysis(trace_example(request.program, request.example, 1))
-    except Exception:  # nothing depends on it but the order of gathers, and a real error comes again in the first step
-        return Analysis()
+        trace = trace_example(request.program, request.example, 1)
+    except Exception as error:  # only the order of gathers depends on it; a real error comes again in the first step
+        if is_own_mistake(error):
+            raise
+        note = "parameters are gathered in the order of their registration, because the trace of the example has failed"
+        return Analysis(notes=(f"{note}: {first_line(error)}",))
+    return Analysis(trace, notes=_ran_on_zeros(trace))
 
 
 def _check_reads(watch: TrafficRecorder | None) -> None:

@@ -23,6 +23,7 @@ from engine.parallel.activation_checkpointing.selective import SavedActivations,
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.torch_checkpoint import open_checkpoints
+from engine.parallel.model.user_code import call_user_code
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.tensor.auto.coupled_parameters import Given
 from engine.parallel.trace.model_trace import Arguments, Call, Sample
@@ -113,7 +114,7 @@ class IsolatedBlock:
             # A schedule without the split pays the sum of both.
             begun = self._now()
             with around_forward:
-                output = self._module.forward(*given.args, **given.kwargs)
+                output = call_user_code(self._module.forward, given.args, given.kwargs)
             forward = self._now() - begun
             kept = sum(outputs.bytes for outputs in self._started)
             self._started.clear()

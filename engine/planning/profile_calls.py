@@ -28,6 +28,7 @@ from engine.parallel.activation_checkpointing.selective import Selective
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.parallel.model.side_effects import restoring_state
+from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.pipeline.partition.auto_schedule import MicrobatchCost
 from engine.parallel.pipeline.partition.cost_model import by_call, flop_costs, glue_flops, values_bytes
 from engine.parallel.trace.model_trace import Arguments, Call, Material, ModelTrace
@@ -176,7 +177,9 @@ class _Measuring:
             call, left = calls[group[0]], end - perf_counter()
             try:
                 cost = self._measure(call, given[group[0]], left / (len(members) - number))
-            except Exception as error:  # whatever a unit does that is not in its place
+            except Exception as error:  # the unit's own code may raise anything outside its model; a note says it
+                if is_own_mistake(error):
+                    raise
                 self.failed[call.unit] = first_line(error)
             else:
                 self.measured |= dict.fromkeys(group, cost)

@@ -22,6 +22,7 @@ from engine.errors import PlanError, first_line
 from engine.parallel.model.name_patterns import is_inside, starred
 from engine.parallel.model.side_effects import restoring_state
 from engine.parallel.model.torch_checkpoint import open_checkpoints, spread_checkpoints
+from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters, GradientSparsity
 from engine.parallel.tensor.auto.equivalence import BlockReference, exactly
 from engine.parallel.tensor.auto.search import Decided, Search
@@ -77,51 +78,18 @@ def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False)
     Raises:
         PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
     """
-    with _alike(program.model):
+    with search_conditions(program.model):
         with calls_of_modules() as called:
-            units, trace = distinct_units(program, example, tp)
-        words = _vocabularies(program.model, trace, called, tp)
+            found = distinct_units(program, example, tp)
+        words = _vocabularies(program.model, found.trace, called, tp)
         search = _Search(program, tp, sequence, dict(words))
-        for unit in units:
+        for unit in found.units:
             search.take(unit)
     styles = search.styles
     patterns = as_patterns(program.model, styles)
     read = match_styles(program.model, patterns)
     plan = cut_model(program.model, read, tp, "found by zero patterns, proven", sequence)
-    return replace(plan, patterns=patterns, reasons=tuple(search.reasons))
-
-
-def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> None:
-    """Prove a plan that the user has written, block by block; blocks that do not run in isolation are left out.
-
-    Raises:
-        PlanError: a sharded block computes something else; names the block, the difference, and its styles.
-    """
-    try:
-        with _alike(program.model):
-            units, _ = distinct_units(program, example, tp)
-    except PlanError:  # a model that cannot be followed has no blocks that could be taken out
-        return
-    styles = match_styles(program.model, plan.patterns)
-    for unit in units:
-        # vocabulary styles are left out: the loss reads the sharded logits of a head, and no block outputs them
-        within = {name: style for name, style in styles.items() if is_inside(name, unit.name)}
-        inner = {_inside(unit.name, name): style for name, style in within.items() if style.kind != "vocabulary"}
-        if not inner:
-            continue
-        try:
-            with exactly():
-                block, givens = float64_block(program.model, unit.name, program.precision, unit.arguments)
-                truth = BlockReference(block.train(), givens, unit.used)
-        except Exception:  # whatever a unit does that is not in its place
-            continue
-        verdict = truth.prove(cut_model(block, inner, tp, plan.source, plan.sequence), tp)
-        if not verdict.holds:
-            listed = ", ".join(f"{name or unit.name} {style.text!r}" for name, style in inner.items())
-            raise PlanError(
-                f"parallel.tensor_plan is wrong in {unit.name}: {verdict.problem}; correct its styles ({listed}), or "
-                'let them be found with "auto".'
-            )
+    return replace(plan, patterns=patterns, reasons=tuple(search.reasons), notes=found.notes)
 
 
 @dataclass
@@ -133,9 +101,9 @@ class _InTheOpen:
 
 
 @contextmanager
-def _alike(model: nn.Module) -> Iterator[None]:
-    """Restore the model after a search (spectral norm writes on read), and draw equal random numbers on all ranks."""
-    # checkpoints are off: a backward would recompute outside of the arithmetic of a proof
+def search_conditions(model: nn.Module) -> Iterator[None]:
+    """Around a search: reading a weight may change it (spectral norm), and what draws draws alike on all ranks."""
+    # a backward runs what it recomputes outside the arithmetic of a proof
     with (
         restoring_state(model, torch.device("cpu")),
         open_checkpoints(recompute=False),
@@ -145,16 +113,32 @@ def _alike(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _inside(unit: str, name: str) -> str:
+def local_name(unit: str, name: str) -> str:
+    """Name inside ``unit`` of something with the name ``name`` in the model; empty for the unit itself."""
     return name[len(unit) + 1 :]
 
 
-def distinct_units(program: Program, example: Batch, tp: int) -> tuple[list[Unit], ModelTrace]:
-    """The distinct units of a model that have child modules, and the trace of the example."""
+@dataclass(frozen=True, slots=True)
+class DistinctUnits:
+    """The units that a search or a proof covers."""
+
+    units: tuple[Unit, ...]
+    trace: ModelTrace
+    """Trace of the example."""
+    notes: tuple[str, ...]
+    """One sentence if the units are known for one length of text only."""
+
+
+def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
+    """The distinct units of a model that have more than one layer.
+
+    Raises:
+        PlanError: the model cannot be followed.
+    """
     first = _short(example, ROWS, LENGTH - LENGTH % tp)
     material = Material()
     trace = trace_example(program, first, 1, material=material)
-    shorter = _material_of_shorter(program, first, trace, tp)
+    shorter, why = _material_of_shorter(program, first, trace, tp)
     names = [call.unit for call in trace.calls]
     kinds: dict[object, list[int]] = {}
     for index, signature in enumerate(signatures(program.model, names, material.arguments)):
@@ -168,7 +152,8 @@ def distinct_units(program: Program, example: Batch, tp: int) -> tuple[list[Unit
         if alike and next(module.children(), None) is not None:
             arguments = (material.arguments[index], *(shorter.arguments[index : index + 1] if shorter else ()))
             units.append(Unit(names[index], arguments, alike, _used(trace, indices)))
-    return units, trace
+    notes = (f"the tensor plan is proven for one length of text only, because {why}",) if why else ()
+    return DistinctUnits(tuple(units), trace, notes)
 
 
 def _used(trace: ModelTrace, calls: Sequence[int]) -> frozenset[int]:
@@ -221,18 +206,24 @@ def _short(example: Batch, rows: int, length: int) -> Batch:
     return map_tensors(take_rows(example, 0, rows), cut)
 
 
-def _material_of_shorter(program: Program, example: Batch, trace: ModelTrace, tp: int) -> Material | None:
+def _material_of_shorter(program: Program, example: Batch, trace: ModelTrace, tp: int) -> tuple[Material | None, str]:
+    """Arguments of the units for a shorter text; or the reason why a text has no shorter one."""
     lengths = [t.shape[1] for _, t in named_tensors(example) if t.ndim >= 2 and not t.is_floating_point()]
     if not lengths:
-        return None
+        return None, ""
     length = max(min(lengths) // 2 // tp * tp, tp)
+    if length >= max(lengths):
+        return None, f"an example of {max(lengths)} tokens cannot be shortened for {tp} tensor ranks"
     material = Material()
     try:
         seen = trace_example(program, _short(example, ROWS, length), 1, material=material)
-    except Exception:  # not every model takes every length
-        return None
-    same = [call.unit for call in seen.calls] == [call.unit for call in trace.calls]
-    return material if same and length < max(lengths) else None
+    except Exception as error:  # not every model takes every length
+        if is_own_mistake(error):
+            raise
+        return None, f"the model does not run with {length} tokens: {first_line(error)}"
+    if [call.unit for call in seen.calls] != [call.unit for call in trace.calls]:
+        return None, f"the model calls other modules with {length} tokens"
+    return material, ""
 
 
 @dataclass
@@ -252,7 +243,9 @@ class _Search:
                 block, givens = float64_block(self.program.model, unit.name, self.program.precision, unit.arguments)
                 patterns = GradientSparsity(block.eval(), givens[0], self._whole(unit), unit.used)
                 truth = BlockReference(block.train(), givens, unit.used)
-        except Exception as error:  # whatever a unit does that is not in its place
+        except Exception as error:  # the unit's own code may raise anything outside its model; the table says it
+            if is_own_mistake(error):
+                raise
             why = f"does not run alone: {first_line(error)}"
             modules = [self.program.model.get_submodule(name) for name in unit.alike]
             size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
@@ -280,8 +273,8 @@ class _Search:
         return Reason(_pattern_of(unit.alike), style, found.way.how, found.why, size)
 
     def _whole(self, unit: Unit) -> list[str]:
-        """Weights of the unit that are sharded by vocabulary, by name in the unit."""
-        return [f"{_inside(unit.name, name)}.weight" for name in self.styles if is_inside(name, unit.name)]
+        """Parameters of the unit that the vocabulary cuts, by name in it."""
+        return [f"{local_name(unit.name, name)}.weight" for name in self.styles if is_inside(name, unit.name)]
 
     def _groups(self, unit: Unit, patterns: GradientSparsity) -> tuple[CoupledParameters, ...]:
         groups = patterns.groups(self.tp)

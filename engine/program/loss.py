@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.parallel.model.user_code import call_user_code
 from engine.program.batch import Batch
 
 LossFunction = Callable[[Any, Batch], Any]
@@ -36,7 +37,7 @@ def find_loss(output: Any, batch: Batch, loss_fn: LossFunction | None) -> Weight
     """
     if loss_fn is None:
         return WeightedLoss(check_scalar(_loss_in(output), "the loss that the model returned"), 1.0)
-    return check_pair(loss_fn(output, batch), "the {} that loss_fn returned")
+    return check_pair(call_user_code(loss_fn, (output, batch), {}), "the {} that loss_fn returned")
 
 
 def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLoss:
