@@ -75,7 +75,7 @@ class FlatBucket:
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:
-    """The part of a bucket's [elements] that belongs to one parameter, in its shape."""
+    """Return the part of a bucket's [elements] that belongs to one parameter, in the parameter's shape."""
     return flat[slot.start : slot.stop].view(slot.shape)
 
 
