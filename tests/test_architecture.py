@@ -14,8 +14,8 @@ from tests.structure import LAYERS, ROOT, Structure, cycles
 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
-        "errors", "config", "optim", "precision", "program", "planning", "step", "checkpoint", "reporting", "build",
-        "data", "models", "engine", "api", "verify",
+        "errors", "resources", "config", "optim", "precision", "program", "planning", "step", "checkpoint", "reporting",
+        "build", "data", "models", "engine", "api", "verify",
     ),
     "engine.checkpoint": (
         "format", "contents", "full_state", "preemption", "huggingface", "load", "run_state", "resume", "rank_report",
@@ -62,6 +62,7 @@ CRUMBS = {
     "engine.kernels.gpu.squared_norm": "a GPU kernel, imported only where Triton runs it",
     "engine.kernels.ops.squared_norm": "a public operator",
     "engine.launch.train_options": "answers --help without torch",
+    "engine.parallel.tensor.global_tensor.fallback": "what happens to every function that the table of rules lacks",
     "engine.parallel.pipeline.report.measured": "the report of a run; its importer is the engine itself",
 }
 """Files of fewer than 60 lines with one importer, and why they do not live in it."""
