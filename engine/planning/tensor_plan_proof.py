@@ -41,13 +41,13 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> t
     Raises:
         PlanError: a block would compute something else; names it, what differs, and its styles.
     """
-    try:
-        with search_conditions(program.model):
+    with search_conditions(program.model):  # the simulated ranks draw random numbers too, which are the user's
+        try:
             found = distinct_units(program, example, tp)
-    except PlanError as error:
-        return (f"{_SETTING} is not proven, because the model cannot be followed: {first_line(error)}",)
-    styles = match_styles(program.model, plan.patterns)
-    proofs = [note for unit in found.units for note in _prove_unit(program, unit, styles, plan, tp)]
+        except PlanError as error:
+            return (f"{_SETTING} is not proven, because the model cannot be followed: {first_line(error)}",)
+        styles = match_styles(program.model, plan.patterns)
+        proofs = [note for unit in found.units for note in _prove_unit(program, unit, styles, plan, tp)]
     return (*found.notes, *proofs, *_left_out(found, styles))
 
 

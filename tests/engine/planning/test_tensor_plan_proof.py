@@ -58,6 +58,18 @@ class Looking(Perceptron):
         return super().forward(x + self.table(torch.arange(x.shape[1])))
 
 
+class Dropping(Perceptron):
+    """Drops hidden units, which each tensor rank draws for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.drop(self.up(x).relu()))
+        return out
+
+
 class Chain(nn.Module):
     """A layer, blocks, a layer; their mean is the loss."""
 
@@ -107,6 +119,13 @@ def planned(model: nn.Module, styles: Any, **parallel: Any) -> Plan:
 
 def test_nothing_is_said_of_blocks_that_are_proven() -> None:
     assert checked(Chain(Perceptron(), Perceptron()), STYLES) == ()
+
+
+def test_a_proof_draws_no_random_number_of_the_users() -> None:
+    model = Chain(Dropping(), Dropping())
+    before = torch.get_rng_state()
+    assert checked(model, STYLES) == ()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_block_that_does_not_run_alone_is_said_to_be_unproven() -> None:
