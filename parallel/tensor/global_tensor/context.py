@@ -25,6 +25,10 @@ class Rules:
     fallback: TensorRule
     """The rule of all other functions."""
 
+    def __deepcopy__(self, memo: object) -> "Rules":
+        """A copied model shares the rules: they never change."""
+        return self
+
 
 class GlobalTensorContext:
     """The context of all global tensors of a sharded model, or of one unit.

@@ -163,7 +163,7 @@ def refusals() -> None:
     with pytest.raises(EngineError) as caught:
         functional.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(0) + SIZE)
     assert str(caught.value) == (
-        f"a label is outside the vocabulary of {SIZE} rows; labels count from 0, and those to leave out are -100."
+        f"a label is outside the vocabulary of {SIZE} rows; labels count from 0, and -100 marks those to ignore."
     )
     loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     with pytest.raises(EngineError) as caught:
