@@ -138,7 +138,9 @@ def test_compiling_needs_blocks() -> None:
 def test_reduction_of_every_microbatch_needs_shards() -> None:
     settings = CONFIG | {"zero_optimization": {"stage": 1, "reduce": "microbatch"}}
     text = message(lambda: engine.initialize(models.decoder(), settings), engine.ConfigError)
-    assert text.startswith("zero_optimization.reduce 'microbatch' with stage 1: it keeps gradients as shards")
+    assert text.startswith(
+        "zero_optimization.reduce 'microbatch' with stage 1: only stages 2 and 3 keep gradients as shards"
+    )
 
 
 @pytest.mark.parametrize(

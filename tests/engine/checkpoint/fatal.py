@@ -113,6 +113,6 @@ def doomed(fate: Fate) -> Iterator[None]:
     """Engines that are made inside save and load through fatal files and messages."""
     with (
         patch("engine.checkpoint.coordinator.Files", lambda: FatalFiles(fate)),
-        patch("engine.parallel.comm.host_group.TorchHostGroup", fatal_host(fate)),
+        patch("engine.checkpoint.coordinator.TorchHostGroup", fatal_host(fate)),
     ):
         yield

@@ -265,7 +265,10 @@ def test_calls_that_cannot_be_right(tmp_path: Path, saved: Path) -> None:
 
 def inside_full_parameters(folder: Path) -> None:
     with start(zero_optimization={"stage": 3}) as eng:
-        with eng.full_parameters("head.*"), pytest.raises(engine.EngineError, match=r"^save_checkpoint inside full_p"):
+        with (
+            eng.full_parameters("head.*"),
+            pytest.raises(engine.EngineError, match=r"^save_checkpoint cannot run inside full_p"),
+        ):
             eng.save_checkpoint(folder)
         eng.save_checkpoint(folder).wait()
 

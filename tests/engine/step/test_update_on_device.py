@@ -34,7 +34,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 def optimizer_alone() -> Iterator[None]:
     """Modules keep their forwards: interpreting all of a model takes its time, and other tests do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forwards, "recognise", lambda model, kernels: ())
+        patch.setattr(forwards, "find_replacements", lambda model, kernels: ())
         yield
 
 
@@ -214,7 +214,7 @@ def events_of_update(monkeypatch: pytest.MonkeyPatch, mode: str) -> list[str]:
     """Reads of the host and updates of the optimizer, in order, from the end of the last backward."""
     settings = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "kernels": mode, "gradient_clipping": 0.5}
     batch, events = models.batches_for("decoder", 8, 1)[0], list[str]()
-    monkeypatch.setattr(forwards, "recognise", lambda model, kernels: ())
+    monkeypatch.setattr(forwards, "find_replacements", lambda model, kernels: ())
     with engine.initialize(models.decoder(layers=1), settings, loss_sum) as eng, monkeypatch.context() as patch:
         eng.train_batch(batch)
         optimizer, update = eng.optimizer, eng._update.run
