@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 4 train.py
 
-The same command again goes on where the last start ended, on any number of processes. Everything that is the
-engine's is in ``initialize``, ``train_batch``, ``eval_batch`` and ``load_checkpoint``; the rest is the usual: text,
-model, a loop, a few printed lines.
+The same command continues where the last start ended, on any number of processes. The engine's part is ``initialize``,
+``train_batch``, ``eval_batch`` and ``load_checkpoint``; the rest is the usual: text, model, a loop, a few printed
+lines.
 """
 
 import logging
@@ -17,16 +17,16 @@ from engine.launch.train_options import training_options
 
 
 def main() -> None:
-    """Read the options, run, and if that fails let torchrun end with the traceback of the rank that began it."""
+    """Read the options and run; after a failure, torchrun shows the traceback of the rank that failed first."""
     options = training_options()
 
-    from engine.parallel.comm.world import leave_traceback  # torch from here on, so that --help answers at once
+    from engine.parallel.comm.world import leave_traceback  # import torch only now, so that --help answers at once
 
     leave_traceback(lambda: run(options))
 
 
 def run(options: Namespace) -> None:
-    """Train, validate, let the model write, and compare planned with measured bytes."""
+    """Train, validate, generate a sample, and compare planned with measured bytes."""
     import engine
     from engine.data import Batches, Sampler, window_count
     from engine.launch import progress_line as progress

@@ -54,7 +54,7 @@ def _states(dtype: torch.dtype, device: torch.device, elements: int) -> Inputs:
 
 
 def _adamw(kernels: Kernels) -> Operator:
-    from engine.kernels.optim.adamw import AdamRun, DeviceDecision, adamw_
+    from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_
 
     def update(*given: Tensor) -> tuple[Tensor, ...]:
         gradient, *state = (x.detach() for x in given)
@@ -77,7 +77,7 @@ def _eager_adamw(*given: Tensor) -> tuple[Tensor, ...]:
 
 
 def _squared_norm(kernels: Kernels) -> Operator:
-    from engine.kernels.optim.squared_norm import squared_norm
+    from engine.kernels.ops.squared_norm import squared_norm
 
     return lambda gradient: squared_norm([(gradient.detach(), True)], kernels)
 

@@ -30,6 +30,7 @@ PRODUCTS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
 )
 """M, N, K"""
 ROW_KERNELS = ("norm", "gated", "activation")
+_MODULES = MappingProxyType({"norm": "norm", "gated": "gated_unit", "activation": "bias_activation"})
 WARP_FACTORS = (0.5, 1.0, 2.0)
 _SHAPES = ("row_shape", "column_shape")
 """How a launcher asks for its warps."""
@@ -96,7 +97,7 @@ def _rate(work: Callable[[], object], flops: int, bench: Bench) -> float | str:
 
 def tune_warps(case: Case, bench: Bench) -> dict[str, Any]:
     """Milliseconds, forward and backward, with fewer and with more warps than the launchers take."""
-    module = import_module(f"engine.kernels.gpu.{case.operator}")
+    module = import_module(f"engine.kernels.gpu.{_MODULES[case.operator]}")
     names = [name for name in _SHAPES if hasattr(module, name)]
     given, found = case.make(bench.device, case.rows), {}
     for factor in WARP_FACTORS:

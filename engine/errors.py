@@ -1,4 +1,4 @@
-"""Every error a user can meet: one sentence each - what was given, the rule, what to do."""
+"""Errors that a user can meet. Each is one sentence: what was given, the rule, what to do."""
 
 
 class EngineError(Exception):
@@ -30,5 +30,5 @@ class CheckpointError(EngineError):
 
 
 def first_line(error: Exception) -> str:
-    """What an error says in one line; its kind, if it says nothing."""
+    """Return the first line of the error's message, or its class name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,7 +1,7 @@
-"""The proof: the same training in one process of plain torch, compared with the engine's.
+"""Parity check: the same training in one process of plain torch, compared with the engine's run.
 
-The reference is written with as little of Trine as possible: a loop over all microbatches of all data
-ranks in order, ``torch.optim``, ``clip_grad_norm_``. Any grid has to give its losses, norms and weights.
+The reference uses as little of Trine as possible: a loop over all microbatches of all data ranks in order,
+``torch.optim``, ``clip_grad_norm_``. Every grid must reproduce its losses, norms and weights.
 """
 
 import math
@@ -32,7 +32,7 @@ from engine.zero.optim.sharded_optimizer import OptimizerFactory
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecord:
-    """What a training run leaves behind."""
+    """Results of a training run: losses and gradient norms by step, and the final weights."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -41,7 +41,7 @@ class TrainingRecord:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Deviations of the engine from one process."""
+    """Deviations of the engine's run from the run of one process."""
 
     engine: TrainingRecord
     reference: TrainingRecord
@@ -67,10 +67,10 @@ class Parity:
         return _largest(self.weights.values())
 
     def holds(self, loss: float = 1e-6, norm: float = 1e-5, weight: float = 1e-5) -> bool:
-        """Whether all deviations lie within the bounds; the defaults are the promise for fp32.
+        """Return whether all deviations are within the bounds; the defaults are the promise for fp32.
 
-        Weights are bound only with an Adam eps of about 1e-5: at 1e-8 a gradient that is zero but for
-        rounding (a key bias) makes full steps.
+        Weights are bound only with an Adam eps of about 1e-5. With 1e-8, a gradient that is zero except for rounding (a
+        key bias) makes full steps.
         """
         return self.loss <= loss and self.norm <= norm and self.weight <= weight
 
@@ -95,7 +95,7 @@ def verify(
     Args:
         build_model: builds the model; it is called under the configured seed.
         config: as for :func:`engine.initialize`.
-        batches: one global batch a step: tensors with ``train_batch_size`` rows, the same on all ranks.
+        batches: one global batch for each step: tensors with ``train_batch_size`` rows, the same on all ranks.
 
     Returns:
         The comparison on rank 0, None elsewhere.
@@ -108,7 +108,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """What :func:`engine.initialize` is given beside model and configuration."""
+    """Arguments of :func:`engine.initialize` besides model and configuration."""
 
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
@@ -118,7 +118,7 @@ class VerifyOptions:
 def train_on_grid(
     build_model: Callable[[], nn.Module], config: Any, batches: Sequence[Batch], wishes: VerifyOptions | None = None
 ) -> TrainingRecord:
-    """Train with the engine; called on every rank with the same global batches. Weights are on rank 0."""
+    """Train with the engine; every rank calls it with the same global batches. The weights are on rank 0."""
     wishes = wishes or VerifyOptions()
     resolved = load_config(config, read_world().size)
     example = take_rows(batches[0], 0, resolved.micro)
@@ -144,10 +144,10 @@ def train_alone(
 
 
 class _Reference:
-    """One process, plain torch: gradients summed in fp32 on fp32 masters.
+    """Trainer in one process of plain torch: gradients are summed in fp32 on fp32 masters.
 
-    In fp32 the promise binds. In bf16 a rounding difference of 1e-8 turns the bf16 rounding of some weight
-    every few steps, after which two right runs drift apart: expect about 1e-5 in a loss.
+    The bounds of the promise hold in fp32. In bf16 a rounding difference of 1e-8 flips the bf16 rounding of some weight
+    every few steps, after which two correct runs drift apart: expect about 1e-5 in a loss.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class _Reference:
         self.rate = make_learning_rate(self.optimizer, config.scheduler, wishes.lr_scheduler)
 
     def train(self, batches: Sequence[Batch]) -> TrainingRecord:
-        """All steps; the weights are the masters, in the dtypes of the model as given."""
+        """Train on all batches; the weights returned are the masters, in the dtypes of the model as given."""
         steps = [self._step(batch) for batch in batches]
         with torch.no_grad():
             for name, master in self.masters.items():
@@ -235,7 +235,7 @@ def _plain_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.opti
         "SGD": torch.optim.SGD,
         "Lion": FlatLion,
     }
-    assert config.optimizer is not None  # initialize() has refused a run without one
+    assert config.optimizer is not None  # initialize() has already refused a run without an optimizer
     return kinds[config.optimizer.type](groups, **dict(config.optimizer.params))
 
 
@@ -250,5 +250,5 @@ def _distance(ours: Tensor, reference: Tensor) -> float:
 
 
 def _largest(deviations: Iterable[float]) -> float:
-    """The largest, infinite if any is not a number: ``max`` alone would pass over a nan."""
+    """Return the largest value, or infinity if any is not a number, which ``max`` alone would overlook."""
     return max((value if math.isfinite(value) else math.inf for value in deviations), default=0.0)

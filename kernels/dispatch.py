@@ -1,11 +1,11 @@
-"""Which implementation of an operator runs: torch's, which is the reference, or a Triton kernel.
+"""Kernel dispatch: chooses the implementation of an operator, PyTorch (the reference) or a Triton kernel.
 
-    "reference"   torch, on any device
-    "triton"      Triton, wherever a tensor fits the kernel
-    "auto"        on a GPU with Triton the winner that the table names for this device, dtype and width, else torch
+    "reference"   PyTorch, on any device
+    "triton"      Triton, wherever the kernel supports the tensor
+    "auto"        on a GPU with Triton, the winner in ``tuned.json`` for the device, dtype and width; else PyTorch
 
-``tuned.json`` is the table. A row holds from its width on, up to the next row of the same device; rows of the
-device's own name go before those of "*", which nobody has measured and which say so.
+A row of ``tuned.json`` applies from its width up to the next row of the same device. Rows that name the device take
+precedence over rows of "*", which are estimates: nobody has measured them, and the log says so.
 """
 
 import importlib.util
@@ -29,38 +29,38 @@ Mode = Literal["auto", "reference", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class TunedChoice:
-    """A row of the table."""
+    """One row of ``tuned.json``: the faster implementation of an operator from ``width`` on."""
 
     operator: str
     device: str
-    """Pattern of the GPU's name, as ``torch.cuda.get_device_name`` gives it."""
+    """Glob pattern for the GPU name, as ``torch.cuda.get_device_name`` returns it."""
     dtype: str
-    """Pattern of a dtype's name."""
+    """Glob pattern for the dtype name."""
     width: int
-    """The row holds from here on: elements of a row, or inputs of a product."""
+    """Smallest width that the row applies to: elements of a row, or inputs of a matrix product."""
     triton: bool
     speedup: float | None = None
-    """Measured time of torch over that of Triton; None: expected from the bytes that are moved."""
+    """Measured time of PyTorch over the time of Triton; None for an estimate from the bytes that are moved."""
 
     @property
     def reason(self) -> str:
-        """Why."""
+        """Justification of the choice for the log."""
         return "not measured on this GPU" if self.speedup is None else f"measured {self.speedup:.2f}x torch"
 
 
 def read_choices(text: str) -> tuple[TunedChoice, ...]:
-    """The rows of a table in JSON."""
+    """Parse a table of choices from JSON."""
     return tuple(TunedChoice(**row) for row in json.loads(text)["winners"])
 
 
 @cache
 def shipped_choices() -> tuple[TunedChoice, ...]:
-    """The table beside this file."""
+    """Return the table that ships with this package."""
     return read_choices((Path(__file__).resolve().parent / "tuned.json").read_text(encoding="utf-8"))
 
 
 def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: str, width: int) -> TunedChoice | None:
-    """The row that holds: of this device before "*", of the largest width that is not above."""
+    """Return the row that applies: of this device before "*", then of the largest width up to ``width``."""
     held = [
         row
         for row in rows
@@ -74,42 +74,42 @@ def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton can be imported."""
+    """Return whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's interpreter runs kernels, which it does on CPU tensors too."""
+    """Return whether Triton runs in interpreter mode, which accepts CPU tensors too."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether kernels can run on tensors of ``device``."""
+    """Return whether kernels can run on tensors of ``device``."""
     return has_triton() and (device.type == "cuda" or (device.type == "cpu" and is_interpreted()))
 
 
 def gpu_name(device: torch.device) -> str:
-    """Name of a GPU, as rows of the table have it."""
+    """Return the GPU's name as the rows of the table spell it, or the device type where there is no GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 class Kernels:
-    """The decisions of one run."""
+    """Kernel choices of one run, cached by operator, device, dtype and width."""
 
     def __init__(self, mode: Mode = "auto", winners: tuple[TunedChoice, ...] | None = None) -> None:
         self.mode = mode
         self._winners = shipped_choices() if winners is None else winners
         self._made: dict[tuple[Any, ...], bool] = {}
         self.card: str | None = None
-        """GPU whose rows of the table hold, "" for none; None: the one that a tensor lies on."""
+        """GPU whose rows apply; "" turns all kernels off, None uses the GPU that the tensor is on."""
 
     def replaces(self, device: torch.device) -> bool:
-        """Whether modules of a model get our operators at all; "auto" leaves what runs on a CPU as it is."""
+        """Return whether modules of a model are given our operators at all; "auto" leaves CPU models unchanged."""
         return self.mode != "auto" or device.type == "cuda"
 
     def triton(self, operator: str, x: Tensor, width: int) -> bool:
-        """Whether a Triton kernel is to run on ``x``; each new decision is logged once."""
-        # of a width that torch.compile left open, the length of a range is a number again
+        """Return whether a Triton kernel should run on ``x``. Each new choice is logged once."""
+        # torch.compile may pass a symbolic width; the length of a range is a concrete int
         return self._known(operator, x.device, x.dtype, len(range(width)))
 
     def _known(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
@@ -118,8 +118,8 @@ class Kernels:
             self._made[key] = self._decide(operator, device, dtype, width)
         return self._made[key]
 
-    # To torch.compile the answer is a constant. torch.compiler.assume_constant_result says the same, but would import
-    # the compiler, which takes as long as torch.
+    # torch.compile treats the answer as a constant. torch.compiler.assume_constant_result would do the same, but it
+    # imports the compiler, which takes as long as importing torch.
     _known._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _decide(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
@@ -136,5 +136,16 @@ class Kernels:
 
 
 REFERENCE = Kernels("reference")
-"""Torch's, always."""
+"""Kernels that always choose PyTorch."""
 _NAMES = ("torch", "triton")
+
+
+def is_narrow(x: Tensor) -> bool:
+    """Return whether the kernels support ``x``: fp32, fp16 or bf16, with a last dim."""
+    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.dim() > 0 and x.shape[-1] > 0
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """View [.., H] as [N, H] with contiguous rows; copies only where the leading dims cannot be merged."""
+    x_NH = x.reshape(-1, x.shape[-1])
+    return x_NH if x_NH.stride(1) == 1 or x_NH.shape[1] == 1 else x_NH.contiguous()

@@ -1,1 +1,1 @@
-"""What a person starts: the command line and the reference training run."""
+"""Everything that a person starts: the command line ``trine`` and the reference training run."""

@@ -1,6 +1,8 @@
-"""``trine checkpoint``: look at checkpoints, check them, take the model out of them. No torch: it answers at once.
+"""``trine checkpoint``: inspect, verify and export checkpoints. Imports no torch, so it answers at once.
 
-What a checkpoint holds, in words, as the banner of a run tells what it does. No torch.
+info      the lines that the banner of a run prints, from the manifest alone
+verify    read every block and compare its hash
+export    copy the model folder out, verified on the way
 """
 
 import os
@@ -30,10 +32,10 @@ def info(folder: Path) -> None:
     """Print what a checkpoint holds, from its manifest alone.
 
     Args:
-        folder: a run's (its newest checkpoint) or a checkpoint's, here and below.
+        folder: folder of a run (its newest checkpoint) or of a checkpoint, as in the functions below.
 
     Raises:
-        CheckpointError: there is none, or its manifest is damaged.
+        CheckpointError: the folder has no checkpoint, or its manifest is damaged.
     """
     files, step = Files(), find(folder)
     with _plain_errors(step):
@@ -45,10 +47,10 @@ def info(folder: Path) -> None:
 
 
 def verify_checkpoint(folder: Path, everything: bool) -> None:
-    """Read every block of a checkpoint, or of all of a run, and print a line for each.
+    """Read every block of a checkpoint, or of all checkpoints of the run, and print one line for each.
 
     Raises:
-        CheckpointError: damage; names file and tensor.
+        CheckpointError: a checkpoint is damaged; the message names file and tensor.
     """
     newest = find(folder)
     beside_it = committed(Files(), newest.parent)
@@ -67,18 +69,18 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
 
 
 def export(folder: Path, out: Path, single: bool) -> None:
-    """Copy the model folder of a checkpoint, checked on the way; it appears whole, by rename, or not at all.
+    """Copy the model folder of a checkpoint and verify it on the way; it appears by rename, complete or not at all.
 
     Args:
-        single: all tensors in one ``model.safetensors`` instead of a file for each rank that wrote.
+        single: write all tensors into one ``model.safetensors``, instead of one file for each rank that saved.
 
     Raises:
-        CheckpointError: ``out`` is there and not empty, damage, a disk that is full.
+        CheckpointError: ``out`` exists and is not empty, the checkpoint is damaged, or the disk is full.
     """
     files, step, target = Files(), find(folder), out.absolute()
     written = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     if os.path.lexists(target) and (not files.is_folder(target) or files.names(target)):
-        raise CheckpointError(f"{out} is there already and not an empty folder; nothing is written over: name another.")
+        raise CheckpointError(f"{out} exists and is not an empty folder; nothing is overwritten, so name another one.")
     with _plain_errors(step):
         reader = StepReader(files, step)
         written.parent.mkdir(parents=True, exist_ok=True)
@@ -95,16 +97,16 @@ def export(folder: Path, out: Path, single: bool) -> None:
 
 
 def find(folder: Path) -> Path:
-    """The checkpoint that a folder is, or the newest in it.
+    """Return the checkpoint that ``folder`` is, or the newest one in it.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the folder holds no checkpoint.
     """
     path, files = folder.absolute(), Files()
     with _plain_errors(path):
         found = steps_of(files, path) or committed(files, path / CHECKPOINTS)
     if not found:
-        there = "has no checkpoint" if files.is_folder(path) else "is no folder"
+        there = "has no checkpoint" if files.is_folder(path) else "is not a folder"
         raise CheckpointError(f"{folder} {there}; give the folder of a run, or one of its step-N folders.")
     return found[-1]
 
@@ -128,7 +130,7 @@ def _verified(step: Path) -> str:
 
 
 def _copy_model(files: Files, reader: StepReader, target: Path, single: bool) -> int:
-    """Returns the bytes that were written."""
+    """Copy the files of the model and return the number of bytes written."""
     count = 0
     for name in reader.manifest.files:
         weights = name.endswith((".safetensors", ".safetensors.index.json"))
@@ -138,7 +140,7 @@ def _copy_model(files: Files, reader: StepReader, target: Path, single: bool) ->
 
 
 def _joined(reader: StepReader) -> Iterator[memoryview]:
-    """One file of all tensors, piece by piece; no more than one tensor is in memory."""
+    """Yield one file of all tensors, piece by piece, with at most one tensor in memory."""
     model = {name: reader.manifest.tensors[name] for name in reader.manifest.model_kinds()}
     names = {tensor.pieces[0].key: name for name, tensor in model.items()}
     kinds = {key: reader.kinds[name] for key, name in names.items()}
@@ -151,7 +153,7 @@ def _joined(reader: StepReader) -> Iterator[memoryview]:
 
 
 def checkpoint_lines(manifest: Manifest) -> dict[str, str]:
-    """Lines as in the banner of a run."""
+    """Describe a checkpoint in lines such as the banner of a run has."""
     return {
         "saved": _saved(manifest),
         "grid": _grid(Fields(manifest.info.get("grid"), "the grid in the manifest")),
@@ -201,7 +203,7 @@ def _optimizer(manifest: Manifest) -> str:
 
 
 def _tracked(manifest: Manifest) -> dict[str, str]:
-    """What was registered, such as the place in the data."""
+    """Describe the registered state, such as the position in the data."""
     lines = {}
     for name, state in Fields(manifest.progress, "the manifest").object("tracked").items():
         plain = isinstance(state, dict) and all(isinstance(value, int | float | str) for value in state.values())
@@ -219,7 +221,7 @@ def _folders(manifest: Manifest) -> str:
 
 
 def beside(files: Files, step: Path) -> str:
-    """What else lies in the run's folder."""
+    """List what else the run's folder contains."""
     steps = [path.name for path in committed(files, step.parent) if path != step]
     hidden = {step.name, "latest", *steps}
     others = [name for name in files.names(step.parent) if name not in hidden]

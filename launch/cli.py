@@ -1,4 +1,4 @@
-"""The command ``trine``. Reading and checking a configuration needs no torch and answers at once."""
+"""The command ``trine``. Reading and checking a configuration imports no torch, so it answers at once."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from engine.launch import schedule_command as schedule
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
@@ -30,25 +30,25 @@ def _parser() -> ArgumentParser:
     command = commands.add_parser("schema", help="print the JSON Schema of the configuration")
     command.set_defaults(run=_print_schema)
 
-    command = commands.add_parser("check", help="check a configuration, all mistakes at once")
+    command = commands.add_parser("check", help="check a configuration and report all mistakes at once")
     command.add_argument("config", type=Path)
-    command.add_argument("--world", type=int, default=None, help="number of processes it has to fit")
+    command.add_argument("--world", type=int, default=None, help="number of processes that it must fit")
     command.set_defaults(run=_check)
 
-    command = commands.add_parser("plan", help="what every rank would hold and send, without processes")
+    command = commands.add_parser("plan", help="print what every rank would hold and send, without starting processes")
     command.add_argument("config", type=Path)
     command.add_argument("--world", type=int, required=True, help="number of processes")
     command.add_argument("--layers", type=int, default=8, help="blocks of the reference decoder")
-    command.add_argument("--width", type=int, default=256, help="its width")
-    command.add_argument("--heads", type=int, default=4, help="its attention heads")
-    command.add_argument("--context", type=int, default=128, help="its window in tokens")
+    command.add_argument("--width", type=int, default=256, help="width of the decoder")
+    command.add_argument("--heads", type=int, default=4, help="attention heads of the decoder")
+    command.add_argument("--context", type=int, default=128, help="context of the decoder in tokens")
     command.set_defaults(run=_plan)
 
     command = commands.add_parser("schedule", help="draw a pipeline schedule: order, idle share, memory")
     schedule.add_options(command)
     command.set_defaults(run=schedule.run)
 
-    command = commands.add_parser("checkpoint", help="look at checkpoints, check them, take the model out of them")
+    command = commands.add_parser("checkpoint", help="inspect, verify and export checkpoints")
     _add_checkpoint_commands(command.add_subparsers(required=True, metavar="ACTION"))
     return parser
 
@@ -59,15 +59,15 @@ def _add_checkpoint_commands(commands: "_SubParsersAction[ArgumentParser]") -> N
     command.add_argument("folder", type=Path, help=folder)
     command.set_defaults(run=_checkpoint_info)
 
-    command = commands.add_parser("verify", help="read and check every block; damage is named and gives status 1")
+    command = commands.add_parser("verify", help="read and check every block; damage gives exit status 1")
     command.add_argument("folder", type=Path, help=folder)
-    command.add_argument("--all", action="store_true", help="all checkpoints of the run")
+    command.add_argument("--all", action="store_true", help="verify all checkpoints of the run")
     command.set_defaults(run=_checkpoint_verify)
 
-    command = commands.add_parser("export", help="copy its model, checked, into a Hugging Face folder")
+    command = commands.add_parser("export", help="verify the model and copy it into a Hugging Face folder")
     command.add_argument("folder", type=Path, help=folder)
     command.add_argument("out", type=Path, help="new or empty folder")
-    command.add_argument("--single", action="store_true", help="one model.safetensors instead of several files")
+    command.add_argument("--single", action="store_true", help="write one model.safetensors instead of several files")
     command.set_defaults(run=_checkpoint_export)
 
 
@@ -79,7 +79,7 @@ def _check(options: Namespace) -> None:
     config = load_config(options.config, options.world)
     for note in config.notes:
         print(f"note: {note}")
-    print(f"{options.config} is right" + (f" for {options.world} ranks" if options.world else ""))
+    print(f"{options.config} is valid" + (f" for {options.world} ranks" if options.world else ""))
 
 
 def _plan(options: Namespace) -> None:
@@ -109,7 +109,7 @@ def _plan(options: Namespace) -> None:
 
 
 def _checkpoint_info(options: Namespace) -> None:
-    from engine.launch.checkpoint_command import info  # here and below: numpy, which the other commands do without
+    from engine.launch.checkpoint_command import info  # import numpy only here: the other commands do without it
 
     info(options.folder)
 

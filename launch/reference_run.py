@@ -1,4 +1,4 @@
-"""The pieces of the reference run that are not the engine's: settings, corpus, validation, sample."""
+"""Parts of the reference run outside the engine: settings, corpus, validation and the sample at the end."""
 
 import json
 import os
@@ -17,16 +17,16 @@ from engine.launch.train_options import DATA_CONFIG, DEFAULT_CONFIG
 from engine.models.decoder import Decoder, DecoderConfig, generate
 
 EVALUATION_BATCHES = 8
-"""Validation batches a rank reads at the end: enough for two digits of bits per byte."""
+"""Validation batches that a rank reads at the end: enough for two digits of bits per byte."""
 CHECKPOINT_EVERY = 50
-"""Steps between two checkpoints, half a minute on two CPU cores, where the configuration does not say."""
+"""Default number of steps between checkpoints: half a minute on two CPU cores."""
 
 
 def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
-    """The JSON configuration with what the command line adds: schedule length, bf16 on GPUs, log file, checkpoints.
+    """Read the JSON configuration and add schedule length, bf16 on GPUs, log file and checkpoints of the command line.
 
     Raises:
-        ConfigError: the file is missing or is no JSON object.
+        ConfigError: the file is missing or is not a JSON object.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     path = options.config or root / (DATA_CONFIG if ranks % 4 else DEFAULT_CONFIG)
@@ -48,38 +48,38 @@ def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
 
 
 def read_corpus(options: Namespace) -> tuple[Corpus, Corpus]:
-    """Training and validation text: the user's files, or the interpreter's own sources."""
+    """Return training and validation text: the user's files, or the sources of this Python interpreter."""
     if options.data:
         return text_corpus(options.data, "train"), text_corpus(options.data, "validation")
     return builtin_corpus("train"), builtin_corpus("validation")
 
 
 def describe_text(corpus: Corpus) -> str:
-    """A line for the banner."""
+    """Describe the text in one line for the banner."""
     return f"  text       {corpus.name}, {len(corpus.tokens):,} bytes of {corpus.files} files, digest {corpus.digest}"
 
 
 def decoder_config(options: Namespace) -> DecoderConfig:
-    """The shape of the decoder."""
+    """Return the sizes of the decoder."""
     return DecoderConfig(layers=options.layers, width=options.width, heads=options.heads, context=options.context)
 
 
 def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, torch.Tensor]:
-    """The shapes of one microbatch, so that the engine can cut the model before the first batch is read."""
+    """Return the shapes of one microbatch, so that the engine can cut the model before it reads the first batch."""
     rows = engine.load_config(settings, int(os.environ.get("WORLD_SIZE", "1"))).micro
     ids = torch.empty((rows, shape.context), dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": ids}
 
 
 def save_last(eng: engine.Engine, before: int) -> None:
-    """Begin a checkpoint of the end, unless nothing was trained after ``before`` or its step has one. Collective."""
+    """Start a checkpoint of the last step, unless no step followed ``before`` or the step has one. Collective."""
     every = eng.config.checkpoint.every
     if eng.step_count > before and (not every or eng.step_count % every):
         eng.save_checkpoint()
 
 
 def evaluate(eng: engine.Engine, corpus: Corpus, context: int) -> float:
-    """Validation loss in nats per byte; every byte counts once, over all data ranks."""
+    """Return the validation loss in nats per byte; every byte counts once over all data ranks."""
     coord, rows = eng.grid.coord(), eng.config.micro * eng.config.accumulation
     batches: Iterator[Any] = evaluation_batches(corpus, context, rows, coord.dp, eng.grid.dp, EVALUATION_BATCHES)
     total = weight = 0.0
@@ -91,7 +91,7 @@ def evaluate(eng: engine.Engine, corpus: Corpus, context: int) -> float:
 
 
 def sample_text(eng: engine.Engine, shape: DecoderConfig, length: int) -> bytes | None:
-    """Text that the trained model writes, on rank 0; the whole model is put together there. Collective."""
+    """Generate text with the trained model on rank 0, where the full model is assembled. Collective."""
     state = eng.full_state_dict()
     if eng.grid.rank:
         return None

@@ -1,10 +1,10 @@
-"""The folder of a reference run. Whoever starts in it again goes on with that run, or is told why not.
+"""Folder of a reference run. A new start in it continues that run, or is refused with the reason.
 
 runs/train/
   run.json         text, model, versions and configuration of the last start
-  metrics.jsonl    a line for each logged step
+  metrics.jsonl    one line for each logged step
   checkpoints/     step-00000250 and so on
-runs/train.1/      a run that --fresh has put aside
+runs/train.1/      an earlier run that --fresh has moved there
 """
 
 import fcntl
@@ -31,14 +31,14 @@ RECORD, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
 
 
 def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, shape: "DecoderConfig") -> int:
-    """Make the folder or take it up again, and record what this start depends on. Rank 0 calls it, before the others.
+    """Create or reopen the folder, and record what this start depends on. Rank 0 calls it before all others.
 
     Returns:
-        The open folder, which keeps others out until it is closed or the process ends, however it ends.
+        The open folder, which locks out other processes until it is closed or this process ends in any way.
 
     Raises:
-        EngineError: another process trains there; the run there has other text, another model or another seed, so that
-            it cannot go on; ``--fresh`` beside checkpoints that are kept elsewhere.
+        EngineError: another process trains there; the run there has another text, model or seed, so that it cannot
+            continue; ``--fresh`` while the configuration keeps checkpoints outside this folder.
     """
     folder: Path = options.out
     if options.fresh and folder.exists():
@@ -58,10 +58,10 @@ def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, sh
 
 
 def check_same(folder: Path, record: Mapping[str, Any]) -> None:
-    """Compare with the run that is there; the number of processes, batch size and learning rate may change.
+    """Compare with the run in ``folder``; the number of processes, batch size and learning rate may change.
 
     Raises:
-        EngineError: the first difference after which samples would be repeated or skipped, or weights not fit.
+        EngineError: a difference would repeat or skip samples, or its weights would not fit; the first one is named.
     """
     try:
         there = _identity(json.loads((folder / RECORD).read_text(encoding="utf-8")))
@@ -69,7 +69,7 @@ def check_same(folder: Path, record: Mapping[str, Any]) -> None:
         return
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EngineError(
-            f"{folder / RECORD} cannot be read ({error}), so it is not known what this run is; {_remedy(folder)}"
+            f"{folder / RECORD} cannot be read ({error}), so the run in this folder is unknown; {_remedy(folder)}"
         ) from error
     for name, here in _identity(record).items():
         if there.get(name) != here:
@@ -80,23 +80,25 @@ def check_same(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def go_on(options: Namespace, made: int) -> list[str]:
-    """Cut the log back to the checkpoint that was loaded; lines that say so. Nothing to a new run.
+    """Truncate the log to the loaded checkpoint and return lines that report it; a new run has none.
 
-    The rows beyond it are of steps that are trained again. A log that lies elsewhere is left alone.
+    The removed rows belong to steps that are trained again. A log outside the folder is left unchanged.
     """
     lines = []
     if cut := _trim(options.out / METRICS, made):
-        lines.append(f"{cut} lines beyond step {made} are cut from {options.out / METRICS}: they are trained again")
+        lines.append(
+            f"{cut} lines after step {made} are removed from {options.out / METRICS}: these steps are trained again"
+        )
     if made >= options.steps:
         lines.append(
-            f"nothing to train: {options.out} has made {made} steps, and --steps asks for {options.steps}; give more, "
-            "or start over with --fresh"
+            f"nothing to train: {options.out} has made {made} steps, and --steps asks for {options.steps}; ask for "
+            "more, or start over with --fresh"
         )
     return lines
 
 
 def _trim(path: Path, made: int) -> int:
-    """Rows cut; a line that a crash has torn counts as one."""
+    """Remove rows after step ``made`` and return their number; a line that a crash cut short counts as one."""
     if not path.exists():
         return 0
     rows = path.read_bytes().splitlines(keepends=True)
@@ -119,7 +121,7 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remedy(folder: Path) -> str:
-    return f"--fresh keeps it as {_free_name(folder)} and starts over, --out names another folder."
+    return f"use --fresh to keep it as {_free_name(folder)} and start over, or --out to name another folder."
 
 
 def _free_name(folder: Path) -> Path:
@@ -131,8 +133,8 @@ def _refuse_kept(folder: Path, kept: Path) -> None:
     inside = kept.absolute().is_relative_to(folder.absolute())
     if not inside and committed(Files(), kept):
         raise EngineError(
-            f"--fresh puts {folder} aside, but checkpoint.folder {kept} of the configuration has checkpoints, from "
-            "which the run would go on; name another one there."
+            f"--fresh moves {folder} away, but checkpoint.folder {kept} of the configuration has checkpoints, from "
+            "which the run would continue; name another folder there."
         )
 
 
@@ -143,8 +145,8 @@ def _lock(folder: Path) -> int:
     except BlockingIOError as error:
         os.close(file)
         raise EngineError(
-            f"another process trains in {folder}; wait for its end, or name another folder with --out."
+            f"another process trains in {folder}; wait until it ends, or name another folder with --out."
         ) from error
-    except OSError:  # a file system without locks
+    except OSError:  # the file system has no locks
         pass
     return file

@@ -1,4 +1,4 @@
-"""``trine schedule``: a pipeline schedule as a picture, in figures, beside all others, as a file. No torch."""
+"""``trine schedule``: shows a pipeline schedule as a picture and in figures, compares kinds, writes files. No torch."""
 
 import math
 import shutil
@@ -18,37 +18,37 @@ from engine.parallel.pipeline.schedule.simulate import Cost, simulate
 from engine.parallel.pipeline.schedule.validate import check
 
 RANKS, MICROBATCHES = 4, 8
-"""Where nothing says how many."""
+"""Defaults, used where neither the command line nor the configuration gives a number."""
 
 
 def add_options(command: ArgumentParser) -> None:
-    """The words after ``trine schedule``."""
+    """Add the arguments of ``trine schedule``."""
     command.add_argument("kind", nargs="?", metavar="KIND", help=(
         f"{', '.join(SCHEDULE_KINDS)}, or a .txt or .csv file of action tokens (default 1f1b)"
     ))  # fmt: skip
     command.add_argument("--config", type=Path, help="take kind and sizes from a JSON configuration")
     command.add_argument("--world", type=int, help="number of processes, where the configuration needs it")
     command.add_argument("--ranks", type=int, help=f"pipeline ranks (default {RANKS})")
-    command.add_argument("--microbatches", type=int, help=f"per step (default {MICROBATCHES})")
-    command.add_argument("--virtual-stages", type=int, help="stages on each rank (default: as the kind has them)")
-    times = command.add_argument_group("times of a rank's whole slice; a stage takes its part of that")
+    command.add_argument("--microbatches", type=int, help=f"microbatches per step (default {MICROBATCHES})")
+    command.add_argument("--virtual-stages", type=int, help="stages on each rank (default: that of the kind)")
+    times = command.add_argument_group("times of a rank's whole slice; each stage takes its share of them")
     times.add_argument("--forward", type=float, default=1, help="default %(default)s")
     times.add_argument("--backward", type=float, help="default: input + weight")
     times.add_argument("--input", type=float, help="gradient of the input (default: half a backward, or 1)")
     times.add_argument("--weight", type=float, help="gradient of the weights (default: half a backward, or 1)")
-    times.add_argument("--transfer", type=float, default=0, help="of one message (default %(default)s)")
-    command.add_argument("--compare", action="store_true", help="a table of all kinds for these sizes")
-    command.add_argument("--tokens", action="store_true", help="print action tokens, for a file of your own")
-    command.add_argument("--width", type=int, help="columns of the picture (default: the terminal's)")
+    times.add_argument("--transfer", type=float, default=0, help="time of one message (default %(default)s)")
+    command.add_argument("--compare", action="store_true", help="print a table of all kinds for these sizes")
+    command.add_argument("--tokens", action="store_true", help="print the action tokens, to start a file of your own")
+    command.add_argument("--width", type=int, help="columns of the picture (default: width of the terminal)")
     command.add_argument("--svg", type=Path, metavar="FILE", help="write the picture as SVG")
     command.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
 
 
 def run(options: Namespace) -> None:
-    """Print what was asked for.
+    """Print the requested pictures and figures, and write the requested files.
 
     Raises:
-        EngineError: no such kind, sizes that it does not allow, a file that is wrong or cannot be written.
+        EngineError: the kind does not exist or refuses these sizes; a file is malformed or cannot be written.
     """
     asked, cost = _asked(options), _cost(options)
     if options.compare and (options.kind or options.tokens):
@@ -63,7 +63,7 @@ def run(options: Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A schedule by kind and sizes; None: not said."""
+    """Kind and sizes of a schedule; None where the user gives no size."""
 
     kind: str
     ranks: int | None
@@ -72,10 +72,10 @@ class _Asked:
 
 
 def _asked(options: Namespace) -> _Asked:
-    """From the command line, then from the configuration, then by default."""
+    """Collect the request from the command line, then the configuration, then the defaults."""
     given = _Asked(options.kind or "1f1b", options.ranks, options.microbatches, options.virtual_stages)
     if options.config is None and options.world is not None:
-        raise ScheduleError("--world settles what a configuration leaves open; give --config, or leave it out.")
+        raise ScheduleError("--world fills in sizes of a configuration; give --config too, or leave --world out.")
     if options.config is None:
         return given
     config = load_config(options.config, options.world)
@@ -96,7 +96,7 @@ def _cost(options: Namespace) -> Cost:
     for word, time in named.items():
         if time is not None and not (math.isfinite(time) and time >= 0 and (time or word != "forward")):
             at_least = "more than 0" if word == "forward" else "0 or more"
-            raise ScheduleError(f"--{word} {time:g} is no time; give a number, {at_least}.")
+            raise ScheduleError(f"--{word} {time:g} is not a duration; give a number, {at_least}.")
     half = 1 if options.backward is None else options.backward / 2
     into = half if options.input is None else options.input
     weight = half if options.weight is None else options.weight
@@ -122,7 +122,7 @@ def _read(asked: _Asked) -> Schedule:
     ):
         if wanted is not None and wanted != found:
             raise ScheduleError(
-                f"schedule {asked.kind} has {found:g} {word.replace('-', ' ')}, not {wanted}: a file says that itself; "
+                f"schedule {asked.kind} has {found:g} {word.replace('-', ' ')}, not {wanted}: a file fixes its sizes; "
                 f"leave --{word} out."
             )
     return schedule
@@ -168,11 +168,11 @@ messages: over all ranks"""
 
 
 def _print_comparison(asked: _Asked, cost: Cost) -> list[Panel]:
-    """All kinds, the least idle first; returns those that these sizes allow."""
+    """Print all kinds, the least idle first, and return the panels of those that allow these sizes."""
     found: list[tuple[Summary, Panel]] = []
     refused: dict[str, str] = {}
     for kind in SCHEDULE_KINDS.values():
-        virtual = asked.virtual_stages if kind.most is None else None  # the others have a number of their own
+        virtual = asked.virtual_stages if kind.most is None else None  # the other kinds fix their number of stages
         try:
             schedule = _made(_Asked(kind.name, asked.ranks, asked.microbatches, virtual))
         except ScheduleError as error:
@@ -199,7 +199,7 @@ def _cells(kind: str, figures: Summary) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, all others to the right."""
+    """Format a table with the first column left-aligned and all others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell.rjust(width) if column else cell.ljust(width)
@@ -213,4 +213,4 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise EngineError(f"{path}: {error.strerror}; name a file in a folder that is there.") from None
+        raise EngineError(f"{path}: {error.strerror}; name a file in an existing folder.") from None

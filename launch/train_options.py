@@ -1,17 +1,17 @@
-"""The words of ``train.py`` on the command line. No torch: ``--help`` answers at once."""
+"""Command line of ``train.py``. Imports no torch, so ``--help`` answers at once."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 DEFAULT_CONFIG = Path("configs/tp2_pp2_zero1.json")
-"""For a multiple of four ranks."""
+"""Default configuration for a multiple of four ranks."""
 DATA_CONFIG = Path("configs/dp_zero1.json")
-"""For any other number."""
+"""Default configuration for any other number of ranks."""
 
 
 def training_options(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the options of the reference run; everything has a default."""
+    """Parse the options of the reference run; every option has a default."""
     parser = ArgumentParser(
         prog="train.py",
         description="Train a small byte-level decoder on real text. "
@@ -20,17 +20,17 @@ def training_options(arguments: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--config", type=Path, default=None, help=(
         f"JSON configuration (default {DEFAULT_CONFIG} for a multiple of 4 ranks, otherwise {DATA_CONFIG})"
     ))  # fmt: skip
-    parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="your own text instead of the built-in")
-    parser.add_argument("--steps", type=_count, default=250, help="optimizer steps in all (default %(default)s)")
+    parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="your text instead of the built-in one")
+    parser.add_argument("--steps", type=_count, default=250, help="optimizer steps in total (default %(default)s)")
     parser.add_argument("--layers", type=_count, default=4, help="blocks of the decoder (default %(default)s)")
     parser.add_argument("--width", type=_count, default=128, help="width of the decoder (default %(default)s)")
     parser.add_argument("--heads", type=_count, default=4, help="attention heads (default %(default)s)")
     parser.add_argument("--context", type=_count, default=128, help="tokens in a window (default %(default)s)")
-    parser.add_argument("--sample", type=_count, default=200, help="bytes of text at the end (default %(default)s)")
+    parser.add_argument("--sample", type=_count, default=200, help="bytes to generate at the end (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help=(
-        "folder of the run, which goes on if there is one (default %(default)s)"
+        "folder of the run, which continues if it exists (default %(default)s)"
     ))  # fmt: skip
-    parser.add_argument("--fresh", action="store_true", help="start over; the run in the folder is kept under a number")
+    parser.add_argument("--fresh", action="store_true", help="start over; the old run is kept in a numbered folder")
     return parser.parse_args(arguments)
 
 

@@ -1,5 +1,13 @@
-"""Where ranks sit and how work is cut.
+"""Where ranks sit in the grid, and how a model is divided among them.
 
-``grid`` places ranks, ``comm`` is the only door to ``torch.distributed``, ``shards`` says who owns
-which part of which parameter. Nothing here knows a configuration file or an optimizer.
+    grid           ranks as a box of pipeline x data x tensor
+    shard_table    which rank holds which part of every parameter
+    comm/          the only door to ``torch.distributed``: named, counted collectives and messages
+    model/         what is put on the user's module: patched forwards, placeholders, random streams
+    trace/         a model followed on the meta device: which block reads and makes which value
+    tensor/        tensor parallelism: plans, layers, vocab-parallel losses, global tensors
+    pipeline/      pipeline parallelism: schedules, partition into stages, runtime, reports
+    activation_checkpointing/, kernel_injection/    blocks that are recomputed, modules replaced by kernels
+
+Nothing here knows a configuration file or an optimizer.
 """

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from engine.errors import GridError
 
 Axis = Literal["pp", "dp", "tp", "replica", "world"]
-"""What a group of ranks differs in. A replica is one whole model: all ranks of one data coordinate."""
+"""The coordinates in which ranks of a group differ. A replica is one full model: all ranks of one data coordinate."""
 
 
 class Coord(NamedTuple):
@@ -28,7 +28,7 @@ class Coord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The box of ranks and this rank's place in it.
+    """The box of ranks, and this rank's position in it.
 
     Raises:
         GridError: a size below 1, or a rank outside the box.
@@ -86,7 +86,7 @@ class Grid:
         return tuple(self.rank_at(**here._replace(**{axis: i})._asdict()) for i in range(self.size(axis)))
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
-        """Every group of peers along ``axis``; together they hold each rank once."""
+        """Every group of peers along ``axis``; each rank is in exactly one of them."""
         seen: set[int] = set()
         for rank in range(self.world_size):
             if rank not in seen:

@@ -1,17 +1,17 @@
-"""The shard table: one truth about every parameter (who holds which part of it, on which stage).
+"""The shard table: which rank holds which part of every parameter, and on which stage.
 
-Built once from the model, on any device, without processes. Clipping, gradient sums, the ZeRO layout,
-checkpoints and memory budgets read this table and nothing else, so that no two parts can disagree.
+It is built once from the model, on any device, without processes. Clipping, gradient sums, the ZeRO layout, checkpoints
+and memory budgets all read this one table, so they cannot disagree.
 
-One row per logical parameter. A tied parameter is one row with aliases; its ranges tell how the
-tensor axis cuts it. A row that is not cut has a single range that every tensor rank holds:
+One row per logical parameter. A tied parameter is one row with aliases; its ranges tell how the tensor axis shards it.
+A row that is not sharded has a single range that every tensor rank holds:
 
     replicated over tp=2      Range(0, 8, holders=(0, 1))
-    cut over tp=2             Range(0, 4, holders=(0,))  Range(4, 8, holders=(1,))
+    sharded over tp=2         Range(0, 4, holders=(0,))  Range(4, 8, holders=(1,))
     a shared kv head, tp=4    Range(0, 4, holders=(0, 1))  Range(4, 8, holders=(2, 3))
 
-Of all copies of an element, over pipeline and tensor ranks, exactly one is counted (the first owner's, the
-first holder's), so that a norm sees every element once.
+Exactly one copy of each element over pipeline and tensor ranks is counted (the first owner's, the first holder's), so
+that a norm contains every element once.
 """
 
 import math
@@ -26,7 +26,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Rows ``start:stop`` along the cut dim, and the tensor coordinates that hold them."""
+    """Rows ``start:stop`` along the sharded dim, and the tensor coordinates that hold them."""
 
     start: int
     stop: int
@@ -35,33 +35,33 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class ShardRow:
-    """One logical parameter: what it is, who owns it, how it is cut."""
+    """One logical parameter: its name, its owners, and how it is sharded."""
 
     name: str
-    """Its first name in ``model.named_parameters()``."""
+    """First name of the parameter in ``model.named_parameters()``."""
     aliases: tuple[str, ...]
-    """Its other names, when modules share it."""
+    """Other names of the parameter, if modules share it."""
     shape: tuple[int, ...]
-    """Full shape, before any cut."""
+    """Full shape, before sharding."""
     dtype: torch.dtype
     """Dtype in the model as the user gave it."""
     owners: tuple[int, ...]
-    """Indices of axis pp that hold it; several when it is tied across them."""
+    """Indices of axis pp that hold the parameter; several if it is tied across stages."""
     dim: int | None
-    """Dim that the tensor axis cuts, or None."""
+    """Dim that the tensor axis shards, or None."""
     ranges: tuple[Range, ...]
-    """Which part every tensor rank holds; together they cover ``dim`` once."""
+    """The part that every tensor rank holds; the ranges together cover ``dim`` once."""
     partial: bool
-    """Several tensor ranks hold the same elements, and each has a part of their gradient only."""
+    """Several tensor ranks hold the same elements, and each has only a part of the gradient."""
     in_glue: bool
-    """Read by code outside blocks and other modules, where no module hook sees it."""
+    """The parameter is read by code outside blocks and other modules, where no module hook fires."""
     trainable: bool
     group: int
     """Optimizer group, an index into the groups of the plan."""
 
     @property
     def elements(self) -> int:
-        """Elements of the full parameter."""
+        """Number of elements of the full parameter."""
         return math.prod(self.shape)
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
@@ -72,13 +72,13 @@ class ShardRow:
         return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
 
     def counted(self, pp: int, tp: int) -> bool:
-        """Whether a norm counts the copy that this pipeline and tensor coordinate hold, but for its ``copies``."""
+        """True if a norm counts the copy that this pipeline and tensor coordinate hold, except for its ``copies``."""
         return pp == self.owners[0] and any(part.holders[0] == tp for part in self.ranges if tp in part.holders)
 
     def copies(self, tp: int) -> tuple[tuple[int, int], ...]:
-        """Of what tensor coordinate ``tp`` holds, flat: the runs [start, stop) that a norm counts at another one.
+        """Runs [start, stop) of tensor coordinate ``tp``'s flat part that a norm counts at another coordinate.
 
-        Queries in thirds with a shared key: own rows and shared rows lie in one parameter.
+        They arise when one parameter holds own and shared rows, such as thirds of a fused QKV weight with a shared key.
         """
         if self.dim is None or not self.counted(self.owners[0], tp):
             return ()
@@ -100,46 +100,47 @@ class ShardTable:
         return iter(self.rows)
 
     def held_by(self, pp: int) -> tuple[ShardRow, ...]:
-        """Rows that an index of axis pp holds."""
+        """Rows that index ``pp`` of axis pp holds."""
         return tuple(row for row in self.rows if pp in row.owners)
 
     @property
     def elements(self) -> int:
-        """Elements of the whole model, ties counted once."""
+        """Number of elements of the full model, tied parameters counted once."""
         return sum(row.elements for row in self.rows)
 
 
 class Cutting(Protocol):
-    """How the tensor axis cuts a parameter."""
+    """How the tensor axis shards a parameter."""
 
     @property
     def dim(self) -> int | None:
-        """The dim that is cut."""
+        """The dim that is sharded."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """Who holds which rows of it."""
+        """The holders of each range of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How the grid divides the parameters, by their first names; the default divides nothing."""
+    """How the grid divides the parameters, by their first names; the default replicates everything."""
 
     tp: int = 1
     cuts: Mapping[str, Cutting] = field(default_factory=dict)
-    """Over the tensor axis; who is not named is held by all tensor ranks."""
+    """Sharding over the tensor axis; parameters without an entry are replicated over it."""
     partial: Collection[str] = ()
-    """Held by all tensor ranks, each of which has a part of the gradient."""
+    """Parameters replicated over the tensor axis whose gradient each rank has only in part."""
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Indices of axis pp; who is not named lies on the first."""
+    """Indices of axis pp; parameters without an entry are on the first stage."""
     in_glue: Collection[str] = ()
-    """Read outside modules."""
+    """Parameters read outside modules."""
 
 
 def build_table(model: nn.Module, groups: Mapping[str, int], division: Division | None = None) -> ShardTable:
-    """One row per parameter of ``model``, which is not cut yet; only shapes, dtypes and identities are read.
+    """One row per parameter of ``model``, before it is sharded; reads only shapes, dtypes and identities.
 
-    ``groups`` maps the names of trainable parameters to optimizer groups.
+    Args:
+        groups: optimizer group of each trainable parameter, by name.
     """
     division = division or Division()
     names: dict[int, list[str]] = {}

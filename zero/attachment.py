@@ -1,4 +1,4 @@
-"""Whether the model's parameters are still those that the engine trains."""
+"""Check that the model's parameters are still the tensors that the engine trains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ class _Tie:
     name: str
     module: nn.Module
     leaf: str
-    """The parameter's name in ``module``."""
+    """Name of the parameter in ``module``."""
     parameter: nn.Parameter
     place: tuple[int, int] | None
-    """Memory and offset that a flat bucket gave it; None where no bucket holds it."""
+    """Storage and offset that a flat bucket gave the parameter; None for a parameter outside the buckets."""
 
 
 class Attachment:
-    """Remembers which parameter objects, at which places, the engine was built on."""
+    """Parameter objects of a model, and their places in the flat buckets, as they were when the engine was built."""
 
     def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket]) -> None:
         held = {id(parameter) for flat in buckets for parameter in flat.parameters if parameter.numel()}
@@ -39,10 +39,11 @@ class Attachment:
         self._trainable = {id(tie.parameter) for tie in self._ties if tie.parameter.requires_grad}
 
     def check(self) -> None:
-        """Refuse parameters that would train nothing: replaced, moved, frozen or thawed since then.
+        """Refuse parameters that would not be trained: replaced, moved, frozen or made trainable since the engine was
+        built.
 
         Raises:
-            EngineError: names the first such parameter.
+            EngineError: such a parameter exists; the message names the first one.
         """
         for tie in self._ties:
             moved = tie.place is not None and _place(tie.parameter) != tie.place
@@ -60,5 +61,5 @@ class Attachment:
 
 
 def _place(parameter: nn.Parameter) -> tuple[int, int]:
-    """The same whether the memory is there or not."""
+    """Return (storage, offset), which stay the same when the storage is freed and allocated again."""
     return parameter.untyped_storage()._cdata, int(parameter.storage_offset())

@@ -1,15 +1,16 @@
-"""Flat tensors that follow the layout, with the user's parameters as views into them.
+"""Flat tensors that follow the layout, with the user's parameters as views of them.
 
 For each bucket (glossary in ``zero/__init__.py``), here with N = 4 and an fp32 master:
 
     params   bf16  [ shard 0 | shard 1 | shard 2 | shard 3 ]   parameter.data are views of it
-    kept     bf16            [ shard 1 ]                       the owned part: of ``params`` itself, except at ZeRO 3
-    grads    fp32  [ shard 0 | shard 1 | shard 2 | shard 3 ]   gradients are summed here; ZeRO 2 or 3 that reduces
+    kept     bf16            [ shard 1 ]                       the owned part: a slice of ``params``, except at ZeRO 3
+    grads    fp32  [ shard 0 | shard 1 | shard 2 | shard 3 ]   sums of the gradients; ZeRO 2 or 3 with a reduction in
                                                                every microbatch holds its shard only
     master   fp32            [ shard 1 ]                       on the rank that owns shard 1
 
-With fp32 parameters, or bf16 ones that are their own master (``rounding``), ``kept`` is updated itself. At ZeRO 3
-``params`` has memory only while it is gathered, and views of it, saved by autograd too, are good again whenever it is.
+If parameters are fp32, or bf16 without a master (``optim/bf16_updates``), the optimizer updates ``kept`` directly. At
+ZeRO 3 ``params`` has memory only while it is gathered; views of it, also those that autograd has saved, become valid
+again with every gather.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,47 +20,49 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.optim.squared_norm import squared_norm as sum_of_squares
+from engine.kernels.ops.squared_norm import squared_norm as sum_of_squares
 from engine.zero.layout import Bucket, FlatLayout, Slot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlatBucket:
-    """The tensors of one bucket on this rank."""
+    """Tensors of one bucket on this rank."""
 
     bucket: Bucket
     params: Tensor
-    """[elements] in the dtype of the computation; the parameters are views of it."""
+    """Parameters [elements] in the dtype of the computation; the user's parameters are views of it."""
     kept: Tensor
-    """[owned] of ``params``, and at ZeRO 3 in memory of its own."""
+    """Owned part [owned] of ``params``; at ZeRO 3 it has memory of its own."""
     grads: Tensor
-    """[held] in the dtype of accumulation; empty if the bucket is frozen."""
+    """Gradients [held] in the dtype of accumulation; empty for a frozen bucket."""
     held: slice
-    """The elements whose gradients are kept: all, or this rank's shard."""
+    """Elements whose gradients this rank keeps: all of them, or its shard."""
     owned: slice
-    """The elements that this rank updates: its shard, or all of them at ZeRO stage 0."""
+    """Elements that this rank updates: its shard, or all of them at ZeRO stage 0."""
     shard: slice
-    """The elements whose gradient this rank counts in the norm; always its 1/N."""
+    """Elements whose gradients this rank counts in the norm: always its 1/N of the bucket."""
     master: Tensor | None
-    """[owned] in fp32, if ``params`` are narrower."""
+    """fp32 master [owned], if ``params`` are narrower."""
     parameters: tuple[nn.Parameter, ...]
     """The user's parameters, in the order of the slots."""
     views: tuple[Tensor, ...]
-    """What their data is: their places in ``params``. Made once, since torch makes no view where memory is missing."""
+    """Views of ``params`` that are the data of ``parameters``. They are made once, because torch makes no view of a
+    tensor without memory.
+    """
     sharded: bool
-    """ZeRO 3: ``params`` are whole only while they are gathered."""
+    """True at ZeRO 3: ``params`` has memory only while it is gathered."""
 
     def gradient(self, part: slice) -> Tensor:
-        """The gradients of these elements of the bucket, which are held."""
+        """Return the gradients of elements ``part`` of the bucket, which must be held."""
         return self.grads[part.start - self.held.start : part.stop - self.held.start]
 
     @property
     def weights(self) -> Tensor:
-        """[owned]: what the optimizer updates."""
+        """Weights [owned] that the optimizer updates: the master, or the parameters if there is none."""
         return self.kept if self.master is None else self.master
 
     def place(self, slot: Slot, given: Tensor) -> None:
-        """Take the values of a parameter in, exact in the weights."""
+        """Copy the values of a parameter into the bucket; the weights receive them exactly."""
         flat = given.reshape(-1)
         start, stop = max(slot.start, self.owned.start), min(slot.stop, self.owned.stop)
         if start < stop:
@@ -71,27 +74,33 @@ class FlatBucket:
             self.params[slot.start : slot.stop].copy_(flat)
 
 
+def slot_view(flat: Tensor, slot: Slot) -> Tensor:
+    """Return the part of a bucket's [elements] that belongs to one parameter, in the parameter's shape."""
+    return flat[slot.start : slot.stop].view(slot.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Which data rank this is, and what it does not keep whole."""
+    """Data rank of this process, and what it keeps sharded."""
 
     index: int
     ranks: int
     sharded: bool
-    """Update the shard only (ZeRO 1)."""
+    """True updates the shard only (ZeRO 1)."""
     sharded_gradients: bool = False
-    """Keep the shard of gradients only (ZeRO 2 with ``reduce: microbatch``); not where they are partial over
-    tensor ranks, because only whole ones can be summed there."""
+    """True keeps the shard of the gradients only (ZeRO 2 with ``reduce: microbatch``). Gradients that are partial over
+    tensor ranks stay full, because they must be summed over those ranks first.
+    """
     sharded_parameters: bool = False
-    """Keep the shard of parameters only (ZeRO 3)."""
+    """True keeps the shard of the parameters only (ZeRO 3)."""
     master: bool = True
-    """False: narrow parameters are their own master, and gradients are summed in their dtype."""
+    """False leaves out the master: narrow parameters are updated themselves, gradients summed in their dtype."""
 
 
 def reserve(
     layout: FlatLayout, parameters: Mapping[str, nn.Parameter], who: Ownership, device: torch.device
 ) -> tuple[FlatBucket, ...]:
-    """Memory for the buckets of ``layout`` on ``device``, zero; the trained ones, then the frozen ones."""
+    """Allocate zeros for the buckets of ``layout`` on ``device``: trained buckets first, then frozen ones."""
     trained = [_reserve(bucket, parameters, who, device, trainable=True) for bucket in layout.buckets]
     return (*trained, *(_reserve(bucket, parameters, who, device, trainable=False) for bucket in layout.frozen))
 
@@ -101,8 +110,8 @@ def allocate(
 ) -> tuple[FlatBucket, ...]:
     """Move ``parameters`` into flat buckets on ``device``, bucket by bucket.
 
-    Afterwards ``parameter.data`` is a view in the bucket's dtype; the given values are kept exactly in
-    the weights (master or parameter). Nothing is communicated.
+    Afterwards ``parameter.data`` is a view in the bucket's dtype; the weights (master or parameter) hold the given
+    values exactly. Nothing is communicated.
     """
     buckets = reserve(layout, parameters, who, device)
     for flat in buckets:
@@ -111,7 +120,7 @@ def allocate(
 
 
 def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
-    """Move the parameters of a bucket into it, except those whose values have been ``placed`` there."""
+    """Move the parameters of a bucket into it, except those in ``placed``, whose values are there already."""
     for slot, parameter, view in zip(flat.bucket.slots, flat.parameters, flat.views, strict=True):
         if slot.name not in placed:
             flat.place(slot, parameter.detach())
@@ -132,20 +141,32 @@ def _reserve(
 
     params = torch.empty(bucket.elements, dtype=dtype, device=device) if who.sharded_parameters else zeros(whole, dtype)
     kept = zeros(owned, dtype) if who.sharded_parameters else params[owned]
-    # .data: gathering writes into the bucket, and autograd must not take that for a change of the parameter
-    views = tuple(params[slot.start : slot.stop].view(slot.shape).data for slot in bucket.slots)
+    # .data: gathers write into the bucket, which autograd must not count as a change of the parameter
+    views = tuple(slot_view(params, slot).data for slot in bucket.slots)
     if who.sharded_parameters:
         params.untyped_storage().resize_(0)
     grads = zeros(held if trainable else slice(0, 0), wide)
     master = zeros(owned, wide) if wide != dtype else None
     members = tuple(parameters[slot.name] for slot in bucket.slots)
-    return FlatBucket(bucket, params, kept, grads, held, owned, shard, master, members, views, who.sharded_parameters)
+    return FlatBucket(
+        bucket=bucket,
+        params=params,
+        kept=kept,
+        grads=grads,
+        held=held,
+        owned=owned,
+        shard=shard,
+        master=master,
+        parameters=members,
+        views=views,
+        sharded=who.sharded_parameters,
+    )
 
 
 def gradient_squared_norm(buckets: Sequence[FlatBucket], kernels: Kernels) -> Tensor:
-    """Sum of squares of the gradients that this rank counts in its shards, as one fp64 scalar; padding is zero.
+    """Return the sum of squares of the gradients that this rank counts in its shards, an fp64 scalar; padding is zero.
 
-    Copies that other ranks count add nothing, unless they are not finite: then the sum is not a number.
+    Copies that other ranks count add 0; if such a copy has a non-finite value, the sum is NaN.
     """
     parts = [
         (flat.gradient(part), counts)

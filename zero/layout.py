@@ -1,26 +1,26 @@
-"""The flat layout: which element of which bucket belongs to whom. Pure arithmetic, no torch.
+"""Flat layout: which rank owns which element of which bucket. Pure arithmetic, no torch.
 
-Parameters are laid out in buckets, in the order in which backward produces their gradients, one
-dtype to a bucket. A bucket is what one collective moves. Every data rank owns an equal slice of
-every bucket, so that reducing and gathering need no bookkeeping at run time:
+Parameters are laid out in buckets, in the order in which the backward produces their gradients, one dtype to a bucket.
+A bucket is what one collective moves. Every data rank owns an equal slice of every bucket, so that reducing and
+gathering need no bookkeeping at run time:
 
     bucket 0   | head.weight ........ | norm.bias | norm.weight |pad|     S0 elements
                |  rank 0  |  rank 1   |  rank 2   |   rank 3      |
     bucket 1   | blocks.7.down.weight ............ | ...      |pad|     S1 elements
                |  rank 0      |  rank 1     |  rank 2     |  rank 3     |
 
-Parameters whose gradient this rank alone does not know have buckets of their own at the end: what is
-tied over pipeline ranks, and what is partial over tensor ranks. Such a bucket is laid out alike on all
-ranks that share it, and waits for the end of the step.
+Parameters whose gradient needs other ranks too have buckets of their own at the end: parameters tied over pipeline
+ranks, and parameters whose gradient is partial over tensor ranks. Such a bucket has the same layout on all ranks that
+share it, and its reduction is deferred to the end of the step.
 
-Where a rank has several stages, a bucket holds what the same of them use, so that it can be reduced when
-the last backward of those is done.
+If a rank has several stages, a bucket holds parameters that the same stages use, so that it can be reduced after the
+last backward of those stages.
 
-Where parameters themselves are sharded (ZeRO 3), a bucket holds what the same gather groups use
-(``gather_order``), whatever its size, and frozen parameters have buckets too.
+If parameters are sharded (ZeRO 3), a bucket holds the parameters that the same gather groups use (``gather_schedule``),
+whatever its size, and frozen parameters have buckets too.
 
-Slots start on multiples of ALIGNMENT elements and a bucket is padded to N times that, which is the
-padding that the budget formulas call part of the layout (the field's name for the sum is Psi).
+Slots start at multiples of ALIGNMENT elements, and a bucket is padded to a multiple of N times that. The budget
+formulas count this padding as part of the layout (its total size is Psi in the papers).
 """
 
 import math
@@ -32,8 +32,8 @@ from typing import NamedTuple, TypeVar
 _Key = TypeVar("_Key")
 
 
-# 64 elements are 128 bytes in bf16: full memory transactions, and what tensor cores and vector
-# instructions ask of a matrix that starts inside a larger buffer.
+# 64 elements are 128 bytes in bf16: full memory transactions, and the alignment that tensor cores and vector
+# instructions require of a matrix that starts inside a larger buffer.
 ALIGNMENT = 64
 
 
@@ -53,23 +53,23 @@ class Item:
     dtype: str
     group: int = 0
     counted: bool = True
-    """Whether this rank counts it in the gradient norm: one of those that hold a copy does."""
+    """True on the one rank that counts the parameter in the gradient norm, of all ranks that hold a copy."""
     ties: tuple[int, ...] = ()
-    """The pipeline stages that own it, when there are several: its gradient is their sum."""
+    """Pipeline stages that own the parameter, if there are several; its gradient is summed over them."""
     partial: bool = False
-    """Its gradient is a sum over tensor ranks."""
+    """True if its gradient must be summed over tensor ranks."""
     gathers: tuple[Turn, ...] = ()
-    """The turns in which it is used, where parameters are sharded; nothing where they are not."""
+    """Turns that use the parameter, if parameters are sharded; otherwise empty."""
     trainable: bool = True
     stages: tuple[int, ...] = ()
-    """The stages of this rank that use it, where it has several; nothing where it has one."""
+    """Stages of this rank that use the parameter, if the rank has several; otherwise empty."""
     copies: tuple[tuple[int, int], ...] = ()
-    """Runs of its elements that another rank counts, though this one counts the rest."""
+    """Runs of its elements that another rank counts in the norm, while this rank counts the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one parameter in its bucket, in elements."""
+    """Place of one parameter in its bucket, in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,11 +77,11 @@ class Slot:
     group: int
     counted: bool = True
     copies: tuple[tuple[int, int], ...] = ()
-    """Runs of its elements, from its start, that another rank counts."""
+    """Runs of its elements, relative to its start, that another rank counts in the norm."""
 
     @property
     def stop(self) -> int:
-        """End of the slot."""
+        """End of the slot, exclusive."""
         return self.start + math.prod(self.shape)
 
 
@@ -94,9 +94,9 @@ class Segment:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """One contiguous piece of the layout; what one collective moves."""
+    """One contiguous piece of the layout; one collective moves it."""
 
     index: int
     dtype: str
@@ -106,36 +106,36 @@ class Bucket:
     ties: tuple[int, ...] = ()
     """Pipeline stages over which its gradients are summed."""
     partial: bool = False
-    """Its gradients are summed over tensor ranks."""
+    """True if its gradients are summed over tensor ranks."""
     gathers: tuple[Turn, ...] = ()
-    """The turns in which it is used; nothing where parameters are whole on every rank."""
+    """Turns that use it; empty where parameters are full on every rank."""
     stages: tuple[int, ...] = ()
-    """The stages of this rank whose backwards give it gradients; nothing where all do."""
+    """Stages of this rank whose backwards give it gradients; empty if all of them do."""
 
     @property
     def late(self) -> bool:
-        """Its reduction waits until every gradient of the step is there."""
+        """True if its reduction is deferred until every gradient of the step has arrived."""
         return bool(self.ties) or self.partial
 
     def shard(self, index: int, ranks: int) -> slice:
-        """The slice that data rank ``index`` of ``ranks`` owns."""
+        """Return the slice that data rank ``index`` of ``ranks`` owns."""
         size = self.elements // ranks
         return slice(index * size, (index + 1) * size)
 
     def segments(self, within: slice) -> tuple[Segment, ...]:
-        """The part of ``within`` that each optimizer group covers, padding included, in order."""
+        """Return the part of ``within`` that each optimizer group covers, padding included, in order."""
         return tuple(Segment(group, start, stop) for group, start, stop in self._runs(within, lambda slot: slot.group))
 
     def counted(self, within: slice) -> tuple[slice, ...]:
-        """The parts of ``within`` that this rank counts in the gradient norm; padding may be among them."""
+        """Return the parts of ``within`` that this rank counts in the gradient norm; they may include padding."""
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if yes)
 
     def uncounted(self, within: slice) -> tuple[slice, ...]:
-        """The other parts of ``within``: copies of what another rank counts."""
+        """Return the other parts of ``within``: copies of elements that another rank counts."""
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if not yes)
 
     def _norm_runs(self, within: slice) -> Iterator[tuple[bool, int, int]]:
-        """(whether this rank counts it, start, stop)."""
+        """Yield (whether this rank counts it, start, stop)."""
         copies = sorted((slot.start + start, slot.start + stop) for slot in self.slots for start, stop in slot.copies)
         for yes, start, stop in self._runs(within, lambda slot: slot.counted):
             for first, last in copies if yes else ():
@@ -149,7 +149,7 @@ class Bucket:
                 yield yes, start, stop
 
     def _runs(self, within: slice, key: Callable[[Slot], _Key]) -> Iterator[tuple[_Key, int, int]]:
-        """(key, start, stop) of consecutive slots with the same key, as far as they lie in ``within``."""
+        """Yield (key, start, stop) of consecutive slots with the same key, clipped to ``within``."""
         firsts = [(value, next(slots).start) for value, slots in groupby(self.slots, key=key)]
         stops = [start for _, start in firsts[1:]] + [self.elements]
         for (value, start), stop in zip(firsts, stops, strict=True):
@@ -164,17 +164,17 @@ class FlatLayout:
 
     ranks: int
     buckets: tuple[Bucket, ...]
-    """What is trained."""
+    """Buckets of the trained parameters."""
     frozen: tuple[Bucket, ...] = ()
-    """What is sharded all the same."""
+    """Buckets of frozen parameters, which exist only where parameters are sharded (ZeRO 3)."""
 
     @property
     def elements(self) -> int:
-        """Padded elements of all buckets that are trained (Psi)."""
+        """Padded elements of all trained buckets (Psi)."""
         return sum(bucket.elements for bucket in self.buckets)
 
     def elements_by_dtype(self) -> dict[str, int]:
-        """Padded elements of what is trained, by parameter dtype."""
+        """Return the padded elements of the trained buckets, by parameter dtype."""
         sums: dict[str, int] = {}
         for bucket in self.buckets:
             sums[bucket.dtype] = sums.get(bucket.dtype, 0) + bucket.elements
@@ -182,12 +182,12 @@ class FlatLayout:
 
 
 def build_layout(items: Sequence[Item], ranks: int, bucket_elements: int) -> FlatLayout:
-    """Lay ``items`` (in model order) out for ``ranks`` data ranks.
+    """Lay out ``items`` (in model order) for ``ranks`` data ranks.
 
-    A bucket is closed when the next parameter would take it past ``bucket_elements``; a larger
-    parameter gets a bucket of its own. Inside a bucket slots are ordered by optimizer group, and in a
-    group those that the norm counts come first (not in late buckets), so that each is one run and not many.
-    Sharded parameters ignore ``bucket_elements``: what a group uses is one bucket.
+    A bucket is closed when the next parameter would make it larger than ``bucket_elements``; a larger parameter gets a
+    bucket of its own. Inside a bucket slots are ordered by optimizer group, and within a group the slots that the norm
+    counts come first (except in deferred buckets), so that each kind is one run. Sharded parameters ignore
+    ``bucket_elements``: the parameters of a gather group form one bucket.
     """
     trained = _fill([item for item in items if item.trainable], bucket_elements)
     frozen = _fill([item for item in items if not item.trainable], bucket_elements)
@@ -199,11 +199,11 @@ def build_layout(items: Sequence[Item], ranks: int, bucket_elements: int) -> Fla
 
 
 def _fill(items: Sequence[Item], bucket_elements: int) -> list[list[Item]]:
-    """The members of every bucket."""
+    """Distribute the items to buckets; return the members of each."""
     filled: list[list[Item]] = []
     open_buckets: dict[tuple[object, ...], list[Item]] = {}
     for item in sorted(reversed(items), key=lambda item: bool(item.ties) or item.partial):
-        # owners of tied parameters lie in different groups, and all of them lay the bucket out alike
+        # the owners of tied parameters use them in different groups, yet must lay the bucket out alike
         kind = (item.dtype, item.ties, item.partial, () if item.ties else (item.gathers, item.stages))
         current = open_buckets.get(kind)
         full = not item.gathers and current and _elements(current) + _elements([item]) > bucket_elements
@@ -217,7 +217,7 @@ def _fill(items: Sequence[Item], bucket_elements: int) -> list[list[Item]]:
 def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
     slots: list[Slot] = []
     end = 0
-    # who counts what differs between the ranks that share a late bucket, and all of them lay it out alike
+    # The ranks that share a deferred bucket lay it out alike, though they count different slots in the norm.
     late = bool(members[0].ties) or members[0].partial
     for item in sorted(members, key=lambda item: (item.group, not item.counted and not late)):
         slots.append(Slot(item.name, item.shape, end, item.group, item.counted, item.copies))
@@ -225,7 +225,16 @@ def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
     kind, elements = members[0], _aligned(max(end, 1), ALIGNMENT * ranks)
     gathers = tuple(sorted({turn for item in members for turn in item.gathers}))
     stages = tuple(sorted({stage for item in members for stage in item.stages}))
-    return Bucket(index, kind.dtype, tuple(slots), elements, kind.ties, kind.partial, gathers, stages)
+    return Bucket(
+        index=index,
+        dtype=kind.dtype,
+        slots=tuple(slots),
+        elements=elements,
+        ties=kind.ties,
+        partial=kind.partial,
+        gathers=gathers,
+        stages=stages,
+    )
 
 
 def _elements(items: Iterable[Item]) -> int:

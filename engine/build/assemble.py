@@ -1,12 +1,13 @@
-"""From a plan to live parts on this rank: the one place that knows all parts."""
+"""Assembles the runtime of this rank from a plan; the only module that knows all parts."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from engine.build.consistency import check_equal
 from engine.build.forward_changes import (
     agree_on_kernels,
     fuse_activations,
@@ -17,10 +18,11 @@ from engine.build.place_model import place_model
 from engine.build.request import Request
 from engine.config import Config
 from engine.config.sections import OptimizerConfig
+from engine.errors import ConfigError, PlanError
 from engine.kernels.dispatch import Kernels
 from engine.optim.lr_schedules import make_learning_rate
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
-from engine.parallel.comm.agreement import all_or_none
+from engine.parallel.comm.agreement import all_or_none, bit_sum, gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.rng_streams import RandomStreams
@@ -49,7 +51,7 @@ from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optim.sharded_optimizer import OptimizerFactory, ShardedOptimizer, check_elementwise
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
-from engine.zero.reduce.reducer import Reducer
+from engine.zero.reduce.reducer import Reducer, ReducerSetup
 from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
 from engine.zero.reduce.step_reducer import GradientReducer
 
@@ -63,7 +65,7 @@ def plan_run(model: nn.Module, config: Config, request: Request, example: Batch,
 
 
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
-    """What the calls of this run cost on ``device``; see :func:`engine.planning.profile_calls.profile_run`."""
+    """The costs of this run's calls on ``device``; see :func:`engine.planning.profile_calls.profile_run`."""
     program = Program(model, request.loss_fn, make_precision(config, model), torch.device("cpu"))
     return profile_run(program, example, config, stages_wanted(config), device)
 
@@ -71,7 +73,7 @@ def measure_model(model: nn.Module, config: Config, request: Request, example: B
 def build(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Check that all ranks were given the same, then place parameters, patches and optimizer."""
+    """Check that all ranks were given equal input, then place parameters, install patches and make the optimizer."""
     check_equal(model, plan, comm, device)
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
     axis = _connect(plan, comm, kernels, device)
@@ -120,8 +122,57 @@ def build(
     )
 
 
+@torch.no_grad()
+def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
+    """Refuse ranks that were given different configurations, models or weights, or that made different plans.
+
+    One all-gather of four hashes; only if the weights differ, a second one finds the first parameter.
+    """
+    config = plan.config
+    named = [*model.named_parameters(), *model.named_buffers()]
+    sums = torch.tensor([int(bit_sum(tensor)) for _, tensor in named], dtype=torch.int64)
+    settings = json.dumps(config.to_json(), sort_keys=True)
+    aliased = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    structure = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in aliased])
+    division = repr([(row.name, row.owners, row.ranges) for row in plan.table]) + repr(plan.cut and plan.cut.boundaries)
+    texts = (settings.encode(), structure.encode(), sums.numpy().tobytes(), division.encode())
+    hashes = [_hash(text) for text in texts]
+    gathered = gather_from_all(torch.stack(hashes), comm, device)
+    if others := _differing(gathered, 0):
+        raise ConfigError(
+            f"rank 0 and rank {others[0]} were given different configurations; pass the same one on every rank."
+        )
+    if others := _differing(gathered, 1):
+        raise PlanError(
+            f"rank 0 and rank {others[0]} were given different models (names, shapes, dtypes or requires_grad); build "
+            "the same model on every rank."
+        )
+    if others := _differing(gathered, 3):
+        raise PlanError(
+            f"rank 0 and rank {others[0]} would partition or shard the model differently, because their first batches "
+            "differ; pass the same example_batch to engine.initialize on every rank."
+        )
+    if _differing(gathered, 2):
+        table = gather_from_all(sums, comm, device)
+        column = next(i for i in range(len(named)) if _differing(table, i))
+        raise PlanError(
+            f"rank 0 and rank {_differing(table, column)[0]} were given different weights, first in "
+            f"{named[column][0]!r}; build the model with the same seed on every rank (torch.manual_seed), or pass "
+            "a callable that builds it."
+        )
+
+
+def _differing(table: Tensor, column: int) -> list[int]:
+    return [int(rank) for rank in (table[:, column] != table[0, column]).nonzero().flatten()]
+
+
+def _hash(data: bytes) -> Tensor:
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64)
+
+
 def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> TensorAxis:
-    """Open what the plan communicates over, and agree on the kernels that sharded layers use. Collective."""
+    """Open the groups and links of the plan, and agree on the kernels that sharded layers use. Collective."""
     for stages in plan.tie_owners:
         comm.connect(stages)
     comm.link(plan.links)
@@ -153,17 +204,18 @@ def _rounding(plan: Plan, tp: int) -> RoundedUpdates:
 
 
 def _reducer(model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket]) -> Reducer:
-    config, wire, sums = plan.config, plan.precision.wire, PartialSums(plan.table, comm)
+    config = plan.config
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    setup = ReducerSetup(buckets, trained, comm, plan.precision.wire, PartialSums(plan.table, comm))
     if reduces_each_microbatch(config):
-        return MicrobatchReducer(buckets, trained, comm, wire, config.accumulation, sums)
-    return GradientReducer(buckets, trained, comm, wire, config.zero_optimization.stage > 0, sums)
+        return MicrobatchReducer(setup, config.accumulation)
+    return GradientReducer(setup, scatter=config.zero_optimization.stage > 0)
 
 
 def _gatherer(
     model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], patches: ForwardPatches
 ) -> ParameterGatherer | None:
-    """What gathers sharded parameters (ZeRO 3), put on the modules that read them; None where they are whole."""
+    """The gatherer of sharded parameters (ZeRO 3), with hooks on the modules that read them; None below ZeRO 3."""
     gathers = plan.gathers(comm.grid.coord())
     if gathers is None or plan.gather_groups is None:
         return None

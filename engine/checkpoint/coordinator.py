@@ -1,4 +1,4 @@
-"""An engine's dealings with checkpoints: before the model is built, between steps, on SIGTERM, at the end."""
+"""Checkpoint lifecycle of an engine: before the model is built, between steps, on SIGTERM and at the end."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from engine.checkpoint.format.filesystem import Files, resolved
 from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
-from engine.checkpoint.resume import LoadRequest, Resume, agreed, find_checkpoint, start_weights
+from engine.checkpoint.resume import LoadRequest, Resume, find_checkpoint, loading, start_weights
 from engine.checkpoint.run_state import RunState
 from engine.checkpoint.writer import CheckpointWriter, PendingSave
 from engine.config import Config
@@ -30,7 +30,7 @@ logger = logging.getLogger("trine")
 
 
 class CheckpointCoordinator:
-    """What of an engine lasts."""
+    """Saves and loads the checkpoints of one engine, and decides when."""
 
     def __init__(
         self, model: nn.Module, config: Config, comm: Comm, device: torch.device, model_files: Mapping[str, bytes]
@@ -42,12 +42,12 @@ class CheckpointCoordinator:
         self._host: TorchHostGroup | None = None
         self._run: RunState | None = None
         self._checkpoints: CheckpointWriter | None = None
-        self._wish: LoadRequest | None = None
+        self._request: LoadRequest | None = None
         self._spoiled = False
         self._saved_at = -1
-        """The update whose state is in the run's folder."""
+        """The update whose state the run's folder already holds; -1 before the first save."""
         self._last: PendingSave | None = None
-        """The last save into the run's folder."""
+        """The most recent save into the run's folder."""
         self._folder = _path(config.checkpoint.folder)
         self._init_from = _path(config.checkpoint.init_from)
         self._signal = StopSignal() if config.checkpoint.folder is not None else None
@@ -56,32 +56,32 @@ class CheckpointCoordinator:
 
     @property
     def stop_asked(self) -> bool:
-        """This rank was asked to stop."""
+        """True after this rank has received SIGTERM."""
         return self._signal is not None and self._signal.asked
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
-        """The model is on the grid: read the weights it starts from, and what was to be loaded. Collective."""
-        progress = self._progress(update)
+        """Read the initial weights or the requested checkpoint into the model, which is now on the grid. Collective."""
+        state = self._trainer_state(update)
         self._run = RunState(
             model=self._model,
             config=self._config,
             comm=self._comm,
             device=self.device,
-            progress=progress,
+            trainer_state=state,
             runtime=runtime,
             full_state=FullState(self._model, runtime.plan, entries, self._comm),
             model_files=self._model_files,
             files=self._files,
         )
-        wish, self._wish = self._wish, None
-        self._spoiled = wish is not None or self._init_from is not None  # until it has been read
-        if self._init_from is not None and wish is None:
+        request, self._request = self._request, None
+        self._spoiled = request is not None or self._init_from is not None  # until the weights have been read
+        if self._init_from is not None and request is None:
             start_weights(self._run, self._group(), self._init_from)
             self._spoiled = False
-        if wish is not None:
-            self._resume(wish)
+        if request is not None:
+            self._resume(request)
 
-    def _progress(self, update: Update) -> TrainerState:
+    def _trainer_state(self, update: Update) -> TrainerState:
         return TrainerState(update, self._tracked, self._comm.grid, self.device)
 
     def register(self, things: Mapping[str, object]) -> None:
@@ -89,7 +89,7 @@ class CheckpointCoordinator:
         for name, thing in things.items():
             if not isinstance(thing, Stateful):
                 raise EngineError(
-                    f"register_for_checkpointing({name}=...): a {type(thing).__name__} has no state_dict and "
+                    f"register_for_checkpointing({name}=...): a {type(thing).__name__} lacks state_dict or "
                     "load_state_dict; give it both, or pass its state as client_state."
                 )
             self._tracked[name] = thing
@@ -98,12 +98,12 @@ class CheckpointCoordinator:
         """See :meth:`engine.Engine.save_checkpoint`."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
-            raise EngineError("save_checkpoint() without a folder, and checkpoint.folder is null; give one of the two.")
+            raise EngineError("save_checkpoint() got no folder, and checkpoint.folder is null; give one of the two.")
         self.refuse_spoiled()
         checkpoints, run = self._writer("save_checkpoint")
         if path != self._folder:
             return checkpoints.save(path, client_state, keep=None)
-        self._saved_at = run.progress.update.made
+        self._saved_at = run.trainer_state.update.made
         self._last = checkpoints.save(path, client_state, self._config.checkpoint.keep)
         return self._last
 
@@ -113,17 +113,17 @@ class CheckpointCoordinator:
         """See :meth:`engine.Engine.load_checkpoint`."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
-            raise EngineError("load_checkpoint() without a folder, and checkpoint.folder is null; give one of the two.")
+            raise EngineError("load_checkpoint() got no folder, and checkpoint.folder is null; give one of the two.")
         self.drain()
         step = find_checkpoint(path, self._group(), self._files)
         if step is None:
             return None
-        wish = LoadRequest(step, module_only, optimizer_states)
-        return self._begin(wish, update) if self._run is None else self._resume(wish)
+        request = LoadRequest(step, module_only, optimizer_states)
+        return self._begin(request, update) if self._run is None else self._resume(request)
 
     def gather_full_state(self) -> dict[str, torch.Tensor]:
         """See :meth:`engine.Engine.full_state_dict`; the engine is built."""
-        assert self._run is not None, "the caller has looked"
+        assert self._run is not None, "the caller has checked that the model is built"
         runtime = self._run.runtime
         return self._run.full_state.gather((*runtime.buckets, *runtime.frozen))
 
@@ -134,22 +134,26 @@ class CheckpointCoordinator:
         checkpoints.export(resolved(folder))
 
     def problem(self) -> CheckpointError | None:
-        """Why the run has to stop: a checkpoint that was not written, where the configuration says so. Told once."""
+        """The failed save that has to stop the run (``checkpoint.on_failure``), or None. Returned once."""
         if self._checkpoints is None:
             return None
         problem, self._checkpoints.problem = self._checkpoints.problem, None
         return problem
 
     def after_step(self, made: bool, stops: bool) -> None:
-        """Save if it is time; end the run if any rank was asked to. The same on all ranks.
+        """Save if a save is due, and end the run if any rank has to stop. All ranks are given the same arguments.
+
+        Args:
+            made: the step made an update.
+            stops: a rank was asked to stop.
 
         Raises:
             SystemExit: status 143, after a committed checkpoint.
-            CheckpointError: the run was to end, and its checkpoint was not written.
+            CheckpointError: the run was to end and its checkpoint could not be written.
         """
         settings, run = self._config.checkpoint, self._run
         assert run is not None, "a step needs a built model"
-        done = run.progress.update.made
+        done = run.trainer_state.update.made
         due = made and settings.every > 0 and done % settings.every == 0
         if (due or stops) and self._folder is not None and done != self._saved_at:
             self.save(None, {})
@@ -158,27 +162,27 @@ class CheckpointCoordinator:
             if self._last is not None:
                 self._last.wait()
             if self._comm.grid.rank == 0:
-                logger.warning("stopped by SIGTERM after update %d; the next run goes on from there", done)
+                logger.warning("stopped by SIGTERM after update %d; the next run resumes from there", done)
             raise SystemExit(EXIT_CODE)
 
     def refuse_spoiled(self) -> None:
-        """Refuse to go on with weights of which a failed load has replaced a part."""
+        """Raise if a failed load has replaced only some of the weights."""
         if self._spoiled:
             raise CheckpointError(
-                "the last load_checkpoint, or checkpoint.init_from, failed in the middle, so the weights are those of "
-                "no checkpoint; load another one first."
+                "the last load_checkpoint or checkpoint.init_from failed midway, so the weights are a mixture of old "
+                "and new values; load another checkpoint first."
             )
 
     def drain(self) -> None:
-        """Wait for the save under way."""
+        """Wait until the pending save has ended."""
         if self._checkpoints is not None:
             self._checkpoints.drain()
 
     def close(self) -> None:
-        """Wait for the save under way, then ``release``.
+        """Wait for the pending save, then ``release``.
 
         Raises:
-            CheckpointError: the last save has failed and nobody was told, where such a failure stops the run.
+            CheckpointError: the last save failed, ``checkpoint.on_failure`` stops the run, and no step has raised it.
         """
         if self._signal is not None:
             self._signal.remove()
@@ -190,7 +194,7 @@ class CheckpointCoordinator:
     def release(self) -> None:
         """Give back the signal handler and destroy the host group, without waiting. A second call does nothing.
 
-        A save under way goes on in its thread to its end, and that thread destroys the group.
+        A pending save goes on in its thread to its end, and that thread destroys the group.
         """
         if self._signal is not None:
             self._signal.remove()
@@ -201,36 +205,39 @@ class CheckpointCoordinator:
         else:
             self._checkpoints.afterwards(self._host.close)
 
-    def _resume(self, wish: LoadRequest) -> Any:
-        assert self._run is not None, "the caller has looked"
-        resume = Resume(self._run, self._group(), wish)
+    def _resume(self, request: LoadRequest) -> Any:
+        assert self._run is not None, "the caller has checked that the model is built"
+        resume = Resume(self._run, self._group(), request)
         try:
             user = resume.load()
         except BaseException:
             self._spoiled = self._spoiled or resume.touched
             raise
         self._spoiled = False
-        done, whole = self._run.progress.update.made, wish.optimizer_states and not wish.module_only
-        self._saved_at = done if whole and wish.step.parent == self._folder else -1
+        done, whole = self._run.trainer_state.update.made, request.optimizer_states and not request.module_only
+        self._saved_at = done if whole and request.step.parent == self._folder else -1
         if self._comm.grid.rank == 0:
-            logger.info("checkpoint loaded: %s, %d updates made", wish.step, done)
+            logger.info("checkpoint loaded: %s, %d updates made", request.step, done)
         return user
 
-    def _begin(self, wish: LoadRequest, update: Update) -> Any:
-        """Restore what needs no model; the rest waits for it."""
-        reader = agreed(self._group(), lambda: StepReader(self._files, wish.step), wish.step, str)
-        if not wish.module_only:
-            progress = self._progress(update)
-            agreed(self._group(), lambda: progress.check(reader), wish.step, str)
-            agreed(self._group(), lambda: progress.restore(reader), wish.step, str)
-        self._wish = replace(wish, begun=not wish.module_only)
+    def _begin(self, request: LoadRequest, update: Update) -> Any:
+        """Restore the state that needs no model; the tensors are loaded once the model is built."""
+        with loading(self._group(), request.step):
+            reader = StepReader(self._files, request.step)
+        if not request.module_only:
+            state = self._trainer_state(update)
+            with loading(self._group(), request.step):
+                state.check(reader)
+            with loading(self._group(), request.step):
+                state.restore(reader)
+        self._request = replace(request, begun=not request.module_only)
         return reader.manifest.user
 
     def _writer(self, call: str) -> tuple[CheckpointWriter, RunState]:
         if self._run is None:
             raise EngineError(
-                f"{call} before the model is cut, which needs a batch; pass example_batch=... to engine.initialize, or "
-                "train a batch first."
+                f"{call} was called before the model is placed on the grid, which needs a batch; pass "
+                "example_batch=... to engine.initialize, or train a batch first."
             )
         if self._run.runtime.gatherer is not None:
             self._run.runtime.gatherer.refuse_opened(call)

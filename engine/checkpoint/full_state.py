@@ -1,8 +1,8 @@
-"""The whole model on rank 0, whatever the grid: weights from dp, tp and pp, buffers from their stages.
+"""The state dict of the full model on rank 0, on any grid: weights from dp, tp and pp, buffers from their stages.
 
-every stage    gather over dp, bucket by bucket            label "full state"
-every row      put together over tp on its first stage     label "full state"
-then           from there to stage 0, row after row        label "full state"
+every stage    gathers its buckets over dp, one at a time      label "full state"
+every row      is assembled over tp on its first stage         label "full state"
+then           is sent from there to stage 0, row after row    label "full state"
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,15 +30,15 @@ class Entry:
     """One key of ``model.state_dict()``."""
 
     kind: str
-    """"parameter", "buffer", or "other" for what a state-dict hook made."""
+    """ "parameter", "buffer", or "other" for a value that a state-dict hook made."""
     name: str
     """First name of the parameter, or the path of the buffer."""
     dtype: torch.dtype | None
-    """As the user gave it; None for what is no tensor."""
+    """The dtype that the user gave; None for a value that is not a tensor."""
 
 
 def state_entries(model: nn.Module) -> dict[str, Entry]:
-    """What stands behind each key, by identity: hooks may rename keys. Called before anything is moved."""
+    """The parameter or buffer of each key, matched by identity: hooks may rename keys. Call before tensors move."""
     parameters = {id(p): name for name, p in model.named_parameters()}
     buffers = {id(b): name for name, b in model.named_buffers()}
     entries: dict[str, Entry] = {}
@@ -54,7 +54,7 @@ def state_entries(model: nn.Module) -> dict[str, Entry]:
 
 
 class FullState:
-    """Gathers the state dict; every rank of the world calls it."""
+    """Gathers the state dict; collective over the world."""
 
     def __init__(self, model: nn.Module, plan: Plan, entries: Mapping[str, Entry], comm: Comm) -> None:
         self._model, self._plan, self.entries, self._comm = model, plan, entries, comm
@@ -63,7 +63,7 @@ class FullState:
 
     @torch.no_grad()
     def gather(self, buckets: Sequence[FlatBucket]) -> dict[str, Tensor]:
-        """Keys and dtypes of ``model.state_dict()`` as given, on the CPU, on rank 0; empty elsewhere."""
+        """Keys and dtypes of the user's ``model.state_dict()``, values on the CPU of rank 0; empty on other ranks."""
         held = self._local(buckets)
         weights: dict[str, Tensor] = {}
         if self._coord.dp == 0:
@@ -80,7 +80,7 @@ class FullState:
         return self._named(weights, buffers) if self._comm.grid.rank == 0 else {}
 
     def _local(self, buckets: Sequence[FlatBucket]) -> dict[str, Tensor]:
-        """What this rank holds of its rows, whole over dp, on the CPU so that one bucket at a time is gathered."""
+        """This rank's part of each row, full over dp; on the CPU, so that the device holds one gathered bucket."""
         held = {name: weight.cpu() for name, weight in full_weights(buckets, self._comm) if self._coord.dp == 0}
         parameters = dict(self._model.named_parameters())
         filled = {slot.name for flat in buckets for slot in flat.bucket.slots}
@@ -90,7 +90,7 @@ class FullState:
         return held
 
     def _whole(self, row: ShardRow, held: Mapping[str, Tensor]) -> Tensor | None:
-        """The row on rank 0, and on its first stage; None elsewhere."""
+        """The full row, on rank 0 and on its first stage; None elsewhere."""
         stage, here = row.owners[0], self._coord.pp
         whole: Tensor | None = None
         if here == stage:
@@ -122,7 +122,7 @@ class FullState:
         return tensor
 
     def _dtype(self, row: ShardRow) -> torch.dtype:
-        """The widest in which the row is kept."""
+        """The widest dtype in which the row is kept."""
         precision = self._plan.precision
         if row.trainable:
             widths = precision.widths(str(precision.parameter(row.name, row.dtype)).removeprefix("torch."))
@@ -130,7 +130,7 @@ class FullState:
         return precision.frozen(row.name, row.dtype)
 
     def _buffer(self, name: str, buffer: Tensor) -> Tensor:
-        """A buffer from its stage."""
+        """The buffer, sent from the stage that owns it."""
         stage = self._plan.owner_of_buffer(name)
         if stage and self._coord.tp == 0:
             moved = self._to_first_stage(buffer, tuple(buffer.shape), buffer.dtype, stage)

@@ -1,7 +1,8 @@
-"""Hugging Face folders: read weights out of one piece by piece, and the small files that make one.
+"""Hugging Face folders: read weights from one piece by piece, and make the small files that belong to one.
 
 Tensors are found by their keys in ``model.state_dict()``, with or without the prefix of the base model
-("model.", "transformer."). A folder of ours has block hashes and is read as a checkpoint; any other is read as it is.
+("model.", "transformer."). A folder inside one of our checkpoints has block hashes and is read as a checkpoint; any
+other folder is read without verification.
 """
 
 import json
@@ -32,14 +33,14 @@ class _Stored:
 
 
 class PretrainedFolder:
-    """The weights of a folder under this model's names.
+    """The tensors of a folder under this model's names.
 
     Args:
-        keys: our name ("param/...", "buffer/...") -> the keys under which the folder may have it.
-        prefix: what the keys of a model without its head lack.
+        keys: our name ("param/...", "buffer/...") -> the keys that the folder may use for it.
+        prefix: base-model prefix, absent from the keys of a model without its head.
 
     Raises:
-        CheckpointError: no safetensors there, or a tensor that the model has no place for.
+        CheckpointError: the folder has no safetensors, or a tensor that this model lacks.
     """
 
     def __init__(self, files: Files, folder: Path, keys: Mapping[str, Sequence[str]], prefix: str = "") -> None:
@@ -57,19 +58,23 @@ class PretrainedFolder:
         foreign = next((key for key in stored if key not in used), None)
         if foreign is not None:
             raise CheckpointError(
-                f"{folder} has {foreign!r}, which this model lacks; build the model that it is of, or another folder's."
+                f"{folder} has {foreign!r}, which this model lacks; build the model that was saved there, or give "
+                "another folder."
             )
         self.kinds = {name: tensor.kind for name, tensor in self._tensors.items()}
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Fill all targets, reading nothing else."""
+        """Fill the targets of all requests, reading only the bytes that they need."""
         for want in wanted:
             tensor = self._tensors[want.tensor]
             shared = runs(Part(tensor.kind.shape).whole(), want.piece)
             with self._opened(tensor.file) as file:
                 for copy in copies(shared, tensor.start, tensor.kind.width, want):
                     if self._files.read_into(file, copy.target, copy.start) < copy.length:
-                        raise CheckpointError(f"{self.name / tensor.file} ends within tensor {want.tensor!r}.")
+                        raise CheckpointError(
+                            f"{self.name / tensor.file} is damaged: it ends within tensor {want.tensor!r}; "
+                            "copy the file again."
+                        )
 
     def _find(self) -> dict[str, _Stored]:
         names = self._files.names(self.name) if self._files.is_folder(self.name) else []
@@ -89,13 +94,16 @@ class PretrainedFolder:
         return found
 
     def _opened(self, name: str) -> AbstractContextManager[int]:
-        """A file of the folder; in the cache of the Hugging Face hub it is a link."""
+        """Open a file of the folder; in the cache of the Hugging Face hub it is a link."""
         path = resolved(self.name / name)
         return opened(self._files, path.parent, path.name)
 
     def _header(self, name: str) -> dict[str, tuple[TensorKind, int]]:
         if "/" in name or name not in self._files.names(self.name):
-            raise CheckpointError(f"{self.name / INDEX} names {name[:80]!r}, which is not in the folder.")
+            raise CheckpointError(
+                f"{self.name / INDEX} names {name[:80]!r}, which is not in the folder; "
+                "copy all files of the model there."
+            )
         with self._opened(name) as file:
 
             def read(start: int, stop: int) -> bytes:
@@ -106,7 +114,7 @@ class PretrainedFolder:
 
 
 def model_files(model: nn.Module) -> dict[str, bytes]:
-    """ "config.json" and "generation_config.json" of a Hugging Face model; nothing for others."""
+    """ "config.json" and "generation_config.json" of a Hugging Face model; empty for other models."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not hasattr(model, "base_model_prefix"):
         return {}
@@ -119,7 +127,7 @@ def model_files(model: nn.Module) -> dict[str, bytes]:
 
 
 def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
-    """The same files; the configuration says in which dtype ("bfloat16") the weights are."""
+    """The same files; "config.json" states the dtype of the weights ("bfloat16")."""
     return {
         name: _text(json.loads(data) | {"dtype": dtype}) if name == "config.json" else data
         for name, data in files.items()
@@ -140,7 +148,7 @@ def _what_is_there(names: Sequence[str]) -> str:
     pickled = next((name for name in names if name.endswith(_PICKLED)), None)
     if pickled is not None:
         return (
-            f"has {pickled}, which runs code when it is read, and no safetensors; convert it where you trust it "
-            "(transformers: from_pretrained, then save_pretrained)."
+            f"has {pickled}, a pickle that may run code when it is read, and no safetensors; convert it on a machine "
+            "where you trust it (transformers: from_pretrained, then save_pretrained)."
         )
     return f"has neither {SINGLE} nor {INDEX}; give a Hugging Face folder, or a checkpoint of this engine."

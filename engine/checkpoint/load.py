@@ -1,11 +1,11 @@
 """Fill this rank's buckets and optimizer state from a checkpoint, or its weights from a Hugging Face folder.
 
-    check    names and shapes, the first difference is named                        nothing touched yet
-    read     this rank's share of every bucket and of its moments                   no communication
-    -- all ranks agree that it went well --
-    share    where a bucket or its moments are whole on every data rank, all-gather over dp, label "checkpoint"
+    check    compare names and shapes, report the first difference          nothing is modified
+    read     this rank's share of every bucket and of its moments           no communication
+    -- all ranks agree that both succeeded --
+    share    all-gather over dp what every data rank holds in full          label "checkpoint"
 
-So every byte is read by one data rank. What lies in no bucket (buffers, frozen parameters) every rank reads.
+So every byte is read by one data rank. Tensors outside buckets (buffers, frozen parameters) are read by every rank.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,48 +30,48 @@ from engine.zero.flat_buckets import FlatBucket
 LABEL = "checkpoint"
 _REMEDY = "build the model that was saved, or load another checkpoint."
 AT_ONCE = 1 << 28
-"""Bytes that may be on their way through memory of their own."""
+"""Bytes that one batch of tensors may stage in host memory."""
 
 
 class TensorSource(Protocol):
-    """What tensors can be read from."""
+    """A checkpoint or a Hugging Face folder: tensors by name."""
 
     @property
     def kinds(self) -> Mapping[str, TensorKind]:
-        """All tensors: "param/...", "buffer/..." and more."""
+        """Dtype and shape of all tensors: "param/...", "buffer/..." and more."""
 
     @property
     def name(self) -> Path:
-        """Where it lies."""
+        """The folder that holds them."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Fill all targets."""
+        """Fill the targets of all requests."""
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Loads into what one rank holds."""
+    """Reads a source into the tensors that one rank holds."""
 
     source: TensorSource
-    holdings: LocalTensors
+    local_tensors: LocalTensors
     buffers: Mapping[str, Tensor]
     """"buffer/..." -> the live buffer."""
 
     def check(self) -> None:
-        """Compare names and shapes of the model.
+        """Compare the names, shapes and dtypes of the source with those of the model.
 
         Raises:
             CheckpointError: names the first difference.
         """
-        kinds, shares = self.source.kinds, self.holdings.shares
-        wanted = {f"param/{row.name}": row.shape for row in shares.plan.table}
-        dtypes = {f"param/{row.name}": row.dtype for row in shares.plan.table}
+        kinds, ownership = self.source.kinds, self.local_tensors.ownership
+        wanted = {f"param/{row.name}": row.shape for row in ownership.plan.table}
+        dtypes = {f"param/{row.name}": row.dtype for row in ownership.plan.table}
         wanted |= {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
         dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         for name, shape in wanted.items():
             kind, leaf = kinds.get(name), name.partition("/")[2]
             if kind is None:
-                raise CheckpointError(f"{self.source.name} has no {leaf!r}, which this model has; {_REMEDY}")
+                raise CheckpointError(f"{self.source.name} lacks {leaf!r}, which this model has; {_REMEDY}")
             if kind.shape != shape:
                 given = f"shape {list(kind.shape)} in {self.source.name} and {list(shape)} in this model"
                 raise CheckpointError(f"{leaf!r} has {given}; {_REMEDY}")
@@ -90,15 +90,15 @@ class Loader:
             raise CheckpointError(f"{self.source.name} has {leaf!r}, which this model lacks; {_REMEDY}")
 
     def check_moments(self, families: Families) -> None:
-        """See that every moment ("exp_avg") is there for all that the optimizer updates, before memory is taken for it.
+        """Check that the source has every moment ("exp_avg") to be loaded, before memory is allocated for it.
 
         Parameters that are updated as one tensor need the same moments.
 
         Raises:
-            CheckpointError: names the first that is not.
+            CheckpointError: names the first moment that is missing or does not fit.
         """
-        rows = {row.name: row for row in self.holdings.shares.plan.table}
-        for place in self.holdings.places:
+        rows = {row.name: row for row in self.local_tensors.ownership.plan.table}
+        for place in self.local_tensors.places:
             names = place.names()
             for family, row in product(sorted(families.of(names)), (rows[name] for name in names)):
                 kind = self._kind(f"{family}/{row.name}")
@@ -109,16 +109,17 @@ class Loader:
                     )
                 if kind.dtype in ("BOOL", "C64"):
                     raise CheckpointError(
-                        f"{self.source.name}: {family}/{row.name} is {kind.dtype}, which no moment is."
+                        f"{self.source.name}: {family}/{row.name} is {kind.dtype}, and moments are real numbers; "
+                        "load with load_optimizer_states=False."
                     )
 
     @torch.no_grad()
     def read_weights(self) -> None:
-        """Weights, in the widest form that is stored and wanted, and buffers."""
+        """Read weights, in the widest dtype that is both stored and held here, and buffers."""
         kinds = self.source.kinds
-        wide = {held.tensor.partition("/")[2]: held for held in self.holdings.masters()}
+        wide = {held.tensor.partition("/")[2]: held for held in self.local_tensors.masters()}
         landings: list[Held] = []
-        for held in (*self.holdings.weights(), *self.holdings.whole()):
+        for held in (*self.local_tensors.weights(), *self.local_tensors.whole()):
             name = held.tensor.partition("/")[2]
             target = wide.get(name, held)
             narrow, master = kinds[f"param/{name}"], kinds.get(f"master/{name}")
@@ -130,11 +131,11 @@ class Loader:
 
     @torch.no_grad()
     def read_moments(self, moments: Moments) -> None:
-        """This rank's share of the moments."""
-        self._fill(self.holdings.state(moments))
+        """Read this rank's share of the moments."""
+        self._fill(self.local_tensors.state(moments))
 
     def _fill(self, targets: Iterable[Held]) -> None:
-        """Read into ``values``; through memory of its own where dtype or device differ."""
+        """Read into ``values``, through a staging tensor where dtype, device or strides differ."""
         for batch in _batches(targets):
             wanted, moved = [], []
             for held in batch:
@@ -152,7 +153,7 @@ class Loader:
         kind = self.source.kinds.get(tensor)
         if kind is None:
             raise CheckpointError(
-                f"{self.source.name} has no {tensor!r}: the parameter was not trained, or by another optimizer; "
+                f"{self.source.name} has no {tensor!r}: the parameter was frozen, or was trained by another optimizer; "
                 "load with load_optimizer_states=False."
             )
         return kind
@@ -165,7 +166,7 @@ class Loader:
 
 @torch.no_grad()
 def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """Make weights whole where they are: masters over dp at ZeRO 0, parameters except at ZeRO 3."""
+    """All-gather over dp the weights that every data rank holds in full: masters at ZeRO 0, parameters below ZeRO 3."""
     pending = []
     for flat in buckets:
         if flat.master is not None:
@@ -178,17 +179,17 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
     for gather in pending:
         gather.wait()
     parameters = [parameter for flat in buckets for parameter in flat.parameters]
-    torch.autograd.graph.increment_version(parameters)  # as after an update: graphs of the old weights are void
+    torch.autograd.graph.increment_version(parameters)  # as after an update: graphs of the old weights are stale
     torch.clear_autocast_cache()
 
 
 @torch.no_grad()
-def share_moments(holdings: LocalTensors, moments: Moments, comm: Comm) -> None:
-    """At ZeRO 0 every data rank keeps all moments: gather what each has read."""
+def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> None:
+    """All-gather the moments over dp at ZeRO 0, where every data rank keeps all of them."""
     if comm.grid.dp == 1:
         return
-    for flat in holdings.buckets:
-        places = [place for place in holdings.places if place.flat is flat]
+    for flat in local_tensors.buckets:
+        places = [place for place in local_tensors.places if place.flat is flat]
         if not places or flat.owned == flat.shard:
             continue
         kinds = {name: values for place in places for name, values in moments.get(place.parameter, {}).items()}

@@ -1,4 +1,4 @@
-"""SIGTERM as a wish: the run ends after its step, with a checkpoint, on all ranks together."""
+"""Graceful preemption: after SIGTERM the run finishes its step, saves a checkpoint and exits on all ranks together."""
 
 import os
 import signal
@@ -8,18 +8,18 @@ from types import FrameType
 from typing import Any
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""What a shell reports of a process that SIGTERM has ended."""
-ONE_WISH_SECONDS = 3.0
-"""Signals within this time are one wish: schedulers send SIGTERM to all processes of a job, and torchrun, which gets it
-too, sends it to its own once more."""
+"""The exit status that a shell reports for a process ended by SIGTERM."""
+ONE_REQUEST_SECONDS = 3.0
+"""Signals within this time count as one request: schedulers send SIGTERM to all processes of a job, and torchrun, which
+receives it too, forwards it to its own processes."""
 
 
 class StopSignal:
-    """Notes the first SIGTERM; another one that comes later ends the process as it always did.
+    """Records the first SIGTERM; a later one ends the process as if no handler were installed.
 
-    Several may be there, one over the other, for several engines: all of them hear the signal. One that is removed is
-    taken out from under the others, except by a thread other than the main one, which cannot set handlers: it passes
-    signals on until the one above it is removed.
+    Several engines may stack their handlers; each of them receives the signal. A handler that is removed is taken out
+    from under the others, except by a thread other than the main one, which cannot set handlers: the handler then
+    passes signals on until the one above it is removed.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self._active or os.getpid() != self._process:  # removed from under another one; a forked child
+        if not self._active or os.getpid() != self._process:  # removed while another handler was on top; a forked child
             self._pass_on(number, frame)
         elif not self.asked:
             self.asked, self._first = True, now
             if _owner(self._before) is not None:
                 self._pass_on(number, frame)
-        elif now - self._first > ONE_WISH_SECONDS:
+        elif now - self._first > ONE_REQUEST_SECONDS:
             self.remove()
             signal.raise_signal(number)
 
@@ -51,7 +51,7 @@ class StopSignal:
             signal.raise_signal(number)
 
     def give_up(self) -> None:
-        """The ranks do not meet any more and no step will end: SIGTERM acts as it did, also one that has come."""
+        """Restore SIGTERM's effect, also for a signal already received: no step will end, since ranks cannot meet."""
         self.remove()
         if self.asked and not self._active:
             signal.raise_signal(signal.SIGTERM)

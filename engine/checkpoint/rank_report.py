@@ -1,4 +1,4 @@
-"""What a rank has written, as rank 0 hears of it, and all ranks' reports in one."""
+"""Reports of the files and pieces that each rank has written, and their merge on rank 0."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,24 +17,24 @@ from engine.errors import CheckpointError
 
 @dataclass(slots=True)
 class Report:
-    """Files, hashes of their blocks, and which pieces lie in them."""
+    """Files of one rank, the hashes of their blocks, and the pieces that they hold."""
 
     files: dict[str, int] = field(default_factory=dict)
     hashes: dict[str, Hashes] = field(default_factory=dict)
     pieces: dict[str, list[Any]] = field(default_factory=dict)
-    """Tensor -> JSON of its pieces."""
+    """JSON of the pieces, by tensor."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """Of the optimizer's state."""
+    """Scalars of the optimizer's state, by group."""
     tracked: Mapping[str, str] = field(default_factory=dict)
-    """Registered object -> sha256 of its state, of which one is stored for all ranks."""
+    """sha256 of the state of each registered object; one state is stored for all ranks."""
 
     def file(self, name: str, size: int, hashes: Hashes) -> None:
-        """Note a file."""
+        """Add a file."""
         self.files[name] = size
         self.hashes[name] = hashes
 
     def piece(self, tensor: str, kind: TensorKind, stored: StoredPiece) -> None:
-        """Note a piece."""
+        """Add a piece."""
         entry = {"dtype": kind.dtype, "shape": list(kind.shape), **piece_to_json(stored, stored.file)}
         self.pieces.setdefault(tensor, []).append(entry)
 
@@ -48,7 +48,7 @@ class Report:
 
 
 def digests(tracked: Mapping[str, Any]) -> dict[str, str]:
-    """Of each state, which is JSON."""
+    """sha256 of each state, which is JSON."""
     return {name: hashlib.sha256(dump({"state": state})).hexdigest() for name, state in tracked.items()}
 
 
@@ -58,7 +58,7 @@ def failure(problem: str) -> bytes:
 
 
 def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
-    """All reports, by rank, as one, and the tensors that they hold.
+    """Merge the reports of all ranks, in order of rank; returns the merged report and the tensors that it holds.
 
     Raises:
         CheckpointError: a rank's problem, or a tensor that the ranks together have not written exactly once.
@@ -89,8 +89,8 @@ def _check_tracked(rank: int, tracked: Mapping[str, str], merged: Report) -> Non
     for name in sorted({*tracked, *merged.tracked}):
         if tracked.get(name) != merged.tracked.get(name):
             raise CheckpointError(
-                f"not saved: the state of {name!r} is another on rank {rank} than on rank 0, and one is kept for all; "
-                "register on all ranks what has the same state there, such as engine.data.Sampler."
+                f"not saved: the state of {name!r} differs between rank {rank} and rank 0, and one state is stored for "
+                "all ranks; register objects with the same state on every rank, such as engine.data.Sampler."
             )
 
 

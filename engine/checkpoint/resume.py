@@ -1,14 +1,16 @@
-"""Going on from a checkpoint: which one, whether it is sound and of this model, and what it puts where.
+"""Resume from a checkpoint: choose it, verify that it is sound and of this model, and restore it.
 
-which (rank 0) -> open, compare -> read -> share over dp -> counters, tracked objects, generators
-Before each arrow all ranks agree that it went well; otherwise all raise the same sentence.
+choose (rank 0) -> open, compare -> read -> share over dp -> counters, registered objects, generators
+
+Before each arrow all ranks agree that the part before it succeeded; otherwise all raise the same sentence.
 """
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.checkpoint.contents.optimizer_state import (
     Families,
@@ -28,14 +30,14 @@ from engine.checkpoint.huggingface import PretrainedFolder
 from engine.checkpoint.load import Loader, TensorSource, share_moments, share_weights
 from engine.checkpoint.run_state import RunState
 from engine.errors import CheckpointError, EngineError
-from engine.parallel.comm.host_group import HostGroup, announce, collect
+from engine.parallel.comm.agreement import raise_together
+from engine.parallel.comm.host_group import HostGroup, announce
 
 logger = logging.getLogger("trine")
-_Value = TypeVar("_Value")
 
 
 def find_checkpoint(folder: Path, host: HostGroup, files: Files) -> Path | None:
-    """The newest checkpoint of a run's folder, or the folder itself if it is one; rank 0 looks, all get its answer."""
+    """The newest checkpoint of a run's folder, or the folder itself if it is one; rank 0 decides for all ranks."""
     found: Path | None = None
     problem = ""
     if host.rank == 0:
@@ -52,48 +54,52 @@ def find_checkpoint(folder: Path, host: HostGroup, files: Files) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A load that was asked for."""
+    """A checkpoint to load, and how much of it."""
 
     step: Path
-    """The folder of the checkpoint."""
+    """Folder of the checkpoint."""
     module_only: bool
-    """Weights and buffers, nothing else."""
+    """Load weights and buffers alone."""
     optimizer_states: bool
-    """Moments and counters of the optimizer too; without, it starts fresh."""
+    """Load the optimizer's moments and counters too; otherwise the optimizer starts fresh."""
     begun: bool = False
-    """All that needs no model has been restored."""
+    """The state that needs no model has been restored already."""
 
 
 class Resume:
     """Loads one checkpoint into one run.
 
     Args:
-        wish: how much of it.
+        request: the checkpoint, and how much of it to load.
     """
 
-    def __init__(self, run: RunState, host: HostGroup, wish: LoadRequest) -> None:
-        self._run, self._host, self._step, self._wish = run, host, wish.step, wish
-        self._states = wish.optimizer_states and not wish.module_only
+    def __init__(self, run: RunState, host: HostGroup, request: LoadRequest) -> None:
+        self._run, self._host, self._step, self._request = run, host, request.step, request
+        self._states = request.optimizer_states and not request.module_only
         self.touched = False
-        """Weights have been written: after a failure they are not those of before."""
+        """True while weights are being overwritten: a failure then leaves a mixture of old and new values."""
 
     def load(self) -> Any:
-        """Fill the run; returns the user's part. Collective.
+        """Restore the run; returns the caller's ``client_state``. Collective.
 
         Raises:
-            CheckpointError: damaged, with file and tensor and the last good checkpoint; another model, with the first
-                difference; the same on all ranks.
+            CheckpointError: damage, with file, tensor and the last good checkpoint; or another model, with the first
+                difference. The same on all ranks.
         """
         run = self._run
-        reader = self._agreed(self._open)
-        loader = Loader(reader, run.holdings, run.buffers)
-        self._agreed(lambda: self._check(reader, loader), damage=False)
+        with loading(self._host, self._step, self._advice):
+            reader = self._open()
+        loader = Loader(reader, run.local_tensors, run.buffers)
+        with loading(self._host, self._step):  # what fails here is another model, and no damage
+            self._check(reader, loader)
         self.touched = True
-        made = self._agreed(lambda: self._read(reader, loader))
+        with loading(self._host, self._step, self._advice):
+            made = self._read(reader, loader)
         share_weights(run.runtime.buckets, run.comm)
         if self._states:
-            share_moments(run.holdings, made, run.comm)
-        self._agreed(lambda: self._restore(reader))
+            share_moments(run.local_tensors, made, run.comm)
+        with loading(self._host, self._step, self._advice):
+            self._restore(reader)
         self.touched = False
         return reader.manifest.user
 
@@ -113,22 +119,22 @@ class Resume:
             loader.check_moments(Families(reader.kinds, manifest.optimizer))
         if self._goes_on_with_schedule(reader):
             check_schedule(runtime.optimizer, runtime.plan.table, manifest.optimizer)
-        if self._wish.module_only:
+        if self._request.module_only:
             return
         self._warn_of_new_schedule(reader)
-        if not self._wish.begun:
-            self._run.progress.check(reader)
+        if not self._request.begun:
+            self._run.trainer_state.check(reader)
 
     def _goes_on_with_schedule(self, reader: StepReader) -> bool:
-        given = self._run.runtime.learning_rate.scheduler is not None and not self._wish.module_only
+        given = self._run.runtime.learning_rate.scheduler is not None and not self._request.module_only
         return given and reader.manifest.progress["scheduler"] is not None
 
     def _warn_of_new_schedule(self, reader: StepReader) -> None:
         given, done = self._run.runtime.learning_rate.scheduler, reader.manifest.step
         if given is not None and reader.manifest.progress["scheduler"] is None and done and not self._host.rank:
             logger.warning(
-                "%s has no state of a scheduler, and the given %s begins with its first step; give lr_scheduler a "
-                "function of the update if it has to begin with update %d",
+                "%s has no scheduler state, so the given %s starts at its first step; pass lr_scheduler as a function "
+                "of the update if it has to start at update %d",
                 self._step,
                 type(given).__name__,
                 done,
@@ -144,7 +150,7 @@ class Resume:
 
     def _restore(self, reader: StepReader) -> None:
         run, manifest = self._run, reader.manifest
-        if self._wish.module_only:
+        if self._request.module_only:
             return
         if self._states:
             restore(run.runtime.optimizer, run.runtime.plan.table, manifest.optimizer)
@@ -154,17 +160,14 @@ class Resume:
             scheduler: Any = run.runtime.learning_rate.scheduler
             scheduler.load_state_dict(joined(scheduler.state_dict(), manifest.progress["scheduler"]))
             restore_schedule(run.runtime.optimizer, manifest.optimizer)
-        states = own_states(reader, run.comm.grid) if self._wish.begun else run.progress.restore(reader)
+        states = own_states(reader, run.comm.grid) if self._request.begun else run.trainer_state.restore(reader)
         written = {k.partition("/")[2]: value for k, value in states.items() if k.startswith("buffer/")}
-        if manifest.info.get("places") == run.runtime.plan.places:  # else they are of what another rank runs now
+        # on another placement of stages, another rank now runs the modules that these buffers belong to
+        if manifest.info.get("places") == run.runtime.plan.places:
             run.runtime.buffers.restore(written)
 
-    def _agreed(self, action: Callable[[], _Value], damage: bool = True) -> _Value:
-        """``damage``: what goes wrong is the checkpoint's fault."""
-        return agreed(self._host, action, self._step, self._advice if damage else str)
-
     def _advice(self) -> str:
-        """The last good checkpoint beside this one; reads it all."""
+        """The newest sound checkpoint beside this one; reads and verifies it in full."""
         files = self._run.files
         for other in reversed(committed(files, self._step.parent)):
             try:
@@ -176,50 +179,35 @@ class Resume:
         return " There is no other good checkpoint beside it."
 
 
-def agreed(host: HostGroup, action: Callable[[], _Value], step: Path, advice: Callable[[], str]) -> _Value:
-    """Do it on this rank; go on only if all ranks could."""
-    result: _Value | None = None
-    problem = ""
-    try:
-        result = action()
-    except EngineError as error:
-        problem = str(error) if str(step) in str(error) else f"{step}: {error}"
-    except Exception as error:  # whatever it is, the other ranks wait to hear it
-        problem = f"{step} cannot be loaded: {type(error).__name__}, {error}."
-    raise_together(host, problem, advice)
-    return result  # type: ignore[return-value]  # no rank has a problem, so this one has a result
+def loading(host: HostGroup, step: Path, advice: Callable[[], str] = str) -> AbstractContextManager[None]:
+    """Around a part of a load: it succeeds on all ranks, or all raise the first problem of any, followed by ``advice``.
 
+    Raises:
+        CheckpointError: names ``step``.
+    """
 
-def raise_together(host: HostGroup, problem: str, advice: Callable[[], str]) -> None:
-    """Raise the first problem of any rank on all; ``advice``, which rank 0 gives, follows it."""
-    first = ""
-    try:
-        texts = collect(host, problem.encode(errors="backslashreplace"))
-        first = next((text.decode() for text in texts or [] if text), "")
-        first += advice() if first else ""
-    except EngineError as lost:
-        if host.rank:
-            raise
-        first = str(lost)
-    first = announce(host, first.encode(errors="backslashreplace")).decode()
-    if first:
-        raise CheckpointError(first)
+    def describe(error: Exception) -> str:
+        if not isinstance(error, EngineError):
+            return f"{step} cannot be loaded: {type(error).__name__}, {error}."
+        return str(error) if str(step) in str(error) else f"{step}: {error}"
+
+    return raise_together(host, describe, advice)
 
 
 def start_weights(run: RunState, host: HostGroup, folder: Path) -> None:
-    """``checkpoint.init_from``: weights of a Hugging Face folder or of a checkpoint. Collective."""
-    problem = ""
-    try:
+    """Load ``checkpoint.init_from``: the weights of a Hugging Face folder or of a checkpoint. Collective."""
+
+    def describe(error: Exception) -> str:
+        if isinstance(error, EngineError):
+            return f"checkpoint.init_from: {error}"
+        return f"checkpoint.init_from {folder}: {type(error).__name__}, {error}."
+
+    with raise_together(host, describe):
         source = _weights_of(run, folder)
         kinds = source.kinds
-        loader = Loader(source, run.holdings, {n: b for n, b in run.buffers.items() if n in kinds})
+        loader = Loader(source, run.local_tensors, {n: b for n, b in run.buffers.items() if n in kinds})
         loader.check()
         loader.read_weights()
-    except EngineError as error:
-        problem = f"checkpoint.init_from: {error}"
-    except Exception as error:  # whatever it is, the other ranks wait for this one
-        problem = f"checkpoint.init_from {folder}: {type(error).__name__}, {error}."
-    raise_together(host, problem, str)
     share_weights(run.runtime.buckets, run.comm)
 
 

@@ -1,4 +1,4 @@
-"""What of an engine goes into a checkpoint, and when one is written.
+"""The state of an engine that goes into a checkpoint, as one rank sees it.
 
 previous save ended? -> snapshot of this rank's share -> in the background: write, commit, keep the newest
 """
@@ -34,32 +34,32 @@ from engine.zero.optim.master_weights import sync_masters
 logger = logging.getLogger("trine")
 
 WORTH_A_LINE = 0.1
-"""Seconds of waiting for a save that are told."""
+"""Waiting for a save is logged from this many seconds on."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint is of: one engine, as one rank sees it."""
+    """One engine as one rank sees it: the source of a save and the target of a load."""
 
     model: nn.Module
     config: Config
     comm: Comm
     device: torch.device
-    progress: TrainerState
+    trainer_state: TrainerState
     runtime: RankRuntime
     full_state: FullState
     model_files: Mapping[str, bytes]
-    """What belongs into the model folder beside tensors."""
+    """Files of the model folder that hold no tensors, such as "config.json", by name."""
     files: Files = field(default_factory=Files)
 
     @cached_property
-    def shares(self) -> SaveOwnership:
-        """Who stores what."""
+    def ownership(self) -> SaveOwnership:
+        """Which rank stores which elements of every tensor."""
         return SaveOwnership(self.runtime.plan)
 
     @cached_property
     def keys(self) -> dict[str, list[str]]:
-        """ "param/..." and "buffer/..." -> its keys in ``model.state_dict()``, the first of which files have."""
+        """Keys of each tensor in ``model.state_dict()``, by "param/..." or "buffer/..."; files use the first one."""
         keys: dict[str, list[str]] = {f"param/{row.name}": [] for row in self.runtime.plan.table}
         for key, entry in self.full_state.entries.items():
             if entry.kind in ("parameter", "buffer"):
@@ -69,53 +69,54 @@ class RunState:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The persistent ones, by "buffer/..."."""
+        """The persistent buffers, by "buffer/..."."""
         live = dict(self.model.named_buffers())
         return {name: live[name.partition("/")[2]] for name in self.keys if name.startswith("buffer/")}
 
     @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:
-        """The model folder."""
+        """All tensors of the model folder, with the rank that writes each."""
         parameters = {n.partition("/")[2]: given[0] for n, given in self.keys.items() if n.startswith("param/")}
         kinds = {name: (self.keys[name][0], kind_of(buffer)) for name, buffer in self.buffers.items()}
-        return model_tensors(self.shares, parameters, {n.partition("/")[2]: kind for n, kind in kinds.items()})
+        return model_tensors(self.ownership, parameters, {n.partition("/")[2]: kind for n, kind in kinds.items()})
 
     @property
-    def holdings(self) -> LocalTensors:
-        """What this rank has."""
+    def local_tensors(self) -> LocalTensors:
+        """Views of the tensors that this rank holds."""
         runtime = self.runtime
         buckets = (*runtime.buckets, *runtime.frozen)
-        return LocalTensors(self.shares, self.comm.grid.coord(), self.model, buckets, runtime.optimizer.places)
+        return LocalTensors(self.ownership, self.comm.grid.coord(), self.model, buckets, runtime.optimizer.places)
 
     def own_state(self) -> dict[str, Tensor]:
-        """What is this rank's alone: random generators, as bytes, and buffers that its forwards write."""
+        """State of this rank alone: its random generators, as bytes, and the buffers that its forwards write."""
         written = {f"buffer/{name}": buffer.detach() for name, buffer in self.runtime.buffers.written()}
         return random_states(self.device) | written
 
     def ours(self, weights_only: bool = False) -> Ours:
-        """All that this rank stores."""
+        """Everything that this rank stores; with ``weights_only``, weights and buffers alone."""
         for flat in self.runtime.buckets:
             sync_masters(flat)
-        holdings = self.holdings
-        weights = [*holdings.weights(), *holdings.whole()]
+        local_tensors = self.local_tensors
+        weights = [*local_tensors.weights(), *local_tensors.whole()]
         if weights_only:
             return Ours(weights, self.buffers, pieces=(), state={}, numbers={})
-        pieces = [*holdings.masters(), *holdings.state(moments_by_bucket(self.runtime.optimizer))]
+        pieces = [*local_tensors.masters(), *local_tensors.state(moments_by_bucket(self.runtime.optimizer))]
         return Ours(weights, self.buffers, pieces, self.own_state(), group_scalars(self.runtime.optimizer))
 
     def contents(self, user: Any) -> Contents:
-        """The manifest, but for tensors."""
+        """Manifest fields other than tensors; ``user`` is the caller's ``client_state``."""
         scheduler = self.runtime.learning_rate.scheduler
         progress = {
-            "update": self.progress.update.state_dict(),
+            "update": self.trainer_state.update.state_dict(),
             "scheduler": schedule_state(scheduler.state_dict()) if scheduler is not None else None,
             "tracked": {
-                name: _json(f"state of {name!r}", thing.state_dict()) for name, thing in self.progress.tracked.items()
+                name: _json(f"state of {name!r}", thing.state_dict())
+                for name, thing in self.trainer_state.tracked.items()
             },
         }
         names = {name: given for name, given in self.keys.items() if len(given) > 1}
         return Contents(
-            step=self.progress.update.made,
+            step=self.trainer_state.update.made,
             aliases={other: given[0] for given in names.values() for other in given[1:]},
             info=self._info(),
             progress=progress,
@@ -135,7 +136,7 @@ class RunState:
         }
 
     def _dtype(self) -> str:
-        """Of most of the weights."""
+        """The dtype that holds most bytes of the weights."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors:
             sizes[tensor.kind.dtype] = sizes.get(tensor.kind.dtype, 0) + tensor.kind.bytes
@@ -143,14 +144,14 @@ class RunState:
 
 
 def _json(what: str, value: Any) -> Any:
-    """A copy, which nobody changes while it is written.
+    """A copy in JSON types, so that the caller may change the original while it is written.
 
     Raises:
-        CheckpointError: it is no JSON.
+        CheckpointError: the value cannot be expressed in JSON.
     """
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"the {what} cannot be saved: {error}; give dicts, lists, texts and finite numbers."
+            f"the {what} cannot be saved as JSON: {error}; give dicts, lists, strings and finite numbers."
         ) from error

@@ -1,14 +1,14 @@
-"""The half of a save that runs in the background.
+"""The collective part of a save, which runs in the background.
 
-    rank 0     a folder of its own for this attempt                 announced
-    all        weights -> their owners
-               my files: hashed, written, forced to the disk
-               what I wrote -> rank 0                               collected
-    rank 0     every tensor covered once? manifest, COMMIT, rename, retention
-               the verdict                                          announced
+    rank 0     create a folder for this attempt                 announced
+    all        send weights to their owners
+               hash, write and fsync this rank's files
+               report them to rank 0                            collected
+    rank 0     check that every tensor is covered once; manifest, COMMIT, rename, retention
+               publish the verdict                              announced
 
-All messages pass the host group. Whatever fails on whichever rank fails the save on all, by the same sentence, and
-takes nothing from older checkpoints.
+All messages go over the host group. A failure on any rank fails the save on all ranks with the same sentence and leaves
+older checkpoints untouched.
 """
 
 import hashlib
@@ -46,38 +46,40 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 RankReports = Callable[[], list[bytes]]
-"""Gets the reports of all ranks, on rank 0."""
+"""Returns the reports of all ranks, on rank 0."""
 
 
 class Saver:
-    """The saves of one engine, one at a time.
+    """Runs the saves of one engine, one at a time.
 
     Args:
-        shares: who stores what.
-        tensors: the model folder, the same on all ranks.
-        host: takes weights to their owners, and the verdict to all.
+        ownership: which rank stores which elements.
+        tensors: the tensors of the model folder, the same on all ranks.
+        host: carries weights to their owners, and rank 0's verdict to all ranks.
     """
 
-    def __init__(self, shares: SaveOwnership, tensors: tuple[ModelTensor, ...], host: HostGroup, files: Files) -> None:
+    def __init__(
+        self, ownership: SaveOwnership, tensors: tuple[ModelTensor, ...], host: HostGroup, files: Files
+    ) -> None:
         self._tensors, self._host, self._files = tensors, host, files
-        self._snapshots = Snapshots(shares, tensors, host.rank)
+        self._snapshots = Snapshots(ownership, tensors, host.rank)
         self._held = ExitStack()
-        """The folder of the save under way, locked, on rank 0."""
+        """Lock on the folder of the pending save; rank 0 only."""
 
     def snapshot(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copy everything that training will change; the next snapshot takes the same memory."""
+        """Copy everything that training will change; the next snapshot reuses the memory."""
         return self._snapshots.take(ours, contents)
 
     def run(self, snapshot: Snapshot | Exception, folder: Path, keep: int | None) -> Path:
-        """Write and commit a snapshot; returns the checkpoint's folder. All ranks run it, for the same step.
+        """Write and commit a snapshot; returns the checkpoint's folder. Every rank calls it for the same step.
 
         Args:
-            snapshot: or why this rank could take none; then no rank writes.
-            keep: how many checkpoints stay in ``folder``; None: all.
+            snapshot: the snapshot, or the reason why this rank could take none; then no rank writes.
+            keep: checkpoints that remain in ``folder``; None keeps all.
 
         Raises:
-            CheckpointError: what failed, on which rank, with path and bytes; the same on every rank.
-            EngineError: a rank that cannot be reached any more.
+            CheckpointError: what failed and on which rank, with path and bytes; the same on every rank.
+            EngineError: a rank can no longer be reached.
         """
         snapshot, written = self._begin(snapshot, folder, swept=True)
         contents, report = snapshot.contents, self._report(snapshot, written)
@@ -85,10 +87,10 @@ class Saver:
         return Path(verdict.text("folder"))
 
     def export(self, snapshot: Snapshot | Exception, folder: Path) -> None:
-        """Write the model folder alone; files of that name there are replaced. All ranks run it.
+        """Write the model folder alone, replacing files of the same names. Every rank calls it.
 
         Raises:
-            CheckpointError, EngineError: as ``run``; then the folder is as it was.
+            CheckpointError, EngineError: as ``run``; the folder is then unchanged.
         """
         snapshot, written = self._begin(snapshot, folder.parent, swept=False)
         self._on_first(self._report(snapshot, written), lambda reports: self._move(written, folder, reports))
@@ -99,20 +101,21 @@ class Saver:
             make_run_folder(self._files, folder)
             self._files.sync_folder(written / "model")
             new = self._files.names(written / "model")
-            for name in sorted(new, key=lambda name: name == INDEX):  # the index last: it names the others
+            for name in sorted(new, key=lambda name: name == INDEX):  # the index last, because it names the others
                 self._files.rename(written / "model" / name, folder / name)
             for name in self._files.names(folder):
                 if name not in new and (name == SINGLE or _SHARD.fullmatch(name)):
-                    self._files.unlink(folder / name)  # of an older model, which the index does not know
+                    self._files.unlink(folder / name)  # a shard of an older model, absent from the new index
             self._files.sync_folder(folder)
         finally:
             self._discard(written)
         return {}
 
     def _begin(self, snapshot: Snapshot | Exception, folder: Path, swept: bool) -> tuple[Snapshot, Path]:
-        """All ranks have a snapshot: a folder for this attempt.
+        """Create the folder of this attempt once every rank has a snapshot.
 
-        ``swept``: ``folder`` is the run's own; beside an export somebody else may be saving.
+        ``swept``: remove leftovers of interrupted saves from ``folder``. An export leaves them alone, since another
+        engine may be saving there.
         """
         if isinstance(snapshot, Snapshot):
             step, tracked = snapshot.contents.step, snapshot.contents.progress.get("tracked", {})
@@ -120,14 +123,14 @@ class Saver:
         else:
             step, ready = 0, failure(f"{_described(snapshot)} (on rank {self._host.rank})")
         opened = self._on_first(ready, lambda reports: self._open(folder, step, swept, reports), last=False)
-        assert isinstance(snapshot, Snapshot), "rank 0 has refused what is none"
+        assert isinstance(snapshot, Snapshot), "rank 0 has refused a save without a snapshot"
         return snapshot, Path(opened.text("folder"))
 
     def _on_first(self, report: bytes, action: Callable[[RankReports], Mapping[str, Any]], last: bool = True) -> Fields:
-        """Rank 0 gets all reports and acts; all ranks get what came of it, or raise its problem.
+        """Rank 0 receives all reports and runs ``action``; every rank gets the result or raises rank 0's problem.
 
-        ``last``: this ends the save. Before, a rank that cannot be told does not keep rank 0 from hearing the others,
-        who have begun to write; it is missed among them.
+        ``last``: this exchange ends the save. In an earlier exchange, rank 0 carries on when it cannot reach a rank:
+        the other ranks have started to write, and the lost one will be missing among their reports.
         """
         message = b""
         if self._host.rank:
@@ -135,7 +138,7 @@ class Saver:
         else:
             try:
                 message = dump(action(lambda: collect(self._host, report) or []))
-            except Exception as error:  # whatever it is, the others wait for an answer
+            except Exception as error:  # any failure: the other ranks wait for an answer
                 message = failure(_described(error))
         try:
             message = announce(self._host, message)
@@ -164,17 +167,17 @@ class Saver:
     # ------------------------------------------------------------------ every rank
 
     def _report(self, snapshot: Snapshot, written: Path) -> bytes:
-        """Gather and write this rank's files; says what was written, or what was the problem."""
+        """Gather and write this rank's files; returns the report of the files, or of the failure."""
         try:
             self._gather(snapshot)
             return self._write_files(snapshot, written).to_json()
-        except Exception as error:  # whatever it is, rank 0 waits for a report
+        except Exception as error:  # any failure: rank 0 waits for a report
             return failure(self._on_this_rank(error, written, snapshot))
 
     def _gather(self, snapshot: Snapshot) -> None:
-        """Send every owner its weights, and put those together that this rank owns.
+        """Send every owner its weights and assemble the tensors that this rank owns.
 
-        A rank that is lost is told at the end: the others wait until what they have sent is taken.
+        A lost rank is reported at the end, because the other ranks wait until their messages are received.
         """
         snapshots, lost = self._snapshots, list[EngineError]()
         waits = []
@@ -241,7 +244,7 @@ class Saver:
         try:
             free = f"{self._files.free_bytes(written.parent)} are free there"
         except OSError:
-            free = "how many are free there is unknown"
+            free = "the number of free bytes there is unknown"
         return f"{_described(error)} on rank {self._host.rank}, which has {needed} bytes to write; {free}."
 
     # ------------------------------------------------------------------ rank 0
@@ -254,9 +257,17 @@ class Saver:
             checksum = self._write_checksums(written, merged)
             attempt = written.name.rpartition("-")[2]
             manifest = Manifest(
-                contents.step, attempt, tensors, merged.files, checksum, contents.aliases, contents.info,
-                contents.progress, {**contents.optimizer, "numbers": merged.numbers}, contents.user,
-            )  # fmt: skip
+                step=contents.step,
+                attempt=attempt,
+                tensors=tensors,
+                files=merged.files,
+                checksum=checksum,
+                aliases=contents.aliases,
+                info=contents.info,
+                progress=contents.progress,
+                optimizer={**contents.optimizer, "numbers": merged.numbers},
+                user=contents.user,
+            )
             write_manifest(self._files, written, manifest)
             step = commit(self._files, written, contents.step)
         self._held.close()
@@ -273,7 +284,7 @@ class Saver:
         return Checksum(DEFAULT_ALGORITHM, BLOCK, hashlib.sha256(data).hexdigest(), len(data))
 
     def _tidy(self, step: Path, attempt: str, keep: int | None) -> None:
-        """The checkpoint is there; what fails from here on takes nothing from it."""
+        """Update ``latest`` and apply retention; the checkpoint is committed and stays even if this fails."""
         try:
             point_to(self._files, step, attempt)
             if keep is not None:
@@ -283,11 +294,11 @@ class Saver:
 
     @contextmanager
     def _whole_or_gone(self, written: Path, needed: str) -> Iterator[None]:
-        """Make room when something fails, and say how much there is."""
+        """Remove the unfinished folder if the block fails; an OSError also states the free space."""
         try:
             yield
         except OSError as error:
-            problem = self._on_disk(error, written, needed)  # how much is free, before there is more
+            problem = self._on_disk(error, written, needed)  # free space is read before the removal adds to it
             self._discard(written)
             raise CheckpointError(problem) from error
         except BaseException:
@@ -295,7 +306,7 @@ class Saver:
             raise
 
     def _discard(self, written: Path) -> None:
-        """Make room; what cannot be removed is swept by the next save."""
+        """Remove an unfinished folder; the next save sweeps whatever remains of it."""
         self._held.close()
         try:
             if self._files.is_folder(written):
@@ -306,7 +317,7 @@ class Saver:
 
 @contextmanager
 def _noting(problems: list[EngineError]) -> Iterator[None]:
-    """Go on after a problem."""
+    """Append an EngineError to ``problems`` and continue."""
     try:
         yield
     except EngineError as error:
@@ -314,7 +325,7 @@ def _noting(problems: list[EngineError]) -> Iterator[None]:
 
 
 def _described(error: Exception) -> str:
-    """What happened, and to which path."""
+    """The error, and the path that it is about."""
     if isinstance(error, EngineError):
         return str(error)
     if not isinstance(error, OSError):

@@ -1,4 +1,4 @@
-"""The writing half of a save, in a thread beside training: at most one save is under way."""
+"""The background half of a save, in a thread beside training; at most one save is pending."""
 
 import threading
 import time
@@ -16,20 +16,20 @@ from engine.parallel.comm.host_group import HostGroup
 
 
 class PendingSave:
-    """A save under way. ``wait`` for its end; nobody has to, a failure is logged.
+    """A save that is still being written. Call ``wait`` for its result; a failure is logged even if nobody waits.
 
     While it runs it keeps what it writes; afterwards it keeps nothing of its engine.
     """
 
     def __init__(self, work: Callable[[], Path], told: Callable[["PendingSave"], None], background: bool) -> None:
         self.folder: Path | None = None
-        """The checkpoint, once it is committed."""
+        """The checkpoint's folder once it is committed, otherwise None."""
         self.problem: Exception | None = None
         self._work: Callable[[], Path] | None = work
         self._told: Callable[[PendingSave], None] | None = told
         self._ended = False
         self._afterwards: list[Callable[[], None]] = []
-        # not a daemon: the interpreter waits for it at its exit, so that a save that was begun is ended
+        # not a daemon: at exit the interpreter waits for the thread, so that a started save is completed
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=False)
         if background:
             self._thread.start()
@@ -38,24 +38,24 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True once the save has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Block until it has ended."""
+        """Block until the save has ended."""
         if self._thread.ident is not None:
             self._thread.join()
 
     def wait(self) -> Path:
-        """Block until it has ended; the folder of the checkpoint.
+        """Block until the save has ended; returns the checkpoint's folder.
 
         Raises:
-            CheckpointError: why there is none.
+            CheckpointError: the reason why no checkpoint was committed.
         """
         self.join()
         if self.problem is not None:
             raise self.problem
-        assert self.folder is not None, "a save that has ended well has a folder"
+        assert self.folder is not None, "a successful save has a folder"
         return self.folder
 
     def afterwards(self, call: Callable[[], None]) -> None:
@@ -76,7 +76,7 @@ class PendingSave:
             self.folder = work()
         except EngineError as error:
             self.problem = error
-        except Exception as error:  # a thread's exception would be printed and forgotten
+        except Exception as error:  # threading would print the exception and drop it
             self.problem = CheckpointError(f"not saved: {type(error).__name__}, {error}.")
             self.problem.__cause__ = error
         try:
@@ -91,32 +91,38 @@ class CheckpointWriter:
 
     def __init__(self, run: RunState, host: HostGroup) -> None:
         self._run, self._config = run, run.config.checkpoint
-        self._saver = Saver(run.shares, run.tensors, host, run.files)
+        self._saver = Saver(run.ownership, run.tensors, host, run.files)
         self._pending: PendingSave | None = None
         others = [key for key, entry in run.full_state.entries.items() if entry.kind == "other"]
         if others and run.comm.grid.rank == 0:
-            logger.warning("checkpoint: %r of the state dict is no parameter or buffer and is not stored", others[0])
+            logger.warning(
+                "checkpoint: %r of the state dict is neither a parameter nor a buffer and is not stored", others[0]
+            )
         self.problem: CheckpointError | None = None
-        """Why the run has to stop; ``checkpoint.on_failure``."""
+        """The failure that has to stop the run (``checkpoint.on_failure``), or None."""
 
     def save(self, folder: Path, user: Any, keep: int | None) -> PendingSave:
-        """Begin to save into the folder of a run; see :meth:`engine.Engine.save_checkpoint`. ``keep``: None for all."""
+        """Start a save into the folder of a run; see :meth:`engine.Engine.save_checkpoint`.
+
+        Args:
+            keep: checkpoints that remain in the folder; None keeps all.
+        """
         self.drain()
         started = time.perf_counter()
         snapshot = self._snapshot(user)
         stall = time.perf_counter() - started
         write = partial(self._saver.run, snapshot, folder, keep)
-        told = partial(self._told, step=self._run.progress.update.made, stall=stall, started=time.perf_counter())
+        told = partial(self._told, step=self._run.trainer_state.update.made, stall=stall, started=time.perf_counter())
         self._pending = PendingSave(write, told, self._config.asynchronous)
         return self._pending
 
     def export(self, folder: Path) -> None:
-        """Write the model folder alone, and wait for it."""
+        """Write the model folder alone and wait until it is written."""
         self.drain()
         self._saver.export(self._snapshot(None, weights_only=True), folder)
 
     def _snapshot(self, user: Any, weights_only: bool = False) -> Snapshot | Exception:
-        """Or why this rank can take none, which all ranks have to hear."""
+        """This rank's snapshot, or the reason why it could take none, which all ranks have to learn."""
         try:
             return self._saver.snapshot(self._run.ours(weights_only), self._run.contents(user))
         except Exception as error:
@@ -130,7 +136,7 @@ class CheckpointWriter:
             self._pending.afterwards(call)
 
     def drain(self) -> None:
-        """Wait for the save under way; how it went is told elsewhere."""
+        """Wait until the pending save has ended; ``_told`` reports its result."""
         pending = self._pending
         if pending is None:
             return
@@ -142,14 +148,14 @@ class CheckpointWriter:
             logger.info("checkpoint: waited %.1f s for the save under way", seconds)
 
     def _told(self, save: PendingSave, step: int, stall: float, started: float) -> None:
-        """From the background: say it, and remember a failure."""
+        """Log the result of a save and remember a failure. Runs in the background thread."""
         first = self._run.comm.grid.rank == 0
         if save.problem is None:
             if first:
                 seconds = time.perf_counter() - started
                 logger.info("checkpoint saved: %s (paused %.2f s, written in %.2f s)", save.folder, stall, seconds)
             return
-        if first or not isinstance(save.problem, CheckpointError):  # that one is the same on all ranks
+        if first or not isinstance(save.problem, CheckpointError):  # a CheckpointError is the same on all ranks
             logger.error("checkpoint failed at step %d: %s", step, save.problem)
         if self._config.on_failure == "stop":
             self.problem = CheckpointError(f"the checkpoint of step {step} was not saved: {save.problem}")

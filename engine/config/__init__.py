@@ -1,7 +1,7 @@
-"""The configuration: JSON in, typed frozen dataclasses out, every mistake named at once. No torch.
+"""Configuration: reads JSON into typed frozen dataclasses and reports all mistakes at once. Imports no torch.
 
-``load_config`` reads in four steps: the file, DeepSpeed's own keys (`config_deepspeed`), the typed
-sections (`config_sections`, read by `config_reader`), and the rules between keys (here).
+``load_config`` works in four steps: the file, DeepSpeed's own keys (``deepspeed``), the typed sections (``sections``,
+read by ``reader`` with the ``rules`` of their fields), and the rules between keys (this file).
 """
 
 import math
@@ -62,10 +62,10 @@ _BATCH_PART = Int(low=1, null=True, remedy="give a whole number of at least 1, o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything a run is told. ``resolve`` settles what depends on the number of processes."""
+    """Full configuration of a run. ``resolve`` fills in the sizes that depend on the number of processes."""
 
     train_batch_size: int | None = setting(None, _BATCH_PART)
-    """Rows per optimizer step over all data ranks = micro x accumulation x data."""
+    """Rows per optimizer step over all data ranks: micro x accumulation x data."""
     train_micro_batch_size_per_gpu: int | None = setting(None, _BATCH_PART)
     """Rows per data rank in one forward pass."""
     gradient_accumulation_steps: int | None = setting(None, _BATCH_PART)
@@ -73,7 +73,7 @@ class Config:
     parallel: ParallelConfig = setting(ParallelConfig(), Section(cls=ParallelConfig))
     """The grid of processes."""
     zero_optimization: ZeroConfig = setting(ZeroConfig(), Section(cls=ZeroConfig))
-    """What the data ranks share."""
+    """Optimizer state, gradients and parameters that the data ranks shard."""
     bf16: Bf16Config = setting(Bf16Config(), Section(cls=Bf16Config))
     """Training in bfloat16."""
     fp16: Fp16Config = setting(Fp16Config(), Section(cls=Fp16Config))
@@ -82,37 +82,37 @@ class Config:
         options=("fp32", "bf16", "fp16"), noun="a communication type", null=True,
         also=FrozenMap({"bfp16": "bf16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
     ))  # fmt: skip
-    """Type of gradients on the wire; null: that of the gradients."""
+    """Dtype of gradients on the wire; null uses the gradients' own dtype."""
     keep_fp32: tuple[str, ...] = setting((), GLOBS)
-    """Patterns of module names that stay in fp32 under bf16 or fp16."""
+    """Name patterns of modules that stay in fp32 under bf16 or fp16."""
     optimizer: OptimizerConfig | None = setting(
         OptimizerConfig(), Typed(cls=OptimizerConfig, kinds=OPTIMIZERS, null=True)
     )
-    """The optimizer; null: the one given to engine.initialize."""
+    """The optimizer; null uses the one given to engine.initialize."""
     scheduler: SchedulerConfig | None = setting(None, Typed(cls=SchedulerConfig, kinds=SCHEDULERS, null=True))
-    """The learning rate over the steps; null: constant."""
+    """Learning rate schedule; null keeps the rate constant."""
     gradient_clipping: float = setting(1.0, Real(low=0, remedy="give a number, 0 switches clipping off"))
-    """Largest global gradient norm; 0 switches clipping off."""
+    """Maximum global gradient norm; 0 switches clipping off."""
     activation_checkpointing: ActivationCheckpointingConfig = setting(
         ActivationCheckpointingConfig(), Section(cls=ActivationCheckpointingConfig)
     )
-    """What is recomputed in backward."""
+    """Activation checkpointing: activations that the backward recomputes."""
     kernels: Literal["auto", "reference", "triton"] = setting(
         "auto", Choice(options=("auto", "reference", "triton"), noun="a kernel set")
     )
-    """auto: Triton where it runs; reference: plain torch."""
+    """auto: Triton where it is the faster choice; triton: Triton wherever it runs; reference: plain torch."""
     compile: bool = setting(False, Flag())
-    """Compile blocks with torch.compile."""
+    """Compile the model's blocks with torch.compile."""
     seed: int = setting(1234, COUNT)
     """Seed of all randomness."""
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), Section(cls=CheckpointConfig))
     """When and where checkpoints are written."""
     monitor: MonitorConfig = setting(MonitorConfig(), Section(cls=MonitorConfig))
-    """Where step figures go."""
+    """Destinations of the figures of each step."""
     watchdog: WatchdogConfig = setting(WatchdogConfig(), Section(cls=WatchdogConfig))
-    """What happens when a rank waits too long, or when a run has stopped learning."""
+    """Reactions to a run that has stopped learning."""
     notes: tuple[str, ...] = ()
-    """One line for each DeepSpeed key that was accepted and changes nothing here."""
+    """One line for each DeepSpeed key that was accepted without effect."""
 
     @property
     def micro(self) -> int:
@@ -126,17 +126,17 @@ class Config:
 
     @property
     def dp(self) -> int:
-        """Data axis size."""
+        """Size of the data axis."""
         return self._settled("data")
 
     @property
     def tp(self) -> int:
-        """Tensor axis size."""
+        """Size of the tensor axis."""
         return self._settled("tensor")
 
     @property
     def pp(self) -> int:
-        """Pipeline axis size."""
+        """Size of the pipeline axis."""
         return self._settled("pipeline")
 
     def _settled(self, name: str) -> int:
@@ -144,17 +144,21 @@ class Config:
         if not all(isinstance(size, int) for size in sizes.values()):
             full = name if name in BATCH else f"parallel.{name}"
             raise ConfigError(
-                f"{full}: not settled before the number of processes is known; "
+                f"{full}: unknown until the number of processes is known; "
                 "pass world_size to load_config, or call config.resolve(world_size)."
             )
         return int(sizes[name])
 
     def resolve(self, world_size: int) -> "Config":
-        """The config with every size settled for so many processes. Raises ConfigError if they do not fit."""
+        """Return the config with every size filled in for ``world_size`` processes.
+
+        Raises:
+            ConfigError: the sizes do not fit the number of processes.
+        """
         return load_config(self, world_size)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; ``load_config`` of them gives an equal config, except the notes."""
+        """Return plain JSON values; ``load_config`` of them gives an equal config, except for the notes."""
         return dump_section(self)
 
 
@@ -162,9 +166,10 @@ _PATHS = tuple(paths(Config))
 
 
 def load_config(source: "ConfigSource | Config", world_size: int | None = None) -> Config:
-    """The config from a dict, a JSON file or a Config; with ``world_size``, all sizes settled.
+    """Load the config from a dict, a JSON file or a Config; with ``world_size``, all sizes are filled in.
 
-    Raises ConfigError, which names every problem at once by its JSON path.
+    Raises:
+        ConfigError: the config has mistakes; the message lists all of them by their JSON paths.
     """
     name = show_path(os.fsdecode(source)) if isinstance(source, (str, os.PathLike)) else "the config"
     problems = Problems(name, _PATHS, KEYS)
@@ -178,7 +183,7 @@ def load_config(source: "ConfigSource | Config", world_size: int | None = None) 
 
 def _read(source: "ConfigSource | Config", problems: Problems) -> Config:
     if isinstance(source, Config):
-        # Read again, so that a hand-built config meets the same rules.
+        # read again, so that a hand-built config meets the same rules
         return replace(_read(source.to_json(), problems), notes=source.notes)
     raw: object = read_json(source, problems) if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(raw, Mapping):
@@ -189,7 +194,7 @@ def _read(source: "ConfigSource | Config", problems: Problems) -> Config:
 
 
 def _check_between(config: Config, problems: Problems) -> None:
-    """Rules between keys."""
+    """Check the rules between keys."""
     if config.bf16.enabled and config.fp16.enabled:
         problems.add("fp16.enabled", "true while bf16.enabled is true too; switch one of them off.")
     params = config.optimizer.params if config.optimizer else FrozenMap()
@@ -222,7 +227,7 @@ def _check_recomputation(given: ActivationCheckpointingConfig, problems: Problem
 
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:
-    """Settles axes and batch; without a world size only what is contradictory in any world is noted."""
+    """Fill in axes and batch; without a world size, only contradictions that hold in any world are noted."""
     if world_size is not None and not _is_world(world_size):
         problems.add(
             "world_size", f"{shown_value(world_size)} is not a number of processes; give an int of at least 1."
@@ -238,7 +243,7 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
     if axes["data"] == "auto":
         origin = f"data ranks: world size {world_size} / tensor {axes['tensor']} / pipeline {axes['pipeline']}"
     if not world_size and not any(getattr(config, key) for key in BATCH):
-        return config  # an absent batch is no contradiction before the run is sized
+        return config  # without sizes, an absent batch is not a contradiction yet
     batch = _fit_batch({key: getattr(config, key) for key in BATCH}, ranks, origin, problems)
     if not sizes or not batch:
         return config
@@ -247,12 +252,12 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
 
 
 def _is_world(size: object) -> bool:
-    """Whether so many processes can be: a rank is a C int to the libraries that join them."""
+    """Return whether ``size`` can be a number of processes: the libraries that join ranks store them in a C int."""
     return isinstance(size, int) and not isinstance(size, bool) and 1 <= size < 2**31
 
 
 def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> dict[str, int] | None:
-    """The three axis sizes, "auto" filled in; None after a problem."""
+    """Return the three axis sizes with "auto" filled in, or None after a problem."""
     fixed = {axis: int(size) for axis, size in axes.items() if size != "auto"}
     automatic = [axis for axis in axes if axis not in fixed]
     product = math.prod(fixed.values())
@@ -273,9 +278,9 @@ def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> d
 def _fit_batch(
     given: Mapping[str, int | None], ranks: int | None, origin: str, problems: Problems
 ) -> dict[str, int] | None:
-    """The three batch sizes by train = micro x accumulation x data ranks; None if unknown or wrong.
+    """Return the three batch sizes, with train = micro x accumulation x data ranks; None if unknown or wrong.
 
-    ``origin`` says where the number of data ranks comes from.
+    ``origin`` tells where the number of data ranks comes from.
     """
     train, micro, accumulation = (given[key] for key in BATCH)
     if train is None and micro is None:
@@ -311,7 +316,7 @@ def _batch_sentence(train: int, known: Mapping[str, int], product: int) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    """Those that a message suggests: of a large number the small ones."""
+    """Return the divisors that a message suggests; of a large number, only those up to 4096."""
     return [size for size in range(1, min(number, 4096) + 1) if number % size == 0]
 
 

@@ -1,7 +1,7 @@
-"""DeepSpeed's own keys: honoured here, noted as without effect here, or refused with the reason.
+"""DeepSpeed's own keys: honored, noted as without effect, or refused with the reason.
 
-Keys that Trine shares with DeepSpeed are not in this table; they are declared in `config_sections`.
-The table speaks of DeepSpeed 0.19 and of the older spellings that its files still carry.
+Keys that Trine shares with DeepSpeed are declared in ``sections`` instead. The table covers DeepSpeed 0.19 and the
+older spellings that its files still use.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from engine.config.wording import join_path, kind, shown_value
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Changes nothing here, whatever its value."""
+    """A key without effect here, whatever its value."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Harmless at these values; anything else asks for what we do not do."""
+    """A key that is harmless at these values; any other value asks for something that Trine does not do."""
 
     allowed: tuple[object, ...]
     reason: str
@@ -31,7 +31,10 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Honoured under another key. ``idle``: values that ask for nothing; ``becomes``: value -> ours."""
+    """A key that is honored under another name.
+
+    Values in ``idle`` ask for nothing; ``becomes`` maps values to ours.
+    """
 
     target: str
     rule: Rule
@@ -41,7 +44,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A section that is harmless while its switch is off; what else it holds is then not looked at."""
+    """A section that is harmless while its switch is off; its other keys are then ignored."""
 
     reason: str
     switch: str = "enabled"
@@ -54,7 +57,7 @@ _OWN_PLAN = "Trine plans its own messages"
 _ALWAYS = "Trine always does this"
 _REPORTED = "Trine's step report has these figures"
 _BUILDS = "DeepSpeed's own pipeline or launcher reads it"
-_NO_EFFECT = "only DeepSpeed's insides read it"
+_NO_EFFECT = "only DeepSpeed's internals read it"
 
 _NOTED = MappingProxyType({
     "": {
@@ -219,9 +222,9 @@ KEYS = (*TABLE, *(f"tensorboard.{key}" for key in _TENSORBOARD), *("tensorboard"
 def translate(
     raw: Mapping[str, Any], ours: frozenset[str], problems: Problems
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The config without DeepSpeed's own keys, and one note for each that changes nothing.
+    """Return the config without DeepSpeed's own keys, and one note for each key without effect.
 
-    ``ours``: dotted paths of Trine's keys. Keys that nobody knows stay in, for the reader to name.
+    ``ours`` are the dotted paths of Trine's keys. Unknown keys stay in the config, for the reader to report.
     """
     walk = _Walk(ours, problems)
     own = walk.section(_renamed(raw, problems), "")
@@ -231,7 +234,7 @@ def translate(
 
 
 class _Walk:
-    """One pass over a raw config: takes out what the table treats."""
+    """One pass over a raw config that removes the keys of the table."""
 
     def __init__(self, ours: frozenset[str], problems: Problems) -> None:
         self.notes: list[str] = []
@@ -242,7 +245,7 @@ class _Walk:
         self._problems = problems
 
     def section(self, raw: Mapping[str, Any], at: str) -> dict[str, Any]:
-        """Our part of one object."""
+        """Return the part of an object that is ours."""
         kept: dict[str, Any] = {}
         for key, value in raw.items():
             path = join_path(at, key)
@@ -263,14 +266,14 @@ class _Walk:
         return kept
 
     def apply_moves(self, own: dict[str, Any]) -> None:
-        """Writes moved values where they belong, unless the user wrote something else there."""
+        """Write moved values to their new keys, unless the user gave another value there."""
         for target, origin, value in self._moves:
             *parents, leaf = target.split(".")
             section: Any = own
             for parent in parents:
                 section = section.setdefault(parent, {}) if isinstance(section, dict) else None
             if not isinstance(section, dict):
-                continue  # the reader names the section that is no object
+                continue  # the reader reports the section that is not an object
             if leaf in section and section[leaf] != value:
                 rival = f"which is given as {shown_value(section[leaf])}"
                 self._problems.add(origin, f"asks for {target} {shown_value(value)}, {rival}; keep one of them.")
@@ -307,7 +310,7 @@ class _Walk:
         )
 
     def _tensorboard(self, value: object) -> None:
-        """DeepSpeed's folder and job name become monitor.tensorboard."""
+        """Convert DeepSpeed's folder and job name to monitor.tensorboard."""
         if not isinstance(value, Mapping):
             return self._not_an_object("tensorboard", value)
         read = {}
@@ -331,14 +334,14 @@ def _level(at: str) -> tuple[str, ...]:
 
 
 def _among(value: object, allowed: tuple[object, ...]) -> bool:
-    """Whether the value is one of these; 1 is not true."""
+    """Return whether ``value`` is one of these; 1 does not equal true."""
     if value is not None and not isinstance(value, (str, RealNumber)):
         return False
     return any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in allowed)
 
 
 def _renamed(raw: Mapping[str, Any], problems: Problems) -> Mapping[str, Any]:
-    """DeepSpeed's older name of bf16 under the newer one."""
+    """Rename DeepSpeed's older key for bf16 to the current one."""
     if "bfloat16" not in raw:
         return raw
     if "bf16" in raw:
@@ -347,7 +350,7 @@ def _renamed(raw: Mapping[str, Any], problems: Problems) -> Mapping[str, Any]:
 
 
 def _settle_adam(own: dict[str, Any], problems: Problems) -> None:
-    """DeepSpeed's "Adam" is AdamW without decay, unless adam_w_mode is false."""
+    """Convert "Adam" to AdamW without decay, as DeepSpeed does, unless adam_w_mode is false."""
     section = own.get("optimizer")
     if not isinstance(section, dict) or not isinstance(section.get("params", {}), Mapping):
         return

@@ -1,7 +1,7 @@
-"""The JSON Schema of the config, walked from the same fields and rules that read it.
+"""JSON Schema of the config, generated from the same fields and rules that read it.
 
-It describes Trine's keys. DeepSpeed's own keys, which the reader also accepts, are not in it: an
-editor should offer one name for one thing.
+It describes Trine's keys. DeepSpeed's own keys, which the reader also accepts, are left out: an editor should offer one
+name for each setting.
 """
 
 import ast
@@ -12,13 +12,13 @@ from typing import Any
 
 from engine.config import Config
 from engine.config.reader import Section, Sections, Typed, settings
-from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, Real, Rule, Text, TextMap
+from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, Real, Rule, Text, TextMap, Unbuilt
 
 Schema = dict[str, Any]
 
 
 def schema() -> Schema:
-    """JSON Schema, draft 2020-12, of a whole config."""
+    """Return the JSON Schema, draft 2020-12, of a whole config."""
     body = _section(Config)
     body["properties"] = {"$schema": {"type": "string"}, **body["properties"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Trine config", **body}
@@ -40,6 +40,8 @@ def _section(cls: type[Any]) -> Schema:
 
 
 def _rule(rule: Rule) -> Schema:
+    if isinstance(rule, Unbuilt):
+        return {"type": "null"}
     body = _shape(rule)
     if rule.null and body.get("type") == "object":
         return {**body, "type": ["object", "null"]}
@@ -53,7 +55,7 @@ def _shape(rule: Rule) -> Schema:
         case Real():
             return _number(rule)
         case Choice():
-            # Other letter cases are read too; the schema offers the two that files carry.
+            # other letter cases are accepted too; the schema offers the two that files use
             lower = [str(option).lower() for option in rule.options if rule.fold]
             return {"enum": list(dict.fromkeys([*rule.options, *lower, *rule.also]))}
         case Text():
@@ -87,7 +89,7 @@ def _number(rule: Real) -> Schema:
 
 
 def _typed(rule: Typed) -> Schema:
-    """A section whose ``type`` decides which ``params`` it takes."""
+    """Return the schema of a section whose ``type`` decides which ``params`` it takes."""
     body = _section(rule.cls)
     body["properties"]["params"] = {"type": "object", "description": _field_docs(rule.cls)["params"]}
     default = settings(rule.cls)["type"].default
@@ -104,7 +106,7 @@ def _typed(rule: Typed) -> Schema:
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:
-    """Field -> the text literal that stands under it in the source."""
+    """Map each field to the string literal below it in the source."""
     if cls is object:
         return {}
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]

@@ -1,7 +1,7 @@
 """Reads JSON into typed sections, and writes sections back as JSON.
 
-A *section* is a frozen dataclass whose fields are made by ``setting(default, rule)``. One walker reads
-any section, so a new key needs one line where it is declared and nothing here.
+A *section* is a frozen dataclass whose fields are declared with ``setting(default, rule)``. One reader handles every
+section, so a new key takes one line at its declaration and none here.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ class Section(Rule):
         return "an object"
 
     def dump(self, value: Any) -> Any:
-        # A hand-built config may hold anything; what is no section goes back to the reader to be named.
+        # a hand-built config may hold anything; the reader will report what is not a section
         return dump_section(value) if isinstance(value, self.cls) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sections(Section):
-    """A JSON list of such objects."""
+    """A JSON list of objects that become dataclasses."""
 
     def read(self, value: object, at: str, problems: Problems) -> object:
         if not isinstance(value, (list, tuple)):
@@ -56,7 +56,7 @@ class Sections(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed(Section):
-    """A section with ``type`` and ``params``, where ``type`` says which params exist."""
+    """A section with ``type`` and ``params``, where ``type`` decides which params exist."""
 
     kinds: Mapping[str, type[Any]]
 
@@ -83,25 +83,28 @@ class Typed(Section):
 
 
 def setting(default: Any, rule: Rule, *, key: str = "", required: bool = False, kept: bool = True) -> Any:
-    """A dataclass field that the reader fills. ``key``: its JSON name; ``kept``: part of stored params."""
+    """Declare a dataclass field that the reader fills.
+
+    ``key`` is its name in JSON, if it differs; ``kept`` makes it part of stored params.
+    """
     return dataclasses.field(default=default, metadata={"rule": rule, "key": key, "required": required, "kept": kept})
 
 
 def settings(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    """JSON name -> field, in order, of a section."""
+    """Return the fields of a section in order, by their JSON names."""
     return {f.metadata["key"] or f.name: f for f in dataclasses.fields(cls) if "rule" in f.metadata}
 
 
 def stored(params: Any, everything: bool = False) -> FrozenMap:
-    """The values of a params section as a read-only mapping."""
+    """Return the values of a params section as a read-only mapping."""
     kept = [f.name for f in dataclasses.fields(params) if everything or f.metadata["kept"]]
     return FrozenMap({name: getattr(params, name) for name in kept})
 
 
 def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside: tuple[str, ...] = ()) -> T:
-    """The section from a JSON object; a wrong or absent field keeps its default, problems are noted.
+    """Read a section from a JSON object; a wrong or absent field keeps its default, and problems are noted.
 
-    ``beside``: keys that the caller reads, named in a suggestion.
+    ``beside`` lists keys that the caller reads, for the suggestions.
     """
     known = settings(cls)
     if not isinstance(raw, Mapping):
@@ -123,12 +126,12 @@ def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside:
 
 
 def dump_section(section: Any) -> dict[str, Any]:
-    """The section as plain JSON values that read back to an equal section."""
+    """Convert the section to plain JSON values that read back to an equal section."""
     return {key: f.metadata["rule"].dump(getattr(section, f.name)) for key, f in settings(type(section)).items()}
 
 
 def paths(cls: type[Any], at: str = "") -> Iterator[str]:
-    """Dotted paths of all keys below a section, params of every type included."""
+    """Yield the dotted paths of all keys of a section, including the params of every type."""
     for key, entry in settings(cls).items():
         here, rule = join_path(at, key), entry.metadata["rule"]
         yield here
@@ -140,7 +143,7 @@ def paths(cls: type[Any], at: str = "") -> Iterator[str]:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers which keys were written twice."""
+    """A JSON object that remembers duplicate keys."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         dict.__init__(self, pairs)
@@ -148,7 +151,11 @@ class _Object(dict[str, Any]):
 
 
 def read_json(path: str | os.PathLike[str], problems: Problems) -> Mapping[str, Any]:
-    """The object in a JSON file; keys given twice are noted. Raises ConfigError for an unreadable file."""
+    """Read the object in a JSON file and note duplicate keys.
+
+    Raises:
+        ConfigError: the file is unreadable or is not JSON.
+    """
     name = show_path(os.fsdecode(path))
     try:
         text = Path(os.fsdecode(path)).read_text(encoding="utf-8-sig")
@@ -158,7 +165,7 @@ def read_json(path: str | os.PathLike[str], problems: Problems) -> Mapping[str, 
         raise ConfigError(f"{name}: not readable (it is not UTF-8 text); give the path of a JSON file.") from None
     except OSError as why:
         raise ConfigError(f"{name}: not readable ({why.strerror}); give the path of a JSON file.") from None
-    except ValueError:  # a zero byte, or half of a pair
+    except ValueError:  # a zero byte, or half of a surrogate pair
         raise ConfigError(f"{name}: not the name of a file; give the path of a JSON file, or a dict.") from None
     raw = _parsed(text, name)
     _note_twice(raw, "", problems)
@@ -170,14 +177,14 @@ def _parsed(text: str, name: str) -> Any:
         return json.loads(text, object_pairs_hook=_Object)
     except json.JSONDecodeError as why:
         where = f"line {why.lineno} column {why.colno}"
-        raise ConfigError(f"{name}: not JSON at {where} ({why.msg}); mend that place.") from None
+        raise ConfigError(f"{name}: not JSON at {where} ({why.msg}); fix it there.") from None
     except (RecursionError, ValueError):
-        raise ConfigError(f"{name}: nested too deeply or a number too long; write a plain config object.") from None
+        raise ConfigError(f"{name}: nested too deeply, or a number is too long; write a plain config object.") from None
 
 
 def _note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None:
     if depth > _DEPTH:
-        return  # no section lies so deep; whoever holds this is named as unknown
+        return  # no section is nested so deeply; the reader reports the key that holds this as unknown
     if isinstance(raw, list):
         for i, entry in enumerate(raw):
             _note_twice(entry, f"{at}[{i}]", problems, depth + 1)

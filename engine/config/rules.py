@@ -1,6 +1,6 @@
-"""Rules say which JSON values a config field takes; Problems collects what they refuse.
+"""Rules define which JSON values a config field takes; :class:`Problems` collects what they refuse.
 
-A rule is data. It types a value, says what to give instead, and is walked again for the JSON Schema.
+A rule is data. It converts a value, says what to give instead of a wrong one, and is walked again for the JSON Schema.
 """
 
 import difflib
@@ -18,11 +18,11 @@ from engine.errors import ConfigError
 from engine.parallel.activation_checkpointing.operators import OPERATOR_KINDS
 
 _CLOSE = 0.6  # difflib's own cutoff; a dropped letter of a two-letter key scores 0.67
-_LONG = 100  # letters; a longer key is like no known one
-_SEARCHES = 50  # unknown keys that are looked up: a file of another kind may hold thousands
-_LINES = 100  # problems that one message lists
+_LONG = 100  # longer keys resemble no known one
+_SEARCHES = 50  # limit of unknown keys that are looked up: a file of another kind may hold thousands
+_LINES = 100  # limit of problems in one message
 _TORCH_NAME = re.compile(r"\w+(\.\w+){1,2}")
-_HOME = 0.15  # a near key of the same section wins unless a key elsewhere is nearer by this much
+_HOME = 0.15  # a similar key of the same section wins, unless a key elsewhere is more similar by this much
 
 
 class FrozenMap(Mapping[str, Any]):
@@ -50,10 +50,10 @@ class FrozenMap(Mapping[str, Any]):
 
 
 class Problems:
-    """Everything wrong with one config, so that the user sees all of it at once."""
+    """Collector of everything wrong with one config, so that the user sees all of it at once."""
 
     def __init__(self, source: str, ours: Sequence[str] = (), theirs: Sequence[str] = ()) -> None:
-        """``ours``, ``theirs``: dotted paths of Trine's and of DeepSpeed's keys, for "did you mean"."""
+        """``ours`` and ``theirs`` are the dotted paths of Trine's and DeepSpeed's keys, for "did you mean"."""
         self.source = source
         self._ours = ours
         self._theirs = theirs
@@ -65,7 +65,7 @@ class Problems:
         self._found.append((at, sentence))
 
     def unknown(self, at: str, key: object, level: Sequence[str]) -> None:
-        """Note a key that nobody knows; ``level`` lists the keys of its section."""
+        """Note an unknown key; ``level`` lists the keys of its section."""
         self._searches += 1
         searched = isinstance(key, str) and self._searches <= _SEARCHES
         near = _nearest(at, str(key), level, (self._ours, self._theirs)) if searched else []
@@ -75,44 +75,47 @@ class Problems:
             self.add(join_path(at, key), f"unknown key; remove it or use one of {', '.join(level)}.")
 
     def touch(self, *prefixes: str) -> bool:
-        """Whether any problem lies at or below one of these paths."""
+        """Return whether any problem lies at or below one of these paths."""
         return any(at == p or at.startswith(p + ".") for at, _ in self._found for p in prefixes)
 
     def raise_if_any(self) -> None:
-        """One ConfigError for all problems; nothing if there are none."""
+        """Raise one ConfigError for all problems, if there are any."""
         lines = [f"{at or self.source}: {sentence}" for at, sentence in dict.fromkeys(self._found)]
         if len(lines) == 1:
             raise ConfigError(lines[0])
         if lines:
-            more = [f"{self.source}: {len(lines) - _LINES} more; mend these first."] if len(lines) > _LINES else []
+            more = [f"{self.source}: {len(lines) - _LINES} more; fix these first."] if len(lines) > _LINES else []
             raise ConfigError("\n".join([f"{len(lines)} problems in {self.source}:", *lines[:_LINES], *more]))
 
 
 class RefusedError(ValueError):
-    """Why a rule does not take a value: the middle of the sentence."""
+    """Refusal of a value by a rule; the message is the middle of the sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Which JSON values a field takes. ``expected`` completes "give ..."."""
+    """Base class of rules: which JSON values a field takes.
+
+    ``remedy`` is the advice after a refusal; without it, ``expected`` completes "give ...". ``null`` accepts null.
+    """
 
     remedy: str = ""
     null: bool = False
 
     def accept(self, value: object) -> object:
-        """The typed value; raises RefusedError."""
+        """Return the converted value, or raise RefusedError."""
         raise NotImplementedError
 
     def expected(self) -> str:
-        """What to give instead."""
+        """Describe the values that this rule takes."""
         raise NotImplementedError
 
     def ask(self) -> str:
-        """The remedy, "give a number" for one."""
+        """Return the remedy, such as "give a number"."""
         return self.remedy or f"give {self.expected()}"
 
     def read(self, value: object, at: str, problems: Problems) -> object:
-        """The typed value, or None after a problem was noted."""
+        """Return the converted value, or None after noting a problem."""
         if value is None and self.null:
             return None
         try:
@@ -122,10 +125,24 @@ class Rule:
             return None
 
     def dump(self, value: Any) -> Any:
-        """The value as JSON."""
+        """Convert the value to JSON."""
         if isinstance(value, Mapping):
             return dict(value)
         return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unbuilt(Rule):
+    """A key of something that is not built yet: it takes nothing but null. ``why`` follows the refused value."""
+
+    why: str
+    null: bool = True
+
+    def accept(self, value: object) -> object:
+        raise RefusedError(self.why)
+
+    def expected(self) -> str:
+        return "null"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +160,7 @@ class Flag(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Real(Rule):
-    """A finite number within bounds: low inclusive, above and below exclusive, high inclusive."""
+    """A finite number within bounds; ``low`` and ``high`` are inclusive, ``above`` and ``below`` exclusive."""
 
     low: float | None = None
     above: float | None = None
@@ -196,7 +213,10 @@ class Int(Real):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice(Rule):
-    """One of a few words or numbers. ``fold``: any letter case; ``also``: other spellings -> option."""
+    """One of a few words or numbers.
+
+    ``fold`` ignores letter case; ``also`` maps other spellings to an option.
+    """
 
     options: tuple[str | int, ...]
     noun: str
@@ -219,7 +239,7 @@ class Choice(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text(Rule):
-    """Words that are not empty; a path object counts. ``ends``: the endings a file name may have."""
+    """Text that is not empty; a path object counts too. ``ends`` lists the allowed endings of a file name."""
 
     noun: str = "text"
     ends: tuple[str, ...] = ()
@@ -238,7 +258,7 @@ class Text(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorName(Text):
-    """A kind of operator, or what may be an operator of torch: "aten.mm", "aten.mm.default"."""
+    """A kind of operator, or a name that may be an operator of torch: "aten.mm", "aten.mm.default"."""
 
     def accept(self, value: object) -> object:
         word = Text.accept(self, value)
@@ -251,7 +271,7 @@ class OperatorName(Text):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListOf(Rule):
-    """A list, each entry by one rule. ``length``: exactly so many."""
+    """A list whose entries obey one rule; ``length`` fixes their number."""
 
     each: Rule
     noun: str
@@ -278,7 +298,7 @@ class ListOf(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextMap(Rule):
-    """An object whose values are words."""
+    """An object whose values are text."""
 
     def accept(self, value: object) -> object:
         if not isinstance(value, Mapping):
@@ -289,12 +309,12 @@ class TextMap(Rule):
         return FrozenMap(value)
 
     def expected(self) -> str:
-        return "an object of texts"
+        return "an object whose values are text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyOf(Rule):
-    """The first of several rules that takes the value. The last one explains a refusal."""
+    """Alternatives: the first rule that accepts the value wins, and the last one explains a refusal."""
 
     rules: tuple[Rule, ...]
 
@@ -323,7 +343,7 @@ def _number(value: object) -> float:
 
 
 def _nearest(at: str, key: str, level: Sequence[str], known: tuple[Sequence[str], Sequence[str]]) -> list[str]:
-    """Full paths of the known keys (ours, theirs) most like ``key``: of the section ``at`` first, then anywhere."""
+    """Return the full paths of the known keys (ours, theirs) most like ``key``: in its section first, then anywhere."""
     ours, theirs = known
     here = re.sub(r"\[\d+\]", "", at)
     nested = f"{here}.{key}" if here else key
@@ -332,7 +352,7 @@ def _nearest(at: str, key: str, level: Sequence[str], known: tuple[Sequence[str]
     if nested in ours and key not in level:
         return []  # params of another type: the caller lists those of this one
     beside = [each for each in theirs if _parent(each) == here]
-    # Beside a key of this very name elsewhere only one that is nearly the same can win.
+    # If the exact name exists elsewhere, only a nearly identical key of this section can win.
     least = 1 - _HOME if any(each.endswith(f".{key}") or each == key for each in (*ours, *theirs)) else _CLOSE
     home = _likeness(key, (*(join_path(at, name) for name in level), *beside), least)
     away = _likeness(key, [each for each in (*ours, *theirs) if _parent(each) != here], least)
@@ -348,14 +368,14 @@ def _parent(path: str) -> str:
 
 
 def _likeness(given: str, known: Iterable[str], least: float) -> dict[str, float]:
-    """Known path -> likeness, from ``least`` to 1, of its last word and a given key."""
+    """Return known path -> similarity of its last word and ``given``, for similarities from ``least`` to 1."""
     if len(given) > _LONG:
         return {}
     matcher = difflib.SequenceMatcher(None, b=given.lower().replace("-", "_"))
     scores = {}
     for path in known:
         word = path.rpartition(".")[2].lower()
-        # The bounds by length and by letters spare most of the slow comparisons.
+        # bounds by length and by letters avoid most of the slow comparisons
         if 2 * min(len(word), len(given)) >= least * (len(word) + len(given)):
             matcher.set_seq1(word)
             if matcher.quick_ratio() >= least:

@@ -1,7 +1,7 @@
-"""How messages about a config write values, keys and paths: on one line, shortened, nothing that a terminal obeys.
+"""Formatting of values, keys and paths in messages about a config: one line, shortened, without control characters.
 
-A config may hold anything, so every text here is written piece by piece until it is long enough: a value may be
-huge, nested without end, or refuse to describe itself.
+A config may hold anything, so text is produced piece by piece until it is long enough: a value may be huge, endlessly
+nested, or fail to describe itself.
 """
 
 import json
@@ -16,7 +16,7 @@ _PLAIN_KEY = re.compile(rf"[\w$-]{{1,{_ROOM}}}")
 
 
 def shown_value(value: object) -> str:
-    """The value as the user wrote it, shortened."""
+    """Format the value as the user wrote it, shortened."""
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -26,14 +26,14 @@ def shown_value(value: object) -> str:
 
 
 def show_path(name: str) -> str:
-    """The path of a file; JSON text given by mistake is shortened."""
+    """Format the path of a file; JSON text that was given by mistake is shortened."""
     if name.isprintable() and 0 < len(name) <= _PATH_ROOM:
         return name
     return shown_value(name) if len(name) <= _PATH_ROOM else printable(name[: _ROOM - 3]) + "..."
 
 
 def join_path(at: str, key: object) -> str:
-    """The JSON path of a key below ``at``; an unusual key, one with a dot for instance, stands in quotes."""
+    """Join a JSON path and a key below it; unusual keys, such as one with a dot, are quoted."""
     word = key if isinstance(key, str) else shown_value(key)
     if not _PLAIN_KEY.fullmatch(word):
         word = shown_value(word)
@@ -41,19 +41,19 @@ def join_path(at: str, key: object) -> str:
 
 
 def kind(value: object) -> str:
-    """The kind of a JSON value in plain words."""
+    """Name the kind of a JSON value in plain words."""
     words = ((bool, "a true/false value"), (type(None), "no value"), (str, "text"), (RealNumber, "a number"),
              (Mapping, "an object"), ((list, tuple), "a list"))  # fmt: skip
     return next((word for types, word in words if isinstance(value, types)), f"a {type(value).__name__}")
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what has no visible sign: control characters, halves of a pair, marks of direction."""
+    """Escape all characters without a visible sign: control characters, lone surrogates, direction marks."""
     return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
 
 
 def _pieces(value: object) -> Iterator[str]:
-    """JSON text bit by bit; each level adds at least one sign, so a reader who stops stays within his depth."""
+    """Yield JSON text piece by piece; each level adds a character or more, so a reader who stops limits the depth."""
     if isinstance(value, str):
         yield printable(json.dumps(value[:_ROOM], ensure_ascii=False))
     elif isinstance(value, Mapping):

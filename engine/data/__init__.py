@@ -1,22 +1,22 @@
-"""From a corpus to batches: windows, a resumable order that ignores the grid, and tensors.
+"""Batches from a corpus: windows, a resumable order that is independent of the grid, and tensors.
 
-The corpus is cut into windows of ``context + 1`` tokens at stride ``context``: neighbours share one token,
-which is the last target of one and the first input of the next, so every target is predicted exactly once.
-Fewer than ``context`` tokens at the end stay unused.
+The corpus is cut into windows of ``context + 1`` tokens at stride ``context``: adjacent windows share one token, which
+is the last target of one and the first input of the next, so every target is predicted exactly once. Fewer than
+``context`` tokens at the end stay unused.
 
     tokens    0 1 2 3 4 5 6 7 8 9          context = 3
     window 0  0 1 2 3
     window 1        3 4 5 6
     window 2              6 7 8 9
 
-The training stream is one endless row of windows, one permutation per epoch after another:
+The training stream is an endless sequence of windows, one permutation per epoch after another:
 
     epoch     |------- 0 -------|------- 1 -------|---
     stream    4 0 2 5 1 3 | 2 4 0 1 5 3 | 0 ...
     step 0    [4 0 2 5]                            4 rows: data rank 0 of 2 takes 4 0, rank 1 takes 2 5
     step 1            [1 3   2 4]                  a batch may span epochs: nothing dropped, nothing repeated
 
-A stream is named by (seed, number of windows) and a place in it by one integer, ``position``. Batch size and
+A stream is identified by (seed, number of windows), and a position in it by one integer, ``position``. Batch size and
 number of data ranks may change at any step.
 """
 
@@ -40,28 +40,28 @@ IGNORED_LABEL = -100
 
 
 def window_count(tokens: int, context: int) -> int:
-    """How many windows of ``context + 1`` tokens a corpus of ``tokens`` tokens holds.
+    """Return the number of windows of ``context + 1`` tokens in a corpus of ``tokens`` tokens.
 
     Raises:
-        EngineError: not even one, or ``context`` below 1.
+        EngineError: the corpus is shorter than one window, or ``context`` is below 1.
     """
     _at_least_one(context=context)
     if tokens < context + 1:
         raise EngineError(
             f"The corpus has {tokens} tokens; one window needs context + 1 = {context + 1}. "
-            "Give more text or a smaller context."
+            "Give more text, or choose a smaller context."
         )
     return (tokens - 1) // context
 
 
 class Sampler:
-    """The windows that one data rank trains on, step by step; endless, seeded, resumable.
+    """Window indices that one data rank trains on, step by step; endless, seeded, resumable.
 
-    ``next()`` gives the window indices of this rank's rows of the next global batch: int64, shape
+    ``next()`` returns the window indices of this rank's rows of the next global batch: int64, shape
     [global_batch / data_size]. Rank r of N gets rows [r*B/N, (r+1)*B/N). Communicates nothing.
 
     Raises:
-        EngineError: sizes below 1, a rank or seed out of range, a batch that the ranks cannot share equally.
+        EngineError: a size is below 1, a rank or seed is out of range, or the ranks cannot share the batch equally.
     """
 
     def __init__(self, windows: int, global_batch: int, seed: int = 0, data_rank: int = 0, data_size: int = 1) -> None:
@@ -69,11 +69,11 @@ class Sampler:
         _check_share(data_rank, data_size)
         if global_batch % data_size:
             raise EngineError(
-                f"global_batch = {global_batch} does not divide among data_size = {data_size} ranks; each "
-                f"takes as many rows. Choose a multiple, such as {-(-global_batch // data_size) * data_size}."
+                f"global_batch = {global_batch} is not divisible by data_size = {data_size}; all ranks take equally "
+                f"many rows. Choose a multiple, such as {-(-global_batch // data_size) * data_size}."
             )
         if not 0 <= seed < 2**64:
-            raise EngineError(f"seed = {seed} is out of range; it keys 64 bits. Choose 0 to 2**64 - 1.")
+            raise EngineError(f"seed = {seed} is out of range; it is a 64-bit key. Choose 0 to 2**64 - 1.")
         self.windows = windows
         self.global_batch = global_batch
         self.seed = seed
@@ -92,7 +92,7 @@ class Sampler:
         return rows
 
     def stream(self, start: int, count: int) -> Indices:
-        """Window indices at positions [start, start + count) of the stream; moves nothing."""
+        """Return the window indices at positions [start, start + count) of the stream, without moving the position."""
         parts = [np.empty(0, dtype=np.int64)]
         while count:
             epoch, offset = divmod(start, self.windows)
@@ -102,10 +102,10 @@ class Sampler:
         return np.concatenate(parts)
 
     def _epoch_order(self, epoch: int) -> Indices:
-        """The permutation of one epoch; the latest is kept, since a step stays within one or two."""
+        """Return the permutation of one epoch; the latest is cached, since a step needs one or two of them."""
         if epoch != self._epoch:
-            # Sorting raw Philox output instead of Generator.permutation: NumPy promises the raw stream for
-            # ever, but not the shuffle, and a checkpoint must continue under another NumPy.
+            # Sorts raw Philox output instead of calling Generator.permutation: NumPy guarantees that the raw stream
+            # never changes, but not the shuffle, and a checkpoint must continue under another NumPy.
             key = np.array([self.seed, epoch], dtype=np.uint64)
             noise = np.random.Philox(key=key).random_raw(self.windows)
             self._order = np.argsort(noise, kind="stable").astype(np.int64, copy=False)
@@ -113,14 +113,14 @@ class Sampler:
         return self._order
 
     def state_dict(self) -> dict[str, int]:
-        """The place in the stream, equal on every rank. ``position``: samples consumed by all ranks."""
+        """Return the position in the stream, equal on every rank. ``position`` counts samples over all ranks."""
         return {"position": self.position, "seed": self.seed, "windows": self.windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state`` was taken, under any batch size and number of data ranks.
+        """Continue where ``state`` was taken, under any batch size and number of data ranks.
 
         Raises:
-            EngineError: not a sampler state, or of a stream with another seed or number of windows.
+            EngineError: ``state`` is not a sampler's, or its seed or number of windows differs.
         """
         for key in ("position", "seed", "windows"):
             if not isinstance(state.get(key), int) or state[key] < 0:
@@ -144,11 +144,11 @@ class Sampler:
 class Batches:
     """Endless training batches of one data rank, driven by a sampler.
 
-    ``next()`` gives ``input_ids`` and ``labels``, int64 CPU tensors of shape [sampler.rows, context]. Labels
-    are already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``.
+    ``next()`` returns ``input_ids`` and ``labels``, int64 CPU tensors of shape [sampler.rows, context]. The labels are
+    already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``.
 
     Raises:
-        EngineError: a corpus shorter than one window, or a sampler made for another number of windows.
+        EngineError: the corpus is shorter than one window, or the sampler was made for another number of windows.
     """
 
     def __init__(self, corpus: Corpus, context: int, sampler: Sampler) -> None:
@@ -169,37 +169,37 @@ class Batches:
         return _read_windows(self.corpus, self.context, next(self.sampler))
 
     def state_dict(self) -> dict[str, int]:
-        """See Sampler.state_dict."""
+        """Return the sampler's state; see :meth:`Sampler.state_dict`."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Sampler.load_state_dict."""
+        """Restore the sampler's state; see :meth:`Sampler.load_state_dict`."""
         self.sampler.load_state_dict(state)
 
 
 def evaluation_batches(
     corpus: Corpus, context: int, rows: int, data_rank: int = 0, data_size: int = 1, limit: int | None = None
 ) -> Iterator[Batch]:
-    """One pass in order over the corpus: every window exactly once over all data ranks.
+    """Yield one pass over the corpus in order: every window exactly once over all data ranks.
 
-    Gives ``input_ids`` and ``labels``, int64 [rows, context]; equally many batches of that shape on every
-    rank, at most ``limit``. Rows that fill up the last batch have labels of -100 only: a (sum, weight) loss
-    leaves them out, and its weight can be 0 on a rank.
+    Batches hold ``input_ids`` and ``labels``, int64 [rows, context]. Every rank gets equally many of them, at most
+    ``limit``. Rows that pad the last batch have only labels of -100: a (sum, weight) loss ignores them, and its weight
+    can be 0 on a rank.
 
     Raises:
-        EngineError: a corpus shorter than one window, sizes below 1, a rank out of range.
+        EngineError: the corpus is shorter than one window, a size is below 1, or a rank is out of range.
     """
     windows = window_count(corpus.tokens.size, context)
     _at_least_one(rows=rows, limit=1 if limit is None else limit)
     _check_share(data_rank, data_size)
     count = -(-windows // (rows * data_size))
     firsts = range(data_rank * rows, count * rows * data_size, rows * data_size)[:limit]
-    # An expression, not a generator function: the checks above must run at the call, not at the first batch.
+    # An expression and no generator function: the checks above must run at the call, not at the first batch.
     return (_read_padded(corpus, context, np.arange(first, first + rows), windows) for first in firsts)
 
 
 def _read_padded(corpus: Corpus, context: int, indices: Indices, windows: int) -> Batch:
-    """Windows as in ``_read_windows``; an index past the last window becomes a row without labels."""
+    """Read windows as ``_read_windows`` does; an index past the last window becomes a row without labels."""
     batch = _read_windows(corpus, context, np.minimum(indices, windows - 1))
     absent = int((indices >= windows).sum())
     if absent:
@@ -209,12 +209,12 @@ def _read_padded(corpus: Corpus, context: int, indices: Indices, windows: int) -
 
 
 def _read_windows(corpus: Corpus, context: int, indices: Indices) -> Batch:
-    # Here, because a sampler is planned and tested without torch, whose import costs seconds.
+    # Imported here, because a sampler is planned and tested without torch, whose import takes seconds.
     import torch
 
     places = indices[:, None] * context + np.arange(context + 1)
     tokens = torch.from_numpy(corpus.tokens[places].astype(np.int64))
-    # clone and not contiguous(), which returns a view of a single row: the two would share memory.
+    # clone() instead of contiguous(), which returns a view of a single row: both tensors would share memory.
     layout = torch.contiguous_format
     return {
         "input_ids": tokens[:, :-1].clone(memory_format=layout),

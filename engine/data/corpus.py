@@ -1,8 +1,7 @@
-"""Text to train on: the built-in corpus, which needs no download, or the user's own files.
+"""Training text: the built-in corpus, which needs no download, or the user's own files. Imports no torch.
 
-Tokens are bytes, so the vocabulary has 256 entries and no tokenizer is involved. Documents follow each other
-without a separator, in an order that depends on their names alone; every rank therefore sees the same corpus.
-Imports no torch.
+Tokens are bytes, so the vocabulary has 256 entries and no tokenizer is involved. Documents follow each other without a
+separator, in an order that depends only on their names, so every rank sees the same corpus.
 """
 
 import hashlib
@@ -26,23 +25,23 @@ BYTE_VOCABULARY = 256
 VALIDATION_ONE_IN = 10
 
 
-# pydoc_data is here because its only content, the articles, enters as prose and would be doubled as source.
+# pydoc_data holds only the articles, which are included as prose; its source would repeat them.
 SKIPPED_FOLDERS = frozenset(
     ["__pycache__", "dist-packages", "idle_test", "pydoc_data", "site-packages", "test", "tests"]
 )
 
 
-# Written per build or per machine: with them two machines with the same Python would differ in digest.
+# These files are written per build or per machine; they would give two machines with the same Python different digests.
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """One split of a text as one row of tokens.
+    """One split of a text, as one sequence of tokens.
 
-    ``tokens``: shape [n], an unsigned integer dtype, possibly memory-mapped. ``files``: documents in this
-    split. ``digest``: 16 hex digits over names and bytes; losses are comparable only under equal digests,
-    because the standard library differs between Python releases. ``vocabulary``: token ids are below it.
+    ``tokens`` has shape [n] and an unsigned integer dtype, and may be memory-mapped. ``files`` counts the documents of
+    this split. ``digest`` is 16 hex digits over names and bytes; losses are comparable only under equal digests,
+    because the standard library differs between Python releases. All token ids are below ``vocabulary``.
     """
 
     name: str
@@ -53,13 +52,14 @@ class Corpus:
 
 
 def builtin_corpus(split: Split) -> Corpus:
-    """This interpreter's standard-library sources, without tests, and the articles of ``pydoc_data.topics``.
+    """Return the sources of this interpreter's standard library, without tests, and the articles of
+    ``pydoc_data.topics``.
 
-    About 11 MB. Split by file: one in ten, chosen by a hash of the relative path, is validation.
-    Files that cannot be read are left out.
+    About 11 MB, split by file: one file in ten, chosen by a hash of its relative path, is validation. Unreadable files
+    are skipped.
 
     Raises:
-        EngineError: the interpreter has no library sources, or ``split`` is not one of the two.
+        EngineError: the interpreter has no library sources, or ``split`` is neither "train" nor "validation".
     """
     _check_split(split)
     root = Path(sysconfig.get_path("stdlib"))
@@ -78,14 +78,14 @@ def builtin_corpus(split: Split) -> Corpus:
 
 
 def text_corpus(paths: Sequence[str | Path], split: Split) -> Corpus:
-    """The user's own files as bytes, memory-mapped where one file makes the split.
+    """Return the user's own files as bytes, memory-mapped if the split consists of one file.
 
-    Several files are split by file, as the built-in corpus is, on their paths below their common folder; if
-    that leaves a side empty, the smallest file becomes validation or the largest becomes train. A single
-    file is split by position: its last tenth is validation.
+    Several files are split by file, as the built-in corpus is, on their paths below their common folder; if that leaves
+    one side empty, the smallest file becomes validation or the largest becomes train. A single file is split by
+    position: its last tenth is validation.
 
     Raises:
-        EngineError: no file given, or a file that is missing, unreadable, empty, too short or given twice.
+        EngineError: no file is given, or a file is missing, unreadable, empty, too short or given twice.
     """
     _check_split(split)
     mapped = _map_files(paths)
@@ -105,7 +105,7 @@ def text_corpus(paths: Sequence[str | Path], split: Split) -> Corpus:
 
 def _check_split(split: str) -> None:
     if split not in ("train", "validation"):
-        raise EngineError(f"split = {split!r} is no split of a corpus. Choose 'train' or 'validation'.")
+        raise EngineError(f"split = {split!r} is not a split of a corpus. Choose 'train' or 'validation'.")
 
 
 def _name_hash(name: str) -> bytes:
@@ -114,12 +114,12 @@ def _name_hash(name: str) -> bytes:
 
 
 def _held_out(name: str) -> bool:
-    """Whether the document belongs to validation; depends on nothing but its name."""
+    """Return whether the document belongs to validation, which depends only on its name."""
     return int.from_bytes(_name_hash(name)[:8], "big") % VALIDATION_ONE_IN == 0
 
 
 def _digest(documents: Iterable[tuple[str, bytes | memoryview]]) -> str:
-    """16 hex digits over names, lengths and bytes; the lengths keep moved borders from colliding."""
+    """Return 16 hex digits over names, lengths and bytes; the lengths keep shifted boundaries from colliding."""
     total = hashlib.sha256()
     for name, content in documents:
         total.update(_name_hash(name) + len(content).to_bytes(8, "big"))
@@ -128,10 +128,10 @@ def _digest(documents: Iterable[tuple[str, bytes | memoryview]]) -> str:
 
 
 def _source_names(root: Path) -> list[str]:
-    """Relative paths of the library's ``*.py`` files in one order for every file system."""
+    """Return the relative paths of the library's ``*.py`` files, in the same order on every file system."""
     names = []
     for folder, subfolders, files in os.walk(root):
-        # In place: that is how os.walk is told not to descend.
+        # assigned in place, which tells os.walk not to descend
         subfolders[:] = [name for name in subfolders if _belongs(name)]
         inside = Path(folder).relative_to(root)
         names += [(inside / name).as_posix() for name in files if name.endswith(".py") and _belongs(name)]
@@ -145,13 +145,13 @@ def _belongs(name: str) -> bool:
 def _articles() -> list[tuple[str, bytes]]:
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions package it apart from Python
+    except ImportError:  # some distributions package it separately from Python
         return []
     return [(f"pydoc_data/topics/{title}", text.encode()) for title, text in sorted(topics.items())]
 
 
 def _read(path: Path) -> bytes:
-    """The content, or nothing where it cannot be read."""
+    """Return the content of a file, or nothing if it is unreadable."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -160,7 +160,7 @@ def _read(path: Path) -> bytes:
 
 
 def _map_files(paths: Sequence[str | Path]) -> dict[str, Tokens]:
-    """Maps every file; keys are paths below the common folder, so that a moved folder keeps its split."""
+    """Map every file; keys are paths below the common folder, so that moving the folder keeps the split."""
     if not paths:
         raise EngineError(
             "No data file was given; a text corpus needs at least one. "
@@ -177,8 +177,8 @@ def _map_files(paths: Sequence[str | Path]) -> dict[str, Tokens]:
 def _map_file(path: Path) -> Tokens:
     try:
         if not path.is_file():
-            raise EngineError(f"Data file {path} is not there; --data takes existing files. Check the path.")
-        # An empty file cannot be mapped, so ask first.
+            raise EngineError(f"Data file {path} is missing or no file; --data takes existing files. Check the path.")
+        # check first, because an empty file cannot be mapped
         if path.stat().st_size == 0:
             raise EngineError(f"Data file {path} is empty; every file needs at least 1 byte. Leave it out.")
         return np.memmap(path, dtype=np.uint8, mode="r")
@@ -201,7 +201,7 @@ def _side_of_one(name: str, tokens: Tokens, split: Split) -> Tokens:
 
 
 def _held_out_files(sizes: dict[str, int]) -> set[str]:
-    """The validation files among two or more; neither this set nor its complement is empty."""
+    """Return the validation files among two or more files; both sides of the split are nonempty."""
     chosen = {name for name in sizes if _held_out(name)} or {min(sizes, key=lambda name: (sizes[name], name))}
     if len(chosen) == len(sizes):
         chosen.remove(max(sizes, key=lambda name: (sizes[name], name)))

@@ -1,1 +1,1 @@
-"""Models that come with the engine, for the reference run and the benchmarks."""
+"""Models that ship with the engine, for the reference run and the benchmarks."""

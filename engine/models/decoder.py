@@ -23,12 +23,12 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Sizes of a decoder; the defaults make 6,482,432 parameters.
+    """Sizes of a decoder; the defaults give 6,482,432 parameters.
 
-    ``context``: the longest input in tokens. ``tied``: the head shares the token embedding's weight.
+    ``context`` is the longest input in tokens. With ``tied``, the head shares the token embedding's weight.
 
     Raises:
-        ValueError: a size below 1, a width that the heads do not divide, a dropout outside [0, 1).
+        ValueError: a size is below 1, the width is not a multiple of the heads, or the dropout is outside [0, 1).
     """
 
     vocabulary: int = 256
@@ -46,27 +46,30 @@ class DecoderConfig:
                 raise ValueError(f"{name} = {size} is too small; the smallest is 1. Choose 1 or more.")
         if self.width % self.heads:
             raise ValueError(
-                f"width = {self.width} does not divide among heads = {self.heads}, which are equally wide. "
+                f"width = {self.width} is not divisible by heads = {self.heads}, and all heads are equally wide. "
                 f"Choose a multiple, such as {-(-self.width // self.heads) * self.heads}."
             )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout = {self.dropout} is no share of values. Choose 0 up to below 1.")
+            raise ValueError(f"dropout = {self.dropout} is not a probability below 1. Choose at least 0 and below 1.")
 
     @property
     def residual_std(self) -> float:
-        """Two projections a layer add to the residual stream; this keeps its growth independent of depth."""
+        """Initial std of the projections that feed the residual stream, two a layer.
+
+        It keeps the growth of the stream independent of depth.
+        """
         return INIT_STD / math.sqrt(2 * self.layers)
 
 
 class Projection(nn.Linear):
-    """A Linear that initialises itself: weights normal(0, ``std``), bias zero.
+    """A Linear that initializes itself: weights normal(0, ``std``), bias zero.
 
-    The standard deviation lives here and not in the model, so that every module can be initialised alone, in
-    any order and after materialisation from the meta device.
+    The standard deviation is stored here rather than in the model, so that every module can be initialized alone, in
+    any order, and after materialization from the meta device.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, std: float = INIT_STD) -> None:
-        self.std = std  # first: nn.Linear.__init__ calls reset_parameters
+        self.std = std  # set first, because nn.Linear.__init__ calls reset_parameters
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -76,7 +79,7 @@ class Projection(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An Embedding that initialises itself as GPT-2 does: normal(0, 0.02)."""
+    """An Embedding that initializes itself as GPT-2 does: normal(0, 0.02)."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=INIT_STD)
@@ -111,7 +114,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer, [B, L, D] -> [B, L, D]: attention, then a perceptron of four times the width."""
+    """One layer, [B, L, D] -> [B, L, D]: attention, then an MLP of four times the width."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -131,10 +134,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to logits.
+    """Decoder from token ids to logits.
 
-    May be built on the meta device: after ``to_empty``, every module's ``reset_parameters`` fills it, in any
-    order. With ``tied``, ``to_empty`` parts the two weights, as it does in any torch model; join them again.
+    It may be built on the meta device: after ``to_empty``, every module's ``reset_parameters`` fills it, in any order.
+    With ``tied``, ``to_empty`` separates the two weights, as in any torch model; tie them again.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -150,9 +153,9 @@ class Decoder(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits [B, L, V] of the token after each of ``input_ids``, int64 [B, L].
+        """Return the logits [B, L, V] of the token after each of ``input_ids``, int64 [B, L].
 
-        ``labels`` is not used: it is accepted so that ``model(**batch)`` works beside a separate loss.
+        ``labels`` is ignored; it is accepted so that ``model(**batch)`` works with a separate loss.
 
         Raises:
             ValueError: L is above ``config.context``.
@@ -161,7 +164,7 @@ class Decoder(nn.Module):
         if length > self.config.context:
             raise ValueError(
                 f"input_ids has length {length}; positions end at context = {self.config.context}. "
-                "Cut the input or build the decoder with a larger context."
+                "Shorten the input, or build the decoder with a larger context."
             )
         places = torch.arange(length, device=input_ids.device)
         x_BLD = self.dropout(self.tokens(input_ids) + self.positions(places))
@@ -172,11 +175,11 @@ class Decoder(nn.Module):
 
 
 def loss_sum(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats as (sum, weight), the ``loss_fn`` of ``engine.initialize``.
+    """Return the cross-entropy in nats as (sum, weight): a ``loss_fn`` for ``engine.initialize``.
 
-    ``logits``: [B, L, V], any float dtype. ``batch["labels"]``: int64 [B, L], already shifted; -100 is left
-    out. Sum: 0-dim fp32. Weight: 0-dim int64, the labels counted. The global mean is the sum of sums over the
-    sum of weights, which stays exact when ranks and microbatches hold different numbers of tokens.
+    ``logits``: [B, L, V], any float dtype. ``batch["labels"]``: int64 [B, L], already shifted; -100 is ignored. Sum:
+    0-dim fp32. Weight: 0-dim int64, the number of labels that count. The global mean is the sum of sums over the sum of
+    weights, which stays exact when ranks and microbatches hold different numbers of tokens.
     """
     labels = batch["labels"]
     total = functional.cross_entropy(
@@ -187,13 +190,13 @@ def loss_sum(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def generate(model: Decoder, prompt: bytes, length: int, temperature: float = 0.8, seed: int = 0) -> bytes:
-    """Continues ``prompt`` by ``length`` sampled bytes and returns those alone.
+    """Continue ``prompt`` by ``length`` sampled bytes and return only those.
 
-    The model sees the last ``context`` bytes. ``temperature`` 0 takes the likeliest byte. Draws from its own
-    CPU generator, so the global random state stays as it was; module modes are restored.
+    The model sees the last ``context`` bytes. A ``temperature`` of 0 takes the likeliest byte. Sampling uses its own
+    CPU generator, so the global random state is unchanged; module modes are restored.
 
     Raises:
-        ValueError: an empty prompt, a negative length or temperature, a vocabulary that is not bytes.
+        ValueError: the prompt is empty, length or temperature is negative, or the vocabulary is not that of bytes.
     """
     _check_request(model.config.vocabulary, prompt, length, temperature)
     device = model.tokens.weight.device
@@ -209,15 +212,15 @@ def generate(model: Decoder, prompt: bytes, length: int, temperature: float = 0.
 def _pick(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
-    # The largest logit is taken off before the division: a tiny temperature would make it infinite.
+    # subtract the largest logit before the division, because a tiny temperature would make it infinite
     chances_V = ((logits - logits.max()) / temperature).softmax(dim=-1)
     return int(torch.multinomial(chances_V, 1, generator=generator))
 
 
 def _check_request(vocabulary: int, prompt: bytes, length: int, temperature: float) -> None:
     if vocabulary != 256:
-        raise ValueError(f"The model has vocabulary = {vocabulary}; bytes need 256. Use such a model.")
+        raise ValueError(f"The model has vocabulary = {vocabulary}; bytes need 256. Use a model of that size.")
     if not prompt:
-        raise ValueError("prompt is empty; a byte follows from others. Give at least one, as b'\\n'.")
+        raise ValueError("prompt is empty; a byte is predicted from earlier ones. Give at least one, such as b'\\n'.")
     if length < 0 or temperature < 0:
         raise ValueError(f"length = {length}, temperature = {temperature}: neither can be negative. Choose 0 or more.")

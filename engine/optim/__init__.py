@@ -1,1 +1,1 @@
-"""Learning rates over the steps, and which parameters form which optimizer group."""
+"""Learning rate schedules, and the assignment of parameters to optimizer groups."""

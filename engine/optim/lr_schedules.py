@@ -1,8 +1,8 @@
-"""Learning rates as pure functions of the number of updates made so far.
+"""Learning rate schedules, as pure functions of the number of updates made so far.
 
-Update k (from 0) uses ``schedule(k)``. The five schedules that a JSON file can name are DeepSpeed's:
-they give, update for update, the rates that DeepSpeed's optimizer sees. It evaluates its warm-ups at
-k - 1 and starts from the lower end, which is why ``last`` appears below.
+Update k (from 0) uses ``schedule(k)``. The five schedules that a JSON file can name are DeepSpeed's: they give, update
+for update, the rates that DeepSpeed's optimizer sees. DeepSpeed evaluates its warmups at k - 1 and starts from the
+lower end, which is why the variable ``last`` appears below.
 """
 
 import math
@@ -18,29 +18,29 @@ from engine.config.sections import SchedulerConfig
 from engine.errors import ConfigError
 
 LrSchedule = Callable[[int, float], float]
-"""(update, base lr of the group) -> lr."""
+"""Schedule: (update, base learning rate of the group) -> learning rate."""
 
 Momentum = Callable[[int], float]
 SchedulerArgument = Callable[[Any], Any]
-"""What a user passes: update -> factor, or optimizer -> LRScheduler."""
+"""Schedule of the user: update -> factor, or optimizer -> LRScheduler."""
 
 
 def lr_range_test(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Rising rate to find the largest stable one (Smith 2017)."""
+    """Return a rising rate, for finding the largest stable one (Smith 2017)."""
     interval = update / p["lr_range_test_step_size"]
     interval = math.floor(interval) if p["lr_range_test_staircase"] else interval
     return float(p["lr_range_test_min_lr"] * (1 + p["lr_range_test_step_rate"] * interval))
 
 
 def warmup(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Rise from ``warmup_min_lr`` to ``warmup_max_lr`` (default: the optimizer's lr), then stay."""
+    """Rise from ``warmup_min_lr`` to ``warmup_max_lr`` (default: the optimizer's lr), then stay there."""
     high = base if p["warmup_max_lr"] is None else p["warmup_max_lr"]
     gamma = _warmup_progress(update - 1, p) if update else 0.0
     return float(p["warmup_min_lr"] + (high - p["warmup_min_lr"]) * gamma)
 
 
 def warmup_decay(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """As :func:`warmup`, then a straight line down to ``warmup_min_lr`` at ``total_num_steps``."""
+    """Rise as :func:`warmup` does, then fall linearly to ``warmup_min_lr`` at ``total_num_steps``."""
     last, rise, total = update - 1, _warmup_steps(p), p["total_num_steps"]
     if last < rise:
         return warmup(update, base, p)
@@ -50,7 +50,7 @@ def warmup_decay(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Rise from ``warmup_min_ratio`` of the lr, then half a cosine down to ``cos_min_ratio`` of it."""
+    """Rise from ``warmup_min_ratio`` of the lr, then follow half a cosine down to ``cos_min_ratio`` of it."""
     if update == 0:
         return 0.0
     last, rise = update - 1, _warmup_steps(p)
@@ -62,7 +62,7 @@ def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """One rise and fall between ``cycle_min_lr`` and ``cycle_max_lr``, then decay (Smith 2018)."""
+    """Rise and fall once between ``cycle_min_lr`` and ``cycle_max_lr``, then decay (Smith 2018)."""
     low, high = p["cycle_min_lr"], p["cycle_max_lr"]
     after = update - _cycle_length(p)
     if update - 1 < _cycle_length(p):
@@ -73,7 +73,7 @@ def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle_momentum(update: int, p: Mapping[str, Any]) -> float:
-    """Momentum of :func:`one_cycle`, which moves against the rate."""
+    """Return the momentum of :func:`one_cycle`, which moves opposite to the rate."""
     low, high = p["cycle_min_mom"], p["cycle_max_mom"]
     after = update - _cycle_length(p)
     if update - 1 < _cycle_length(p):
@@ -100,7 +100,7 @@ def _cycle_length(p: Mapping[str, Any]) -> float:
 
 
 def _cycle_position(update: int, p: Mapping[str, Any]) -> float:
-    """0 at the ends of the cycle, 1 at its peak; in stairs if asked."""
+    """Return the position in the cycle: 0 at its ends, 1 at its peak; in steps if a stair count is given."""
     length, first = _cycle_length(p), float(p["cycle_first_step_size"])
     inside = update % length
     rising = inside <= first
@@ -122,18 +122,18 @@ _SCHEDULES: Mapping[str, Callable[..., float]] = {
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """Sets the rate of every group before an update. Build it with :func:`make_learning_rate`."""
+    """Sets the rate of every group before an update. Use :func:`make_learning_rate` to build it."""
 
     optimizer: torch.optim.Optimizer
     base: tuple[float, ...]
-    """Each group's rate as configured."""
+    """Configured rate of each group."""
     schedule: LrSchedule | None
     momentum: Momentum | None = None
     scheduler: LRScheduler | None = None
-    """A torch scheduler of the user's; it counts for itself."""
+    """torch scheduler of the user, which counts updates itself."""
 
     def at(self, update: int) -> float:
-        """Rate of the first group for an update, or the current one of a torch scheduler."""
+        """Return the rate of the first group for an update, or the current one of a torch scheduler."""
         if self.schedule is None:
             return float(self.optimizer.param_groups[0]["lr"])
         return self.schedule(update, self.base[0])
@@ -155,7 +155,7 @@ class LearningRate:
 def make_learning_rate(
     optimizer: torch.optim.Optimizer, config: SchedulerConfig | None, given: SchedulerArgument | None
 ) -> LearningRate:
-    """The schedule of ``given`` if there is one, else of the configuration, else a constant.
+    """Build the schedule from ``given`` if there is one, else from the configuration; without both it is constant.
 
     Raises:
         ConfigError: ``given`` is neither update -> factor nor optimizer -> LRScheduler.
@@ -174,12 +174,12 @@ def make_learning_rate(
 def _from_callable(optimizer: torch.optim.Optimizer, base: tuple[float, ...], given: SchedulerArgument) -> LearningRate:
     try:
         made, failure = given(optimizer), None
-    except Exception as error:  # a factor function fails on an optimizer in whatever way it likes
+    except Exception as error:  # a factor function may fail on an optimizer in any way
         made, failure = None, error
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
-            "lr_scheduler gives a ReduceLROnPlateau, which needs a metric at each step; pass a schedule of the step, "
-            "or change eng.optimizer's lr yourself."
+            "lr_scheduler returned a ReduceLROnPlateau, which needs a metric at each step; pass a schedule of the step "
+            "alone, or change eng.optimizer's lr yourself."
         )
     if isinstance(made, LRScheduler):
         return LearningRate(optimizer, base, schedule=None, scheduler=made)
@@ -187,7 +187,7 @@ def _from_callable(optimizer: torch.optim.Optimizer, base: tuple[float, ...], gi
         float(given(0))
     except Exception as error:
         raise ConfigError(
-            f"lr_scheduler {given!r} gives no number for update 0 and no LRScheduler for the optimizer; pass a "
+            f"lr_scheduler {given!r} returned no number for update 0 and no LRScheduler for the optimizer; pass a "
             "callable update -> factor or optimizer -> torch.optim.lr_scheduler.LRScheduler."
         ) from (failure or error)
     return LearningRate(optimizer, base, schedule=lambda update, lr: lr * float(given(update)))

@@ -1,30 +1,31 @@
-"""Optimizer groups by name pattern: which parameter is updated with which options."""
+"""Optimizer groups by name pattern: assigns options to parameters."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from engine.config.sections import OptimizerConfig
-from engine.errors import ConfigError
+from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.zero.optim.sharded_optimizer import GroupOptions
 
 
 def assign_groups(
     model: nn.Module, config: OptimizerConfig | None
 ) -> tuple[Mapping[str, int], tuple[GroupOptions, ...]]:
-    """The group index of every trainable parameter, by its first name, and the options of each group.
+    """Return the group index of every trainable parameter, by its first name, and the options of each group.
 
-    ``optimizer.groups`` are tried in order, the first match wins; ``no_weight_decay`` then takes the decay
-    away. A pattern may name any alias of a tied parameter. Groups are numbered by their first parameter.
+    ``optimizer.groups`` are tried in order, and the first match wins; ``no_weight_decay`` then removes the decay. A
+    pattern may match any alias of a tied parameter. Groups are numbered by their first parameter.
 
     Raises:
-        ConfigError: a pattern that matches no trainable parameter.
+        ConfigError: a pattern matches no trainable parameter.
     """
     config = config or OptimizerConfig()
     names = _names(model)
-    _refuse_idle_patterns(config, [alias for aliases in names.values() for alias in aliases])
+    known = [alias for aliases in names.values() for alias in aliases]
+    refuse_unmatched(_patterns(config), known, "trainable parameter")
     chosen = {name: _options(aliases, config) for name, aliases in names.items()}
     options = tuple(dict.fromkeys(chosen.values()))
     return {name: options.index(option) for name, option in chosen.items()}, options
@@ -47,19 +48,11 @@ def _options(aliases: Sequence[str], config: OptimizerConfig) -> GroupOptions:
     return replace(chosen, weight_decay=0.0) if _match(aliases, config.no_weight_decay) else chosen
 
 
-def _match(aliases: Iterable[str], patterns: Iterable[str]) -> bool:
-    patterns = tuple(patterns)
+def _match(aliases: Sequence[str], patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(alias, pattern) for alias in aliases for pattern in patterns)
 
 
-def _refuse_idle_patterns(config: OptimizerConfig, names: Sequence[str]) -> None:
-    listed = [(f"optimizer.no_weight_decay[{i}]", glob) for i, glob in enumerate(config.no_weight_decay)]
+def _patterns(config: OptimizerConfig) -> Iterator[tuple[str, str]]:
+    yield from ((f"optimizer.no_weight_decay[{i}]", glob) for i, glob in enumerate(config.no_weight_decay))
     for g, group in enumerate(config.groups):
-        listed += [(f"optimizer.groups[{g}].params[{i}]", glob) for i, glob in enumerate(group.params)]
-    idle = [f"{path}: {glob!r}" for path, glob in listed if not _match(names, (glob,))]
-    if idle:
-        examples = ", ".join(names[:3]) or "none"
-        raise ConfigError(
-            f"{'; '.join(idle)} matches no trainable parameter; patterns match whole names as in "
-            f"model.named_parameters() (here: {examples}, ...), * stands for anything."
-        )
+        yield from ((f"optimizer.groups[{g}].params[{i}]", glob) for i, glob in enumerate(group.params))

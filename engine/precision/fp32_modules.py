@@ -1,9 +1,9 @@
-"""Islands of fp32 in a bf16 or fp16 model: modules that ``keep_fp32`` names, with all that is below them.
+"""Modules that stay in fp32 in a bf16 or fp16 model: those that ``keep_fp32`` names, and their submodules.
 
     bf16 --> | to fp32 -> the module's own forward, parameters in fp32 -> to bf16 | --> bf16
 
-The casts are part of the module's ``forward``, so that whatever looks at the module from outside (stages of a
-pipeline, recomputation, hooks) sees values in the dtype of the computation.
+The casts are part of the module's ``forward``, so that code around the module (pipeline stages,
+recomputation, hooks) sees values in the dtype of the computation.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -17,16 +17,17 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import ConfigError
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.name_patterns import is_inside, refuse_unmatched
 
 
 @dataclass(frozen=True, slots=True)
 class KeptFp32:
-    """What stays in fp32."""
+    """Modules and tensors that stay in fp32."""
 
     modules: tuple[str, ...] = ()
-    """The outermost modules that the patterns name, every object once."""
+    """Names of the outermost modules that the patterns match; each module object once."""
     tensors: frozenset[str] = frozenset()
-    """Parameters and buffers in them, under every name that they have."""
+    """Names of the parameters and buffers in these modules, including all aliases."""
 
 
 def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
@@ -36,30 +37,22 @@ def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
         ConfigError: a pattern matches no module, or a parameter is shared with a module that is not kept.
     """
     named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    hits = {pattern: [name for name in named if fnmatchcase(name, pattern)] for pattern in patterns}
-    idle = [f"keep_fp32[{number}]: {pattern!r}" for number, pattern in enumerate(patterns) if not hits[pattern]]
-    if idle:
-        examples = ", ".join(list(named)[:3]) or "none"
-        raise ConfigError(
-            f"{'; '.join(idle)} matches no module; patterns match whole names as in model.named_modules() (here: "
-            f"{examples}, ...), * stands for anything."
-        )
-    chosen = {name for names in hits.values() for name in names}
-    roots = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
+    refuse_unmatched([(f"keep_fp32[{i}]", pattern) for i, pattern in enumerate(patterns)], list(named), "module")
+    chosen = {name for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    roots = [name for name in chosen if not any(other != name and is_inside(name, other) for other in chosen)]
     objects = {id(named[name]): name for name in sorted(roots, reverse=True)}
-    below = tuple(f"{name}." for name in roots)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    _refuse_shared(tensors, below)
-    inside = frozenset(name for name, _ in tensors if name.startswith(below))
+    inside = frozenset(name for name, _ in tensors if any(is_inside(name, root) for root in roots))
+    _refuse_shared(tensors, inside)
     return KeptFp32(tuple(name for name in named if name in objects.values()), inside)
 
 
-def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], below: tuple[str, ...]) -> None:
+def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) -> None:
     first: dict[int, str] = {}
     for name, tensor in tensors:
         other = first.setdefault(id(tensor), name)
-        if name.startswith(below) != other.startswith(below):
-            inside, outside = (name, other) if name.startswith(below) else (other, name)
+        if (name in kept) != (other in kept):
+            inside, outside = (name, other) if name in kept else (other, name)
             raise ConfigError(
                 f"keep_fp32: {inside!r} is the same tensor as {outside!r}, whose module is not kept in fp32; name both "
                 "modules, or neither."
@@ -69,7 +62,7 @@ def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], below: tuple[str, ...]
 def keep_in_fp32(
     model: nn.Module, names: Collection[str], compute: torch.dtype | None, patches: ForwardPatches
 ) -> None:
-    """Cast the inputs of these modules to fp32 and their outputs back to ``compute``; None: nothing is cast."""
+    """Cast the inputs of these modules to fp32 and their outputs back to ``compute``; do nothing if it is None."""
     if compute is None:
         return
     note = f"runs in fp32: inputs are cast from {str(compute).removeprefix('torch.')}, and outputs back"
@@ -84,10 +77,12 @@ def _in_fp32(module: nn.Module, own: Callable[..., Any] | None, compute: torch.d
 
     def narrow(value: Any) -> Any:
         wide = isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() > 0
-        return value.to(compute) if wide else value  # a loss loses digits and gains nothing
+        return (
+            value.to(compute) if wide else value
+        )  # a 0-dim loss stays fp32: narrowing costs digits and saves no memory
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # looked up in every call: tensor parallelism changes the class
+        # look the forward up in every call, because tensor parallelism changes the class
         run = own or type(module).forward.__get__(module)
         inputs, options = pytree.tree_map(widen, (args, kwargs))
         return pytree.tree_map(narrow, run(*inputs, **options))

@@ -1,8 +1,8 @@
-"""Activations and their derivatives inside kernels, fp32 in and out.
+"""Activation functions and their derivatives for use inside Triton kernels, fp32 in and out.
 
-KIND is a name of ``engine.kernels.ops.activation_functions``.
+KIND is a name from ``engine.kernels.ops.activation_functions``.
 
-No exponential overflows, so that no value but one that is not finite itself gives one that is not. What is NaN stays.
+Exponentials cannot overflow, so finite inputs give finite results. NaN inputs give NaN.
 """
 
 import triton
@@ -23,13 +23,13 @@ def _sigmoid_slope(x):
 
 @triton.jit
 def _normal_share(x):
-    """The part of a normal distribution below x."""
+    """Cumulative distribution function of the standard normal distribution."""
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """f(x)."""
+    """Apply the activation: f(x)."""
     y = x
     if KIND == "relu":
         y = tl.where(x <= 0, 0.0, x)
@@ -40,14 +40,14 @@ def activated(x, KIND: tl.constexpr):
     if KIND == "gelu":
         y = x * _normal_share(x)
     if KIND == "gelu_tanh":
-        # (1 + tanh u) / 2 is the sigmoid of 2 u
+        # (1 + tanh u) / 2 equals sigmoid(2 u)
         y = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return y
 
 
 @triton.jit
 def activated_gradient(x, KIND: tl.constexpr):
-    """f'(x); at the corner of a ReLU 0, as in torch."""
+    """Derivative f'(x); 0 at the corner of a ReLU, as in torch."""
     slope = tl.full(x.shape, 1.0, tl.float32)
     if KIND == "relu":
         slope = tl.where(x <= 0, 0.0, 1.0)

@@ -1,9 +1,9 @@
-"""Adam and AdamW in Triton: one pass over a flat run, with the device's own decision whether there is an update.
+"""Adam and AdamW in Triton: one pass over a flat run, in which the device itself decides whether to update.
 
     read      gradient, weights, moments, and the narrow weights where there is a master
     written   weights, moments, narrow weights: 32 bytes an element with an fp32 master, fp32 gradients and bf16 weights
 
-Hyperparameters come as fp32 scalars that the host has computed in fp64. Roots and quotients are rounded to nearest.
+Hyperparameters are fp32 scalars that the host has computed in fp64. Roots and quotients are rounded to nearest.
 """
 
 import triton
@@ -19,7 +19,7 @@ _WORD = 1 << 32
 
 @triton.jit
 def mix(x):
-    """The mix of ``kernels/optim/stochastic_rounding.py`` on uint32."""
+    """Mix uint32 values as ``kernels/optim/stochastic_rounding.py`` does."""
     x = x ^ (x >> 16)
     x = x * 0x21F0AAAD
     x = x ^ (x >> 15)
@@ -29,7 +29,7 @@ def mix(x):
 
 @triton.jit
 def rounded(values, index, low, high):
-    """fp32 ``values`` as bf16, by the bits of ``index`` (int64) and of a key in two words."""
+    """Round fp32 ``values`` to bf16 with random bits from ``index`` (int64) and a key of two words."""
     bits = mix((index & 0xFFFFFFFF).to(tl.uint32) ^ low.to(tl.uint32, bitcast=True))
     bits = mix(bits ^ (index >> 32).to(tl.uint32) ^ high.to(tl.uint32, bitcast=True))
     own = values.to(tl.int32, bitcast=True)
@@ -40,7 +40,7 @@ def rounded(values, index, low, high):
 
 @triton.jit
 def whole_index(own, places, held, along, inner):
-    """Index in the whole parameter of the elements ``own`` of a part of it; see ``Lines``."""
+    """Map indices ``own`` in a shard to indices in the full parameter; see ``Lines``."""
     line = own // inner
     place = tl.load(places + line % held).to(tl.int64)
     return ((line // held).to(tl.int64) * along + place) * inner + own % inner
@@ -58,18 +58,18 @@ def adamw_kernel(
     DECOUPLED: tl.constexpr, NARROW: tl.constexpr, ROUNDED: tl.constexpr, ROUNDED_MOMENTS: tl.constexpr,
     CUT: tl.constexpr, SMALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of elements."""
+    """Update a block of BLOCK elements."""
     if tl.load(go) != 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < count
         w = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
-        if NARROW:  # what the user has written there since the last update
+        if NARROW:  # pick up what the user has written since the last update
             kept = tl.load(narrow + place, mask=inside, other=0.0).to(tl.float32)
             w = tl.where(kept != w.to(narrow.dtype.element_ty).to(tl.float32), kept, w)
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
         m = tl.load(first + place, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(second + place, mask=inside, other=0.0).to(tl.float32)
-        shrunk = tl.where(decay != 0.0, decay * w, 0.0)  # 0 times infinity is not a number
+        shrunk = tl.where(decay != 0.0, decay * w, 0.0)  # 0 times infinity would be NaN
         if DECOUPLED:
             w -= shrunk
         else:
@@ -108,7 +108,7 @@ def adamw(
     step: int,
     rounding: StochasticRounding | None,
 ) -> None:
-    """``updated``: weights, first and second moments, narrow weights; ``decision``: factor and go, fp64."""
+    """Launch the update; ``updated``: weights, both moments and narrow weights; ``decision``: factor and go, fp64."""
     weights, first, second, narrow = updated
     count = weights.numel()
     if not count:
@@ -128,5 +128,5 @@ def adamw(
 
 
 def _words(key: int) -> tuple[int, int]:
-    """The low and the high half, each as the int32 of equal bits: one type for all keys."""
+    """Split ``key`` into its low and high word, each as the int32 with these bits, so that all keys have one type."""
     return tuple((word ^ 1 << 31) - (1 << 31) for word in (key % _WORD, key >> 32))  # type: ignore[return-value]

@@ -1,10 +1,10 @@
 """Bias, activation and residual sum in Triton.
 
-    forward    one program a piece of a row
-    backward   a fixed number of programs walks over the rows, each over some columns, and keeps its sum of dbias in
-               fp32; the partial sums are added afterwards in one order, so that equal inputs give equal bits
+    forward    one program for each piece of a row
+    backward   a fixed number of programs loops over the rows, each on some of the columns, and accumulates dbias in
+               fp32; the partial sums are then added in a fixed order, so that equal inputs give equal bits
 
-Shape suffixes: N rows, H width, P programs over the rows. Rows of the inputs may lie apart, outputs are contiguous.
+Shape suffixes: N rows, H width, P programs over the rows. Input rows may have a stride; outputs are contiguous.
 """
 
 import torch
@@ -21,7 +21,7 @@ def activation_forward_kernel(
     x, bias, residual, y, width, x_stride, residual_stride,
     KIND: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of a row."""
+    """Compute BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -39,7 +39,7 @@ def activation_backward_kernel(
     dy, x, bias, dx, dbias, rows, width, dy_stride, x_stride, rows_each,
     KIND: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``rows_each`` rows that lie together, BLOCK columns, and the sums of their gradients of the bias."""
+    """Compute BLOCK columns of ``rows_each`` consecutive rows, and the partial sum of their bias gradients."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -60,7 +60,7 @@ def activation_backward_kernel(
 
 
 def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor | None, kind: str) -> Tensor:
-    """f(x + bias) + residual [N, H]."""
+    """Return f(x + bias) + residual [N, H]."""
     rows, width = x_NH.shape
     y_NH = x_NH.new_empty(x_NH.shape)
     shape = column_shape(width)
@@ -75,7 +75,7 @@ def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor 
 
 
 def activation_backward(dy_NH: Tensor, x_NH: Tensor, bias_H: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """(dx [N, H], dbias [H] in fp32, empty without a bias)."""
+    """Return (dx [N, H], dbias [H] in fp32, which is empty without a bias)."""
     rows, width = x_NH.shape
     shape = column_shape(width)
     columns = triton.cdiv(width, shape.block)

@@ -1,12 +1,13 @@
-"""Softmax of rows of logits in Triton, for losses: one pass forward, one pass backward; one program a row.
+"""Softmax of rows of logits in Triton, for losses: one pass in the forward, one in the backward; one program a row.
 
-    forward    largest = max x      total = sum exp(x - largest)      picked = x at the target, if it lies here
+    forward    largest = max x      total = sum exp(x - largest)      picked = x at the target, if this rank holds it
                weighted = sum w (x - largest)
-               found online: when the largest grows, what was summed is put right (Milakov and Gimelshein 2018)
+               found online: when the maximum grows, the sums so far are rescaled (Milakov and Gimelshein 2018)
     backward   dx = d_log_sum exp(x - largest - log_sum) + d_picked at the target + d_weighted w
-               the softmax is computed again; where all three gradients of a row are 0, so is dx, and x is not read
+               recomputes the softmax; a row whose three gradients are 0 gets dx = 0 without being read
 
-A row is read in blocks, so that no vocabulary is too wide. Where the largest is infinite, differences are taken from 0.
+A row is read in blocks, so the width of the vocabulary is unlimited. Where the maximum is infinite, differences are
+taken from 0.
 
 Shape suffixes: N rows, W columns that this rank holds.
 """
@@ -27,7 +28,7 @@ def statistics_kernel(
     logits, target, weight, largest, total, picked, weighted, stride, width, start,
     TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row."""
+    """Compute the statistics of one row."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     lane = tl.arange(0, BLOCK)
@@ -39,6 +40,7 @@ def statistics_kernel(
         column = first + lane
         inside = column < width
         x = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32)
+        # Where the maximum is infinite, differences are taken from 0: inf - inf would be NaN.
         higher = tl.maximum(high, tl.max(x, axis=0))
         shift = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
         sums = sums * tl.exp(tl.where(high == float("inf"), 0.0, high) - shift) + tl.exp(x - shift)
@@ -65,7 +67,7 @@ def gradient_kernel(
     logits, target, weight, largest, log_sum, d_log_sum, d_picked, d_weighted, out, stride, out_stride, width, start,
     TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row; ``out`` may be ``logits``."""
+    """Compute the gradient of one row; ``out`` may be ``logits``."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     out_base = out + row * out_stride
@@ -84,6 +86,7 @@ def gradient_kernel(
     if WEIGHTED:
         by_weight = tl.load(d_weighted + row)
         size += tl.abs(by_weight)
+    # A row without gradients is not read, and 0 times a softmax that is NaN stays 0.
     read = tl.where(size != 0.0, width, 0)
     for first in range(0, width, BLOCK):
         column = first + lane
@@ -103,7 +106,7 @@ def gradient_kernel(
 
 
 class Asked(NamedTuple):
-    """What is looked for beside the softmax; ``even``: ``weighted`` with the weight 1 everywhere."""
+    """Terms to compute besides the softmax; ``even`` asks for ``weighted`` with weight 1 everywhere."""
 
     target: Tensor | None
     weight: Tensor | None
@@ -112,12 +115,12 @@ class Asked(NamedTuple):
 
     @property
     def weighted(self) -> bool:
-        """Whether there are weights."""
+        """True if the term ``weighted`` is asked for."""
         return self.even or self.weight is not None
 
 
 class SlopeBuffers(NamedTuple):
-    """Gradients of a row's terms, [N] fp32."""
+    """Gradients of the terms of a row, [N] fp32."""
 
     log_sum: Tensor
     picked: Tensor | None
@@ -125,7 +128,7 @@ class SlopeBuffers(NamedTuple):
 
 
 def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(largest, total, picked, weighted), [N] fp32; the last two empty where nobody asks. Rows may have a stride."""
+    """Return (largest, total, picked, weighted), [N] fp32; the last two may be empty. Rows may have a stride."""
     rows, width = logits_NW.shape
     largest_N = logits_NW.new_empty(rows, dtype=torch.float32)
     total_N = torch.empty_like(largest_N)
@@ -145,7 +148,7 @@ def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor,
 def softmax_gradient(
     logits_NW: Tensor, asked: Asked, softmax: tuple[Tensor, Tensor], slopes: SlopeBuffers, out_NW: Tensor
 ) -> None:
-    """Write the gradient of ``logits_NW`` to ``out_NW``, which may be itself; ``softmax``: largest and log_sum."""
+    """Write the gradient of ``logits_NW`` to ``out_NW``, which may be the same; ``softmax`` is (largest, log_sum)."""
     rows, width = logits_NW.shape
     block, warps = _shape(width)
     if rows:
@@ -158,7 +161,7 @@ def softmax_gradient(
 
 
 def _dense(values: Tensor | None) -> Tensor | None:
-    """One number after the other, as kernels read them: labels may be a column of a matrix, gradients one number."""
+    """Make ``values`` contiguous, as kernels read them: labels may be a matrix column, gradients an expanded scalar."""
     return None if values is None else values.contiguous()
 
 

@@ -1,6 +1,6 @@
-"""Gated linear units in Triton; one program a piece of a row.
+"""Gated linear units in Triton; one program for each piece of a row.
 
-Shape suffixes: N rows, F width. Rows of the inputs may lie apart, outputs are contiguous.
+Shape suffixes: N rows, F width. Input rows may have a stride; outputs are contiguous.
 """
 
 import torch
@@ -14,7 +14,7 @@ from engine.kernels.gpu.launch_shapes import column_shape
 
 @triton.jit
 def gated_forward_kernel(gate, up, y, width, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK columns of a row."""
+    """Compute BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -27,7 +27,7 @@ def gated_forward_kernel(gate, up, y, width, gate_stride, up_stride, KIND: tl.co
 def gated_backward_kernel(
     dy, gate, up, dgate, dup, width, dy_stride, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """BLOCK columns of a row."""
+    """Compute the gradients of BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -40,7 +40,7 @@ def gated_backward_kernel(
 
 
 def gated_forward(gate_NF: Tensor, up_NF: Tensor, activation: str) -> Tensor:
-    """f(gate) up [N, F]."""
+    """Return f(gate) up [N, F]."""
     rows, width = gate_NF.shape
     y_NF = gate_NF.new_empty(gate_NF.shape)
     shape = column_shape(width)
@@ -53,7 +53,7 @@ def gated_forward(gate_NF: Tensor, up_NF: Tensor, activation: str) -> Tensor:
 
 
 def gated_backward(dy_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """(dgate, dup) [N, F]."""
+    """Return (dgate, dup), [N, F] each."""
     rows, width = gate_NF.shape
     dgate_NF = gate_NF.new_empty(gate_NF.shape)
     dup_NF = torch.empty_like(dgate_NF)

@@ -1,6 +1,6 @@
-"""Launches of matrix products.
+"""Launches of the matrix product kernels.
 
-Shape suffixes: M rows, N columns, K what is summed over.
+Shape suffixes: M rows, N columns, K the dim that is summed over.
 """
 
 from dataclasses import dataclass
@@ -15,30 +15,30 @@ from engine.kernels.gpu.launch_shapes import GROUP, Tile, capability, choose_til
 from engine.kernels.gpu.matmul import product_kernel
 
 _ALIGNED = 16
-"""Bytes: a tensor descriptor wants them of a matrix and of its rows."""
+"""Alignment in bytes of a matrix and of its rows, which tensor descriptors require."""
 
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """What is done to a product before it is stored."""
+    """Operations that are fused into the store of a product."""
 
     bias: Tensor | None = None
-    """[N]"""
+    """Bias [N] that is added first."""
     activation: str = "none"
     residual: Tensor | None = None
-    """[M, N]; it may be where the product is written."""
+    """Residual [M, N] that is added last; it may be the output itself."""
     keeps: bool = False
-    """Whether the product is stored too, before the bias."""
+    """True also stores the product itself, before the bias."""
 
 
 def launch_matmul(
     a_MK: Tensor, b_KN: Tensor, follows: Follows, out_MN: Tensor | None = None, tile: Tile | None = None,
     tf32: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, the product alone or nothing), in the dtype of the operands or of ``out``.
+    """Compute the product and return (out, the product before ``follows`` or an empty tensor).
 
-    Each operand is contiguous or a transposed contiguous one, and rows of what is contiguous have a multiple of 16
-    bytes. No size is 0.
+    The results have the dtype of the operands, or that of ``out_MN``. Each operand is contiguous or the transpose of a
+    contiguous matrix, whose rows have a multiple of 16 bytes. All sizes are positive.
     """
     a, a_transposed = _as_it_lies(a_MK)
     b, b_transposed = _as_it_lies(b_KN)
@@ -70,7 +70,7 @@ def launch_matmul(
 
 
 def _as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
-    """(the contiguous matrix, whether the one that is meant is its transposed)."""
+    """Return (the contiguous matrix, whether the operand is its transpose)."""
     plain = matrix.is_contiguous() and matrix.shape[1] * matrix.element_size() % _ALIGNED == 0
     lying = matrix if plain else matrix.t()
     return _aligned(lying), not plain
@@ -85,7 +85,7 @@ def _turned(block: tuple[int, int], transposed: bool) -> tuple[int, int]:
 
 
 def _matrix(matrix: Tensor, block: tuple[int, int], tile: Tile) -> Any:
-    """As a kernel takes it."""
+    """Wrap the matrix as the kernel expects it: a tensor descriptor for TMA tiles, else the tensor itself."""
     if not tile.described:
         return matrix
     rows, columns = matrix.shape

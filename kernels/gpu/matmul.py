@@ -1,18 +1,18 @@
-"""Matrix products in Triton with what follows them: bias, activation, residual, all before the only store.
+"""Matrix products in Triton with a fused epilogue: bias, activation and residual are applied before the only store.
 
-    out = act(op(a) op(b) + bias) + residual          op: as it lies, or transposed
+    out = act(op(a) op(b) + bias) + residual          op: identity or transpose
 
-One program a processor walks over the tiles of ``out`` ("persistent"), in groups of rows that share columns of b in the
-cache. The sum over K is fp32, in one order: equal inputs give equal bits.
+The kernel is persistent: one program on each processor loops over the tiles of ``out``, in groups of rows that share
+columns of b in the cache. The sum over K is in fp32 and in a fixed order: equal inputs give equal bits.
 
-    tile_place      which tile comes when                 }
-    tile_product    the sum over K of one tile            } each by itself, for kernels that wait for rows of a, or
+    tile_place      position of the n-th tile             }
+    tile_product    sum over K of one tile                } separate functions, for kernels that wait for rows of a, or
     tile_finish     bias, activation, residual, stores    } send tiles of out, between them
 
-Tiles come and go through tensor descriptors (TMA) where the GPU has them, by pointers elsewhere: ``DESCRIBED``. Either
-way what lies outside of a matrix is read as zero and not written.
+With ``DESCRIBED``, tiles are loaded and stored through tensor descriptors (TMA), otherwise through pointers. Either
+way, elements outside a matrix are read as zero and are never written.
 
-Shape suffixes: M rows of out, N its columns, K what is summed over.
+Shape suffixes: M rows of out, N columns of out, K the dim that is summed over.
 """
 
 import triton
@@ -26,7 +26,7 @@ def load_tile(
     source, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, TRANSPOSED: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """[BR, BC] of the contiguous ``source`` [rows, columns], of which TRANSPOSED makes [BC, BR]."""
+    """Load [BR, BC] of the contiguous ``source`` [rows, columns]; TRANSPOSED returns it as [BC, BR]."""
     if DESCRIBED:
         values = source.load([row, column])
         if TRANSPOSED:
@@ -50,7 +50,7 @@ def load_tile(
 def store_tile(
     target, values, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, DESCRIBED: tl.constexpr
 ):  # fmt: skip
-    """Put fp32 ``values`` [BR, BC] into the contiguous ``target`` [rows, columns], in its dtype."""
+    """Store fp32 ``values`` [BR, BC] into the contiguous ``target`` [rows, columns], in its dtype."""
     if DESCRIBED:
         target.store([row, column], values.to(target.dtype))
     else:
@@ -63,7 +63,7 @@ def store_tile(
 
 @triton.jit
 def tile_place(tile, rows, columns, GROUP: tl.constexpr):
-    """(row, column) of a tile, of ``rows`` x ``columns``: down GROUP rows before the next column."""
+    """Return (row, column) of a tile among ``rows`` x ``columns``, ordered down GROUP rows before the next column."""
     size = GROUP * columns
     first = tile // size * GROUP
     height = tl.minimum(rows - first, GROUP)
@@ -77,7 +77,7 @@ def tile_product(
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """[BM, BN] in fp32, from the elements ``row``, ``column`` of out on."""
+    """Return [BM, BN] in fp32, the tile of out that starts at element (``row``, ``column``)."""
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         if A_TRANSPOSED:
@@ -98,7 +98,7 @@ def tile_finish(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """What follows the product of one tile, which is ``kept`` as it is for the backward."""
+    """Apply the epilogue to one tile and store it; with KEEPS the plain product is stored for the backward too."""
     if KEEPS:
         store_tile(kept, sums, row, column, M, N, BM, BN, DESCRIBED)
     if BIAS:
@@ -112,7 +112,7 @@ def tile_finish(
 
 @triton.jit
 def tile_halves(sums, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right half of the columns."""
+    """Split a tile into the left and the right half of its columns."""
     return tl.split(tl.permute(tl.reshape(sums, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -122,7 +122,7 @@ def tile_finish_halves(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """:func:`tile_finish` of one half of the columns after the other, which takes fewer registers."""
+    """Apply :func:`tile_finish` to one half of the columns at a time, which takes fewer registers."""
     left, right = tile_halves(sums, BM, BN)
     tile_finish(
         left, bias, residual, kept, out, row, column, M, N,
@@ -142,7 +142,7 @@ def product_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """All tiles of out [M, N], each finished in PARTS (2 or 4) parts of its columns."""
+    """Compute all tiles of out [M, N], each finished in PARTS (2 or 4) parts of its columns."""
     rows = tl.cdiv(M, BM)
     columns = tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), rows * columns, tl.num_programs(0)):

@@ -1,11 +1,11 @@
-"""RMSNorm and LayerNorm in Triton, alone or after a residual sum; one program a row.
+"""RMSNorm and LayerNorm in Triton, with an optional residual sum; one program a row.
 
     forward    s = x + residual     y = (s - mean) rstd (offset + weight) + bias       mean, rstd kept, fp32
     backward   g = dy (offset + weight), n = (s - mean) rstd
                ds = (g - mean(g) - n mean(g n)) rstd + ds of the stream                 mean terms only if centered
-               dweight, dbias: a fixed number of programs walks over the rows and keeps its sums in fp32; the partial
-               sums are added afterwards in one order, so that equal inputs give equal bits. Where a row and these
-               sums do not fit in registers together, a second kernel reads all again and makes the sums
+               dweight, dbias: a fixed number of programs loops over the rows and accumulates in fp32; the partial sums
+               are then added in a fixed order, so that equal inputs give equal bits. Where a row and these sums do not
+               fit in registers together, a second kernel reads everything again to compute the sums
 
 Shape suffixes: N rows, H width, P programs.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.kernels.gpu.launch_shapes import processors, row_shape
 
 _WIDEST_WITH_SUMS = 8192
-"""A row that leaves registers for the sums of its parameter gradients."""
+"""Widest row that leaves registers for the sums of its parameter gradients."""
 _COLUMNS = 1024
 
 
@@ -27,7 +27,7 @@ def norm_forward_kernel(
     x, residual, weight, bias, y, stream, mean, rstd, width, eps,
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row."""
+    """Normalize one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -37,7 +37,7 @@ def norm_forward_kernel(
         s += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
         narrow = s.to(stream.dtype.element_ty)
         tl.store(stream + place, narrow, mask=inside)
-        s = narrow.to(tl.float32)  # what the backward will read
+        s = narrow.to(tl.float32)  # round first: the backward reads the rounded stream
     if CENTERED:
         middle = tl.sum(s, axis=0) / width
         tl.store(mean + row, middle)
@@ -56,7 +56,7 @@ def norm_backward_kernel(
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``rows_each`` rows that lie together, and the sums of their gradients of WEIGHT and BIAS, if wanted."""
+    """Compute dx of ``rows_each`` consecutive rows and, with WEIGHT and BIAS, their parameter gradients."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -95,7 +95,7 @@ def norm_parameters_kernel(
     dy, stream, mean, rstd, dweight, dbias, rows, width, rows_each,
     CENTERED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums alone: ``rows_each`` rows, BLOCK columns."""
+    """Compute the parameter gradients alone: ``rows_each`` rows, BLOCK columns."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -120,7 +120,7 @@ def norm_forward(
     x_NH: Tensor, residual_NH: Tensor | None, affine: tuple[Tensor, Tensor | None], eps: float, offset: float,
     centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y, stream, mean, rstd); ``stream`` is empty without a residual, ``mean`` without centering."""
+    """Return (y, stream, mean, rstd); ``stream`` is empty without a residual, ``mean`` without centering."""
     rows, width = x_NH.shape
     weight_H, bias_H = affine
     y_NH = torch.empty_like(x_NH)
@@ -141,7 +141,7 @@ def norm_backward(
     dy_NH: Tensor, dstream_NH: Tensor | None, stream_NH: Tensor, weight_H: Tensor, statistics: tuple[Tensor, Tensor],
     form: tuple[float, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx, dweight, dbias), parameter gradients in fp32; ``form``: offset, centered, has a bias."""
+    """Return (dx, dweight, dbias), parameter gradients in fp32; ``form`` is (offset, centered, has a bias)."""
     rows, width = stream_NH.shape
     offset, centered, biased = form
     programs = max(1, min(rows, 2 * processors(stream_NH.device)))

@@ -1,4 +1,4 @@
-"""Sums of squares in Triton: a fixed number of programs adds in fp64, and their sums are added in one order."""
+"""Sum of squares in Triton: a fixed number of programs adds in fp64, and their sums are added in a fixed order."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from engine.kernels.gpu.launch_shapes import processors
 
 _BLOCK = 2048
 _PROGRAMS_EACH = 4
-"""Of a processor, at once."""
+"""Programs on each processor."""
 
 
 @triton.jit
 def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.constexpr):
-    """``blocks_each`` blocks that lie together."""
+    """Add the squares of ``blocks_each`` consecutive blocks."""
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float64)
     first = program * blocks_each * BLOCK
@@ -28,7 +28,7 @@ def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.cons
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """fp64 scalar; ``parts``: (values, whether they count), one device, none empty."""
+    """Return an fp64 scalar; ``parts`` are pairs (values, whether they count) on one device, none of them empty."""
     device = parts[0][0].device
     shapes = [_shape(values.numel(), device) for values, _ in parts]
     sums = torch.empty(sum(programs for programs, _ in shapes), dtype=torch.float64, device=device)
@@ -41,7 +41,7 @@ def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
 
 
 def _shape(count: int, device: torch.device) -> tuple[int, int]:
-    """(programs, blocks of each)."""
+    """Return (programs, blocks of each program)."""
     blocks = triton.cdiv(count, _BLOCK)
     each = triton.cdiv(blocks, _PROGRAMS_EACH * processors(device))
     return triton.cdiv(blocks, each), each

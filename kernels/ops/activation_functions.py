@@ -1,6 +1,6 @@
-"""Activations by name, as torch computes them; ``engine.kernels.gpu.activation_math`` has the same in Triton.
+"""Activation functions by name, in PyTorch; ``engine.kernels.gpu.activation_math`` holds the same ones in Triton.
 
-none, relu, silu (Elfwing et al. 2018), gelu by erf and gelu_tanh (Hendrycks and Gimpel 2016), relu2, the squared
+none, relu, silu (Elfwing et al. 2018), gelu by erf and gelu_tanh (Hendrycks and Gimpel 2016), and relu2, the squared
 ReLU (So et al. 2021)
 """
 
@@ -15,17 +15,17 @@ Activation = Literal["none", "relu", "relu2", "silu", "gelu", "gelu_tanh"]
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)^2."""
+    """Squared ReLU: max(x, 0)^2."""
     return functional.relu(x).square()
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by tanh."""
+    """GELU in the tanh approximation."""
     return functional.gelu(x, approximate="tanh")
 
 
 def identity(x: Tensor) -> Tensor:
-    """x."""
+    """Return ``x`` unchanged: the activation named "none"."""
     return x
 
 

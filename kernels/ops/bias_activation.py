@@ -1,6 +1,6 @@
-"""An activation after a bias and before a residual sum, in one pass.
+"""Fused bias, activation and residual sum, in one pass over memory.
 
-    y = f(x + bias) + residual      by element; the backward computes the slope from x + bias again
+    y = f(x + bias) + residual      elementwise; the backward recomputes x + bias for the derivative of f
 
 Shape suffixes: N rows (all leading dims together), H width.
 """
@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.dispatch import Kernels
+from engine.kernels.dispatch import Kernels, is_narrow, rows_of
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
-from engine.kernels.ops.row_shapes import is_narrow, rows_of
 
 
 def activate(
     x: Tensor, bias: Tensor | None, kind: Activation, kernels: Kernels, residual: Tensor | None = None
 ) -> Tensor:
-    """x, residual [.., H] -> [.., H]; bias [H]. Differentiable."""
+    """Fused ``f(x + bias) + residual``: x, residual [.., H] -> [.., H]; bias [H]. Differentiable."""
     given = tuple(t for t in (x, bias, residual) if t is not None)
     if has_torch_function(given):
         return handle_torch_function(activate, given, x, bias, kind, kernels, residual)
@@ -31,7 +30,7 @@ def activate(
 
 
 def activate_reference(x: Tensor, bias: Tensor | None, kind: Activation, residual: Tensor | None = None) -> Tensor:
-    """The same in plain torch."""
+    """PyTorch reference of :func:`activate`."""
     y = ACTIVATIONS[kind](x if bias is None else x + bias)
     return y if residual is None else y + residual
 

@@ -1,9 +1,9 @@
-"""Cross-entropy of whole logits, as ``torch.nn.functional.cross_entropy`` has it for class numbers.
+"""Cross-entropy of full logits, as ``torch.nn.functional.cross_entropy`` defines it for class indices.
 
     loss = log_sum - (1 - s) picked - s / V weighted        s: label smoothing (Szegedy et al. 2016, section 7)
 
-The kernels read the logits once forward and once backward and keep three numbers a row; computed in fp32 (fp64 for
-fp64), rounded once. The terms: ``softmax_terms``.
+The kernels read the logits once in the forward and once in the backward, and keep three numbers a row. They compute in
+fp32 (fp64 for fp64) and round once. The terms are defined in ``parallel_softmax``.
 
 Shape suffixes: N rows, V vocabulary.
 """
@@ -34,26 +34,26 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """Which cross-entropy, by torch's names."""
+    """Parameters of a cross-entropy, named as in PyTorch."""
 
     ignore_index: int = -100
-    """Rows with this target count for nothing; their gradient is exactly 0."""
+    """Target of rows that are left out of the loss; their gradient is exactly 0."""
     label_smoothing: float = 0.0
     reduction: Reduction = "mean"
 
     def slopes(self, slope_N: Tensor, vocabulary: int) -> Slopes:
-        """Gradients of a row's terms, for the gradient of its loss."""
+        """Gradients of the terms of each row, given ``slope_N``, the gradient of the row's loss."""
         smoothing = self.label_smoothing
         weighted_N = slope_N * (-smoothing / vocabulary) if smoothing else None
         return Slopes(slope_N, slope_N * (smoothing - 1), weighted_N)
 
     def losses(self, log_sum: Tensor, picked: Tensor, weighted: Tensor | None, vocabulary: int) -> Tensor:
-        """Of each row."""
+        """Loss of each row, [N], from the terms of its softmax."""
         losses_N = log_sum - picked * (1 - self.label_smoothing)
         return losses_N if weighted is None else losses_N - weighted * (self.label_smoothing / vocabulary)
 
     def reduced(self, losses_N: Tensor, counted_N: Tensor) -> Tensor:
-        """Of rows that count; the others' losses are 0."""
+        """Reduce the losses of the rows; ``counted_N`` marks the rows that count, the others have loss 0."""
         if self.reduction == "none":
             return losses_N
         total = losses_N.sum()
@@ -61,10 +61,10 @@ class CrossEntropy:
 
 
 def cross_entropy(logits_NV: Tensor, target_N: Tensor, form: CrossEntropy, kernels: Kernels) -> Tensor:
-    """The loss, in the dtype of the logits: [], or [N] without a reduction. Target int64. Differentiable.
+    """Cross-entropy in the dtype of the logits: [], or [N] without a reduction. Target int64. Differentiable.
 
     Raises:
-        EngineError: a target outside the vocabulary. On a GPU nobody looks, which would stop the stream.
+        EngineError: a target is outside the vocabulary. Checked on CPU only: on a GPU the check would synchronize.
     """
     if has_torch_function((logits_NV, target_N)):
         return handle_torch_function(cross_entropy, (logits_NV, target_N), logits_NV, target_N, form, kernels)
@@ -76,7 +76,7 @@ def cross_entropy(logits_NV: Tensor, target_N: Tensor, form: CrossEntropy, kerne
 
 
 def cross_entropy_reference(logits_NV: Tensor, target_N: Tensor, form: CrossEntropy) -> Tensor:
-    """The same in plain torch."""
+    """PyTorch reference of :func:`cross_entropy`."""
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     found = functional.cross_entropy(
         wide,
@@ -89,17 +89,17 @@ def cross_entropy_reference(logits_NV: Tensor, target_N: Tensor, form: CrossEntr
 
 
 def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Refuse class numbers that do not exist.
+    """Refuse class indices outside the vocabulary.
 
     Raises:
-        EngineError: as said; on a CPU only.
+        EngineError: a target is outside the vocabulary; on CPU only.
     """
     if target.device.type != "cpu":
         return
     if bool((((target < 0) | (target >= vocabulary)) & (target != ignore_index)).any()):
         raise EngineError(
-            f"a label is outside the vocabulary of {vocabulary} rows; labels count from 0, and those to leave out are "
-            f"{ignore_index}."
+            f"a label is outside the vocabulary of {vocabulary} rows; labels count from 0, and {ignore_index} marks "
+            "those to ignore."
         )
 
 

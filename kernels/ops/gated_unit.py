@@ -1,6 +1,7 @@
-"""Gated linear units (Dauphin et al. 2017; SwiGLU, GeGLU, ReGLU: Shazeer 2020) after their products.
+"""Gated linear units (Dauphin et al. 2017; SwiGLU, GeGLU, ReGLU: Shazeer 2020), applied to the outputs of both
+products.
 
-    y = f(gate) up      by element; the backward computes f(gate) again
+    y = f(gate) up      elementwise; the backward recomputes f(gate)
 
 Shape suffixes: N rows (all leading dims together), F width.
 """
@@ -11,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.dispatch import Kernels
+from engine.kernels.dispatch import Kernels, is_narrow, rows_of
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
-from engine.kernels.ops.row_shapes import is_narrow, rows_of
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
-    """gate, up [.., F] -> [.., F]; two halves of one tensor are read where they lie. Differentiable."""
+    """Fused ``f(gate) * up``: [.., F] each; the two halves of one tensor are read in place. Differentiable."""
     if has_torch_function((gate, up)):
         return handle_torch_function(gated, (gate, up), gate, up, activation, kernels)
     alike = gate.shape == up.shape and gate.dtype == up.dtype
@@ -28,7 +28,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, kernels: Kernels) ->
 
 
 def gated_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """The same in plain torch."""
+    """PyTorch reference of :func:`gated`."""
     return ACTIVATIONS[activation](gate) * up
 
 

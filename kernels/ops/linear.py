@@ -1,11 +1,11 @@
-"""A linear layer with what follows it, and the products of its backward.
+"""Fused linear layer (bias, activation, residual), and the matrix products of its backward.
 
     y = act(x W' + b) + residual     d = dy act'(x W' + b)     dx = d W     dW = d' x     db = sum d
 
-In one kernel bias, activation and residual are applied to the fp32 sums before they are stored; x W' is stored beside
-them if the activation's slope needs it and somebody wants gradients. The table of winners knows the forward as "linear"
-and the products of the backward as "linear_backward": either may be Triton's or the library's (cuBLAS). After the
-library's product bias, activation and residual are the pointwise operator ("activation").
+The fused kernel applies bias, activation and residual to the fp32 sums before they are stored. It also stores x W' if
+the activation's derivative needs it and gradients are wanted. ``tuned.json`` calls the forward "linear" and the
+products of the backward "linear_backward"; each runs in Triton or in the vendor library (cuBLAS). After a product of
+the library, bias, activation and residual run as the pointwise operator ("activation").
 
 Shape suffixes: M rows (all leading dims together), I inputs, O outputs.
 """
@@ -18,28 +18,30 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.dispatch import Kernels
+from engine.kernels.dispatch import Kernels, is_narrow
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
 from engine.kernels.ops.bias_activation import activate
-from engine.kernels.ops.row_shapes import is_narrow
 
 _ALIGNED = 16
-"""Bytes in a row of a matrix must be a multiple, for tensor descriptors."""
+"""Alignment in bytes of a matrix row, which tensor descriptors (TMA) require."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearForm:
-    """What a layer does beside its tensors."""
+    """Settings of a linear layer besides its tensors."""
 
     activation: Activation = "none"
     transposed: bool = False
-    """Whether the weight is [I, O], as in Hugging Face's Conv1D."""
+    """True for a weight stored as [I, O], as in Hugging Face's Conv1D."""
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, kernels: Kernels, residual: Tensor | None = None
 ) -> Tensor:
-    """x [.., I] -> [.., O]; weight [O, I] or [I, O], bias [O], residual [.., O]. Under autocast in its dtype."""
+    """Fused linear layer: x [.., I] -> [.., O]; weight [O, I] or [I, O], bias [O], residual [.., O].
+
+    Under autocast it runs in autocast's dtype. Differentiable.
+    """
     given = tuple(t for t in (x, weight, bias, residual) if t is not None)
     if has_torch_function(given):
         return handle_torch_function(linear, given, x, weight, bias, form, kernels, residual=residual)
@@ -63,7 +65,7 @@ def linear(
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, residual: Tensor | None = None
 ) -> Tensor:
-    """The same in plain torch."""
+    """PyTorch reference of :func:`linear`."""
     y = ACTIVATIONS[form.activation](functional.linear(x, weight.t() if form.transposed else weight, bias))
     return y if residual is None else y + residual
 
@@ -71,13 +73,13 @@ def linear_reference(
 def _fused(
     x: Tensor, matrix_IO: Tensor, bias: Tensor | None, how: tuple[Activation, bool], residual: Tensor | None
 ) -> Tensor:
-    """All in one kernel; ``how``: the activation, and whether the backward is Triton's."""
+    """Run the fused kernel; ``how`` is the activation, and whether Triton computes the backward."""
     activation, backward = how
     shape = (*x.shape[:-1], matrix_IO.shape[1])
     added = residual is not None and residual.dtype == x.dtype and residual.shape == shape
     inside = _rows(residual) if residual is not None and added else None
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, matrix_IO, bias) if t is not None)
-    # the slope of a ReLU can be told from its result
+    # the derivative of a ReLU follows from its result
     keeps = wanted and activation != "none" and not (activation == "relu" and inside is None)
     y_MO: Tensor = _linear(_rows(x), matrix_IO, bias, inside, activation, keeps, backward)[0]
     y = y_MO.view(shape)
@@ -85,13 +87,13 @@ def _fused(
 
 
 def _by_library(x: Tensor, matrix_IO: Tensor, bias: Tensor | None) -> Tensor:
-    """The library's product with a backward of Triton's."""
+    """Multiply with the vendor library, and with Triton in the backward."""
     y: Tensor = _library_linear(_rows(x), matrix_IO, bias)
     return y.view(*x.shape[:-1], matrix_IO.shape[1])
 
 
 def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
-    """a [.., K] times b [K, N] -> [.., N], of a backward; not differentiable where it is Triton's."""
+    """Multiply a [.., K] by b [K, N] -> [.., N] in a backward; the Triton path is not differentiable."""
     if has_torch_function((a, b)):
         return handle_torch_function(product, (a, b), a, b, kernels)
     if b.ndim != 2 or not _multiply(a, b) or not kernels.triton("linear_backward", a, a.shape[-1]):
@@ -104,9 +106,10 @@ def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
 
 
 def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels) -> None:
-    """Add a [M, K] times b [K, N] to ``into`` [M, N], which may be fp32 where the operands are not: a main gradient.
+    """Add the product of a [M, K] and b [K, N] to ``into`` [M, N], which may be fp32 for narrow operands (main
+    gradients).
 
-    Triton's kernel adds the fp32 sums; torch rounds the product to the dtype of the operands first.
+    The Triton kernel adds its fp32 sums; PyTorch rounds the product to the dtype of the operands first.
     """
     fits = _multiply(a, b) and _lies(a) and into.shape == (a.shape[0], b.shape[1]) and _is_written(into, a)
     if fits and kernels.triton("linear_backward", a, a.shape[-1]):
@@ -130,7 +133,7 @@ def _multiply(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_written(into: Tensor, a: Tensor) -> bool:
-    """Whether a kernel can add to it in place."""
+    """Return whether a kernel can add to ``into`` in place."""
     aligned = _is_aligned(into.shape[1], into) and not into.data_ptr() % _ALIGNED
     return into.dtype in (a.dtype, torch.float32) and into.is_contiguous() and aligned
 
@@ -140,7 +143,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _lies(matrix: Tensor) -> bool:
-    """Whether a kernel can read the matrix, or its transposed, as it lies in memory."""
+    """Return whether a kernel can read the matrix, or its transpose, without a copy."""
     rows, columns = matrix.shape
     plain = matrix.is_contiguous() and _is_aligned(columns, matrix)
     return plain or (matrix.t().is_contiguous() and _is_aligned(rows, matrix))
@@ -155,7 +158,7 @@ def _linear(
     x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, keeps: bool,
     backward: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y, x W' or nothing); ``matrix`` [I, O]; ``backward``: whether Triton multiplies there too."""
+    """Return (y, x W' or an empty tensor); ``matrix`` is [I, O], ``backward`` makes Triton compute the backward too."""
     from engine.kernels.gpu.linear import Follows, launch_matmul
 
     return launch_matmul(x, matrix, Follows(bias, activation, residual, keeps))
@@ -217,7 +220,7 @@ def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 def _linear_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
     x, matrix, bias, needed = ctx.saved_tensors
-    if not any(ctx.needs_input_grad[:3]):  # then what the slope needs was not kept
+    if not any(ctx.needs_input_grad[:3]):  # without these gradients, the input of the derivative was not saved
         return None, None, None, dy if ctx.needs_input_grad[3] else None, None, None, None
     d, dbias = dy.contiguous(), None
     if ctx.activation != "none":
@@ -232,7 +235,7 @@ def _linear_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
 def _operand_gradients(
     ctx: Any, d: Tensor, x: Tensor, matrix: Tensor, *, triton: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx, and dW in the order in which W lies."""
+    """Return dx, and dW in the memory order of W."""
     times = _product if triton else torch.mm
     needs_x, needs_matrix = ctx.needs_input_grad[:2]
     dx = times(d, matrix.t()) if needs_x else None

@@ -1,20 +1,22 @@
-"""Cross-entropy of a linear layer's outputs that never stores all of them (as Liger's and Apple's CCE, Wijmans et al.
-2024, do not): tokens go through the head in chunks, and only a chunk's logits live.
+"""Fused linear layer and cross-entropy in chunks of tokens, without ever storing the full logits.
+
+Only one chunk's logits are in memory at a time, as in Liger and in Apple's CCE (Wijmans et al. 2024).
 
     a chunk    logits_CW = x W' + b  ->  terms of the softmax  ->  gradient written over the logits  ->  dx, dW, db
 
-The size of a chunk is such that its logits take about the bytes of all hidden states, C W ~ N H, and at least those of
-a quarter of dW, C ~ H / 2: dW goes through memory once a chunk, which must hide behind the chunk's products.
+A chunk is large enough that its logits take about the bytes of all hidden states, C W ~ N H, and at least a quarter of
+the bytes of dW, C ~ H / 2: each chunk reads and writes all of dW, and its products must take long enough to hide that.
 
-Gradients come in one of two ways:
-    at once      a whole vocabulary, a loss summed over the tokens: dx and dW are found with the loss, for a gradient
-                 of 1 a token, and scaled in backward. 6 N V H flop. Until backward dx and dW (fp32) are kept.
-    again        anything else (a gradient for each token, columns on several ranks, other terms): backward computes
-                 the logits again, by the same chunks. 8 N V H flop. Between the two a few numbers a token are kept.
-dW and db are summed over the chunks in fp32 (fp64 for fp64) and rounded once. Memory beside inputs and results: one
-chunk's logits, dW in fp32.
+Gradients are computed in one of two ways:
+    with the loss   for all columns on one rank and a loss summed over the tokens: the forward finds dx and dW for a
+                    gradient of 1 a token, and the backward scales them. 6 N V H flop. dx and dW (fp32) are kept
+                    until the backward.
+    recomputed      in all other cases (a gradient for each token, columns on several ranks, other terms): the backward
+                    recomputes the logits in the same chunks. 8 N V H flop. A few numbers a token are kept.
+dW and db are summed over the chunks in fp32 (fp64 for fp64) and rounded once. Memory besides inputs and results: the
+logits of one chunk, and dW in fp32.
 
-Shape suffixes: N tokens, C tokens of a chunk, H width, V vocabulary, W rows of it at hand.
+Shape suffixes: N tokens, C tokens of a chunk, H width, V vocabulary, W columns of it that this rank holds.
 """
 
 from collections.abc import Iterator
@@ -42,37 +44,38 @@ from engine.kernels.ops.parallel_softmax import (
 )
 
 LEAST_CHUNK = 256
-"""Tokens: fewer would leave a matrix product without work."""
+"""Minimum tokens of a chunk; with fewer, the matrix products would leave the GPU idle."""
 _FP16_SLOPE = 256.0
-"""What fp16 gradients of logits are multiplied with until they are summed: a share of the softmax below 6e-8 would be
-0, whatever the loss scale is, which comes later."""
+"""Factor on fp16 gradients of logits until they are summed. Without it softmax probabilities below 6e-8 would underflow
+to 0 whatever the loss scale is, because the loss scale is applied later.
+"""
 _SLAB = 8192
-"""Rows of dW that are added at once where a product cannot add for itself."""
+"""Rows of dW that are added at a time where the matrix product cannot accumulate into fp32 itself."""
 
 
 class Head(NamedTuple):
-    """The linear layer: weight [W, H], bias [W] or None, of one dtype with the hidden states."""
+    """The linear layer: weight [W, H] and bias [W] or None, both in the dtype of the hidden states."""
 
     weight: Tensor
     bias: Tensor | None
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
-        """[C, W]"""
+        """Return the logits [C, W] of a chunk."""
         return functional.linear(hidden_CH, self.weight, self.bias)
 
 
 class Conditions(NamedTuple):
-    """How :func:`linear_terms` works, beside its tensors."""
+    """Settings of :func:`linear_terms` besides its tensors."""
 
     kernels: Kernels
     exchange: Exchange | None = None
-    """None: all columns are at hand."""
+    """Exchange with the ranks that hold the other columns; None where this rank holds all of them."""
     known: Softmax | None = None
-    """Of the same logits, from before."""
+    """Softmax of the same logits where an earlier call has found it; it is not computed or sent again."""
 
 
 class LinearTerms(NamedTuple):
-    """[N] each, in fp32 or wider, over the whole vocabulary, with gradients but for ``largest``."""
+    """Terms of the softmax over the whole vocabulary, [N] each, fp32 or wider; all but ``largest`` have gradients."""
 
     largest: Tensor
     log_sum: Tensor
@@ -81,7 +84,7 @@ class LinearTerms(NamedTuple):
 
 
 def chunk_tokens(tokens: int, width: int, columns: int) -> int:
-    """Tokens of a chunk, a power of two: the larger of what the two rules above give, or just more."""
+    """Return the tokens of a chunk, a power of two: at least both sizes that the module's docstring gives."""
     wanted = max(-(-tokens * width // max(columns, 1)), width // 2, LEAST_CHUNK)
     return 1 << (wanted - 1).bit_length()
 
@@ -91,10 +94,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of ``linear(hidden, weight, bias)`` in fp32 (fp64 for fp64): [], or [N] without a reduction.
 
-    Target int64. Differentiable once, in hidden, weight and bias. Under autocast the product is in its dtype.
+    Target int64. Differentiable once, in hidden, weight and bias. Under autocast the product runs in autocast's dtype.
 
     Raises:
-        EngineError: a target outside the vocabulary. On a GPU nobody looks.
+        EngineError: a target is outside the vocabulary. Checked on CPU only: on a GPU the check would synchronize.
     """
     given = tuple(x for x in (hidden_NH, weight_VH, bias_V) if x is not None)
     if has_torch_function(given):
@@ -113,18 +116,18 @@ def linear_cross_entropy(
 
 
 def linear_terms(hidden_NH: Tensor, head: Head, question: Question, conditions: Conditions) -> LinearTerms:
-    """Terms of the softmax of ``head.logits(hidden)``; logits are computed again in backward.
+    """Terms of the softmax of ``head.logits(hidden)``; the backward recomputes the logits.
 
-    With an exchange the columns lie on several ranks: one maximum and one sum for all tokens, and none where the
-    softmax is known and nothing else is asked. Backward exchanges nothing: the gradient of the hidden states is that
-    of the columns at hand, and the caller sums it.
+    With an exchange, the columns lie on several ranks: one maximum and one sum are exchanged for all tokens, and
+    nothing where the softmax is known and no other term is asked for. The backward communicates nothing: the gradient
+    of the hidden states is that of the local columns, and the caller sums it over the ranks.
     """
     found: tuple[Any, ...] = _Terms.apply(hidden_NH, *head, question, conditions)  # type: ignore[no-untyped-call]
     return LinearTerms(*found)
 
 
 def as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """In the dtype that autocast, if it is on, gives a linear layer."""
+    """Cast the operands to autocast's dtype for linear layers, if autocast is on."""
     kind = hidden.device.type
     if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
         return hidden, weight, bias
@@ -144,7 +147,7 @@ def _columns_like(hidden_NH: Tensor, head: Head, kernels: Kernels) -> bool:
 
 
 class _Sums:
-    """Gradients, as chunks add to them; what nobody wants is not computed."""
+    """Sums of the gradients over the chunks; only the gradients that are ``wanted`` are computed."""
 
     def __init__(self, hidden_NH: Tensor, head: Head, wanted: tuple[bool, ...]) -> None:
         self._hidden, self._weight = hidden_NH, head.weight
@@ -156,7 +159,7 @@ class _Sums:
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
 
     def add(self, part: slice, grad_CW: Tensor) -> None:
-        """The gradient of a chunk's logits."""
+        """Add the contribution of one chunk; ``grad_CW`` is the gradient of its logits."""
         if self.hidden is not None:
             torch.mm(grad_CW, self._weight, out=self.hidden[part])
         if self.weight is not None:
@@ -166,7 +169,7 @@ class _Sums:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, products of narrow numbers summed as wide ones."""
+    """Compute ``total += a b`` with products of narrow operands accumulated in the dtype of ``total``."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif not a.is_cuda:
@@ -180,7 +183,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds a product of ``dtype`` to fp32 in place; older ones want a sum of ``dtype``."""
+    """Return whether this torch adds a product of ``dtype`` to fp32 in place; older ones require equal dtypes."""
     narrow = torch.zeros((16, 16), dtype=dtype, device=device)
     wide = torch.zeros_like(narrow, dtype=torch.float32)
     try:
@@ -229,12 +232,12 @@ class _Terms(torch.autograd.Function):
                 its = Softmax(softmax.largest[part], softmax.log_sum[part])
                 wanted = Slopes(*slopes).rows(part)
                 sums.add(part, find_gradient(logits_CW, asked, its, wanted, ctx.triton, inplace=True))
-                del logits_CW  # before the next chunk's are made
+                del logits_CW  # free the logits before the next chunk allocates its own
         return sums.hidden, _as(sums.weight, weight_WH), _as(sums.bias, bias_W), None, None
 
 
 class _Summed(torch.autograd.Function):
-    """The loss over all tokens of a whole vocabulary, and its gradients with it."""
+    """Loss over all tokens of a whole vocabulary; the forward computes its gradients too."""
 
     @staticmethod
     def forward(
@@ -252,6 +255,7 @@ class _Summed(torch.autograd.Function):
         parts: list[Tensor] = []
         unit = _FP16_SLOPE if hidden_NH.dtype == torch.float16 else 1.0
         with _without_autocast(hidden_NH):
+            # Each chunk's logits are turned into their own gradient in place, so one chunk is all that is alive.
             for part in _chunks(hidden_NH, len(weight_VH)):
                 logits_CV = head.logits(hidden_NH[part])
                 question = Question(target_N[part], even=form.label_smoothing > 0)
@@ -260,9 +264,11 @@ class _Summed(torch.autograd.Function):
                 assert picked_C is not None
                 losses_C = form.losses(softmax.log_sum, picked_C, weighted_C, len(weight_VH))
                 parts.append(losses_C.masked_fill_(~counted_N[part], 0))
+                # The gradient of 1 a token is known before the backward; scaled by _FP16_SLOPE, fp16 keeps small
+                # probabilities.
                 slopes = form.slopes(counted_N[part].to(losses_C.dtype) * unit, len(weight_VH))
                 sums.add(part, find_gradient(logits_CV, question, softmax, slopes, triton, inplace=True))
-                del logits_CV  # before the next chunk's are made
+                del logits_CV  # free the logits before the next chunk allocates its own
         ctx.save_for_backward(sums.hidden, sums.weight, sums.bias, counted_N)
         ctx.unit = unit
         ctx.mean, ctx.dtypes = form.reduction == "mean", (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
@@ -283,7 +289,7 @@ class _Summed(torch.autograd.Function):
 
 
 def _statistics(hidden_NH: Tensor, head: Head, question: Question, triton: bool) -> Statistics:
-    """Of all tokens, chunk by chunk."""
+    """Return the statistics of all tokens, found chunk by chunk."""
     found: list[Statistics] = []
     with _without_autocast(hidden_NH):
         for part in _chunks(hidden_NH, len(head.weight)):
@@ -296,10 +302,10 @@ def _statistics(hidden_NH: Tensor, head: Head, question: Question, triton: bool)
 
 
 def _scaled(x: Tensor | None, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
-    """x scale, rounded once."""
+    """Return ``x * scale`` in ``dtype``, rounded once."""
     if x is None:
         return None
-    # of one dim: a scalar would be rounded to the dtype of x first
+    # a 0-dim scale would be rounded to the dtype of x first
     return torch.mul(x, scale.reshape(1), out=torch.empty_like(x, dtype=dtype))
 
 

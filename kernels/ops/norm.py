@@ -1,8 +1,8 @@
-"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), alone or after a residual sum.
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), fused with an optional residual sum.
 
     s = x + residual      y = (s - mean) / sqrt(variance + eps) (offset + weight) + bias        over the last dim
 
-Both implementations compute in fp32 (fp64 for fp64) and round once, at the end.
+PyTorch and Triton both compute in fp32 (fp64 for fp64) and round once, at the end.
 
 Shape suffixes: N rows (all leading dims together), H width.
 """
@@ -18,22 +18,22 @@ from torch.overrides import handle_torch_function, has_torch_function
 from engine.kernels.dispatch import Kernels
 
 WIDEST, WIDEST_LAYER_FP32 = 16384, 8192
-"""A row that a program can hold."""
+"""Widest row that one program can hold, and the widest fp32 row of a LayerNorm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Which norm."""
+    """Parameters of a norm."""
 
     eps: float
     centered: bool = False
-    """LayerNorm: the mean is taken off."""
+    """True for LayerNorm, which subtracts the mean."""
     offset: float = 0.0
-    """Added to the weight: 1 where a model stores the difference from 1."""
+    """Added to the weight: 1 where a model stores the weight as its difference from 1."""
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Kernels) -> Tensor:
-    """x [.., H] -> [.., H] in the dtype of x; weight, bias [H]. Differentiable."""
+    """Norm of x [.., H] -> [.., H] in the dtype of x; weight, bias [H]. Differentiable."""
     if has_torch_function((x, weight)):
         return handle_torch_function(norm, (x, weight), x, weight, bias, form, kernels)
     if not _fits(x, weight, bias, form) or not kernels.triton("norm", x, x.shape[-1]):
@@ -46,7 +46,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Ke
 def add_norm(
     x: Tensor, residual: Tensor, affine: tuple[Tensor, Tensor | None], form: Norm, kernels: Kernels
 ) -> tuple[Tensor, Tensor]:
-    """(norm of x + residual, x + residual), both [.., H] in the dtype of x. Differentiable."""
+    """Return (norm of x + residual, x + residual), both [.., H] in the dtype of x. Differentiable."""
     weight, bias = affine
     if has_torch_function((x, residual, weight)):
         given = x, residual, affine, form, kernels
@@ -61,7 +61,7 @@ def add_norm(
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -> Tensor:
-    """The same in plain torch."""
+    """PyTorch reference of :func:`norm`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     width, scale = x.shape[-1:], weight.to(wide)
     if form.offset:

@@ -1,15 +1,16 @@
-"""What a loss wants to know of the softmax of logits whose columns may lie on several ranks (Megatron-LM, Shoeybi et
-al. 2019, section 3), and its gradient.
+"""Terms of a softmax over logits whose columns may lie on several ranks, and the gradient of the logits.
 
-    largest     max x                         found here on the columns at hand, fp32 (fp64 for fp64)
-    log_sum     log sum exp(x - largest)      ``join_softmax_terms`` joins the columns: one maximum and one sum
-    picked      x at the target - largest     over the ranks, by an ``Exchange`` that the caller brings
+This is the vocabulary-parallel softmax of Megatron-LM (Shoeybi et al. 2019, section 3).
+
+    largest     max x                         found on the local columns, in fp32 (fp64 for fp64)
+    log_sum     log sum exp(x - largest)      ``join_softmax_terms`` joins the columns of all ranks with one maximum
+    picked      x at the target - largest     and one sum, through an ``Exchange`` that the caller provides
     weighted    sum w (x - largest)
 
-No softmax is kept: the gradient computes it again from the logits. ``largest`` is a constant for gradients: in every
-loss what it adds cancels.
+The softmax itself is not kept: the backward recomputes it from the logits. Gradients treat ``largest`` as a constant,
+because its contribution cancels in every loss.
 
-Shape suffixes: N rows, W columns at hand.
+Shape suffixes: N rows, W columns that this rank holds.
 """
 
 from typing import NamedTuple, Protocol
@@ -21,77 +22,77 @@ from engine.kernels.dispatch import Kernels
 
 
 class Question(NamedTuple):
-    """Which terms are asked for beside ``log_sum``."""
+    """Terms that a loss asks for besides ``log_sum``."""
 
     target: Tensor | None = None
-    """[N] int64, columns of the whole vocabulary, the same on all ranks."""
+    """Target columns of the whole vocabulary, [N] int64, the same on all ranks."""
     weight: Tensor | None = None
-    """[W], of the columns at hand."""
+    """Weights [W] of the local columns."""
     even: bool = False
-    """``weighted`` with the weight 1 for every column, in place of ``weight``."""
+    """True asks for ``weighted`` with weight 1 for every column, in place of ``weight``."""
     start: int = 0
-    """The first column at hand."""
+    """Index of the first local column in the whole vocabulary."""
 
     @property
     def weighted(self) -> bool:
-        """Whether there are weights."""
+        """True if the term ``weighted`` is asked for."""
         return self.even or self.weight is not None
 
     def rows(self, part: slice) -> "Question":
-        """The same of some rows."""
+        """Return the question for a slice of the rows."""
         return self if self.target is None else self._replace(target=self.target[part])
 
 
 class Statistics(NamedTuple):
-    """Of the columns at hand, [N] each, without gradients."""
+    """Terms over the local columns, [N] each, without gradients."""
 
     largest: Tensor
-    """-inf or inf where that is it: then the others take differences from 0."""
+    """Maximum of each row. Where it is infinite, the other terms take differences from 0."""
     total: Tensor
     """sum exp(x - largest)"""
     picked: Tensor | None
-    """x at the target, not yet less ``largest``; 0 where the target lies elsewhere."""
+    """x at the target, with ``largest`` not yet subtracted; 0 where another rank holds the target."""
     weighted: Tensor | None
 
 
 class Softmax(NamedTuple):
-    """exp(x - largest - log_sum) is the softmax over the whole vocabulary; [N] each."""
+    """Softmax over the whole vocabulary, as exp(x - largest - log_sum); [N] each."""
 
     largest: Tensor
-    """0 where that is infinite."""
+    """Maximum of each row; 0 where it is infinite."""
     log_sum: Tensor
 
 
 class Slopes(NamedTuple):
-    """Gradients of the terms, [N] each; None: nobody wants it."""
+    """Gradients of the terms, [N] each; None where a term has no gradient."""
 
     log_sum: Tensor | None
     picked: Tensor | None = None
     weighted: Tensor | None = None
 
     def rows(self, part: slice) -> "Slopes":
-        """The same of some rows."""
+        """Return the gradients of a slice of the rows."""
         return Slopes(*(None if slope is None else slope[part] for slope in self))
 
 
 class Exchange(Protocol):
-    """How terms travel between the ranks that hold the columns."""
+    """Communication between the ranks that hold the columns."""
 
     def largest(self, values: Tensor) -> None:
-        """Leave the largest values, in place."""
+        """Replace ``values`` by their maximum over the ranks, in place."""
 
     def sum(self, values: Tensor) -> None:
-        """Leave the sums, in place."""
+        """Replace ``values`` by their sum over the ranks, in place."""
 
 
 def fits_softmax_kernels(logits: Tensor) -> bool:
-    """Whether the kernels can read these logits [N, W]."""
+    """Return whether the kernels can read these logits [N, W]."""
     narrow = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return narrow and logits.dim() == 2 and logits.shape[1] > 0 and logits.stride(1) == 1
 
 
 def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Statistics:
-    """One pass over the logits."""
+    """Find the terms of the local columns in one pass over the logits."""
     if not triton or not fits_softmax_kernels(logits_NW):
         return statistics_reference(logits_NW, question)
     target, weight, even, start = question
@@ -102,13 +103,17 @@ def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Stat
 def join_softmax_terms(
     found: Statistics, question: Question, width: int, exchange: Exchange | None, known: Softmax | None = None
 ) -> tuple[Softmax, Tensor | None, Tensor | None]:
-    """(softmax, picked, weighted) over all columns; of ``width`` columns here. What is ``known`` is not sent again."""
+    """Join the local terms to (softmax, picked, weighted) over all columns; ``width`` is the number of local columns.
+
+    A ``known`` softmax is used as it is and not sent again.
+    """
     own_N = found.largest.masked_fill(found.largest.isinf(), 0)
     largest_N = found.largest.clone() if known is None else known.largest
     if known is None:
         if exchange is not None:
             exchange.largest(largest_N)
         largest_N.masked_fill_(largest_N.isinf(), 0)
+    # Each rank took its differences from its own maximum; they are shifted to the common one before the sum.
     terms = []
     if known is None:
         infinite = found.largest == torch.inf
@@ -131,9 +136,9 @@ def join_softmax_terms(
 def find_gradient(
     logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes, triton: bool, inplace: bool = False
 ) -> Tensor:
-    """d_log_sum softmax + d_picked at the target + d_weighted w, in the dtype of the logits, and 0 where all are 0.
+    """Gradient of the logits: d_log_sum softmax + d_picked at the target + d_weighted w, in their dtype.
 
-    ``inplace``: written over the logits.
+    Rows whose three gradients are 0 get exactly 0. ``inplace`` writes the result over the logits.
     """
     if slopes.log_sum is None:
         slopes = slopes._replace(log_sum=torch.zeros_like(softmax.largest))
@@ -150,17 +155,17 @@ def find_gradient(
 
 
 def place_in(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """(columns at hand, where the column lies elsewhere) of columns of the whole vocabulary."""
+    """Map target columns of the whole vocabulary to (local columns, whether another rank holds the target)."""
     place = target - start
     elsewhere = (place < 0) | (place >= width)
     return place.masked_fill_(elsewhere, 0), elsewhere
 
 
 def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
-    """:func:`find_statistics` in plain torch."""
+    """PyTorch reference of :func:`find_statistics`."""
     wide = torch.promote_types(logits_NW.dtype, torch.float32)
     largest_N = logits_NW.amax(-1).to(wide)
-    shifted_NW = logits_NW - largest_N.masked_fill(largest_N.isinf(), 0).unsqueeze(-1)  # wide by promotion
+    shifted_NW = logits_NW - largest_N.masked_fill(largest_N.isinf(), 0).unsqueeze(-1)  # fp32 by type promotion
     picked_N = weighted_N = None
     if question.target is not None:
         place_N, elsewhere_N = place_in(question.target, question.start, logits_NW.shape[-1])
@@ -171,7 +176,7 @@ def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
 
 
 def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes) -> Tensor:
-    """:func:`find_gradient` in plain torch."""
+    """PyTorch reference of :func:`find_gradient`."""
     log_sum_N, picked_N, weighted_N = slopes
     assert log_sum_N is not None
     shares_NW = (logits_NW - softmax.largest.unsqueeze(-1)).sub_(softmax.log_sum.unsqueeze(-1)).exp_()
@@ -190,7 +195,7 @@ def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, 
 
 
 def uses_triton(operator: str, logits: Tensor, width: int, kernels: Kernels) -> bool:
-    """The choice for ``operator`` on tensors like ``logits``, rows of ``width``."""
+    """Return the dispatch choice for ``operator`` on tensors like ``logits``, with rows of ``width``."""
     return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels.triton(operator, logits, width)
 
 

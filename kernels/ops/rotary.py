@@ -1,11 +1,11 @@
 """Rotary position embedding (Su et al. 2021) of queries and keys, as models write it:
 
-    y = x cos + turn(x) sin      of the first R features; the others pass through
-    turn                         (x1, x2) -> (-x2, x1) of the two halves, or of neighbours where interleaved
+    y = x cos + turn(x) sin      on the first R features; the others pass through
+    turn                         (x1, x2) -> (-x2, x1) of the two halves, or of adjacent features where interleaved
 
-cos and sin have all R features, and what belongs to x1 and x2 may differ.
+cos and sin have all R features, and their values for x1 and x2 may differ.
 
-Shape suffixes: B batch, H heads, S positions, D features of a head, R of them turned.
+Shape suffixes: B batch, H heads, S positions, D features of a head, R of them rotated.
 """
 
 from dataclasses import dataclass
@@ -15,22 +15,21 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.row_shapes import is_narrow
+from engine.kernels.dispatch import Kernels, is_narrow
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """How the tensors lie."""
+    """Memory layout of the tensors of a rotary embedding."""
 
     interleaved: bool = False
-    """Neighbours are turned (GPT-J), and not the two halves (GPT-NeoX, Llama)."""
+    """True rotates adjacent features (GPT-J); False rotates the two halves (GPT-NeoX, Llama)."""
     heads_dim: int = 1
-    """1: [B, H, S, D]; 2: [B, S, H, D]."""
+    """Dim of the heads: 1 for [B, H, S, D], 2 for [B, S, H, D]."""
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """q and k, which may differ in their heads, turned; cos, sin [B or 1, S, R]. Differentiable."""
+    """Rotate q and k, which may have different numbers of heads; cos, sin [B or 1, S, R]. Differentiable."""
     if has_torch_function((q, k, cos, sin)):
         return handle_torch_function(rotary, (q, k, cos, sin), q, k, cos, sin, form, kernels)
     if not _fits(q, k, cos, sin, form.heads_dim) or not kernels.triton("rotary", q, q.shape[-1]):
@@ -41,7 +40,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary, kernels
 
 
 def rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
+    """PyTorch reference of :func:`rotary`."""
     cos, sin = cos.unsqueeze(form.heads_dim), sin.unsqueeze(form.heads_dim)
     return _turned(q, cos, sin, form.interleaved), _turned(k, cos, sin, form.interleaved)
 
@@ -72,7 +71,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _blank(x: Tensor) -> Tensor:
-    """Memory of the same order of dims, whose features lie together."""
+    """Allocate memory with the dim order of ``x`` and contiguous features."""
     made = torch.empty_like(x)
     return made if made.stride(-1) == 1 else x.new_empty(x.shape)
 
@@ -99,7 +98,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
-    """The transposed map, which is the turn back where cos and sin are those of an angle."""
+    """Apply the transposed map: the inverse rotation, where cos and sin belong to one angle."""
     made = _rotary(_dense(dq), _dense(dk), *ctx.saved_tensors, ctx.interleaved, not ctx.transposed)
     return *made, None, None, None, None
 

@@ -1,6 +1,6 @@
-"""Operators for which the library has the best kernels: products of fp8 numbers (cuBLASLt), attention (Flash, cuDNN).
+"""Operators whose vendor kernels are the best: fp8 matrix products (cuBLASLt) and attention (Flash, cuDNN).
 
-They have a place here so that models and layers call all operators alike.
+They are wrapped here so that models and layers call every operator in the same way.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 _SIZES = 16
-"""What inputs and outputs of a product of fp8 numbers must be multiples of."""
+"""Inputs and outputs of an fp8 product must be multiples of this."""
 _SCALED_FROM = (8, 9)
-"""Compute capability with fp8 in the tensor cores."""
+"""First compute capability whose tensor cores support fp8."""
 
 
 def scaled_matmul(x: Tensor, weight: Tensor, scale_x: Tensor, scale_weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """(scale_x x) (scale_weight weight)' in ``dtype``, summed in fp32; not differentiable.
+    """Compute (scale_x x) (scale_weight weight)' in ``dtype``, accumulated in fp32; not differentiable.
 
-    x [.., I], weight [O, I], both float8_e4m3fn, or one of them float8_e5m2. Scales are fp32, one number each, or one
-    a row: [.., 1] and [O, 1].
+    x [.., I] and weight [O, I] are both float8_e4m3fn, or one of them is float8_e5m2. The scales are fp32, either one
+    number each or one for each row: [.., 1] and [O, 1].
     """
     given = (x, weight, scale_x, scale_weight)
     if has_torch_function(given):
@@ -40,7 +40,7 @@ def scaled_matmul(x: Tensor, weight: Tensor, scale_x: Tensor, scale_weight: Tens
 def scaled_matmul_reference(
     x: Tensor, weight: Tensor, scale_x: Tensor, scale_weight: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The same by fp32 numbers."""
+    """PyTorch reference of :func:`scaled_matmul`, in fp32."""
     return functional.linear(x.float() * scale_x, weight.float() * scale_weight).to(dtype)
 
 
@@ -49,24 +49,25 @@ def _is_in_library(x: Tensor, weight: Tensor, by_rows: bool, dtype: torch.dtype)
     if any(size % _SIZES or not size for size in sizes) or not x.numel() or not weight.is_contiguous():
         return False
     if x.device.type != "cuda":
-        return x.device.type == "cpu" and not by_rows  # which not every version does there
+        return x.device.type == "cpu" and not by_rows  # row scales on CPU depend on the version of torch
     return torch.cuda.get_device_capability(x.device) >= _SCALED_FROM and (not by_rows or dtype == torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """Which attention."""
+    """Parameters of an attention."""
 
     causal: bool = False
     scale: float | None = None
-    """Of the scores; None: 1 / sqrt(head width)."""
+    """Scale of the scores; None for 1 / sqrt(head width)."""
     dropout: float = 0.0
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, form: AttentionOptions, mask: Tensor | None = None) -> Tensor:
-    """softmax(scale query key' + mask) value (Dao et al. 2022). Differentiable.
+    """Compute softmax(scale query key' + mask) value (Dao et al. 2022). Differentiable.
 
-    query [.., H, S, D], key and value [.., G, T, D], where G divides H; mask [.., S, T], added, or bool: what counts.
+    query [.., H, S, D], key and value [.., G, T, D], where G divides H. mask [.., S, T] is added to the scores, or, if
+    bool, is True at the scores that count.
     """
     given = tuple(t for t in (query, key, value, mask) if t is not None)
     if has_torch_function(given):
@@ -75,7 +76,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, form: AttentionOptions,
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, form: AttentionOptions, mask: Tensor | None = None) -> Tensor:
-    """:func:`attention` as torch calls it."""
+    """Call torch's attention; :func:`attention` without the dispatch to tensor subclasses."""
     grouped = query.ndim > 2 and query.shape[-3] != key.shape[-3]
     return functional.scaled_dot_product_attention(
         query, key, value, mask, form.dropout, form.causal, scale=form.scale, enable_gqa=grouped

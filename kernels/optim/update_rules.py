@@ -1,7 +1,7 @@
-"""Optimizer updates on flat local tensors, in place. Elementwise: a shard gives the same as the whole.
+"""Optimizer updates on flat local tensors, in place. They are elementwise: updating a shard equals updating the whole.
 
-Adam, AdamW and SGD run torch's fused kernels (one pass over memory, on CPU and GPU). Step counts are
-Python ints: the caller's state holds no tensor but the moments.
+Adam, AdamW and SGD run torch's fused kernels (one pass over memory, on CPU and GPU). Step counts are Python ints, and
+the moments are the only tensors in the caller's state.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class AdamRule:
     eps: float
     weight_decay: float
     decoupled: bool
-    """AdamW: decay the weight itself instead of adding it to the gradient."""
+    """True for AdamW: decay the weights directly, instead of adding the decay to the gradient."""
 
 
 def adam_(
@@ -33,8 +33,8 @@ def adam_(
     step: int,
     rule: AdamRule,
 ) -> None:
-    """Update number ``step`` (from 1) of Adam or AdamW on lists of tensors of equal shape and dtype."""
-    # torch adds 1 to the counter that it is given; one throw-away counter serves all tensors of a device
+    """Make update number ``step`` (from 1) of Adam or AdamW on lists of tensors of equal shape and dtype."""
+    # torch increments the counter that it is given, so each tensor gets a throw-away copy of one per device
     counters = {w.device: torch.tensor(float(step - 1), device=w.device) for w in weights}
     adam(
         list(weights),
@@ -69,7 +69,7 @@ class SGDRule:
 def sgd_(
     weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor | None], rule: SGDRule
 ) -> list[Tensor | None]:
-    """One SGD update; returns the momentum buffers, which the first update makes."""
+    """Make one SGD update and return the momentum buffers, which the first update creates."""
     buffers = list(momenta)
     sgd(
         list(weights),
@@ -97,7 +97,7 @@ class LionRule:
 
 
 def lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
-    """One Lion update: the sign of an interpolated momentum, and decoupled decay."""
+    """Make one Lion update: the sign of an interpolated momentum, and decoupled decay."""
     for weight, grad, momentum in zip(weights, grads, momenta, strict=True):
         direction = momentum.lerp(grad, 1 - rule.betas[0]).sign_()
         weight.mul_(1 - rule.lr * rule.weight_decay).add_(direction, alpha=-rule.lr)

@@ -1,1 +1,12 @@
-"""The only door to torch.distributed: counted and named collectives over the axes of a grid."""
+"""The only door to ``torch.distributed``: named and counted collectives and messages over the axes of a grid.
+
+comm             ``Comm``: names, counts and records what a ``Backend`` carries out
+backend          the ``Backend`` protocol, channels and links, and a backend that moves nothing
+torch_backend    real processes: NCCL on GPUs, gloo on CPUs
+shared_memory    collectives of one host's CPU ranks through memory that they share
+host_barrier     that memory, and a barrier over sockets
+world            the processes of a job: discovery, rendezvous, exit
+host_group       bytes between host memories, for checkpoints in background threads
+agreement        decisions and checks that all ranks share
+traffic          bytes that a collective sends, and their tally
+"""

@@ -1,4 +1,8 @@
-"""What all ranks must agree on: one fails and all raise, rank 0 decides for all, tensors compared by their bits."""
+"""Agreement among ranks: all fail together, rank 0 decides for all, tensors are compared by their bits.
+
+all_or_none       over ``Comm``       the failed rank raises its own error, the others say which rank it was
+raise_together    over a host group   all raise the sentence of the first rank that failed
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,17 +10,19 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from engine.errors import EngineError
+from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.host_group import HostGroup, announce, collect
 
-_UNREADY = "could not make ready for this run, so no rank starts"
+_UNREADY = "could not prepare for this run, so no rank starts"
 
 
 @contextmanager
 def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> Iterator[None]:
-    """What is inside succeeds on all ranks, or all raise: who fails its own error, the others "rank r" and ``failure``.
+    """Run the block on all ranks; if it fails on one, all raise: that rank its own error, the others ``failure``.
 
-    One all-gather of 8 bytes a rank over the world, label "start". Inside, nothing may be communicated.
+    One all-gather of 8 bytes a rank over the world, label "start". The block itself must not communicate. The error of
+    the other ranks begins with the number of the failed rank.
     """
     problem: Exception | None = None
     try:
@@ -30,8 +36,39 @@ def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> It
         raise EngineError(f"rank {int(failed.nonzero()[0])} {failure}; its message tells why.")
 
 
+@contextmanager
+def raise_together(
+    host: HostGroup, describe: Callable[[Exception], str], advice: Callable[[], str] = str
+) -> Iterator[None]:
+    """Run the block on all ranks; if it fails on one, all raise the same: the first problem, then rank 0's ``advice``.
+
+    ``describe`` words this rank's error. The sentences travel over the host group, on which the block itself must not
+    communicate.
+
+    Raises:
+        CheckpointError: a rank has failed, or does not answer.
+    """
+    problem = ""
+    try:
+        yield
+    except Exception as error:  # any failure: the other ranks wait for an answer
+        problem = describe(error)
+    first = ""
+    try:
+        texts = collect(host, problem.encode(errors="backslashreplace"))
+        first = next((text.decode() for text in texts or [] if text), "")
+        first += advice() if first else ""
+    except EngineError as lost:
+        if host.rank:
+            raise
+        first = str(lost)
+    first = announce(host, first.encode(errors="backslashreplace")).decode()
+    if first:
+        raise CheckpointError(first) from None
+
+
 def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device) -> bytes:
-    """What rank 0 makes, on every rank; if it cannot, all raise: rank 0 its own error, the others that it did.
+    """The bytes that rank 0 makes, on every rank; if ``make`` fails, rank 0 raises its error and the others name it.
 
     Two all-reduces over the world, label "start": the length, then the bytes. Other ranks do not call ``make``.
     """
@@ -67,7 +104,7 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """int64, 0-dim: exact, and independent of the device's order of addition; 0 for what has no memory."""
+    """Sum of a tensor's memory as integer words: int64, 0-dim, in any order of addition the same; 0 without memory."""
     if tensor.is_meta or not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)
     flat = tensor.detach().contiguous().reshape(-1)

@@ -1,7 +1,7 @@
-"""The only door to ``torch.distributed``: every collective is named, recorded and counted here.
+"""Communication of an engine: every collective and message is named, recorded and counted here.
 
-``Comm`` is what the engine calls; a ``Backend`` does the work, ``TorchBackend`` between real processes.
-Collectives and messages are issued at once and finished by ``Pending.wait``.
+The engine calls ``Comm``; a ``Backend`` carries out the call, ``TorchBackend`` between real processes. Collectives and
+messages are issued at once and completed by ``Pending.wait``.
 """
 
 import os
@@ -19,10 +19,11 @@ from engine.parallel.comm.traffic import Op, Record, Tally, Traffic, sent_bytes
 from engine.parallel.grid import Axis, Grid
 
 FLIGHT_RECORD_LENGTH = 256
+"""Number of most recent collectives and messages that are kept."""
 
 
 class Pending:
-    """A collective under way; ``wait`` finishes it and names it when it fails."""
+    """A collective or message in flight; ``wait`` completes it and names it if it fails."""
 
     def __init__(
         self, wait: Wait | None = None, describe: Callable[[], str] = str, broken: Callable[[], None] | None = None
@@ -47,14 +48,14 @@ class Pending:
 
 
 _HOLD_BACK_SECONDS = 10.0
-"""A hundred times what the launcher takes to see that a process has ended, and to end the others."""
+"""About a hundred times what the launcher needs to notice that a process has ended and to end the others."""
 
 
 def _named_failure(what: str, error: RuntimeError, broken: Callable[[], None] | None) -> EngineError:
-    """The error of a rank whose communication failed, most often because another rank has ended before.
+    """The error of a rank whose communication failed, most often because another rank ended first.
 
-    A launcher ends this process when it sees the other one end. Waiting for that keeps the traceback of the first
-    failure the last one of the job; without a launcher nobody would come.
+    A launcher ends this process when it notices the other one's end. Waiting for that leaves the traceback of the first
+    failure as the last one of the job; without a launcher there is nothing to wait for.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if broken is not None:
@@ -67,14 +68,14 @@ def _named_failure(what: str, error: RuntimeError, broken: Callable[[], None] | 
 class Comm:
     """Named, counted collectives over the axes of a grid.
 
-    ``tally`` sums calls and sent bytes by axis and label; ``records`` holds the last collectives in
-    the order of their issue. An axis of one rank sends nothing and counts nothing.
+    ``tally`` sums calls and sent bytes by axis and label; ``records`` holds the most recent collectives in the order of
+    their issue. An axis of one rank sends nothing and counts nothing.
     """
 
     def __init__(self, grid: Grid, backend: Backend) -> None:
         self.grid = grid
         self.broken: Callable[[], None] | None = None
-        """Called before the wait for a launcher that is to end this process."""
+        """Called before the wait for a launcher to end this process."""
         self.tally = Tally()
         self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
         self._backend = backend
@@ -82,34 +83,34 @@ class Comm:
         self._closed = False
 
     def all_reduce(self, tensor: Tensor, axis: Axis, label: str, op: Reduction = "sum") -> Pending:
-        """Sum ``tensor`` (any shape) in place over ``axis``; with ``op`` "max" leave the largest values."""
+        """Sum ``tensor`` (any shape) in place over ``axis``; with ``op`` "max" take the elementwise maximum."""
         return self._issue("all_reduce", tensor, axis, label, lambda: self._backend.all_reduce(tensor, axis, op))
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
-        """Sum ``tensor`` in place over some indices of axis pp, for which ``connect`` was called before."""
+        """Sum ``tensor`` in place over some indices of axis pp, which ``connect`` has prepared."""
         call = partial(self._backend.sum_over_stages, tensor, stages)
         return self._issue("all_reduce", tensor, "pp", label, call, len(stages))
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Prepare sums over these indices of axis pp. All ranks of the world call it, in the same order."""
+        """Prepare sums over these indices of axis pp. Every rank of the world calls it, in the same order."""
         self._backend.connect(stages)
 
     def link(self, links: Sequence[Link]) -> None:
-        """Prepare messages over these links. All ranks of the world call it alike."""
+        """Prepare messages over these links. Every rank of the world calls it with the same links."""
         self._backend.link(links)
 
     def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
-        """Send ``tensor`` over ``link``, label its flow or another; unchanged until the wait."""
+        """Send ``tensor`` over ``link``, labelled with its flow by default; unchanged until the wait."""
         call = partial(self._backend.send, tensor, link.target, link.channel)
         return self._issue("send", tensor, "pp", label or link.channel.flow, call)
 
     def receive(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
-        """Fill ``tensor`` with what comes over ``link``; messages of one channel keep their order."""
+        """Fill ``tensor`` with the next message of ``link``; messages of one channel keep their order."""
         call = partial(self._backend.receive, tensor, link.source, link.channel)
         return self._issue("receive", tensor, "pp", label or link.channel.flow, call)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis, label: str) -> Pending:
-        """Sum ``full`` [N*s] over ``axis``, leaving slice ``index`` in ``shard`` [s]; ``full`` may be spoiled."""
+        """Sum ``full`` [N*s] over ``axis`` and leave slice ``index`` in ``shard`` [s]; may overwrite ``full``."""
         return self._issue("reduce_scatter", full, axis, label, lambda: self._backend.reduce_scatter(shard, full, axis))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
@@ -117,11 +118,11 @@ class Comm:
         return self._issue("all_gather", full, axis, label, lambda: self._backend.all_gather(full, shard, axis))
 
     def open_gathers(self) -> None:
-        """Prepare ``gather_parameters``. All ranks of the world call it."""
+        """Prepare ``gather_parameters``. Every rank of the world calls it."""
         self._backend.open_gathers()
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str) -> Pending:
-        """``all_gather`` of several (full, shard) over dp at once, apart from other traffic of that axis."""
+        """``all_gather`` of several (full, shard) pairs over dp at once, in a group apart from dp's other traffic."""
         elements = sum(full.numel() for full, _ in pairs)
         size = sum(full.numel() * full.element_size() for full, _ in pairs)
         work = _Work("all_gather", elements, size, str(pairs[0][0].dtype).removeprefix("torch."))
@@ -144,7 +145,7 @@ class Comm:
         if ranks == 1:
             return Pending()
         if self._closed:
-            raise EngineError(f"{label} was asked for after close(): this engine is over; make a new one.")
+            raise EngineError(f"{label} was called after close(), which ends this engine; initialize a new one.")
         self._sequence += 1
         record = Record(self._sequence, work.op, axis, label, work.elements, work.dtype)
         self.records.append(record)
@@ -163,7 +164,7 @@ class Comm:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a collective or message moves."""
+    """The data that a collective or message moves."""
 
     op: Op
     elements: int

@@ -1,12 +1,12 @@
-"""Ranks of one host that see the same memory and wait for each other in the kernel, not in a loop.
+"""Shared memory of the ranks on one host, and a barrier in which they wait in the kernel instead of spinning.
 
-    exchange   host, address, word   all on one host? then everyone knows where the others listen
-    connect    to lower indices      Unix sockets in the abstract namespace: there is no file
-    accept     higher indices        who knows the word that only the exchange has told
-    hand out   memory of index 0     memfd, a file without a name, which ends with the last process that has it
+    exchange   host, address, secret   all on one host? then every rank knows where the others listen
+    connect    to lower indices        Unix sockets in the abstract namespace: no file is created
+    accept     higher indices          only those that present the secret of the exchange
+    hand out   memory of index 0       memfd, an unnamed file that ends with the last process holding it
 
-So nothing is left behind whatever ends a rank, and its sockets, closed by the kernel, tell the others at once. No torch
-here.
+So nothing is left behind however a rank ends, and the kernel closes its sockets, which informs the others at once. No
+torch here.
 """
 
 import mmap
@@ -21,26 +21,27 @@ from hashlib import sha256
 from pathlib import Path
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-"""Tells every rank the bytes of all ranks, by index; all give equally many."""
+"""Sends this rank's bytes to all ranks and returns those of all, by index; all ranks give the same number of bytes."""
 
 _PART = 32
-"""Bytes of each of the three parts of what a rank says of itself: host, address, word."""
+"""Bytes of each of the three parts of a rank's announcement: host, address, secret."""
 NO_HOST = bytes(_PART)
-"""In place of a host: this rank shares no memory."""
+"""Replaces the host's identity for a rank that shares no memory."""
 _SETUP_SECONDS = 30.0
-"""How long to wait for what a peer has done already or does next."""
+"""Timeout for a setup step that a peer has done already or does next."""
 
 
 class HostBarrier:
     """Memory that all ranks see, and a barrier in which a rank sends and receives log2(ranks) bytes.
 
-    The barrier is that of Hensgen, Finkel and Manber 1988 ("Two algorithms for barrier synchronization"): in turns
-    d = 1, 2, 4, .. < ranks index i tells i + d, and hears from i - d, that it has come and has heard what came before.
+    The dissemination barrier of Hensgen, Finkel and Manber 1988 ("Two algorithms for barrier synchronization"): in
+    rounds d = 1, 2, 4, .. < ranks, index i signals i + d and waits for i - d; a signal means that its sender has
+    arrived and has received all signals of the rounds before.
 
     Args:
-        links: a connected stream socket to every other rank by its index; ``close`` closes them.
-        memory: the same on all ranks.
-        seconds: how long to wait for a rank.
+        links: a connected stream socket to every other rank, by its index; ``close`` closes them.
+        memory: the shared memory, the same on all ranks.
+        seconds: timeout of waiting for a rank.
     """
 
     def __init__(
@@ -55,13 +56,13 @@ class HostBarrier:
         self._told = [(index + distance) % size for distance in distances]
         self._heard = [(index - distance) % size for distance in distances]
         for link in links.values():
-            link.settimeout(None)  # Python's would ask the kernel twice for each byte
+            link.settimeout(None)  # Python's own timeout needs two system calls for each byte
             link.setsockopt(
                 socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(int(seconds * 1e6), 10**6))
             )
 
     def arrive(self) -> None:
-        """Say that this rank has come to the barrier; ``meet`` must follow.
+        """Signal that this rank has arrived at the barrier; ``meet`` must follow.
 
         Raises:
             RuntimeError: a rank has ended.
@@ -69,10 +70,10 @@ class HostBarrier:
         self._tell(self._told[0])
 
     def meet(self) -> None:
-        """Return when all ranks have come: what they have written before can then be read.
+        """Return when all ranks have arrived; what they wrote before can then be read.
 
         Raises:
-            RuntimeError: a rank has ended or did not come in time.
+            RuntimeError: a rank has ended or did not arrive in time.
         """
         self._hear(self._heard[0])
         for told, heard in zip(self._told[1:], self._heard[1:], strict=True):
@@ -80,7 +81,7 @@ class HostBarrier:
             self._hear(heard)
 
     def close(self) -> None:
-        """Leave the others: whoever waits for this rank is told. A barrier that is collected has left too."""
+        """Leave the barrier, which fails for every rank that waits for this one. Garbage collection closes it too."""
         self._leave()
         vars(self).pop("memory", None)
 
@@ -95,7 +96,7 @@ class HostBarrier:
             if self._links[index].recv(1):
                 return
         except BlockingIOError:
-            raise RuntimeError(f"index {index} of this axis did not come within {self._seconds:g} s") from None
+            raise RuntimeError(f"index {index} of this axis did not arrive within {self._seconds:g} s") from None
         except OSError as error:
             raise RuntimeError(f"index {index} of this axis has ended or given up ({error.strerror})") from error
         raise RuntimeError(f"index {index} of this axis has ended or given up (connection closed)")
@@ -109,14 +110,14 @@ def _close(links: Iterable[socket.socket]) -> None:
 def open_neighbours(
     index: int, size: int, host: bytes, shared_bytes: int, seconds: float, exchange: Exchange
 ) -> HostBarrier | None:
-    """Find the other ranks; None, on all of them alike, if they run on several hosts or one of them cannot take part.
+    """Set up the barrier; None on all ranks if they are on several hosts or one of them cannot take part.
 
-    All ranks call it, and communicate by ``exchange`` up to three times.
+    Every rank calls it; it calls ``exchange`` up to three times.
 
     Args:
-        host: of this rank, from :func:`host_identity`; ``NO_HOST`` keeps all ranks from sharing.
+        host: identity of this rank's host, from :func:`host_identity`; ``NO_HOST`` keeps all ranks from sharing.
         shared_bytes: size of the memory, the same on all ranks.
-        seconds: how long a barrier waits for a rank.
+        seconds: timeout of a barrier.
     """
     opening = _Opening(index, size, host, shared_bytes)
     try:
@@ -133,7 +134,7 @@ def open_neighbours(
 
 
 class _Opening:
-    """The steps of :func:`open_neighbours` on one rank. They report instead of raising: all ranks take the next one."""
+    """The steps of :func:`open_neighbours` on one rank. They return failures, so that all ranks go on."""
 
     def __init__(self, index: int, size: int, host: bytes, shared_bytes: int) -> None:
         self.peers: Sequence[bytes] = ()
@@ -143,7 +144,7 @@ class _Opening:
         self._word = b""
 
     def listen(self) -> bytes:
-        """Host, address and word of this rank; zeros if it cannot take part."""
+        """Host, address and secret of this rank; zeros if it cannot take part."""
         address, word = f"trine-{secrets.token_hex(_PART)}".encode()[:_PART], secrets.token_bytes(_PART)
         if self._host != NO_HOST:
             with suppress(OSError):
@@ -155,12 +156,12 @@ class _Opening:
         return bytes(3 * _PART)
 
     def has_one_host(self) -> bool:
-        """Whether all ranks, this one included, can take part and run on one host."""
+        """True if all ranks, including this one, can take part and run on one host."""
         hosts = {peer[:_PART] for peer in self.peers}
         return len(hosts) == 1 and NO_HOST not in hosts
 
     def connect(self) -> bool:
-        """Call all lower indices. Their kernel answers, nobody waits."""
+        """Connect to all lower indices; their kernel accepts, so no rank waits."""
         with suppress(OSError):
             for index, peer in enumerate(self.peers[: self._index]):
                 link = self.links[index] = socket.socket(socket.AF_UNIX)
@@ -171,7 +172,7 @@ class _Opening:
         return False
 
     def share(self) -> mmap.mmap | None:
-        """Accept all higher indices, who have called by now, and map the same memory as they."""
+        """Accept all higher indices, which have connected by now, and map the same memory on all ranks."""
         with suppress(OSError, ValueError):
             while len(self.links) < self._size - 1:
                 self._accept()
@@ -180,17 +181,17 @@ class _Opening:
                 return mmap.mmap(descriptor, self._shared_bytes)
             finally:
                 os.close(descriptor)
-        self.close()  # nobody shall wait for this rank
+        self.close()  # closed links keep the other ranks from waiting for this one
         return None
 
     def close(self) -> None:
-        """Close the listener, and what has not been handed on."""
+        """Close the listener and all links that have not been handed over."""
         _close(self.links.values())
         if self._listener is not None:
             self._listener.close()
 
     def _accept(self) -> None:
-        """One caller, if it knows the word: every process of this host can see the address."""
+        """Accept one connection if it presents the secret, since every process of the host can see the address."""
         assert self._listener is not None
         self._listener.settimeout(_SETUP_SECONDS)
         link, _ = self._listener.accept()
@@ -216,7 +217,7 @@ class _Opening:
 
 
 def host_identity() -> bytes:
-    """Equal for processes of one user on one running system; ``NO_HOST`` where memory cannot be shared in this way."""
+    """Equal for processes of one user on one booted system; ``NO_HOST`` if memory cannot be shared this way."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not (hasattr(os, "memfd_create") and hasattr(socket, "AF_UNIX") and boot.exists()):
         return NO_HOST

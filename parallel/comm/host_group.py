@@ -1,7 +1,7 @@
-"""Traffic between the hosts' memories, beside training: a group of its own, on gloo, for threads in the background.
+"""Messages between the hosts' memories, beside training: a gloo group of its own, for background threads.
 
-Nothing here is counted as a step's traffic, nothing waits for a GPU, and a rank that dies breaks this group only.
-Messages between two ranks keep their order; all of them are named after the rank that they wait for.
+Its messages are not counted as traffic of a step and do not wait for a GPU, and a rank that dies breaks only this
+group. Messages between two ranks keep their order; an error names the rank that was waited for.
 """
 
 from collections.abc import Callable
@@ -15,32 +15,32 @@ from engine.errors import EngineError, first_line
 from engine.parallel.comm.world import OwnedGroups
 
 MESSAGE_LIMIT = 1 << 28
-"""Bytes of one message; longer ones go in several."""
+"""Largest message in bytes; longer data is sent in several messages."""
 
 Wait = Callable[[], None]
 
 
 class HostGroup(Protocol):
-    """Bytes between the ranks of a job."""
+    """Sends bytes between the ranks of a job."""
 
     rank: int
     size: int
 
     def send(self, data: memoryview, to: int) -> Wait:
-        """Begin to send; ``data`` must not change before the wait."""
+        """Start sending ``data``, which must not change before the wait."""
 
     def receive(self, target: memoryview, source: int) -> Wait:
-        """Begin to fill ``target`` with as many bytes."""
+        """Start receiving ``len(target)`` bytes into ``target``."""
 
 
 class TorchHostGroup:
-    """Between real processes. All ranks make it, at the same point.
+    """A host group between real processes. Every rank constructs it at the same point.
 
     Args:
-        seconds: after which a rank that does not answer is given up.
+        seconds: time after which a silent rank is considered lost.
 
     Raises:
-        EngineError: a rank did not come.
+        EngineError: a rank did not join.
     """
 
     def __init__(self, rank: int, size: int, seconds: float) -> None:
@@ -53,16 +53,16 @@ class TorchHostGroup:
         except RuntimeError as error:
             self.close()
             raise EngineError(
-                f"rank {rank} could not meet all ranks within {seconds:g} s to read or write a checkpoint: one has "
-                f"ended or hangs ({first_line(error)}); look for the first traceback of the job."
+                f"rank {rank} could not reach all ranks within {seconds:g} s to read or write a checkpoint: one of "
+                f"them has ended or hangs ({first_line(error)}); look for the first traceback of the job."
             ) from error
 
     def send(self, data: memoryview, to: int) -> Wait:
-        """Begin to send."""
+        """Start sending."""
         return self._begin(data, to, lambda part: dist.isend(part, to, self._group))
 
     def receive(self, target: memoryview, source: int) -> Wait:
-        """Begin to receive."""
+        """Start receiving."""
         return self._begin(target, source, lambda part: dist.irecv(part, source, self._group))
 
     def close(self) -> None:
@@ -93,10 +93,10 @@ class TorchHostGroup:
 
 
 def collect(host: HostGroup, data: bytes) -> list[bytes] | None:
-    """Every rank's bytes, by rank, on rank 0; None elsewhere.
+    """The bytes of every rank, in order of rank, on rank 0; None elsewhere.
 
     Raises:
-        EngineError: after all who can be reached have been heard, names the first rank that does not answer.
+        EngineError: names the first lost rank, after all other ranks have been received.
     """
     if host.rank:
         _send_text(host, data, 0)
@@ -106,17 +106,17 @@ def collect(host: HostGroup, data: bytes) -> list[bytes] | None:
         try:
             texts.append(_receive_text(host, source))
         except EngineError as error:
-            lost = lost or error  # the others wait until they are heard
+            lost = lost or error  # keep receiving: the other ranks block until their message is taken
     if lost is not None:
         raise lost
     return texts
 
 
 def announce(host: HostGroup, data: bytes) -> bytes:
-    """Rank 0's bytes, on every rank; what others give is not looked at.
+    """The bytes of rank 0, on every rank; the ``data`` of other ranks is ignored.
 
     Raises:
-        EngineError: after all who can be reached have been told, names one that cannot.
+        EngineError: names a lost rank, after all other ranks have been sent the bytes.
     """
     if host.rank:
         return _receive_text(host, 0)
@@ -149,4 +149,7 @@ def _receive_text(host: HostGroup, source: int) -> bytes:
 
 
 def _lost(rank: int, other: int, error: RuntimeError) -> EngineError:
-    return EngineError(f"rank {rank} has lost rank {other}, which has ended or hangs ({first_line(error)}).")
+    return EngineError(
+        f"rank {rank} has lost rank {other}, which has ended or hangs ({first_line(error)}); look for the first "
+        "traceback of the job."
+    )

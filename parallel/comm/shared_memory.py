@@ -1,17 +1,17 @@
-"""Collectives between ranks of one host, through memory that all of them see: what gloo does by messages.
+"""Collectives between ranks of one host through shared memory, in place of gloo's messages.
 
     rank 0   write slot 0 │           │ read the slots ─ write slot 0' │ ..
     rank 1   write slot 1 │  barrier  │ read the slots ─ write slot 1' │ ..
                           └ start .. wait ┘
 
-Every rank has two slots and writes them in turn. A slot is written again two barriers later, and a rank comes to the
-next barrier only when it has read everything, so that one barrier a piece is enough. What does not fit a slot goes in
-pieces.
+Every rank has two slots and writes them alternately. A slot is written again two barriers later, and a rank arrives at
+the next barrier only after it has read all slots, so one barrier per piece is enough. A tensor larger than a slot is
+moved in pieces.
 
-A sum is made by every rank itself from all slots, which costs less than another barrier; large sums of four ranks and
-more are made in parts, one by each rank, and fetched after a second one. Either way it is added in one order, pairs of
-neighbours first, and has the same bits on all ranks: half precision in fp32 and rounded once, where gloo rounds every
-addition.
+Every rank computes a sum itself from all slots, which costs less than another barrier. Large sums of four and more
+ranks are computed in parts, one by each rank, and fetched after a second barrier. Both add in one order, adjacent pairs
+first, so the result has the same bits on all ranks. Half precision is added in fp32 and rounded once, while gloo rounds
+every addition.
 
 Shape suffixes: R ranks, s elements of a shard, n elements of a piece.
 """
@@ -27,44 +27,44 @@ from engine.parallel.comm.backend import Reduction, Wait
 from engine.parallel.comm.host_barrier import NO_HOST, Exchange, HostBarrier, host_identity, open_neighbours
 
 SLOT_BYTES = 1 << 19
-"""Smaller ones cost more barriers, larger ones leave the processor's cache and are memory that every engine takes."""
+"""Size of a slot. Smaller slots need more barriers; larger ones exceed the processor's cache and cost memory."""
 _MANY_RANKS = 4
 _IN_PARTS = 1 << 19
-"""Ranks and bytes of a piece from which a sum in parts costs less."""
+"""With at least ``_MANY_RANKS`` ranks, bytes of a piece from which a sum in parts costs less."""
 
 _MOST_VIEWS = 256
-"""Views of slots that are kept, because making them costs as much as a small sum."""
+"""Views of slots that are cached, because making them costs as much as a small sum."""
 
 _Steps = Iterator[None]
-"""A collective in two halves: it stops once, when everything is told that the others may wait for."""
+"""A collective in two halves: it yields once, after this rank has written everything that the others wait for."""
 
 
 def shared_bytes(ranks: int) -> int:
-    """How much memory the ranks share."""
+    """Bytes of memory that the ranks share."""
     return 2 * ranks * SLOT_BYTES
 
 
 class SharedMemory:
-    """Collectives of one axis on tensors in the CPU's memory, of any size and any dtype that torch adds.
+    """Collectives of one axis on CPU tensors of any size and any dtype that torch adds.
 
-    A collective begins where it is called and is finished by its wait, or by the next call: nothing goes on in
-    between, and no other thread takes part. Waits may come in any order.
+    A collective starts when it is called and is completed by its wait or by the next call; nothing runs in between, and
+    no other thread is involved. Waits may come in any order.
 
-    All raise RuntimeError, as those of a process group do, when a rank has ended or does not come. Nothing works
-    from then on, and the other ranks are told.
+    All methods raise RuntimeError, as those of a process group do, if a rank has ended or does not arrive in time.
+    Every later call then fails too, also on the other ranks.
     """
 
-    def __init__(self, neighbours: HostBarrier) -> None:
-        self.ranks = neighbours.size
-        self._index = neighbours.index
-        self._neighbours = neighbours
+    def __init__(self, barrier: HostBarrier) -> None:
+        self.ranks = barrier.size
+        self._index = barrier.index
+        self._host_barrier = barrier
         self._slots: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self._turn = 0
         self._under_way: _Steps = iter(())
         self._failure = ""
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Wait:
-        """Sum ``tensor``, or take the largest values, in place; not a number is larger than any."""
+        """Sum ``tensor`` in place, or take the elementwise maximum, in which NaN is larger than any number."""
         return self._start(self._all_reduce(tensor.data, op))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Wait:
@@ -76,7 +76,7 @@ class SharedMemory:
         return self._start(self._all_gather(full.data.view(self.ranks, -1), shard.data))
 
     def close(self) -> None:
-        """Leave the other ranks, unmap the memory. A second call does nothing."""
+        """Leave the other ranks and release the memory. A second call does nothing."""
         self._under_way = iter(())
         self._give_up("it is closed")
 
@@ -87,7 +87,7 @@ class SharedMemory:
         return partial(self._finish, steps)
 
     def _finish(self, steps: _Steps) -> None:
-        """Take ``steps``. What interrupts them, Ctrl-C too, leaves the ranks at different places for good."""
+        """Run the remaining ``steps``. An interruption, Ctrl-C too, ends the axis, since its ranks are then apart."""
         if self._failure:
             raise RuntimeError(self._failure)
         try:
@@ -100,27 +100,27 @@ class SharedMemory:
     def _give_up(self, failure: str) -> None:
         self._failure = failure
         self._slots.clear()
-        self._neighbours.close()
+        self._host_barrier.close()
 
     def _next_slots(self, dtype: torch.dtype, elements: int) -> list[Tensor]:
-        """The first ``elements`` of every rank's slot, by rank, for the next piece."""
+        """The first ``elements`` of every rank's slot for the next piece, by rank."""
         self._turn ^= 1
         key = (self._turn, dtype, elements)
         found = self._slots.get(key)
         if found is None:
             if len(self._slots) == _MOST_VIEWS:
                 self._slots.clear()
-            table = torch.frombuffer(self._neighbours.memory, dtype=dtype).view(2, self.ranks, -1)
+            table = torch.frombuffer(self._host_barrier.memory, dtype=dtype).view(2, self.ranks, -1)
             found = self._slots[key] = [slot[:elements] for slot in table[self._turn]]
         return found
 
     def _pieces(self, whole: Tensor, slot_bytes: int) -> Iterator[slice]:
-        """Slices of ``whole`` [..] of a slot each."""
+        """Slices of ``whole`` [..] that fit a slot each."""
         size, elements = max(1, slot_bytes // whole.itemsize), whole.numel()
         return (slice(start, min(start + size, elements)) for start in range(0, elements, size))
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> _Steps:
-        flat = tensor.reshape(-1)  # of the same memory where that is contiguous
+        flat = tensor.reshape(-1)  # shares memory with a contiguous tensor; otherwise copied back below
         for piece in self._pieces(flat, SLOT_BYTES):
             piece_n = flat[piece]
             in_parts = self.ranks >= _MANY_RANKS and piece_n.nbytes >= _IN_PARTS
@@ -129,7 +129,7 @@ class SharedMemory:
             tensor.copy_(flat.view(tensor.shape))
 
     def _exchange(self, own: Tensor) -> Generator[None, None, list[Tensor]]:
-        """Every rank's ``own``, by rank, flat, until the barrier after the next."""
+        """Every rank's ``own``, flat, by rank; valid until the second barrier from here."""
         slots = self._next_slots(own.dtype, own.numel())
         mine = slots[self._index]
         (mine if own.dim() == 1 else mine.view(own.shape)).copy_(own)
@@ -137,16 +137,16 @@ class SharedMemory:
         return slots
 
     def _barrier(self) -> _Steps:
-        self._neighbours.arrive()
+        self._host_barrier.arrive()
         yield
-        self._neighbours.meet()
+        self._host_barrier.meet()
 
     def _reduce_whole(self, piece_n: Tensor, op: Reduction) -> _Steps:
         slots = yield from self._exchange(piece_n)
         _combine(slots, piece_n, op)
 
     def _reduce_in_parts(self, piece_n: Tensor, op: Reduction) -> _Steps:
-        """Every rank reduces one part into its slot for the next barrier, and copies those of the others."""
+        """Reduce one part into this rank's slot for the next barrier, and copy the parts of the other ranks."""
         size, ranks = piece_n.numel(), self.ranks
         parts = [slice(size * rank // ranks, size * (rank + 1) // ranks) for rank in range(ranks)]
         own = parts[self._index]
@@ -171,17 +171,17 @@ class SharedMemory:
 
 
 def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> SharedMemory | None:
-    """Shared memory of an axis; None, on all ranks alike, if one of them does not want it or is on another host.
+    """Shared memory of an axis; None on all ranks if one of them does not want it or is on another host.
 
-    All ranks of the axis call it; see :func:`open_neighbours`.
+    Every rank of the axis calls it; see :func:`open_neighbours`.
     """
     host = host_identity() if wanted else NO_HOST
-    neighbours = open_neighbours(index, ranks, host, shared_bytes(ranks), seconds, exchange)
-    return None if neighbours is None else SharedMemory(neighbours)
+    barrier = open_neighbours(index, ranks, host, shared_bytes(ranks), seconds, exchange)
+    return None if barrier is None else SharedMemory(barrier)
 
 
 def _combine(parts: Sequence[Tensor], out: Tensor, op: Reduction) -> None:
-    """Reduce ``parts`` into ``out``, whose memory is none of theirs."""
+    """Reduce ``parts`` into ``out``, which shares no memory with them."""
     if op == "sum" and len(parts) > 2 and out.is_floating_point() and out.itemsize < 4:
         total = parts[0].float()
         for part in parts[1:]:
@@ -192,7 +192,7 @@ def _combine(parts: Sequence[Tensor], out: Tensor, op: Reduction) -> None:
 
 
 def _in_pairs(reduce: Callable[..., Tensor], parts: Sequence[Tensor], out: Tensor) -> None:
-    """(0 + 1) + (2 + 3) for four, (0 + 1) + 2 for three: rounding grows with the logarithm of their number."""
+    """(0 + 1) + (2 + 3) for four parts, (0 + 1) + 2 for three: rounding errors grow with the log of the number."""
     half = (len(parts) + 1) // 2
     left, right = parts[0], parts[half]
     if half > 1:

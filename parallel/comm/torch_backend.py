@@ -16,20 +16,20 @@ from engine.parallel.comm.world import OwnedGroups, shares_memory
 from engine.parallel.grid import Axis, Grid
 
 _Key = Axis | Literal["gathers"] | tuple[int, ...] | Channel
-"""An axis, the data axis once more for parameters, indices of axis pp that sum, or a channel of messages."""
+"""An axis, the data axis's second group for parameters, indices of axis pp that sum, or a channel of messages."""
 
 
 class TorchBackend:
-    """Real processes: NCCL on GPUs, gloo on CPUs, one group per axis of several ranks.
+    """Collectives and messages between real processes: one group per axis of several ranks.
 
     An axis of all ranks uses the group of the world. What is opened here is destroyed by ``close``, see
     :class:`~engine.parallel.comm.world.OwnedGroups`.
 
-    NCCL runs all messages of one group on one stream, in the order of their issue, and a message waits there for
-    its other end. Ranks of a pipeline issue theirs in different orders, so with NCCL (``linked``) every channel has
-    a group of its own, in which both ends agree on the order. gloo tells channels apart by tags.
+    NCCL runs all messages of a group on one stream in the order of issue, and each blocks the stream until its other
+    end is ready. Pipeline ranks issue their messages in different orders, so with NCCL (``linked``) every channel has a
+    group of its own, whose two ends agree on the order. gloo separates channels by tags.
 
-    On CPUs tensor ranks of one host, who communicate most and run the same program, use memory that they share.
+    On CPUs, tensor ranks of one host, which communicate most and run the same program, use shared memory.
     """
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
@@ -64,12 +64,12 @@ class TorchBackend:
         return self._open(list(self._grid.groups(axis)))
 
     def _open(self, groups: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """Make all ``groups``, which every rank has to do; the one that has this rank, or None."""
+        """Create all ``groups``, which every rank has to do; returns the group of this rank, or None."""
         made = [self._owned.open(group) for group in groups]
         return next((group for group in made if group is not None), None)
 
     def _share(self, axis: Axis) -> dict[Axis, SharedMemory]:
-        """What replaces the group of ``axis``, and any other of the same ranks, if they run on one host."""
+        """Shared memory for ``axis`` and for any other axis of the same ranks; empty unless they run on one host."""
         group, grid = self._groups[axis], self._grid
         assert group is not None
         seconds = group._get_backend(self._device).options._timeout.total_seconds()
@@ -79,11 +79,11 @@ class TorchBackend:
         return {} if found is None else {name: found for name in alike if grid.peers(name) == grid.peers(axis)}
 
     def open_gathers(self) -> None:
-        """Make a second group of the data axis."""
+        """Create a second group of the data axis."""
         self._groups["gathers"] = self._open(list(self._grid.groups("dp")))
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
-        """Concatenate shards."""
+        """All-gather each pair in the second group of the data axis."""
         group = self._groups["gathers"]
         waits = [_all_gather(full, shard, group) for full, shard in pairs]
 
@@ -94,7 +94,7 @@ class TorchBackend:
         return finish
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Make the groups of these stages, for every data and tensor coordinate."""
+        """Create the groups of these stages, for every data and tensor coordinate."""
         if stages not in self._groups:
             groups = [tuple(peers[stage] for stage in stages) for peers in self._grid.groups("pp")]
             self._groups[stages] = self._open(groups)
@@ -104,7 +104,7 @@ class TorchBackend:
         return _finisher(dist.all_reduce(tensor, group=self._groups[stages], async_op=True))
 
     def link(self, links: Sequence[Link]) -> None:
-        """Make the groups of these links, and use each once, in one order for all ranks: NCCL connects at first use."""
+        """Create the groups of these links and use each once, in one order on all ranks: NCCL connects at first use."""
         for link in sorted(set(links)) if self._linked else ():
             if link.channel not in self._groups:
                 peers: list[tuple[int, ...]] = [
@@ -131,7 +131,7 @@ class TorchBackend:
         return _finisher(group.recv([tensor], self._index(source), tag))
 
     def _index(self, pp: int) -> int:
-        """Of a pipeline rank in the group of a channel: that of the axis, or one of its own with two ranks."""
+        """Index of pipeline rank ``pp`` in the group of a channel: that of the axis, or of two ranks."""
         return int(pp > self._here) if self._linked else pp
 
     def _group_of(self, channel: Channel) -> tuple[dist.ProcessGroup, int]:
@@ -142,13 +142,13 @@ class TorchBackend:
             return group, 3 * place + ("state", "forward", "backward").index(channel.flow)
         if group is None:
             raise EngineError(
-                f"stages {channel.source} and {channel.target} have not been linked, because no value passed between "
-                "them in the example batch; pass an example_batch that takes the same path through the model."
+                f"stages {channel.source} and {channel.target} are not linked, because no value passed between them in "
+                "the example batch; pass an example_batch that takes the same path through the model."
             )
         return group, 0
 
     def close(self) -> None:
-        """Destroy the groups, leave the shared memory. A second call does nothing."""
+        """Destroy the groups and leave the shared memory. A second call does nothing."""
         atexit.unregister(self._groups.clear)
         self._groups.clear()
         for shared in self._shared.values():
@@ -157,14 +157,14 @@ class TorchBackend:
         self._owned.close()
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Sum ``tensor``, or take the largest values, in place."""
+        """Sum ``tensor`` in place, or take the elementwise maximum."""
         if axis in self._shared:
             return self._shared[axis].all_reduce(tensor, op)
         reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         return _finisher(dist.all_reduce(tensor, reduction, self._groups[axis], async_op=True))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Sum slices; on gloo by exchanging slices and adding them in rank order."""
+        """Reduce-scatter; on gloo by exchanging slices and adding them in rank order."""
         if axis in self._shared:
             return self._shared[axis].reduce_scatter(shard, full)
         group = self._groups[axis]
@@ -173,14 +173,14 @@ class TorchBackend:
         return _finisher(_REDUCE_SCATTER(shard, full, group=group, async_op=True))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Concatenate shards."""
+        """Concatenate the shards of the axis into ``full``."""
         if axis in self._shared:
             return self._shared[axis].all_gather(full, shard)
         return _all_gather(full, shard, self._groups[axis])
 
 
 _MOST_PLACES = 1 << 14
-"""Stages that tags can tell apart."""
+"""Number of stages that tags can distinguish."""
 
 
 # torch 2.13 renames the flat collectives and warns about the old names.
@@ -194,7 +194,7 @@ def _finisher(work: dist.Work | None) -> Wait:
 
 
 def _exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
-    """The bytes of all ranks of a group, by index."""
+    """The bytes of all ranks of a group, in order of index."""
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     full = own.new_empty(dist.get_world_size(group), len(data))
     _ALL_GATHER(full.view(-1), own, group=group)
@@ -202,9 +202,9 @@ def _exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
 
 
 def _all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> Wait:
-    """All-gather; on gloo, for what is worth it, by messages from every rank to every other.
+    """All-gather; on gloo, large tensors go by messages from every rank to every other.
 
-    gloo's own gathers into memory of its own and copies from there, which costs as much as half of the sending.
+    gloo's own all-gather receives into a buffer and copies from there, which costs half as much as the sending.
     """
     if dist.get_backend(group) != "gloo" or full.numel() * full.element_size() < _WORTH_MESSAGES:
         return _finisher(_ALL_GATHER(full, shard, group=group, async_op=True))
@@ -226,15 +226,14 @@ def _all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup | None) ->
 
 
 _WORTH_MESSAGES = 1 << 16
-"""Bytes from which the copies cost more than the messages do."""
+"""Bytes from which gloo's copies cost more than the additional messages."""
 
 
 def _reduce_scatter_by_exchange(shard: Tensor, full: Tensor, group: dist.ProcessGroup | None) -> Wait:
-    """Reduce-scatter as an all-to-all and a sum.
+    """Reduce-scatter as an all-to-all followed by a local sum.
 
-    gloo's own reduce-scatter is an all-reduce inside: it sends twice the bytes and refuses a shard
-    that lies in ``full``. Adding in rank order also makes the result independent of timing; half
-    precision is added in fp32.
+    gloo's own reduce-scatter is an all-reduce inside: it sends twice the bytes and refuses a shard that lies in
+    ``full``. Adding in rank order also makes the result independent of timing; half precision is added in fp32.
     """
     received = torch.empty_like(full)
     work = _finisher(dist.all_to_all_single(received, full, group=group, async_op=True))

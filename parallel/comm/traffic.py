@@ -1,9 +1,8 @@
-"""What travels: how many bytes a collective sends, and the tally of what was sent.
+"""Traffic: the bytes that a collective sends, and the tally of those sent.
 
-One rule serves the planner and the counter, so that a plan can be compared with a run exactly.
-Bytes are those that one rank sends in a ring (Patarasuk and Yuan 2009): a reduce-scatter or an
-all-gather of n bytes over N ranks sends n(N-1)/N, an all-reduce is one of each. A send of n bytes to
-one other rank sends n, and its receive nothing.
+The planner and the counter use the same rule, so that a plan can be compared exactly with a run. Bytes are those that
+one rank sends in a ring (Patarasuk and Yuan 2009): a reduce-scatter or an all-gather of n bytes over N ranks sends
+n(N-1)/N, an all-reduce is one of each. A message of n bytes to one other rank sends n; receiving it counts 0.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,12 +15,12 @@ from engine.parallel.grid import Axis
 Op = Literal["all_reduce", "reduce_scatter", "all_gather", "send", "receive"]
 
 
-# How often the (N-1)/N part of the payload leaves a rank.
+# How many times (N-1)/N of the payload leaves a rank.
 _PASSES: Mapping[Op, int] = MappingProxyType({"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1})
 
 
 def megabytes(count: int) -> str:
-    """Bytes in a unit that reads well."""
+    """A number of bytes as text in B, KiB, MiB or GiB."""
     if count < 100 * 2**10:
         return f"{count} B" if count < 10_000 else f"{count / 2**10:.1f} KiB"
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
@@ -36,7 +35,7 @@ def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Calls and sent bytes of one label on one axis, on one rank. Receives are no calls."""
+    """Calls and sent bytes of one label on one axis, on one rank. Receives are not counted as calls."""
 
     axis: Axis
     label: str
@@ -49,7 +48,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One collective or message as it was issued; the flight record keeps the last ones."""
+    """One collective or message as it was issued; the flight record keeps the most recent ones."""
 
     sequence: int
     op: Op
@@ -71,7 +70,7 @@ class Tally:
             self.add(entry)
 
     def add(self, entry: Traffic) -> None:
-        """Count one more entry."""
+        """Add an entry to the sum of its axis and label."""
         key = (entry.axis, entry.label)
         self._rows[key] = self._rows[key] + entry if key in self._rows else entry
 
@@ -80,11 +79,11 @@ class Tally:
         return tuple(self._rows[key] for key in sorted(self._rows))
 
     def bytes(self) -> int:
-        """All bytes sent by this rank."""
+        """Bytes sent by this rank, over all axes and labels."""
         return sum(row.bytes for row in self._rows.values())
 
     def since(self, earlier: "Tally") -> "Tally":
-        """What was added after ``earlier`` was copied."""
+        """The traffic added after ``earlier`` was copied."""
         before = {(row.axis, row.label): row for row in earlier.rows()}
         return Tally(
             Traffic(row.axis, row.label, row.calls - old.calls, row.bytes - old.bytes) if old else row
@@ -94,5 +93,5 @@ class Tally:
         )
 
     def copy(self) -> "Tally":
-        """A snapshot that later calls do not change."""
+        """A snapshot that later calls leave unchanged."""
         return Tally(self.rows())

@@ -1,6 +1,6 @@
-"""The processes of a job: who this one is, how it joins the others, and how it leaves.
+"""The processes of a job: which one this is, how it joins the others, and how it leaves.
 
-One of three files that talk to ``torch.distributed``; it makes and destroys process groups and sends nothing.
+One of three files that use ``torch.distributed``; it creates and destroys process groups and sends nothing.
 """
 
 import atexit
@@ -23,7 +23,7 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The processes of this job, before any grid is laid over them."""
+    """This process among the processes of the job, before a grid is laid over them."""
 
     rank: int
     size: int
@@ -37,7 +37,7 @@ def _end_process_group() -> None:
 
 
 def read_world() -> World:
-    """Find out who we are without communicating: from the process group, torchrun's variables, or alone.
+    """Find this rank and its device without communicating: from the process group or torchrun's variables, else alone.
 
     Raises:
         GridError: torchrun's variables are incomplete, or there are more local ranks than GPUs.
@@ -51,12 +51,12 @@ def read_world() -> World:
     if present and len(present) < len(_RENDEZVOUS):
         missing = ", ".join(name for name in _RENDEZVOUS if name not in os.environ)
         raise GridError(
-            f"{', '.join(present)} is set but {missing} is not: all four of {', '.join(_RENDEZVOUS)} make a "
-            "distributed job and none makes a single process; start with torchrun."
+            f"{', '.join(present)} is set and {missing} is missing: a distributed job needs all four of "
+            f"{', '.join(_RENDEZVOUS)}, a single process none of them; start with torchrun."
         )
     rank, size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
     if rank >= size:
-        raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}; ranks count from 0: let torchrun set both.")
+        raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}, since ranks count from 0; let torchrun set both.")
     local_rank = _variable("LOCAL_RANK", rank)
     return World(rank, size, local_rank, _device(local_rank, shared=False))
 
@@ -77,16 +77,16 @@ def _device(local_rank: int, shared: bool) -> torch.device:
     gpus = torch.cuda.device_count()
     if local_rank >= gpus and not shared:
         raise GridError(
-            f"local rank {local_rank} has no GPU of its own, this node has {gpus}; start at most {gpus} processes "
-            "here, or set CUDA_VISIBLE_DEVICES='' to run on the CPU."
+            f"local rank {local_rank} has no GPU of its own, because this node has {gpus}; start at most {gpus} "
+            "processes here, or set CUDA_VISIBLE_DEVICES='' to run on the CPU."
         )
     return torch.device("cuda", local_rank % gpus)
 
 
 def open_world(world: World) -> None:
-    """Start the process group that ``read_world`` described; at the exit of the interpreter it is ended.
+    """Start the process group that ``read_world`` described; it ends when the interpreter exits.
 
-    The time-out of the rendezvous and of every collective is ``TRINE_TIMEOUT_SECONDS`` (600).
+    ``TRINE_TIMEOUT_SECONDS`` (default 600) is the timeout of the rendezvous and of every collective.
 
     Raises:
         GridError: the other ranks cannot be reached; names the address and the network interface.
@@ -109,7 +109,7 @@ def open_world(world: World) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise _rendezvous_failure(world, seconds, error) from error
-    atexit.register(_end_process_group)  # not with an engine: others may live in this process
+    atexit.register(_end_process_group)  # at exit and not with an engine: a process may have several engines
 
 
 class OwnedGroups:
@@ -178,18 +178,18 @@ def _destroy(groups: list[dist.ProcessGroup], ended: Lock) -> None:
 
 
 def timeout_seconds() -> int:
-    """How long anything between ranks may take: ``TRINE_TIMEOUT_SECONDS``, 600 without."""
+    """Timeout of any communication between ranks: ``TRINE_TIMEOUT_SECONDS``, by default 600."""
     return _variable("TRINE_TIMEOUT_SECONDS", 600)
 
 
 def shares_memory() -> bool:
-    """Whether ranks of one host may communicate by memory that they share: ``TRINE_SHARED_MEMORY``, 0 for no."""
+    """True if ranks of one host may communicate through shared memory; ``TRINE_SHARED_MEMORY=0`` forbids it."""
     return _variable("TRINE_SHARED_MEMORY", 1) != 0
 
 
 def leave_traceback(main: Callable[[], None]) -> None:
-    """Run ``main``; under torchrun, whose summary ends the output of a job that failed, it ends with the traceback."""
-    from torch.distributed.elastic.multiprocessing.errors import record  # only who has a main pays for it
+    """Run ``main`` so that torchrun's summary of a failed job ends with this process's traceback."""
+    from torch.distributed.elastic.multiprocessing.errors import record  # slow to import, and only needed here
 
     record(main)()
 

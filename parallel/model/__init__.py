@@ -1,1 +1,11 @@
-"""What is found out about, and put on, a user's module: blocks, forward patches, placeholders, random streams."""
+"""The user's module: how it is divided into units, and what the engine puts on it and removes again.
+
+blocks              units and blocks of a model: the modules that stages and ZeRO treat as black boxes
+name_patterns       patterns over the names of modules and parameters
+forward_patch       one owner of all patches on modules, in a declared order
+placeholders        tensors without memory, for parameters and values that another stage holds
+materialize         give parameters on the meta device their initial values
+rng_streams         random numbers keyed by microbatch and module, so that dropout is equal on every grid
+side_effects        restore random streams, buffers and attributes after a trial forward
+torch_checkpoint    ``torch.utils.checkpoint`` regions that span several stages
+"""

@@ -1,7 +1,7 @@
-"""Which modules are black boxes to the pipeline.
+"""Units and blocks of a model: the modules that are treated as black boxes.
 
 A *chain* is a ModuleList or Sequential whose children with parameters share one class; its children are *blocks*.
-A *unit* is a block, or any other outermost module with parameters. All that runs outside units is *glue*.
+A *unit* is a block, or any other outermost module with parameters. Code that runs outside units is *glue*.
 
     model ---- embed            unit
           +--- layers           chain
@@ -19,16 +19,18 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a model by name, in the order of the model, and which of them are blocks."""
+    """The units of a model by name, in the order of the model, and the names of the blocks among them."""
 
     modules: Mapping[str, nn.Module]
     blocks: tuple[str, ...]
 
 
 def find_units(model: nn.Module, deep: bool = False, mixed: bool = False) -> Units:
-    """The units of ``model``; with ``deep``, chains inside the elements of a chain give the blocks (Swin).
+    """The units of ``model``.
 
-    ``mixed``: a Sequential whose children are of several classes is a chain too (VGG: convolutions and norms).
+    Args:
+        deep: chains inside the elements of a chain give the blocks (Swin).
+        mixed: a Sequential whose children have several classes is a chain too (VGG: convolutions and norms).
     """
     walk = _Walk(deep, mixed)
     walk.visit(model, "")
@@ -36,7 +38,7 @@ def find_units(model: nn.Module, deep: bool = False, mixed: bool = False) -> Uni
 
 
 def open_units(units: Units, names: Iterable[str]) -> Units:
-    """The same with the units ``names`` replaced by their children, so that what passes between those is seen."""
+    """The same units with those in ``names`` replaced by their children, so that values between these are seen."""
     opened = set(names)
     modules: dict[str, nn.Module] = {}
     blocks: list[str] = []
@@ -49,7 +51,7 @@ def open_units(units: Units, names: Iterable[str]) -> Units:
 
 
 def weighty_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children that hold parameters, repeated ones too, which ``named_children`` would leave out."""
+    """The children with parameters, including repeated ones, which ``named_children`` omits."""
     return [(key, child) for key, child in module._modules.items() if child is not None and _weighty(child)]
 
 
@@ -61,7 +63,7 @@ class _Walk:
         self._seen: set[int] = set()
 
     def visit(self, module: nn.Module, name: str) -> None:
-        """Take ``module`` as a unit, or look inside it."""
+        """Add ``module`` as a unit, or look inside it."""
         if id(module) in self._seen or not _weighty(module):
             return
         self._seen.add(id(module))
@@ -84,7 +86,7 @@ class _Walk:
             self.blocks.append(name)
 
     def _is_chain(self, module: nn.Module) -> bool:
-        """A ModuleList of one counts: its element may be called many times (ALBERT)."""
+        """True for a chain. A ModuleList of one element counts: it may be called many times (ALBERT)."""
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             return False
         children = weighty_children(module)

@@ -1,13 +1,13 @@
 """One owner of everything that an engine puts on the modules of a user's model.
 
-A call of a module passes what was put on it from outside to inside; :class:`PatchLayer` declares the order:
+A call of a module passes its patches from outside to inside; :class:`PatchLayer` declares the order:
 
     STAGE            a pipeline stage that does not hold the module answers the call instead
      GATHER          sharded parameters are gathered before the call and freed after it (ZeRO 3)
       RANDOM         hooks reseed the random generators after the call
-       RECOMPUTE     the call keeps its inputs only and runs again in backward
+       RECOMPUTE     the call keeps only its inputs and runs again in backward
         FP32         inputs are cast to fp32, outputs back
-         COMPILE     torch.compile, or the order to pass over a module that communicates
+         COMPILE     torch.compile, or its exclusion of a module that communicates
           DEFERRED   the weight gradient may be computed later than the input gradient
            LAZY      logits stay uncomputed until the loss reads them
             FUSED    the activation after a linear layer is computed in its kernel
@@ -15,9 +15,9 @@ A call of a module passes what was put on it from outside to inside; :class:`Pat
               KERNEL a fused operator in place of the module's own forward
                the module's own forward
 
-Each patch changes instance attributes or the class of a module and nothing else; hooks, ``isinstance`` and the places
-of the module in lists stay the user's. Patches are put on from inside to outside, so that a patch runs what it found
-in its slot, and are taken off in the opposite order.
+A patch changes only instance attributes or the class of a module; hooks, ``isinstance`` and the module's position in
+lists stay the user's. Patches are applied from inside to outside, so that each calls what it found in its slot, and are
+removed in the opposite order.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,10 +35,10 @@ _NOTHING = object()
 
 
 class PatchLayer(IntEnum):
-    """Where a patch stands: a smaller number is nearer to the module's own forward."""
+    """Position of a patch: a smaller number is nearer to the module's own forward."""
 
     PARAMETERS = 0
-    """Beside the forward: parameters lie in flat buckets, and hooks take their gradients."""
+    """Beside the forward: parameters are in flat buckets, and hooks collect their gradients."""
     KERNEL = 1
     TENSOR = 2
     FUSED = 3
@@ -59,26 +59,27 @@ class Patch:
     module: nn.Module
     layer: PatchLayer
     note: str
-    """What it does, for people: a predicate whose subject is the module."""
+    """Its effect, for people: a predicate whose subject is the module."""
     undo: Callable[[], None]
 
 
 class ForwardPatches:
-    """Owns the patches of one engine. ``remove`` makes every module what it was before the first one."""
+    """Owns the patches of one engine. ``remove`` restores every module to its state before the first patch."""
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
         self._outermost: dict[int, PatchLayer] = {}
-        """The outermost layer that each module has, by the module's id."""
+        """Outermost layer of each patched module, by the module's id."""
 
     @contextmanager
     def changing(self, module: nn.Module, layer: PatchLayer, note: str) -> Iterator[None]:
-        """Around code that assigns instance attributes or the class of ``module``: they are the patch.
+        """Context of code that assigns instance attributes or the class of ``module``: its changes become the patch.
 
-        An attribute that somebody else has assigned since is left alone by the removal.
+        The removal leaves alone an attribute that other code has assigned since.
         """
         outer = self._outermost.get(id(module), layer)
-        if layer is not PatchLayer.COMPILE:  # blocks are compiled before they are planned, and call what they have then
+        # COMPILE is exempt: blocks are compiled before they are planned, and call the forward that they have by then
+        if layer is not PatchLayer.COMPILE:
             assert outer <= layer, f"{layer.name} is put on a {type(module).__name__} after {outer.name}, outside it"
             self._outermost[id(module)] = layer
         before, own = dict(vars(module)), type(module)
@@ -100,15 +101,15 @@ class ForwardPatches:
         self._patches.append(Patch(module, layer, note, undo))
 
     def replace_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
-        """Let ``forward(module, *args)`` run in place of what the module runs now.
+        """Replace the module's forward by ``forward(module, *args)``.
 
-        It is a bound method, so that it belongs to the copy in a copied module.
+        It is a bound method, so that a copy of the module has its own.
         """
         with self.changing(module, layer, note):
             object.__setattr__(module, _FORWARD, MethodType(forward, module))
 
     def wrap_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
-        """Let ``forward(*args)`` run in place of what the module runs now, which it may call."""
+        """Replace the module's forward by ``forward(*args)``, which may call the previous one."""
         with self.changing(module, layer, note):
             object.__setattr__(module, _FORWARD, forward)
 
@@ -117,23 +118,23 @@ class ForwardPatches:
         self._patches.append(Patch(module, layer, note, handle.remove))
 
     def own(self, module: nn.Module, layer: PatchLayer, undo: Callable[[], None], note: str) -> None:
-        """Own a change of something that ``module`` refers to, such as its ``config``."""
+        """Own a change of an object that ``module`` refers to, such as its ``config``."""
         self._patches.append(Patch(module, layer, note, undo))
 
     def around(self, module: nn.Module) -> list[Patch]:
-        """The patches of one module, from inside to outside."""
+        """Patches of one module, from inside to outside."""
         return sorted((patch for patch in self._patches if patch.module is module), key=lambda patch: patch.layer)
 
     def remove(self) -> None:
-        """Take all patches off, the outermost first."""
+        """Remove all patches, the last one first."""
         while self._patches:
             self._patches.pop().undo()
         self._outermost.clear()
 
     def explain(self, model: nn.Module, name: str) -> list[str]:
-        """What runs around the module ``name`` of ``model``, from outside to inside, and on the modules in it.
+        """Patches around and inside the module ``name`` of ``model``, as lines ``path: note``.
 
-        A line a patch, ``path: note``; modules outside come first, then the module itself, then those in it.
+        Modules around it come first, from outside to inside, then the module itself, then the modules in it.
         """
         parts = name.split(".") if name else []
         outside = [".".join(parts[:count]) for count in range(len(parts))]
@@ -154,10 +155,10 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
 
 
 def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
-    """``function`` with another global of this name; its module keeps its own."""
+    """A copy of ``function`` in which the global ``name`` has another value; the original keeps its own."""
     scope = {**function.__globals__, name: value}
-    scope.pop("__name__", None)  # by which torch.compile would look globals up in the module
-    code = function.__code__.replace()  # what torch.compile has made of the other is kept with its code
+    scope.pop("__name__", None)  # torch.compile would use it to look globals up in the original module
+    code = function.__code__.replace()  # a copy, since torch.compile caches its result with the code object
     made = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__module__ = function.__module__
@@ -166,7 +167,7 @@ def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
 
 
 class Handler(Protocol):
-    """Gets the name of the unit, what it would run, and the arguments; returns what the call returns."""
+    """Takes the name of the unit, its original forward and the arguments; returns the result of the call."""
 
     def __call__(
         self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -175,17 +176,17 @@ class Handler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interception:
-    """Sends the calls of units to ``handler``."""
+    """Passes the calls of units to ``handler``."""
 
     handler: Handler
     layer: PatchLayer
     patches: ForwardPatches
     skips: Callable[[str], bool] = lambda unit: False
-    """Whether the call to come is one that the handler answers without running the unit: a compiled unit then runs
-    its hooks around the handler's answer uncompiled, since its hooks lie inside what was compiled."""
+    """True if the handler will answer the coming call without running the unit. A compiled unit then runs its hooks
+    eagerly around that answer, since they are part of the compiled code."""
 
     def install(self, unit: str, module: nn.Module, note: str) -> None:
-        """Send the calls of ``module``, whose name is ``unit``, to the handler."""
+        """Pass the calls of ``module``, whose name is ``unit``, to the handler."""
         compiled = getattr(module, _COMPILED, None)
         own: Callable[..., Any] = getattr(module, _FORWARD if compiled is None else _COMPILED)
 

@@ -1,9 +1,9 @@
-"""A model from the meta device gets its weights: block by block, and only those that this rank keeps.
+"""Meta init: initialise a model built on the meta device block by block, keeping only what this rank holds.
 
-Of a block that a rank needs, all parameters exist for a moment, are drawn by the block's own initialisation
-(Hugging Face's ``_init_weights``, or ``reset_parameters`` of its modules, children first) and cut to what the
-rank keeps. The seed is the run's and the block's name, so that values do not depend on the grid. Weights that come
-from a folder (``checkpoint.init_from``) are not drawn: their places are made, and filled later.
+While a block that this rank needs is initialised, all of its parameters exist in full. The block's own initialisation
+draws them (Hugging Face's ``_init_weights``, or ``reset_parameters`` of its modules, children first), then they are cut
+to what the rank keeps. The seed is derived from the run's seed and the block's name, so values do not depend on the
+grid. Weights that come from a folder (``checkpoint.init_from``) are only allocated here, and filled later.
 """
 
 import zlib
@@ -18,14 +18,14 @@ from engine.parallel.model.blocks import find_units
 from engine.parallel.model.rng_streams import keyed_generators
 
 Keep = Callable[[str, Tensor], Tensor]
-"""What a rank keeps of a parameter: (first name, whole tensor) -> part."""
+"""Cuts a parameter to what this rank holds: (first name, full tensor) -> part."""
 
 
 @torch.no_grad()
 def materialize(model: nn.Module, names: Collection[str], seed: int, device: torch.device, keep: Keep) -> None:
     """Give every meta parameter in ``names``, and every meta buffer, its initial value on ``device``.
 
-    Parameter objects stay; all others stay on the meta device. Nothing is communicated.
+    Parameters remain the same objects; those not in ``names`` stay on the meta device. Nothing is communicated.
 
     Raises:
         PlanError: a module has such a tensor and no way to initialise it.
@@ -47,11 +47,11 @@ _NO_WAY = (
     "the model in memory."
 )
 Part = list[tuple[str, nn.Module]]
-"""Modules by name, parents after their children."""
+"""Modules by name, children before their parents."""
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[str, Part]]:
-    """The units with all that is in them, then every other module alone."""
+    """Each unit with everything inside it, then every other module alone."""
     units = find_units(model).modules
     inside: set[int] = set()
     for name, unit in units.items():
@@ -64,7 +64,7 @@ def _groups(model: nn.Module) -> Iterator[tuple[str, Part]]:
 
 
 def _tensors(part: Part) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Meta tensors that the modules themselves hold."""
+    """Meta tensors that the modules hold directly."""
     for _, module in part:
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor.is_meta:
@@ -72,14 +72,14 @@ def _tensors(part: Part) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 class _Filling:
-    """What it takes to initialise one group."""
+    """Initialises one group of modules."""
 
     def __init__(self, model: nn.Module, name: str, device: torch.device) -> None:
         self.name, self.device = name, device
         self.initialise: Any = getattr(model, "_init_weights", None)
 
     def run(self, part: Part) -> None:
-        """Every module's own initialisation, children first."""
+        """Run the initialisation of every module, children first."""
         for _, module in part:
             reset: Any = getattr(module, "reset_parameters", None)
             if self.initialise is not None:
@@ -89,10 +89,10 @@ class _Filling:
 
 
 def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> None:
-    """Put whole tensors in place of the meta ones, initialise, keep the parts, put the rest back."""
+    """Replace the meta tensors by full ones, initialise them, keep this rank's parts and restore the rest."""
     given = list(_tensors(part))
     done = [(m, leaf, p) for _, m in part for leaf, p in m._parameters.items() if p is not None and not p.is_meta]
-    for module, leaf, parameter in done:  # tied to an earlier block, which has set it
+    for module, leaf, parameter in done:  # tied to an earlier block, whose values must survive this initialisation
         _set(module, leaf, nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
     made: dict[int, Tensor] = {}
     for module, leaf, tensor in given:
@@ -116,7 +116,7 @@ def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> 
 
 
 def replace_meta(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Let the meta parameters of these names be these tensors, whose content comes later. The objects stay."""
+    """Give the meta parameters of these names these tensors as values. Parameters remain the same objects."""
     for name, parameter in model.named_parameters():
         if name in values and parameter.is_meta:
             _become(parameter, values[name])
@@ -133,7 +133,7 @@ def _set(module: nn.Module, leaf: str, tensor: Any) -> None:
 
 
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """A whole tensor whose content shows that nobody has set it."""
+    """A full tensor filled with a value that shows whether initialisation has set it."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if empty.is_floating_point():
         empty.fill_(torch.nan)

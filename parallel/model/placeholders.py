@@ -1,6 +1,7 @@
-"""Tensors that are not here: shape, dtype and device without memory, full of NaN.
+"""Placeholders: tensors with shape, dtype and device but without memory, filled with NaN.
 
-Whatever is computed from one by mistake is NaN too, and loud. Integers and booleans know no NaN and are 0.
+They stand for parameters and values that another stage holds. Whatever is computed from one by mistake becomes NaN, so
+the mistake shows. Integers and booleans, which have no NaN, are 0.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,36 +13,36 @@ _TRAINABLE = "_absent_but_trainable"
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of ``shape`` that takes the memory of one element; reading is safe, writing in place is refused."""
+    """A tensor of ``shape`` over one element of memory; it can be read safely and refuses writes in place."""
     content = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    # .data: a view would lead autograd back to its base of one element when a received value is put into it
+    # .data: with a view, autograd would trace a received value back to the base of one element
     return torch.full((), content, dtype=dtype, device=device).expand(tuple(shape)).data
 
 
 class PlaceholderPool:
-    """Absent tensors of one device, of which there are many alike."""
+    """Placeholders of one device; those of equal shape and dtype share their element."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def give(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A new tensor over the same element."""
+        """A new placeholder over the shared element."""
         if (shape, dtype) not in self._made:
             self._made[shape, dtype] = placeholder(shape, dtype, self._device)
         return self._made[shape, dtype].data
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether elements share memory, so that nothing can be written in place."""
+    """True if elements share memory, so that the tensor cannot be written in place."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def replace_absent(model: nn.Module, present: Collection[str], device: torch.device | None = None) -> None:
-    """Take the memory of every parameter of ``model`` that ``present`` does not name; ties count by identity.
+    """Release the memory of every parameter of ``model`` not named in ``present``; ties count by identity.
 
-    The parameters stay the objects they are, on ``device`` (default: their own, or the CPU if that is meta).
-    They no longer require a gradient; a probe still knows which of them did.
+    The parameters remain the same objects, on ``device`` (default: their own, or the CPU if that is meta). They no
+    longer require a gradient; ``trainable`` tells whether they did.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     kept = {id(parameter) for name, parameter in named if name in present}
@@ -51,7 +52,7 @@ def replace_absent(model: nn.Module, present: Collection[str], device: torch.dev
 
 
 def trainable(parameter: Tensor) -> bool:
-    """Whether a parameter requires a gradient, or did before it became absent."""
+    """True if a parameter requires a gradient, or did before it was replaced by a placeholder."""
     return bool(getattr(parameter, _TRAINABLE, parameter.requires_grad))
 
 
@@ -61,7 +62,7 @@ def _take(parameter: nn.Parameter, device: torch.device) -> None:
     parameter.grad = None
     stand_in = placeholder(parameter.shape, parameter.dtype, device)
     if parameter.is_meta:
-        # .data refuses another kind of device; the object has to stay, for ties and for whoever holds it
+        # .data refuses another device type, and the object has to stay the same for ties and references
         other = nn.Parameter(stand_in, requires_grad=False)
         vars(other).update(vars(parameter))
         torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]

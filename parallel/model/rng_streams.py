@@ -1,18 +1,18 @@
-"""Random numbers keyed by what they are for, so that dropout does not depend on the grid.
+"""Random streams keyed by their purpose, so that dropout does not depend on the grid.
 
-The generators are set from (seed, step, global microbatch index) before a microbatch, set anew at the exit
-of every block and other outermost module with parameters (key: how many of them have ended), and put back
-afterwards: the user's own streams are not touched.
+    microbatch starts              seed(key)               key = (seed, step, global microbatch index)
+    block 0 or embedding ends      seed(key, 1)            an outermost module with parameters
+    block 1 ends                   seed(key, 2)
+    part of a block ends           seed(key, 2, 1)         only in blocks with dropout
+    microbatch ends                the user's own streams are restored
 
-Setting them at exits and not at entries has two reasons: what is drawn between two modules is the same on
-whatever pipeline stage it runs, and recomputed activations, which go back to the state at a block's entry,
-draw the same numbers again. Where several blocks are recomputed together, the seed found at the entry of each
-tells which microbatch this is and where in it, so that its exit sets the same seed as before.
+Generators are reseeded at the exit of modules rather than at their entry for two reasons. Numbers drawn between two
+modules are the same on whichever pipeline stage draws them. And a recomputed block, which starts from the generator
+state saved at its entry, draws the same numbers again. If several blocks are recomputed together, the seed found at the
+entry of each identifies the microbatch and the position in it, so its exit sets the same seed as in the forward.
 
-Where blocks have dropout, what they consist of sets the generators too: a stage may begin inside a block, and what
-it does not have draws nothing there.
-
-Seeds made from what they are for, and the generators that they go to.
+In blocks with dropout, the exits of their parts reseed too: a stage may begin inside a block, and the parts that it
+skips draw nothing there.
 """
 
 import hashlib
@@ -34,12 +34,11 @@ Hook = Callable[..., None]
 
 @contextmanager
 def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
-    """Seed the CPU's and this device's generator from ``key``; restore both at the end."""
+    """Seed the generators of the CPU and of this device from ``key``; restore both at the end."""
     generators = generators_of(device)
     before = [generator.get_state() for generator in generators]
     try:
-        for generator in generators:
-            generator.manual_seed(derive_seed(*key))
+        seed_generators(device, derive_seed(*key))
         yield
     finally:
         for generator, state in zip(generators, before, strict=True):
@@ -47,30 +46,31 @@ def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
 
 
 class StreamPosition(NamedTuple):
-    """Where in a microbatch the generators were last set."""
+    """Position in a microbatch at which the generators were last seeded."""
 
     key: tuple[int, ...]
     ended: int = 0
-    """Modules that had ended."""
+    """Number of outermost modules that have ended."""
     inner: int = 0
-    """Parts of blocks that have ended since."""
+    """Number of parts of blocks that have ended since."""
 
     def seed(self) -> int:
-        """What the generators are set to here."""
+        """The seed of this position."""
         counts = (self.ended, self.inner) if self.inner else (self.ended,) if self.ended else ()
         return derive_seed(*self.key, *counts)
 
     def after(self, part: bool) -> "StreamPosition":
-        """When one more has ended: a part of a block, or a module."""
+        """The position after the end of one more module, or of one more ``part`` of a block."""
         return (
             StreamPosition(self.key, self.ended, self.inner + 1) if part else StreamPosition(self.key, self.ended + 1)
         )
 
 
 class RandomStreams:
-    """The random streams of one model: hooks that reseed while a microbatch runs, forward or once more in backward.
+    """Random streams of one model: hooks that reseed the generators in forward, and again when backward recomputes.
 
-    They are put on with the first microbatch that draws something: a call of a module with hooks takes longer.
+    The hooks are installed at the first microbatch that draws random numbers, because they slow down every call of a
+    module.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
@@ -78,15 +78,15 @@ class RandomStreams:
         self._hooked = False
         self._now: StreamPosition | None = None
         self._made: dict[int, StreamPosition] = {}
-        """Of this step, by seed."""
+        """Positions of this step, by seed."""
         self._again: dict[int, StreamPosition] = {}
-        """What running recomputations found at the entry of a module, by the module."""
-        # what is compiled traces its hooks too, and these cannot be traced; elsewhere that would only cost time
+        """Position found at the entry of each module that is being recomputed, by the module's id."""
+        # a compiled module traces its hooks too, and these cannot be traced; disabling them elsewhere only costs time
         self._traced = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
 
     @contextmanager
     def forward(self, *key: int) -> Iterator[None]:
-        """Around the forward of one microbatch: key = (seed, step, ...). Backward must lie outside."""
+        """Context of one microbatch's forward; key = (seed, step, ...). Its backward must lie outside."""
         if not self._hooked:
             self._install()
         if any(other.key[:2] != key[:2] for other in list(self._made.values())[:1]):
@@ -118,6 +118,7 @@ class RandomStreams:
         self._patches.hook(unit, PatchLayer.RANDOM, unit.register_forward_hook(leave), note)
 
     def _enter(self, unit: nn.Module, *_: object) -> None:
+        # outside a forward this is a recomputation in backward: the restored seed tells the microbatch and position
         if self._now is None:
             found = self._made.get(torch.default_generator.initial_seed())
             if found is not None:
@@ -127,21 +128,20 @@ class RandomStreams:
         if self._now is not None:
             self._now = self._reseed(self._now.after(part))
         elif (found := self._again.pop(id(unit), None)) is not None:
-            # parts of the module may have ended meanwhile
+            # parts of the module may have ended since its entry, so the current seed takes precedence
             self._reseed(self._made.get(torch.default_generator.initial_seed(), found).after(part))
 
     def _reseed(self, place: StreamPosition) -> StreamPosition:
         seed = place.seed()
         self._made[seed] = place
-        for generator in generators_of(self._device):
-            generator.manual_seed(seed)
+        seed_generators(self._device, seed)
         return place
 
 
 def _parts(units: Units, known: set[int]) -> Iterator[nn.Module]:
-    """What blocks with dropout consist of: code that goes round the block's forward calls them one by one.
+    """Children of blocks with dropout, since the forward of a stage may call them one by one instead of the block.
 
-    Not those of compiled blocks, whose graph a hook would break.
+    Compiled blocks are left out: a hook inside would break their graph.
     """
     for name in units.blocks:
         block = units.modules[name]
@@ -160,19 +160,34 @@ def derive_seed(*key: int) -> int:
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
-    """The generators that a model on ``device`` draws from: the CPU's, and the device's own.
+    """Generators that a model on ``device`` draws from: the CPU's and the device's own.
 
-    They are named one by one because ``torch.manual_seed``, which seeds every device there is, takes 70
-    microseconds where a generator takes one.
+    They are listed one by one because ``torch.manual_seed``, which seeds every device, takes 70 microseconds, and
+    seeding one generator takes one.
     """
     generators = [torch.default_generator]
     if device.type == "cuda":
-        current = torch.cuda.current_device()  # starts CUDA: the generators do not exist before
+        current = torch.cuda.current_device()  # initialises CUDA, which creates the generators
         generators.append(torch.cuda.default_generators[current if device.index is None else device.index])
     return generators
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed what a model on ``device`` draws from."""
+    """Seed the generators that a model on ``device`` draws from."""
     for generator in generators_of(device):
         generator.manual_seed(seed)
+
+
+def draw_apart(device: torch.device, index: int) -> int:
+    """Let rank ``index`` of the tensor axis draw random numbers of its own from now on.
+
+    Returns one number from the CPU's generator, the same on all ranks, which ``draw_alike`` takes to end this.
+    """
+    drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    seed_generators(device, derive_seed(drawn, index + 1))
+    return drawn
+
+
+def draw_alike(device: torch.device, drawn: int) -> None:
+    """Let all ranks of the tensor axis draw the same random numbers from now on."""
+    seed_generators(device, derive_seed(drawn, 0))

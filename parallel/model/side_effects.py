@@ -1,14 +1,15 @@
-"""A forward that leaves no trace: random streams, buffers and attributes of the model are put back afterwards.
+"""Side effects of a forward: restore them after a trial run, and detect attributes that may change the forward's path.
 
-What may turn the forward of a model another way between two steps: plain attributes of its modules.
+``restoring_state`` puts random streams, buffers and attributes of the model back after a forward.
 
-``model.gate = True`` makes a forward call or add something else, though its input looks as before. So what the
-attributes say is part of what a forward is remembered by:
+``AttributeState`` reads the plain attributes of the modules. ``model.gate = True`` may make a forward call or add
+something else although its input looks as before, so their values are part of the key under which a traced forward is
+cached:
 
     bool, None or not None, string, number     of modules, and of plain objects that they hold (``model.config``)
 
-A number or string that changes while the forward stays the same (a counter) is not looked at any more. What is
-kept elsewhere, in globals or closures, is not seen.
+A number or string that changes while the forward stays the same (a counter) is ignored from then on. Values kept
+elsewhere, in globals or closures, are not seen.
 """
 
 import random
@@ -25,8 +26,11 @@ from torch import Tensor, nn
 
 @contextmanager
 def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put back, at the end: the generators of torch, Python and numpy, every buffer's content, and what the
-    attributes of the modules name, with the items of plain dicts and lists among them."""
+    """Restore the model and the random streams at the end of the context.
+
+    These are the generators of torch, Python and NumPy, the content of every buffer, and the attributes of all modules
+    with the items of plain dicts, lists and sets among them.
+    """
     undo = [_undo_python_random(), *(_undo_module(module) for module in model.modules())]
     undo += [_undo_buffer(buffer) for buffer in model.buffers() if not buffer.is_meta]
     devices = [device] if device.type == "cuda" else []
@@ -39,7 +43,7 @@ def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _uncompiled() -> Any:
-    """A compiled module cannot be looked into; nothing is compiled unless dynamo has been loaded."""
+    """Run compiled modules eagerly, since their inside cannot be observed; only needed once dynamo is loaded."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -85,7 +89,7 @@ def _undo_module(module: nn.Module) -> Callable[[], None]:
 
 
 def _differ(now: Any, before: Any) -> bool:
-    """By identity: equality of tensors is a tensor."""
+    """Compare by identity, because ``==`` of tensors gives a tensor."""
     return [*map(id, _items(now))] != [*map(id, _items(before))]
 
 
@@ -94,7 +98,7 @@ def _items(holder: Any) -> list[Any]:
 
 
 Place = tuple[str, str]
-"""Module and attribute."""
+"""Module path and attribute name."""
 State = Mapping[Place, Any]
 _NOTHING = object()
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -113,20 +117,20 @@ class AttributeState:
         self._last: State = {}
 
     def read(self) -> State:
-        """What every attribute says now, those found idle left out; the same object as long as nothing changes."""
+        """Values of all attributes except ignored ones; the same object is returned until a value changes."""
         now = {place: value for place, value in self._plain() if place not in self._idle}
         if now != self._last:
             self._last = now
         return self._last
 
     def same(self, one: State, other: State) -> bool:
-        """Whether two readings agree in all that counts."""
+        """True if two readings differ at most in ignored attributes."""
         return one is other or self._idle.issuperset(_changed(one, other))
 
     def settle(self, one: State, other: State) -> None:
-        """The forwards under two readings were alike: numbers and strings that differ do not matter.
+        """Ignore numbers and strings that differ between two readings whose forwards were equal.
 
-        A bool counts for ever: it cannot change in every step without coming back to what is remembered.
+        A bool is never ignored: its few values soon repeat, so it cannot make every step look new.
         """
         for place in _changed(one, other):
             values = one.get(place), other.get(place)

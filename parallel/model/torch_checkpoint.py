@@ -1,10 +1,10 @@
-"""Activation checkpointing (``torch.utils.checkpoint``) in a forward of which only a part runs here.
+"""Activation checkpointing (``torch.utils.checkpoint``) in a forward of which this stage runs only a part.
 
-A region that code between units checkpoints may hold calls of other stages: run again in backward, it would run them
-for real. So the region itself runs in the open, and each of its calls that runs here is recomputed alone.
+A checkpointed region in code between units may contain calls of other stages, which a recomputation in backward would
+run for real. So the region's own code is not checkpointed, and each of its calls that runs here is recomputed alone.
 
     checkpoint(f, x)     f = call a, glue, call b
-    here                 checkpoint(a), glue, and nothing for b of another stage
+    here                 checkpoint(a), glue, and nothing for b, which another stage runs
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 class Regions(Protocol):
-    """A forward that knows whether a unit runs, and keeps the options of the regions around."""
+    """A forward that knows whether a unit is running, and has the options of the surrounding checkpointed regions."""
 
     inside: bool
     regions: list[dict[str, Any]]
@@ -28,10 +28,10 @@ class Regions(Protocol):
 
 @contextmanager
 def open_checkpoints(recompute: bool) -> Iterator[None]:
-    """Within, a reentrant checkpoint runs its function in the open: as the other kind, or without recomputing.
+    """Context in which a reentrant checkpoint runs as a non-reentrant one, or without recomputation.
 
-    The reentrant kind hides the calls inside from autograd: a value that leaves the stage from inside would
-    have no history, and a received one would lose its own.
+    The reentrant kind hides the calls inside from autograd: a value sent from inside the region would have no graph,
+    and a received one would lose its own.
     """
 
     def apply(function: Function, preserve: bool, *args: Any) -> Any:
@@ -53,7 +53,7 @@ def open_checkpoints(recompute: bool) -> Iterator[None]:
 
 @contextmanager
 def spread_checkpoints(run: Regions) -> Iterator[None]:
-    """Within, a checkpoint outside units runs in the open and leaves its options in ``run.regions`` meanwhile."""
+    """Context in which a checkpoint outside units runs its function plainly, with its options in ``run.regions``."""
     original = getattr(module, _GENERATOR)
 
     def generator(function: Function, preserve: bool, context_fn: Function, *rest: Any, **kwargs: Any) -> Iterator[Any]:
@@ -74,7 +74,7 @@ def spread_checkpoints(run: Regions) -> Iterator[None]:
 
 
 def recomputed(forward: Function, options: dict[str, Any]) -> Function:
-    """``forward``, run again in backward as the region around it asked for."""
+    """``forward``, recomputed in backward with the options of the surrounding region."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)

@@ -1,30 +1,23 @@
-"""A model cut into stages, and the order in which ranks work on them.
+"""Pipeline parallelism: an unchanged model cut into stages, and the order in which ranks work on them.
 
-What each rank does, as pure data: these know no tensors and no processes and import no torch.
-
-    actions        what a schedule is; ``schedule``: the kinds by name; ``schedule_file``: tokens in files
-      placement    which stages a rank has; ``loops``, ``zero_bubble`` with its ``player``, ``dualpipe``: the orders
-    order          in which sequence a schedule can happen; ``check`` proves that it can, and how long it takes
-    release        when what was sent has surely left
-    choose         the fastest kind for measured costs
-    summary        its figures; ``draw``, ``svg`` and ``trace`` show it, predicted or measured
-
-Who plays it: the ``executor``, over a ``transport`` that uses its ``buffers`` again; ``weights`` leaves gradients of
-weights for later.
+    schedule/     what each rank does in which order, as pure data: no tensors, no processes, no torch
+    partition/    where a traced model is cut, what each stage runs, receives and sends; which schedule is fastest
+    runtime/      a schedule carried out on this rank: stages in the user's forward, messages, split backwards
+    report/       a schedule as text, SVG or Perfetto trace, predicted or measured
 
 How an unchanged model becomes stages, in one process and without communication:
 
-    units          which modules are black boxes, and which of them are blocks
-    probe          one forward without content gives a timeline: calls, glue, values
-      record       the function mode that writes it down; ``ledger``: what each tensor is; ``twins``: meta twins
-      unchanged    puts back whatever that forward changes
-    timeline       the data between probe and cut; ``difference``: where two of them part
-    switches       attributes of the model that may turn its forward another way
-    cut            where stages begin; ``balance``: even costs; ``recut``: the same boundaries on other inputs
-      cost         what calls and stages cost, in FLOPs or in measured seconds
-      stageplan    what one stage runs, receives, sends and holds; ``vertexcut``: the cheapest values that do
-    stage          runs a plan in the user's forward; ``absent``: what is not here is NaN without memory
-      run          tier 1: absent calls are answered; ``glue_run``: tier 2, glue operations too
-      checkpoints    recomputation of what runs here, where the user's code checkpoints more than that
-      intercept    how calls of units come to us; ``operation``: what the name of a torch function tells
+    engine.parallel.model.blocks      units: the modules that are black boxes, and the blocks among them
+      -> engine.parallel.trace        one forward on meta tensors gives a ModelTrace: calls, glue, values
+      -> partition.partition          boundaries between stages, from the costs in partition.cost_model
+      -> partition.stage_plan         a StagePlan for each stage
+      -> partition.auto_schedule      the fastest kind of schedule, or schedule.kinds: one by name
+
+How one step runs:
+
+    schedule.validate                 proves that the schedule can be run
+      -> schedule.send_completion     tells when the tensors of a send can be released
+      -> runtime.executor             plays this rank's row of actions over runtime.transport
+      -> runtime.stage                runs one stage in the user's forward; parameters and values of other stages are
+                                      placeholders (engine.parallel.model.placeholders)
 """

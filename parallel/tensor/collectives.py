@@ -3,19 +3,19 @@
             forward         backward
     f       identity        all-reduce      copy_to: before column layers
     g       all-reduce      identity        reduce_from: after a row layer
-    gather  all-gather      own slice       gather_last: a cut last dim made whole
+    gather  all-gather      own slice       gather_last: a sharded last dim becomes full
 
-The same for tensors that are cut along a dim, each rank holding an equal part of it in rank order, as the sequence
-is outside regions under sequence parallelism (Korthikanti et al. 2022, section 4.2.2):
+The same for tensors that are sharded along a dim, each rank holding an equal shard in rank order, as the sequence is
+outside regions under sequence parallelism (Korthikanti et al. 2022, section 4.2.2):
 
     f       all-gather      reduce-scatter  gather_to: before column layers
     g       reduce-scatter  all-gather      scatter_from: after a row layer
-    enter   own slice       all-gather      slice_of: a whole tensor, equal on all ranks, becomes cut
-    leave   all-gather      own slice       gather_whole: a cut tensor becomes whole, and so is its gradient
+    enter   own slice       all-gather      slice_of: a full tensor, equal on all ranks, becomes sharded
+    leave   all-gather      own slice       gather_whole: a sharded tensor becomes full, and so does its gradient
 
-All communicate over the axis "tp", in the dtype of what they are given.
+All of them communicate over the axis "tp", in the dtype of their input.
 
-Shape suffixes: V a last dim that is cut, W the part of it that this rank holds, T tensor ranks.
+Shape suffixes: V a sharded last dim, W this rank's shard of it, T tensor ranks.
 """
 
 from collections.abc import Callable
@@ -39,10 +39,10 @@ LOSS = "loss"
 
 
 def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[], None] | None = None) -> Tensor:
-    """f: ``x`` as it is; its gradient is summed over the tensor ranks, label "column inputs".
+    """f: ``x`` unchanged; its gradient is summed over the tensor ranks, label "column inputs".
 
-    ``owned``: nobody else reads the gradient that arrives, as after a plain matrix product, so that it may be
-    summed in place; otherwise it is copied first. ``passed`` is called when the gradient has passed.
+    ``owned``: no other code reads the incoming gradient, as after a plain matrix product, so it may be summed in place;
+    otherwise it is copied first. ``passed`` is called once the summed gradient has left.
     """
     if axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -50,14 +50,18 @@ def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[
 
 
 def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[Pending], None]) -> Tensor:
-    """:func:`copy_to` whose gradient goes on while it is summed: ``started`` gets what is under way, to wait for it."""
+    """:func:`copy_to` that overlaps the sum of the gradient with backward.
+
+    The gradient is passed on at once; ``started`` gets the pending all-reduce, which must be waited for before the
+    gradient is read.
+    """
     axis.expect("all_reduce", COLUMN_INPUTS, x)
     copied: Tensor = _CopyTo.apply(x, axis, owned, started)  # type: ignore[no-untyped-call]
     return copied
 
 
 def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
-    """g: the sum of every rank's ``x``, made in the memory of ``x`` where that is contiguous."""
+    """g: the sum of ``x`` over all ranks, made in the memory of ``x`` if that is contiguous."""
     if axis.size == 1:
         return x
     if torch.is_grad_enabled() and x.requires_grad:
@@ -69,9 +73,9 @@ def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor
 
 
 def gather_last(x_W: Tensor, widths: tuple[int, ...], axis: TensorAxis, label: str = LOGITS) -> Tensor:
-    """The whole [..., V] from parts [..., W] whose sizes by rank are ``widths``.
+    """The full [..., V] from shards [..., W], whose sizes are ``widths`` in rank order.
 
-    Parts travel padded to the largest. The gradient of the whole is taken to be the same on all ranks.
+    Shards are padded to the largest one for the transfer. The gradient of the result must be equal on all ranks.
     """
     whole_V: Tensor = _GatherLast.apply(x_W, widths, axis, label)  # type: ignore[no-untyped-call]
     return whole_V
@@ -85,7 +89,7 @@ def gather_to(
     owned: bool = False,
     passed: Callable[[], None] | None = None,
 ) -> Tensor:
-    """f of a cut tensor: every rank's ``x`` joined along ``dim``; the gradient is summed and cut.
+    """f of a sharded tensor: ``x`` of every rank joined along ``dim``; backward reduce-scatters the gradient.
 
     ``x`` has the same shape on all ranks. ``owned`` and ``passed``: as in :func:`copy_to`.
     """
@@ -99,19 +103,19 @@ def gather_to(
 def start_gather_to(
     x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool, started: Callable[[Pending], None]
 ) -> Tensor:
-    """:func:`gather_to` as :func:`start_copy_to` is: its gradient goes on while it is summed and cut."""
+    """:func:`gather_to` that overlaps the reduce-scatter of the gradient with backward, as :func:`start_copy_to`."""
     whole: Tensor = _GatherTo.apply(x, axis, (dim % x.ndim, label), owned, started)  # type: ignore[no-untyped-call]
     axis.expect("reduce_scatter", label, whole)
     return whole
 
 
 def scatter_from(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OUTPUTS, owned: bool = False) -> Tensor:
-    """g of a cut tensor: this rank's part, along ``dim``, of the sum of every rank's ``x``; gradients are gathered.
+    """g of a sharded tensor: this rank's shard, along ``dim``, of the sum of ``x`` over all ranks.
 
-    ``owned``: nobody else reads ``x``, which may be spoiled.
+    Backward gathers the gradient. ``owned``: no other code reads ``x``, so its memory may be overwritten.
 
     Raises:
-        EngineError: the ranks cannot share the dim equally.
+        EngineError: the number of ranks does not divide the dim.
     """
     if axis.size == 1:
         return x
@@ -124,10 +128,10 @@ def scatter_from(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OU
 
 
 def slice_of(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = COLUMN_INPUTS) -> Tensor:
-    """This rank's part of ``x``, which is equal on all ranks, along ``dim``; gradients are gathered.
+    """This rank's shard, along ``dim``, of ``x``, which is equal on all ranks; backward gathers the gradient.
 
     Raises:
-        EngineError: the ranks cannot share the dim equally.
+        EngineError: the number of ranks does not divide the dim.
     """
     if axis.size == 1:
         return x
@@ -139,7 +143,7 @@ def slice_of(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = COLUMN_INP
 
 
 def gather_whole(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OUTPUTS) -> Tensor:
-    """Every rank's ``x`` joined along ``dim``. The gradient of the whole is taken to be the same on all ranks."""
+    """``x`` of every rank joined along ``dim``. The gradient of the result must be equal on all ranks."""
     if axis.size == 1:
         return x
     whole: Tensor = _GatherWhole.apply(x, axis, dim % x.ndim, label)  # type: ignore[no-untyped-call]
@@ -147,42 +151,42 @@ def gather_whole(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OU
 
 
 def check_parts(x: Tensor, axis: TensorAxis, dim: int) -> int:
-    """``dim`` counted from the first one.
+    """Check that the ranks can hold equal shards of ``dim``; returns ``dim`` counted from the front.
 
     Raises:
-        EngineError: the ranks cannot share the dim equally.
+        EngineError: the number of ranks does not divide the dim.
     """
     length, ranks = x.shape[dim], axis.size
     if length % ranks:
         raise EngineError(
-            f"dim {dim} of a tensor {list(x.shape)} is to be cut into {ranks} equal parts, one for each tensor rank, "
-            f"and {ranks} does not divide {length}: make it a multiple of {ranks}, for example by padding."
+            f"dim {dim} of a tensor of shape {list(x.shape)} is to be sharded evenly over {ranks} tensor ranks, but "
+            f"{ranks} does not divide {length}; make it a multiple of {ranks}, for example by padding."
         )
     return dim % x.ndim
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:
-    """[T, .., n, ..] -> [.., T n, ..], contiguous: parts by rank, one behind the other along ``dim`` (without T)."""
-    joined = parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # parts of one row would be left as they lie
-    # the tensor it is made of lives no longer: with the mark of a view nobody could write into it
+    """[T, .., n, ..] -> [.., T n, ..], contiguous: all ranks' shards in order along ``dim`` (counted without T)."""
+    joined = parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # flatten alone may return strided memory
+    # nothing else refers to the base; still marked as a view, the result would refuse in-place writes
     return torch.ops.aten._unsafe_view(joined, joined.shape) if joined._is_view() else joined
 
 
 def split_parts(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    """[.., T n, ..] -> [T, .., n, ..]: the inverse of :func:`join_parts`, a view."""
+    """[.., T n, ..] -> [T, .., n, ..]: the inverse of :func:`join_parts`, as a view."""
     return x.view(*x.shape[:dim], axis.size, x.shape[dim] // axis.size, *x.shape[dim + 1 :]).movedim(dim, 0)
 
 
 def refuse_second_derivatives() -> None:
-    """Called in a backward that cannot be differentiated itself, where silence would give a wrong result.
+    """Refuse a backward that should itself be differentiable, where the result would be silently wrong.
 
     Raises:
         EngineError: backward was called with ``create_graph``.
     """
     if torch.is_grad_enabled():
         raise EngineError(
-            "backward was called with create_graph = True; layers that are cut over tensor ranks have first "
-            "derivatives only: set parallel.tensor to 1."
+            "backward was called with create_graph = True, but layers that are sharded over tensor ranks have first "
+            "derivatives only; set parallel.tensor to 1."
         )
 
 
@@ -210,7 +214,7 @@ class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, label: str) -> Tensor:
         if x.is_contiguous():
-            ctx.mark_dirty(x)  # autograd then refuses the sum if somebody had saved x
+            ctx.mark_dirty(x)  # autograd then raises if another operation has saved x for its backward
         else:
             x = x.contiguous()
         axis.all_reduce(x, label)
@@ -244,7 +248,7 @@ def _reduce_scatter(x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bo
     parts = split_parts(x, axis, dim)
     parts = parts.contiguous() if owned else parts.clone(memory_format=torch.contiguous_format)
     part, pending = axis.start_reduce_scatter(parts, label)
-    return part.clone() if part._is_view() else part, pending  # in a dry run it lies in x
+    return part.clone() if part._is_view() else part, pending  # a dry run returns a view of x
 
 
 def _scatter(x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool) -> Tensor:

@@ -1,21 +1,20 @@
-"""The product of a linear layer whose weight gradient need not come with its input gradient.
+"""A linear layer's matrix product, whose weight gradient may be deferred, and its fusion with an activation.
 
-    y = x W' + b     dx = dy W      at once: whoever made x waits for it
-                     dW = dy' x     may be put off: x and dy are all it needs, neither W nor the graph
-                     db = sum dy
+    y = x W' + b     dx = dy W      computed at once: the layer before waits for it
+                     dW = dy' x     may be deferred: it needs x and dy only, neither W nor the graph
+                     db = sum dy    deferred with dW
 
-The three products are those of ``kernels.linear``: the library's, or Triton's where ``Linear.kernels`` says so.
+All three are products of ``kernels.ops.linear``: the library's, or Triton's where ``LinearSpec.kernels`` says so.
 
-What is gained by putting it off is for the caller to say: a pipeline fills its bubbles (``pipeline.weights``), a
-tensor region hides the sum of dx (``tensor.late``). Put off or not, nothing is computed twice, and results are equal
-to the bit to those of the same products at once.
+A :class:`DeferralPolicy` decides what deferring is for: a pipeline fills its bubbles with weight gradients (zero
+bubble), a tensor region hides the all-reduce of dx beside them (``overlap.async_input_grad``). Either way nothing is
+computed twice, and the results have the same bits as products that run at once.
+
+:func:`fuse` lets a layer, column-sharded or replicated, also compute the activation that follows it: in the epilogue of
+its product's kernel, or in one pass over the output. It is called once the model is sharded, and its caller turns the
+model's own activation module into a no-op.
 
 Shape suffixes: B rows (all leading dims together), I inputs, O outputs.
-
-Linear layers that compute the activation behind them: at the end of their product's kernel, or in one pass over it.
-
-``fuse`` takes a column layer or one that is not cut, after the model has been cut; its caller makes the model's own
-module for the activation do nothing.
 """
 
 from dataclasses import dataclass
@@ -35,31 +34,34 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is Hugging Face's Conv1D, a linear layer with the weight [in, out]; known by name and ``nf``."""
+    """Whether this is Hugging Face's Conv1D, a linear layer with the weight [in, out]; known by its name and ``nf``."""
     return hasattr(module, "nf") and any(base.__name__ == "Conv1D" for base in type(module).__mro__)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether this layer is a matrix product that can be cut."""
+    """Whether this layer is a matrix product with a weight that can be sharded."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 class GradsWanted(NamedTuple):
-    """The gradients of a product's parameters, before they are computed."""
+    """The gradients of a product's parameters, as calls that compute them."""
 
     weight: partial[Tensor]
     bias: partial[Tensor] | None
 
 
 class DeferralPolicy(Protocol):
-    """Decides what becomes of the gradients of a product's parameters."""
+    """Decides when the gradients of a product's parameters are computed."""
 
     def put_off(self, wanted: GradsWanted, nodes: tuple[Any, ...]) -> bool:
-        """Whether somebody else computes them, or nobody; ``nodes`` stand behind x, W, b and token in the graph."""
+        """Whether the gradients are computed later, or not at all; False: the product computes them at once.
+
+        ``nodes``: the graph's next functions of x, W, b and the token.
+        """
 
 
 class LinearSpec(NamedTuple):
-    """What a product needs to know beside its tensors."""
+    """The settings of a product."""
 
     transposed: bool
     """Whether the weight is [I, O]."""
@@ -68,18 +70,18 @@ class LinearSpec(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Tensors that a product takes along."""
+    """Extra tensors of a product."""
 
     kept: Tensor | None = None
-    """Saved in place of x; whoever puts the weight gradient off makes x of it."""
+    """Saved for backward in place of x; the policy that defers the weight gradient restores x from it."""
     token: Tensor | None = None
-    """Its gradient is an empty tensor: whoever made it comes after the backward of the product."""
+    """Its gradient is an empty tensor, so the node that made it runs after the product's backward."""
 
 
 def deferrable_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearSpec, beside: Beside | None = None
 ) -> Tensor:
-    """x [.., I] -> [.., O], under autocast in its dtype; call it only where :func:`can_multiply`."""
+    """x [.., I] -> [.., O], in autocast's dtype under autocast; allowed only where :func:`can_multiply` says so."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     y: Tensor = _Product.apply(x, weight, bias, linear, *(beside or Beside()))  # type: ignore[no-untyped-call]
@@ -87,19 +89,19 @@ def deferrable_linear(
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Whether :func:`deferrable_linear` may replace the layer's own product here: an input gradient comes first."""
+    """Whether :func:`deferrable_linear` may replace the layer's own product here, which takes an input gradient."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) not in (Tensor, nn.Parameter):
         return False
-    # who looks at operations by name sees the same in the probe and in a run: a layer that code between units calls
+    # a tracer that matches operations by name must see torch's own product, in the trace and in the run alike
     if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
         return False
-    # autocast casts no double
+    # autocast leaves float64 as it is
     casts = torch.is_autocast_enabled(x.device.type)
     return x.requires_grad and (x.dtype != torch.float64 if casts else x.dtype == weight.dtype)
 
 
 class _Product(torch.autograd.Function):
-    """x [.., I] -> x W' + b [.., O], for W [O, I], or [I, O] where the layer is transposed."""
+    """x [.., I] -> x W' + b [.., O], for W [O, I], or [I, O] if the layer is transposed."""
 
     @staticmethod
     def forward(
@@ -112,7 +114,7 @@ class _Product(torch.autograd.Function):
             w_OI = weight.to(x.dtype)
             b_O = None if bias is None else bias.to(x.dtype)
             y = kernel_linear(x, w_OI, b_O, LinearForm(transposed=linear.transposed), linear.kernels)
-        # what it was made as lives no longer: with the mark of a view nobody could write into it (ReLU(inplace=True))
+        # nothing else refers to the base; still marked as a view, y would refuse writes such as ReLU(inplace=True)
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
@@ -123,7 +125,7 @@ class _Product(torch.autograd.Function):
         dx = product(dy, w_OI.t() if transposed else w_OI, kernels)
         token = dy.new_empty(0) if ctx.token else None
         if not torch.is_grad_enabled():
-            x, dy = x.detach(), dy.detach()  # who keeps them does not keep the graph that made them
+            x, dy = x.detach(), dy.detach()  # a deferred gradient must not keep the graph alive
         wanted = GradsWanted(
             partial(weight_gradient, x, dy, weight.dtype, transposed, kernels),
             None if bias is None else partial(bias_gradient, dy, bias),
@@ -136,7 +138,7 @@ class _Product(torch.autograd.Function):
 def weight_gradient(
     x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool, kernels: Kernels = REFERENCE
 ) -> Tensor:
-    """dW [O, I], or [I, O] where ``transposed``, in ``dtype``."""
+    """dW [O, I], or [I, O] if ``transposed``, in ``dtype``."""
     x_BI, dy_BO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     left, right = (x_BI, dy_BO) if transposed else (dy_BO, x_BI)
     return product(left.t(), right, kernels).to(dtype)
@@ -148,29 +150,31 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_executed(node: Any) -> bool:
-    """Whether the running backward goes through ``node``: one of the user's own inside a recomputed block, which asks
-    for other gradients (``torch.autograd.grad``), may not."""
+    """Whether the running backward executes ``node``.
+
+    A nested ``torch.autograd.grad`` inside a recomputed block asks for other gradients and may leave it out.
+    """
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # it asks for this one
+    except RuntimeError:  # torch raises this if backward asks for the gradient of this very node
         return False
 
 
 def fused_forward(module: nn.Module, x: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
-    """x [.., I] -> act(x W' + b) [.., O], for an ``nn.Linear`` or a Conv1D with a forward of the library's own."""
+    """x [.., I] -> act(x W' + b) [.., O], for an ``nn.Linear`` or a Conv1D with the library's own forward."""
     layer: Any = module
     return linear(x, layer.weight, layer.bias, LinearForm(activation, is_conv1d(module)), kernels)
 
 
 def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
-    """What a layer gives whose product with its bias is ``y``."""
+    """Apply the activation that was fused into ``layer``, if any, to its product ``y``, which includes the bias."""
     kind: Activation | None = getattr(layer, "tensor_activation", None)
     return y if kind is None else activate(y, None, kind, kernels)
 
 
 @dataclass(frozen=True, slots=True)
 class FusedForward:
-    """The forward of a layer that is not cut."""
+    """The forward of a replicated layer with a fused activation."""
 
     module: nn.Module
     activation: Activation
@@ -179,18 +183,19 @@ class FusedForward:
     def __call__(self, x: Tensor) -> Tensor:
         """x [.., I] -> [.., O]."""
         if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
-            # who watches operations looks for products by torch's own names
+            # a tracer matches products by torch's own names
             return activate(type(self.module).forward(self.module, x), None, self.activation, self.kernels)
         return fused_forward(self.module, x, self.activation, self.kernels)
 
 
 def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Let a layer, a matrix product and nothing else, compute ``activation`` too. A sharded one has its axis' kernels.
+    """Let a layer that is a matrix product and nothing else also compute ``activation``.
 
-    An operator that stood in the layer's slot gives way to it.
+    A sharded layer takes the kernels of its axis in place of ``kernels``. An operator that is in the layer's forward
+    slot is taken off first.
     """
     with patches.changing(layer, PatchLayer.FUSED, f"computes the activation {activation} in its product's kernel"):
         vars(layer).pop("forward", None)
         layer.tensor_activation = activation  # type: ignore[assignment]
-        if not hasattr(layer, "multiply"):  # which sharded layers have
+        if not hasattr(layer, "multiply"):  # a sharded layer applies tensor_activation itself
             object.__setattr__(layer, "forward", FusedForward(layer, activation, kernels))

@@ -1,9 +1,9 @@
-"""All tensor ranks in one process: a thread for each, which meet at every collective.
+"""All tensor ranks in one process: one thread per rank, and a meeting at every collective.
 
-No process group is needed, and nobody waits for ever: when a rank raises, or ends while others wait at a
-collective, all raise. So a cut can be tried before any process of the run is asked to rely on it.
+No process group is needed, and every thread comes to an end: when a rank raises, or returns while others wait in a
+collective, all of them raise. So a plan can be tried before any process of the run relies on it.
 
-    rank 0 ──┐ part      ┌── sum ── ...
+    rank 0 ──┐ tensor    ┌── sum ── ...
     rank 1 ──┤ waits for ├── sum ── ...
     rank 2 ──┘ the last  └── sum ── ...
 """
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class CollectiveCall(NamedTuple):
-    """A collective as a rank calls it; all ranks call the same ones in the same order."""
+    """A collective as a rank calls it; all ranks make the same calls in the same order."""
 
     op: str
     label: str
@@ -33,7 +33,7 @@ class CollectiveCall(NamedTuple):
 
 
 class _DisagreementError(EngineError):
-    """Ranks did not call the same collectives."""
+    """The ranks called different collectives."""
 
 
 class _AbortedError(EngineError):
@@ -41,7 +41,7 @@ class _AbortedError(EngineError):
 
 
 class _Meeting:
-    """Where the ranks bring their parts; the last one to come lets all go on."""
+    """The ranks exchange tensors here; the last one to arrive releases all."""
 
     def __init__(self, size: int) -> None:
         self._condition = threading.Condition()
@@ -51,7 +51,7 @@ class _Meeting:
         self._failed = False
 
     def exchange(self, index: int, call: CollectiveCall, part: Tensor) -> list[Tensor]:
-        """Every rank's ``part``, in rank order."""
+        """The tensors of all ranks, in rank order, once every rank has brought its own."""
         with self._condition:
             round_ = self._round
             self._parts[index] = call, part
@@ -64,14 +64,14 @@ class _Meeting:
                 self._condition.wait()
             if self._failed:
                 raise (
-                    _DisagreementError("the tensor ranks call different collectives")
+                    _DisagreementError("the tensor ranks called different collectives")
                     if self._ended
                     else _AbortedError("")
                 )
             return self._results
 
     def end(self, failed: bool) -> None:
-        """A rank has come to its end."""
+        """A rank has finished, with or without an error."""
         with self._condition:
             self._ended += not failed
             self._failed = self._failed or failed or bool(self._parts)
@@ -89,7 +89,7 @@ class _Meeting:
 
 
 class SimulatedAxis(TensorAxis):
-    """The axis of one simulated rank; ``called`` notes its collectives."""
+    """The axis of one simulated rank; ``called`` records its collectives."""
 
     def __init__(self, index: int, size: int, meeting: _Meeting) -> None:
         self.index, self.size, self.dry, self.listener = index, size, False, None
@@ -118,9 +118,9 @@ class SimulatedAxis(TensorAxis):
 
 
 def run_tensor_ranks(size: int, body: Callable[[TensorAxis], Result]) -> list[Result]:
-    """What ``body(axis)`` returns on each of ``size`` tensor ranks, which run as threads of this process.
+    """Run ``body(axis)`` on ``size`` tensor ranks, each a thread of this process; returns their results by rank.
 
-    Random numbers come from one generator, in an order that changes: switch dropout off.
+    All threads draw from one random generator in an order that varies, so dropout must be off.
 
     Raises:
         EngineError: the ranks do not call the same collectives in the same order.

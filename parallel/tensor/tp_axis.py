@@ -1,4 +1,4 @@
-"""The tensor axis as the layers see it: an index, a size, and collectives that are named and counted."""
+"""The tensor axis as the layers see it: an index, a size, and collectives that are labelled and counted."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,40 +15,43 @@ from engine.parallel.comm.traffic import Op
 
 
 class Expected(NamedTuple):
-    """A collective that a dry run has passed, or that the backward of what it made will make."""
+    """A collective of a dry run: one that the forward makes, or one that the backward of its result will make."""
 
     op: Op
     label: str
     bytes: int
-    """Of the whole tensor."""
+    """Bytes of the full tensor."""
     backward: bool
 
 
 class Overlap(NamedTuple):
-    """Where it pays to compute while a collective is under way: on ``devices``, for tensors of ``bytes`` and more."""
+    """When compute overlaps a collective: on ``devices``, for tensors of at least ``bytes``."""
 
     devices: frozenset[str] = frozenset({"cuda"})
     bytes: int = 1 << 20
 
 
 class Repeats(Protocol):
-    """Who keeps what the collectives of a forward gave that is run again in backward."""
+    """Keeps results of a forward's collectives for the second run of that forward in backward."""
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Fill ``result`` from ``given``, which is spoiled unless it is that: by ``start``, or with what was kept."""
+        """Fill ``result`` from ``given``: by ``start``, or with the result that was kept.
+
+        The collective overwrites ``given`` if both are the same tensor, and may use it as scratch memory otherwise.
+        """
 
 
 class TensorAxis:
-    """Collectives between the tensor ranks of one data rank and stage.
+    """Collectives between the tensor ranks of one data coordinate and pipeline stage.
 
-    While ``dry`` nothing is communicated: sums leave the local part as it is, gathers repeat it and scatters keep a
-    slice, so that all shapes are right. A model is run so when only its shapes are wanted, and what it would have
-    sent is told to ``listener``. Collectives go by ``repeats``, if there is one.
+    While ``dry`` is set nothing is communicated: sums leave the local tensor as it is, gathers repeat it, and scatters
+    keep one slice, so that all shapes are right. A model is run this way when only its shapes are wanted, and each
+    collective is reported to ``listener``. With ``repeats`` set, every collective goes through it.
     """
 
     overlap = Overlap()
     kernels: Kernels = REFERENCE
-    """Which implementation of an operator the layers on this axis run."""
+    """The implementation of operators that the layers on this axis run."""
     repeats: Repeats | None = None
 
     def __init__(self, comm: Comm) -> None:
@@ -60,7 +63,7 @@ class TensorAxis:
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Communicate nothing inside."""
+        """Make the axis dry inside the context."""
         before, self.dry = self.dry, True
         try:
             yield
@@ -68,36 +71,40 @@ class TensorAxis:
             self.dry = before
 
     def expect(self, op: Op, label: str, whole: Tensor, backward: bool = True) -> None:
-        """Tell the listener of a collective over ``whole``; without one nothing happens."""
-        fake = isinstance(whole, FakeTensor)  # which a probe runs beside, to learn what autocast makes of an operation
+        """Report a collective over the tensor ``whole`` to the listener of a dry axis; otherwise do nothing."""
+        # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
+        fake = isinstance(whole, FakeTensor)
         if self.dry and self.listener is not None and not fake:
             self.listener(Expected(op, label, whole.numel() * whole.element_size(), backward))
 
     def all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> None:
-        """Sum ``tensor`` (any shape, contiguous) in place over the axis, or leave the largest values."""
+        """Reduce ``tensor`` (any shape, contiguous) over the axis in place: sum or maximum."""
         self.start_all_reduce(tensor, label, op).wait()
 
     def all_gather(self, part: Tensor, label: str) -> Tensor:
-        """Every rank's ``part`` [...], contiguous and of one shape on all ranks, as a new tensor [size, ...]."""
+        """Gather ``part`` [...] of every rank, contiguous and of one shape, into a new tensor [size, ...]."""
         full, pending = self.start_all_gather(part, label)
         pending.wait()
         return full
 
     def reduce_scatter(self, full: Tensor, label: str) -> Tensor:
-        """The sum over ranks of ``full[index]``, of [size, ...], contiguous and spoiled, as a new tensor [...]."""
+        """Sum ``full`` [size, ...] over the ranks and return this rank's slice as a new tensor [...].
+
+        ``full`` is contiguous and serves as scratch memory.
+        """
         part, pending = self.start_reduce_scatter(full, label)
         pending.wait()
         return part
 
     def start_all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> Pending:
-        """``all_reduce`` that is under way until ``wait``."""
+        """Start :meth:`all_reduce`; ``tensor`` is ready after ``wait``."""
         if self.dry or self.size == 1:
             self.expect("all_reduce", label, tensor, backward=False)
             return Pending()
         return self._start(tensor, tensor, lambda: self._all_reduce(tensor, label, op))
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """``all_gather`` whose result may be read after ``wait``."""
+        """Start :meth:`all_gather`; its result is ready after ``wait``."""
         if self.dry or self.size == 1:
             full = part.expand(self.size, *part.shape)
             self.expect("all_gather", label, full, backward=False)
@@ -106,7 +113,7 @@ class TensorAxis:
         return full, self._start(full, full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """``reduce_scatter`` whose result may be read after ``wait``."""
+        """Start :meth:`reduce_scatter`; its result is ready after ``wait``."""
         if self.dry or self.size == 1:
             self.expect("reduce_scatter", label, full, backward=False)
             return full[self.index], Pending()
@@ -126,12 +133,12 @@ class TensorAxis:
         return self._comm.reduce_scatter(part.view(-1), full.view(-1), "tp", label)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorAxis":
-        """A copied model talks through the same processes."""
+        """A copied model communicates through the same processes."""
         return self
 
 
 class DryAxis(TensorAxis):
-    """The first of ``size`` ranks without any process: always dry."""
+    """The first of ``size`` ranks without any process; it is always dry."""
 
     def __init__(self, size: int, listener: Callable[[Expected], None] | None = None) -> None:
         self.index, self.size, self.dry, self.listener = 0, size, True, listener

@@ -1,1 +1,9 @@
-"""One forward of the user's model followed on shapes: calls, operations between them, where values come from."""
+"""One forward of the user's model followed on meta tensors: its calls, the operations between them, and their values.
+
+tracer           runs the forward and opens units that hide values
+recorder         the function mode that records every operation and call
+torch_function   one torch function and the rules that follow from its name
+meta_tensors     meta tensors that carry shapes and dtypes while values have no content
+provenance       where every tensor of the forward comes from
+model_trace      the result: calls, glue operations and values as data, and the difference of two traces
+"""

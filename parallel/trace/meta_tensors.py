@@ -1,18 +1,12 @@
-"""A meta twin for every tensor that a probe meets.
+"""Meta tensors that take the place of values while a model is traced.
 
-A value has no content while a model is probed: the user's code holds a *stand-in*, an expanded tensor on the run
-device that takes no memory. Its *twin* on the meta device is what operations really run on, so that shapes,
-strides, ``requires_grad`` and shared memory are torch's own. Free tensors and parameters get a twin when an
-operation mixes them with a value.
-
-Meta tensors and not FakeTensors: what user code holds must not look like tracing to it.
-
-What dtype an operation gives under autocast.
-
-Autocast looks at the device of its arguments and passes meta tensors by. So the operation runs once more on
-FakeTensors, which say they are on the run device; what comes out names the dtypes.
-
-Whether a program draws random numbers: torch marks the operations that do.
+stand-in     the tensor that user code holds for a value: expanded, on the run device, without memory
+twin         the meta tensor behind it, on which operations really run, so that shapes, strides, ``requires_grad`` and
+             shared memory are torch's own; free tensors and parameters get one when an operation mixes them with a
+             value. Meta tensors rather than FakeTensors, since user code must not notice that it is traced.
+autocast     decides by the device of its arguments and ignores meta tensors; so an operation runs once more on
+             FakeTensors that claim the run device, and their result tells the dtypes
+``FlopCount``, ``RandomOps``   dispatch modes that count FLOPs and detect random operations
 """
 
 from collections.abc import Callable, Mapping
@@ -26,10 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from engine.errors import first_line
 from engine.parallel.model.placeholders import placeholder, trainable
+from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.trace.torch_function import Operation
 
 META = torch.device("meta")
+
+
+class NeedsContentError(Exception):
+    """An operation does not run on meta tensors: it has no meta kernel, or its result depends on content."""
 
 
 class MetaTwins:
@@ -44,7 +44,7 @@ class MetaTwins:
         self._kept: dict[int, Any] = {}
 
     def stand_in(self, twin: Tensor) -> Tensor:
-        """A new tensor for the user's code that ``twin`` stands behind."""
+        """A new tensor for user code, backed by ``twin``."""
         tensor = placeholder(twin.shape, twin.dtype, self.device)
         self._stand_ins.add(id(tensor))
         self._bind(tensor, twin)
@@ -55,12 +55,12 @@ class MetaTwins:
         if id(tensor) not in self._twin:
             twin = tensor.detach().to(META)
             grad = trainable(tensor)
-            if isinstance(tensor, nn.Parameter):  # one memory each, though an engine keeps many in one flat tensor
+            if isinstance(tensor, nn.Parameter):  # a memory of its own, although a flat bucket holds many parameters
                 twin = nn.Parameter(twin, requires_grad=grad)
             else:
                 self.notice(tensor)
                 twin.requires_grad_(grad)
-                # twins of tensors over one memory are made apart: the memory they stand for is what they share
+                # tensors over one memory get separate twins, so sharing is looked up by the original memory
                 self._memory[twin.untyped_storage()._cdata] = tensor.untyped_storage()._cdata
             self._bind(tensor, twin)
         return self._twin[id(tensor)]
@@ -71,16 +71,20 @@ class MetaTwins:
             self._keep(tensor, tensor.untyped_storage()._cdata)
 
     def sharing(self, tensor: Tensor) -> list[Tensor]:
-        """All tensors met so far that share memory with ``tensor``, itself among them."""
+        """All tensors seen so far that share memory with ``tensor``, including itself."""
         storage = self.of(tensor).untyped_storage()._cdata
         return list(self._sharing[self._memory.get(storage, storage)].values())
 
     def swap(self, tree: Any) -> Any:
-        """``tree`` with the twin of every tensor, and the meta device for every device."""
+        """``tree`` with every tensor replaced by its twin, and every device by meta."""
         return tree_map(self._swap_leaf, tree)
 
     def on_meta(self, operation: Operation) -> Any:
-        """What the operation gives when run on twins; raises what torch raises there."""
+        """Result of the operation on twins.
+
+        Raises:
+            NeedsContentError: it does not run on meta tensors; says what torch, or a Function of the user, raised.
+        """
         name = operation.name
         if name in ("cpu", "cuda"):
             return self.of(operation.args[0])
@@ -91,42 +95,47 @@ class MetaTwins:
             args = tuple(META if isinstance(arg, str) else arg for arg in args)
 
         def run(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-            return operation.function(*arguments[0], **arguments[1])
+            return operation.run_with(*arguments)
 
         shape_rule = _SHAPE_RULES.get(name)
         if shape_rule is not None and (out := shape_rule(*args, **kwargs)) is not None:
             return out
         cast = torch.is_autocast_enabled(self.device.type)
-        out = cast_like_autocast(self.device, run, (args, kwargs)) if cast else run((args, kwargs))
+        try:
+            out = cast_like_autocast(self.device, run, (args, kwargs)) if cast else run((args, kwargs))
+        except Exception as error:  # torch, or a Function of the user, may raise anything on meta tensors
+            if is_own_mistake(error):
+                raise
+            raise NeedsContentError(first_line(error)) from error
         if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(out)):
-            raise NotImplementedError(f"{name} leaves the meta device")
+            raise NeedsContentError(f"{name} leaves the meta device")
         return out
 
     def on_zeros(self, operation: Operation) -> Any:
-        """What the operation gives when run for real, with zeros for everything that has no content here.
+        """Result of the operation run for real, with zeros for every tensor without content.
 
-        The zeros are one element seen many times, which takes no memory, if torch's own kernel takes them.
+        The zeros are one element expanded to the shape, which takes no memory, if torch's own kernel accepts them.
         """
         if operation.is_of_torch and not operation.written:
             try:
                 return self._on_zeros(operation, expanded=True)
-            except Exception:  # a kernel that wants another layout; or a mistake, which comes again
+            except RuntimeError:  # a kernel that needs dense tensors; a genuine error is raised again below
                 pass
         return self._on_zeros(operation, expanded=False)
 
     def _on_zeros(self, operation: Operation, expanded: bool) -> Any:
         def zeros(leaf: Any) -> Any:
-            # parameters too: what comes out must not differ between ranks that hold them and ranks that do not
+            # parameters too: the result must be the same on ranks that hold them and on ranks that do not
             if not (isinstance(leaf, nn.Parameter) or (isinstance(leaf, Tensor) and self._is_empty(leaf))):
                 return leaf
             shape = () if expanded else leaf.shape
             return torch.zeros(shape, dtype=leaf.dtype, device=self.device).expand(leaf.shape)
 
         with torch.no_grad():
-            return operation.function(*tree_map(zeros, operation.args), **tree_map(zeros, dict(operation.kwargs)))
+            return operation.run_with(tree_map(zeros, operation.args), tree_map(zeros, dict(operation.kwargs)))
 
     def lift(self, out: Any, operation: Operation) -> Any:
-        """Twins for what ``on_zeros`` gave."""
+        """Twins for the result of ``on_zeros``."""
         grad = torch.is_grad_enabled() and any(self.of(tensor).requires_grad for tensor in operation.tensors)
 
         def twin(leaf: Any) -> Any:
@@ -154,19 +163,19 @@ class MetaTwins:
         self._sharing.setdefault(memory, {})[id(tensor)] = tensor
 
 
-def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor | None:
-    """Each row meets one of the weights [groups, in, out]; on meta, torch's own wants bf16 and aligned strides."""
+def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor | None:
+    """Each row meets one weight of [groups, in, out]; torch's own meta kernel requires bf16 and aligned strides."""
     return rows @ weights[0] if rows.ndim == 2 and weights.ndim == 3 and offs is not None else None
 
 
 _SHAPE_RULES: Mapping[str, Callable[..., Tensor | None]] = MappingProxyType(
     {"_grouped_mm": _grouped_mm, "grouped_mm": _grouped_mm}
 )
-"""Operations that meta tensors refuse, and what has the same shape, gradient and FLOPs; None: not this case."""
+"""Operations that meta tensors refuse, and a replacement of equal shape, gradient and FLOPs; None: case not covered."""
 
 
 class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the floating point operations of matrix products, convolutions and attention, by torch's own formulas."""
+    """Counts floating point operations of matrix products, convolutions and attention by torch's own formulas."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -191,18 +200,18 @@ def cast_like_autocast(device: torch.device, run: Callable[[Any], Any], argument
         shown: Tensor = FakeTensor(mode, leaf.detach(), device)
         return shown.requires_grad_(leaf.requires_grad)
 
-    fakes = tree_map(fake, arguments)  # outside the mode, which takes nothing but its own
+    fakes = tree_map(fake, arguments)  # outside the mode, which accepts only FakeTensors of its own
     with mode:
         shown, spec = tree_flatten(run(tree_map(_inner, fakes)))
     try:
         plain = tree_leaves(run(arguments))
-    except RuntimeError:  # dtypes that only autocast brings together
+    except RuntimeError:  # mixed dtypes that only autocast makes compatible
         plain = shown
     return tree_unflatten([_cast(leaf, like) for leaf, like in zip(plain, shown, strict=True)], spec)
 
 
 def _inner(fake: Any) -> Any:
-    """No leaf of the graph, which could not be written in place."""
+    """A clone, because a leaf of the graph cannot be written in place."""
     return fake.clone() if isinstance(fake, FakeTensor) and fake.requires_grad else fake
 
 
@@ -216,11 +225,11 @@ def _cast(leaf: Any, like: Any) -> Any:
 
 
 _KNOWN = frozenset(("aten", "prims", "profiler", "c10d", "_c10d_functional"))
-"""Where operations are marked; of others nobody knows."""
+"""Namespaces whose random operations are tagged; operations of others count as random."""
 
 
 class RandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes it in ``any`` while it is entered."""
+    """Sets ``any`` if a random operation runs while the mode is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -234,7 +243,7 @@ class RandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Attention kernels are marked for their dropout, which most calls switch off."""
+    """True for attention with dropout 0: its kernels are tagged as random for their dropout."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)

@@ -1,4 +1,4 @@
-"""One forward of a model as data: what is called in which order, and which values pass between.
+"""One forward of a model as data: the calls in order, and the values that pass between them.
 
     unit      a module treated as a black box: a block of a chain, or another outermost module with parameters
     call      one invocation of a unit
@@ -14,10 +14,8 @@
 
 A stage is an interval of the calls. Values point forward only, so any interval can be a stage.
 
-Where two forwards of one model part: the first event that differs, by name.
-
-A cut is planned for one timeline. A forward that takes another path later on reads what is not here, which is NaN, or
-calls units in another order; which of its operations is to blame, two timelines tell.
+A partition is planned for one trace. A later forward that takes another path reads values that are absent here, which
+are NaN, or calls units in another order. ``trace_difference`` then names the first event in which two traces differ.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,32 +30,32 @@ from torch.utils._pytree import TreeSpec
 
 
 class FromValue(NamedTuple):
-    """A leaf that is a value."""
+    """An output leaf that is a value."""
 
     value: int
 
 
 class FromArgument(NamedTuple):
-    """A leaf that is the k-th leaf of the arguments, passed through."""
+    """An output leaf that is the k-th leaf of the arguments, passed through."""
 
     argument: int
 
 
 class FromParameter(NamedTuple):
-    """A leaf that is a parameter of the model."""
+    """An output leaf that is a parameter of the model."""
 
     parameter: str
 
 
 class FreeTensor(NamedTuple):
-    """A leaf that depends on the batch alone."""
+    """A tensor that depends only on the batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Constant(NamedTuple):
-    """A leaf that is no tensor."""
+    """An output leaf that is not a tensor."""
 
     content: Any
 
@@ -66,46 +64,46 @@ Leaf = FromValue | FromArgument | FromParameter | FreeTensor | Constant
 
 
 class Sample(NamedTuple):
-    """What stands for a value or a parameter among the arguments of a call."""
+    """Description of a value or parameter among the arguments of a call."""
 
     source: int | str
-    """The number of the value, or the name of the parameter."""
+    """Number of the value, or name of the parameter."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     grad: bool
-    """Whether a gradient flows back through it."""
+    """True if a gradient flows back through it."""
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""args and kwargs: a Sample for each value and parameter in them, all else as it was; of glue, whose arguments are kept
-as long as the timeline, a FreeTensor for each other tensor."""
+"""args and kwargs, with a Sample for each value and parameter. In the arguments of glue, which live as long as the
+trace, a FreeTensor replaces every other tensor."""
 
 
 @dataclass
 class Material:
-    """What measuring needs of a probe beside its timeline. Filled while the probe runs."""
+    """Data that measuring needs in addition to a trace. Filled while the trace is made."""
 
     arguments: list[Arguments] = field(default_factory=list)
-    """What each call was given."""
+    """Arguments of each call."""
     kept_by_glue: list[int] = field(default_factory=list)
     """Bytes that each glue operation saves for its backward, in tensors that no earlier one has saved."""
 
     def clear(self) -> None:
-        """Forget an earlier forward."""
+        """Discard the data of an earlier forward."""
         self.arguments.clear()
         self.kept_by_glue.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The structure of what was returned and where each leaf comes from."""
+    """Structure of a returned pytree, and the origin of each leaf."""
 
     spec: TreeSpec
     leaves: tuple[Leaf, ...]
 
     def values(self) -> Iterator[int]:
-        """The numbers of the values among the leaves."""
+        """Numbers of the values among the leaves."""
         return (leaf.value for leaf in self.leaves if isinstance(leaf, FromValue))
 
 
@@ -116,26 +114,26 @@ class Value:
     number: int
     maker: Literal["call", "glue"]
     index: int
-    """Which call or glue operation makes it."""
+    """Index of the call or glue operation that makes the value."""
     inputs: tuple[int, ...]
-    """The values it is computed from."""
+    """Values from which it is computed."""
     parameters: frozenset[str]
-    """The parameters that the glue operation reads itself."""
+    """Parameters that the glue operation itself reads."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """As the whole model lays it out; contiguous where elements would share memory. A receiver that follows it keeps
+    """Strides in the whole model; contiguous where elements would share memory. A receiver that uses them keeps
     ``view`` of a permuted tensor possible, and the order in which kernels add."""
     dtype: torch.dtype
     grad: bool
-    """Whether a gradient flows back through it."""
+    """True if a gradient flows back through it."""
     movable: bool = True
-    """False for memory with several names written in place: one name cannot travel alone."""
+    """False for memory that has several names and is written in place, since one name cannot be sent alone."""
     rewritten: bool = False
-    """Whether an operation writes this memory later on."""
+    """True if a later operation writes this memory."""
 
     @property
     def bytes(self) -> int:
-        """What one transfer takes."""
+        """Bytes of one transfer."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -146,15 +144,15 @@ class Call:
     unit: str
     event: int
     inputs: tuple[int, ...]
-    """Values it reads, by its arguments or by any side door."""
+    """Values that the call reads, as arguments or otherwise."""
     parameters: frozenset[str]
-    """Parameters of the unit, and others that it read."""
+    """Parameters of the unit, and others that the call read."""
     flops: int
     output: Recipe
     writes: tuple[tuple[int, int], ...] = ()
-    """(k, value) where the call leaves a value in the memory of the k-th leaf of its arguments."""
+    """(k, value) for each argument leaf k in whose memory the call leaves a value."""
     starts_block: bool = False
-    """Whether a stage may start here."""
+    """True if a stage may start here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,52 +163,64 @@ class Glue:
     event: int
     calls_before: int
     makes: tuple[int, ...]
-    """All values it makes, those that other names of written memory get among them."""
+    """Values that it makes, including those of other names of the memory that it writes."""
     output: Recipe
     place: str
     """File and line of the code that runs it."""
     flops: int = 0
     writes: tuple[tuple[int, int], ...] = ()
-    """(k, value) where it leaves a value in the memory of the k-th leaf of its arguments."""
+    """(k, value) for each argument leaf k in whose memory it leaves a value."""
     buffers: frozenset[str] = frozenset()
-    """Buffers that it writes: that outlives the forward, so that one stage must run it even if none reads it."""
+    """Buffers that it writes. They outlive the forward, so one stage must run it even if no value of it is read."""
     updates: frozenset[str] = frozenset()
-    """Parameters that it writes in place, from parameters alone: every stage that holds them must run it."""
+    """Parameters that it writes in place from parameters alone; every stage that holds them must run it."""
     random: bool = False
-    """May draw random numbers: a stage that skips it must draw as many."""
+    """It may draw random numbers, so a stage that skips it must draw as many."""
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
-    """What ran; another process has an equal one."""
+    """The function; equal in every process that traces the same program."""
     arguments: Arguments = field(default=((), {}), compare=False, repr=False)
-    """What it was given."""
+    """Arguments of the function."""
+
+
+class OnZeros(NamedTuple):
+    """An operation that ran on zeros: its result may depend on content, which a trace does not have."""
+
+    operation: str
+    where: str
+    """"in" and the unit, or "at" and the line of code between units."""
+    why: str
+    """First line of the error on meta tensors."""
 
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """One forward as data; equal on every rank that probes the same model with the same input signature."""
+    """One forward as data; equal on every rank that traces the same model with the same input signature."""
 
     values: tuple[Value, ...]
     calls: tuple[Call, ...]
     glue: tuple[Glue, ...]
     units: tuple[str, ...]
-    """In the order of the model; units that this forward never calls are among them."""
+    """Units in the order of the model, including those that this forward never calls."""
     blocks: tuple[str, ...]
     parameter_bytes: Mapping[str, int]
-    """Every parameter of the model under its first name, in the order of the model."""
+    """Bytes of every parameter of the model by its first name, in the order of the model."""
     buffers: tuple[str, ...]
-    """Every buffer of the model, in its order."""
+    """Every buffer of the model, in the order of the model."""
     result: Recipe
-    """What the program returned."""
+    """Pytree that the program returned."""
     random: bool = True
-    """Whether any of its operations draws random numbers."""
+    """True if any operation draws random numbers."""
+    on_zeros: tuple[OnZeros, ...] = field(default=(), compare=False)
+    """Operations that ran on zeros in place of content."""
 
     @cached_property
     def unit_names(self) -> frozenset[str]:
-        """The units, to look one up."""
+        """The units as a set."""
         return frozenset(self.units)
 
     @cached_property
     def asks_arguments(self) -> tuple[bool, ...]:
-        """Of each call: whether what it does to its arguments, or passes on of them, has to be told."""
+        """For each call: True if it writes or returns one of its arguments, which stages that skip it have to know."""
         return tuple(
             bool(call.writes) or any(isinstance(leaf, FromArgument) for leaf in call.output.leaves)
             for call in self.calls
@@ -218,23 +228,23 @@ class ModelTrace:
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """The values that the last stage must make, ascending."""
+        """Values that the last stage must make, ascending."""
         return tuple(sorted(set(self.result.values())))
 
     @cached_property
     def read_by_glue(self) -> tuple[str, ...]:
-        """Parameters read outside any unit: no module hook sees that."""
+        """Parameters read outside any unit, where no module hook fires."""
         read = {name for value in self.values if value.maker == "glue" for name in value.parameters}
         read |= {leaf.parameter for leaf in self.result.leaves if isinstance(leaf, FromParameter)}
         return tuple(name for name in self.parameter_bytes if name in read)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The calls at which a block starts."""
+        """Indices of the calls at which a block starts."""
         return tuple(index for index, call in enumerate(self.calls) if call.starts_block)
 
     def describe(self, number: int) -> str:
-        """Where a value comes from, for messages."""
+        """Origin of a value, for messages."""
         value = self.values[number]
         if value.maker == "call":
             return f"the output of unit {self.calls[value.index].unit!r}"
@@ -242,7 +252,7 @@ class ModelTrace:
         return f"the result of {glue.name} at {glue.place}"
 
     def occurrence(self, index: int) -> tuple[str, int]:
-        """The unit of a call, and how many calls of that unit come before it."""
+        """Unit of a call, and the number of earlier calls of that unit."""
         unit = self.calls[index].unit
         return unit, sum(call.unit == unit for call in self.calls[:index])
 
@@ -251,27 +261,28 @@ Event = Call | Glue
 
 
 def trace_difference(before: ModelTrace, now: ModelTrace) -> str | None:
-    """The first event that differs, as the end of a sentence that begins with "the forward"; None: they are alike.
+    """The first event that differs, as the end of a sentence that begins with "the forward"; None if the traces are
+    equal.
 
-    Events differ by what runs, by what they read, and by the shape, dtype and gradient of what they make. Where code
-    stands in a file does not count.
+    Events differ in what runs, in what it reads, or in the shape, dtype and gradient of what it makes. Line numbers are
+    ignored.
     """
     for old, new in zip_longest(_events(before), _events(now)):
         if old is None:
-            return f"goes on with {_name(new)} where it ended before"
+            return f"continues with {_name(new)} where it ended before"
         if new is None:
-            return f"ends where it came to {_name(old)} before"
+            return f"ends where it reached {_name(old)} before"
         if _kind(old) != _kind(new):
-            return f"comes to {_name(new)} where it came to {_name(old)} before"
+            return f"reaches {_name(new)} where it reached {_name(old)} before"
         if _reads(before, old) != _reads(now, new):
-            return f"comes to {_name(new)}, which reads something else than before"
+            return f"reaches {_name(new)}, which reads other values than before"
         if _makes(before, old) != _makes(now, new):
-            return f"comes to {_name(new)}, which gives {_shown(now, new)} where it gave {_shown(before, old)} before"
-    return None if before.result == now.result else "returns something else than before"
+            return f"reaches {_name(new)}, which gives {_shown(now, new)} where it gave {_shown(before, old)} before"
+    return None if before.result == now.result else "returns other values than before"
 
 
-def _events(timeline: ModelTrace) -> list[Event]:
-    return sorted((*timeline.calls, *timeline.glue), key=lambda event: event.event)
+def _events(trace: ModelTrace) -> list[Event]:
+    return sorted((*trace.calls, *trace.glue), key=lambda event: event.event)
 
 
 def _kind(event: Event) -> tuple[str, str]:
@@ -279,29 +290,29 @@ def _kind(event: Event) -> tuple[str, str]:
 
 
 def _name(event: Event | None) -> str:
-    assert event is not None  # one of two that are not alike
+    assert event is not None  # at most one of two events that differ is None, and callers pass the other
     return f"a call of unit {event.unit!r}" if isinstance(event, Call) else f"{event.name} at {event.place}"
 
 
-def _values(timeline: ModelTrace, event: Event) -> list[Value]:
+def _values(trace: ModelTrace, event: Event) -> list[Value]:
     if isinstance(event, Glue):
-        return [timeline.values[number] for number in event.makes]
+        return [trace.values[number] for number in event.makes]
     written = [number for _, number in event.writes]
-    return [timeline.values[number] for number in (*written, *event.output.values())]
+    return [trace.values[number] for number in (*written, *event.output.values())]
 
 
-def _reads(timeline: ModelTrace, event: Event) -> object:
+def _reads(trace: ModelTrace, event: Event) -> object:
     if isinstance(event, Call):
         return event.inputs, event.parameters
-    return [(value.inputs, value.parameters) for value in _values(timeline, event)]
+    return [(value.inputs, value.parameters) for value in _values(trace, event)]
 
 
-def _makes(timeline: ModelTrace, event: Event) -> object:
-    made = [(value.shape, value.dtype, value.grad) for value in _values(timeline, event)]
+def _makes(trace: ModelTrace, event: Event) -> object:
+    made = [(value.shape, value.dtype, value.grad) for value in _values(trace, event)]
     return made, event.output, event.writes
 
 
-def _shown(timeline: ModelTrace, event: Event) -> str:
+def _shown(trace: ModelTrace, event: Event) -> str:
     made = [f"{value.dtype} {value.shape}{'' if value.grad else ' without gradient'}"
-            for value in _values(timeline, event)]  # fmt: skip
+            for value in _values(trace, event)]  # fmt: skip
     return ", ".join(made) or "no value"

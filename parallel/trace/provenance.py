@@ -1,7 +1,7 @@
-"""What every tensor of a probed forward is: a value, a tensor inside a call, a parameter, or free.
+"""Provenance of every tensor in a traced forward: a value, a tensor inside a call, a parameter, or free.
 
-number      id of a tensor -> the value it is now; writing in place gives every name of the memory a new one
-inside      id of a tensor -> the call that made it without (yet) returning it; reading it elsewhere is a leak
+number      id of a tensor -> the value it currently is; a write in place gives every name of the memory a new one
+inside      id of a tensor -> the call that made it and has not returned it (yet); reading it elsewhere is a leak
 parameters  id of a parameter -> its first name
 """
 
@@ -20,19 +20,19 @@ _PLAIN = int | float | complex | bool | str | bytes | None | torch.dtype | torch
 
 @dataclass
 class OpenCall:
-    """A call that runs, and what it is seen to read."""
+    """A call that is running, and what it has read so far."""
 
     index: int
     unit: str
     inputs: list[int]
     parameters: set[str]
     rewritten: set[int] = field(default_factory=set)
-    """Ids of outer values whose memory was written inside."""
+    """Ids of outer values whose memory the call has written."""
 
 
 @dataclass(frozen=True)
 class ValueSource:
-    """What a new value comes from."""
+    """The origin of a new value."""
 
     maker: Literal["call", "glue"]
     index: int
@@ -41,7 +41,7 @@ class ValueSource:
 
 
 class TensorProvenance:
-    """The books of one forward, and what was found that cannot be cut."""
+    """Origin of all tensors in one forward, and the problems that keep it from being cut."""
 
     def __init__(self, model: nn.Module, twins: MetaTwins) -> None:
         self.values: list[Value] = []
@@ -50,7 +50,7 @@ class TensorProvenance:
         self.parameters: dict[int, str] = {}
         self.problems: list[str] = []
         self.leaks: dict[str, str] = {}
-        """By unit: a sentence on who reads what it made and did not return."""
+        """For each unit that leaks: a sentence about who reads a tensor that it made and did not return."""
         self._twins = twins
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.parameters.setdefault(id(parameter), name)
@@ -59,24 +59,24 @@ class TensorProvenance:
             twins.notice(buffer)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is not free."""
+        """True unless ``tensor`` is free."""
         return id(tensor) in self.number or id(tensor) in self.inside or id(tensor) in self.parameters
 
     def depends_on_calls(self, numbers: Iterable[int]) -> bool:
-        """Whether any of the values comes from a call, and not from parameters alone."""
+        """True if any of the values depends on a call, and not on parameters alone."""
         values = [self.values[number] for number in numbers]
         return any(value.maker == "call" or self.depends_on_calls(value.inputs) for value in values)
 
     def names_among(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        """The parameters among ``tensors``."""
+        """Names of the parameters among ``tensors``."""
         return frozenset(self.parameters[id(tensor)] for tensor in tensors if id(tensor) in self.parameters)
 
     def buffers_among(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        """The buffers among ``tensors``."""
+        """Names of the buffers among ``tensors``."""
         return frozenset(self._buffers[id(tensor)] for tensor in tensors if id(tensor) in self._buffers)
 
     def read(self, tensors: Iterable[Tensor], reader: str, here: OpenCall | None) -> tuple[list[int], set[str]]:
-        """The values and parameters among ``tensors``; notes leaks."""
+        """Values and parameters among ``tensors``; notes leaks."""
         inputs: dict[int, None] = {}
         parameters = set()
         for tensor in tensors:
@@ -89,7 +89,7 @@ class TensorProvenance:
         return list(inputs), parameters
 
     def new_value(self, tensor: Tensor, source: ValueSource, movable: bool = True) -> int:
-        """Make ``tensor`` a value, or another value than it was; its number."""
+        """Make ``tensor`` a new value, also if it was one before; returns its number."""
         twin, number = self._twins.of(tensor), len(self.values)
         value = Value(
             number=number,
@@ -109,7 +109,7 @@ class TensorProvenance:
         return number
 
     def rewrite(self, sharing: list[Tensor], source: ValueSource) -> None:
-        """New values for all names of memory that was written in place; a single name can travel."""
+        """New values for all names of memory that was written in place; only memory with a single name is movable."""
         for tensor in sharing:
             inputs, before = source.inputs, self.forget(tensor)
             if before is not None:
@@ -117,14 +117,14 @@ class TensorProvenance:
             self.new_value(tensor, replace(source, inputs=inputs), movable=len(sharing) == 1)
 
     def forget(self, tensor: Tensor) -> int | None:
-        """Mark the value that ``tensor`` was, if it was one, as overwritten."""
+        """Mark the value of ``tensor``, if it has one, as overwritten; returns its number."""
         number = self.number.pop(id(tensor), None)
         if number is not None:
             self.values[number] = replace(self.values[number], rewritten=True)
         return number
 
     def output_leaf(self, leaf: Any, arguments: list[Any]) -> Leaf:
-        """How a stage that skips an event rebuilds a leaf of what it returned."""
+        """How a stage that skips an event rebuilds a leaf of its output."""
         if isinstance(leaf, Tensor) and id(leaf) in self.parameters:
             return FromParameter(self.parameters[id(leaf)])
         position = position_of(leaf, arguments)
@@ -133,7 +133,7 @@ class TensorProvenance:
         return FromValue(self.number[id(leaf)]) if isinstance(leaf, Tensor) else Constant(leaf)
 
     def result_leaf(self, leaf: Any) -> Leaf:
-        """What a leaf of the program's result is."""
+        """Origin of a leaf of the program's result."""
         if not isinstance(leaf, Tensor):
             self.refuse_hidden(leaf, [], "the program returns")
             return Constant(leaf)
@@ -146,26 +146,27 @@ class TensorProvenance:
         return FreeTensor(tuple(leaf.shape), leaf.dtype)
 
     def refuse_hidden(self, leaf: Any, arguments: list[Any], who: str) -> None:
-        """Note a problem where ``leaf`` is an object that hides tensors of the model."""
+        """Note a problem if ``leaf`` is an object that hides tensors of the model."""
         if isinstance(leaf, Tensor | _PLAIN) or position_of(leaf, arguments) is not None:
             return
         if any(self.knows(tensor) for tensor in _hidden_tensors(leaf, depth=4)):
             self.problems.append(
-                f"{who} a {type(leaf).__name__} that holds tensors of the model and is no pytree, so that they cannot "
-                "be sent; return tensors, tuples, lists or dicts, or register the class by torch.utils._pytree."
+                f"{who} a {type(leaf).__name__} that holds tensors of the model and is not a pytree, so that they "
+                "cannot be sent; return tensors, tuples, lists or dicts, or register the class with "
+                "torch.utils._pytree."
             )
 
     def _note_leak(self, tensor: Tensor, reader: str) -> None:
         unit = self.inside[id(tensor)].unit
         self.leaks.setdefault(
             unit,
-            f"{reader} reads a tensor that unit {unit!r} made and did not return, so that no stage can send it; "
+            f"{reader} reads a tensor that unit {unit!r} made and did not return, so no stage can send it; "
             "return it from the unit's forward.",
         )
 
 
 def position_of(leaf: Any, arguments: list[Any]) -> int | None:
-    """Where ``leaf`` stands among the arguments, by identity; None for plain constants."""
+    """Position of ``leaf`` among the arguments, by identity; None for plain constants."""
     if isinstance(leaf, _PLAIN):
         return None
     return next((position for position, argument in enumerate(arguments) if argument is leaf), None)

@@ -1,7 +1,7 @@
-"""Writes down one forward: a function mode that sees every torch function, and every call of a unit.
+"""Records one forward: a function mode that sees every torch function, and every call of a unit.
 
-User code holds stand-ins for values, and operations that touch one run on meta twins (see ``twins``); what each tensor
-is stands in the ``ledger``.
+User code holds stand-ins for values, and operations on them run on meta twins (see ``meta_tensors``); ``provenance``
+knows where every tensor comes from.
 
                         touches a value or parameter?
     operation  --- no ------------------------------->  runs for real: free
@@ -20,17 +20,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from engine.parallel.model.blocks import Units
-from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, has_views
-from engine.parallel.trace.meta_tensors import META, FlopCount, MetaTwins, RandomOps
-from engine.parallel.trace.model_trace import Call, FreeTensor, Glue, Material, Recipe, Sample
+from engine.parallel.model.user_code import call_user_code
+from engine.parallel.trace.meta_tensors import META, FlopCount, MetaTwins, NeedsContentError, RandomOps
+from engine.parallel.trace.model_trace import Call, FreeTensor, Glue, Material, OnZeros, Recipe, Sample
 from engine.parallel.trace.provenance import OpenCall, TensorProvenance, ValueSource, position_of
-from engine.parallel.trace.torch_function import Function, Operation, user_place
+from engine.parallel.trace.torch_function import Function, Operation, user_place, wrapper_among
 
 _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia", "maia", "vulkan")
 
 
 class Recorder(TorchFunctionMode):
-    """Fills ``calls``, ``glue`` and the ledger while the program runs under it; notes what cannot be cut."""
+    """Fills ``calls``, ``glue`` and ``provenance`` while the program runs under it; notes what cannot be cut."""
 
     def __init__(
         self,
@@ -42,30 +42,37 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.random_read: str | None = None
-        """Where code between units first reads on the host what was drawn at random."""
+        """First place where code between units reads a random number on the host, or None."""
         self.calls: list[Call] = []
         self.glue: list[Glue] = []
         self.flops = FlopCount()
         self.draws = RandomOps()
         self._twins = MetaTwins(device)
-        self.ledger = TensorProvenance(model, self._twins)
+        self.provenance = TensorProvenance(model, self._twins)
         self._units, self._device, self._material = units, device, material
         self._weighed: set[int] = set()
         self._call: OpenCall | None = None
         self._quiet = False
         self._read_by_glue: set[str] = set()
         self._drawn, self._random = drawn, set[int]()
+        self._on_zeros: dict[tuple[str, str], str] = {}
+
+    @property
+    def on_zeros(self) -> tuple[OnZeros, ...]:
+        """Operations that ran on zeros because they do not run on meta tensors, once for each place."""
+        return tuple(OnZeros(name, where, why) for (name, where), why in self._on_zeros.items())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_views(args, kwargs):
-            with self:  # what a view makes of it is what runs
-                return GlobalTensor.__torch_function__(func, types, args, kwargs)
+        wrapper = wrapper_among(args, kwargs)
+        if wrapper is not None:
+            with self:  # record the local operations into which a global tensor resolves this one
+                return wrapper.__torch_function__(func, types, args, kwargs)
         return self.show(func, args, kwargs or {})
 
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record one operation and give the user's code what it returns."""
+        """Record one operation; returns its result for user code."""
         if self._quiet:
-            return function(*args, **kwargs)
+            return call_user_code(function, args, kwargs)
         self._quiet = True
         try:
             return self._see(Operation(function, args, kwargs))
@@ -75,13 +82,13 @@ class Recorder(TorchFunctionMode):
     def call(self, unit: str, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one call of a unit and run it."""
         if self._call is not None:  # a unit inside a unit
-            return forward(*args, **kwargs)
+            return call_user_code(forward, args, kwargs)
         if self._quiet:
-            self.ledger.problems.append(
+            self.provenance.problems.append(
                 f"unit {unit!r} is called inside an autograd.Function, which hides what it reads and makes; call it "
-                "outside, or checkpoint it by torch.utils.checkpoint."
+                "outside, or checkpoint it with torch.utils.checkpoint."
             )
-            return forward(*args, **kwargs)
+            return call_user_code(forward, args, kwargs)
         self._quiet = True
         try:
             return self._record_call(unit, forward, args, kwargs)
@@ -89,33 +96,33 @@ class Recorder(TorchFunctionMode):
             self._quiet = False
 
     def finish(self, result: Any) -> Recipe:
-        """Where the leaves of what the program returned come from."""
+        """Origins of the leaves of the program's result."""
         leaves, spec = tree_flatten(result)
-        recipe = Recipe(spec, tuple(self.ledger.result_leaf(leaf) for leaf in leaves))
+        recipe = Recipe(spec, tuple(self.provenance.result_leaf(leaf) for leaf in leaves))
         if next(recipe.values(), None) is None:
-            self.ledger.problems.append(
-                "nothing that the forward and the loss returned depends on a parameter; return a loss that is computed "
-                "from the output of the model."
+            self.provenance.problems.append(
+                "nothing that the forward and the loss returned depends on a parameter; return a loss computed from "
+                "the output of the model."
             )
         return recipe
 
     def used_by_glue(self, module: nn.Module) -> bool:
-        """Whether an operation between calls read a parameter of ``module``."""
-        return any(self.ledger.parameters[id(parameter)] in self._read_by_glue for parameter in module.parameters())
+        """True if an operation between calls read a parameter of ``module``."""
+        return any(self.provenance.parameters[id(parameter)] in self._read_by_glue for parameter in module.parameters())
 
     # ---- operations
 
     def _see(self, operation: Operation) -> Any:
         if operation.is_metadata:
             return self._answer(operation)
-        if operation.is_blank or not any(map(self.ledger.knows, operation.tensors)):
+        if operation.is_blank or not any(map(self.provenance.knows, operation.tensors)):
             return self._run_free(operation)
         return self._record_glue(operation) if self._call is None else self._run_inside(operation, self._call)
 
     def _answer(self, operation: Operation) -> Any:
-        """Shape and the like from the twin, the device that the run will have."""
+        """Metadata from the twin, except for the device, which is that of the run."""
         name = operation.name
-        if not any(self.ledger.knows(tensor) or tensor.is_meta for tensor in operation.tensors):
+        if not any(self.provenance.knows(tensor) or tensor.is_meta for tensor in operation.tensors):
             return operation.run()
         if name == "get device":
             return self._device
@@ -125,13 +132,13 @@ class Recorder(TorchFunctionMode):
             return name == f"get is_{self._device.type}"
         if operation.asks_for_the_object:
             return operation.run()
-        return operation.function(*self._twins.swap(operation.args), **operation.kwargs)
+        return operation.run_with(self._twins.swap(operation.args), operation.kwargs)
 
     def _run_free(self, operation: Operation) -> Any:
         if operation.kwargs.get("device") == META:
             kwargs = {**operation.kwargs, "device": self._device}
             operation = Operation(operation.function, operation.args, kwargs)
-        if any(tensor.is_meta for tensor in operation.tensors):  # of a model or batch on meta: only the shape is known
+        if any(tensor.is_meta for tensor in operation.tensors):  # the model or batch is on meta: only shapes are known
             out, _ = self._run_on_twins(operation)
             out = tree_map(self._zeros, out)
         else:
@@ -144,7 +151,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _follow_random(self, operation: Operation, out: Any) -> None:
-        """Note where a random number that depends on nothing becomes a Python number, which may choose the path."""
+        """Note where a random number drawn without inputs becomes a Python number, which may choose the path."""
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if operation.draws and self._drawn is not None:
             for tensor in tensors:
@@ -159,37 +166,37 @@ class Recorder(TorchFunctionMode):
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device) if isinstance(leaf, Tensor) else leaf
 
     def _run_inside(self, operation: Operation, call: OpenCall) -> Any:
-        inputs, parameters = self.ledger.read(operation.tensors, f"{operation.name} in {call.unit}", call)
+        inputs, parameters = self.provenance.read(operation.tensors, f"{operation.name} in {call.unit}", call)
         call.inputs += inputs
         call.parameters |= parameters
         out, _ = self._run_on_twins(operation)
         for target in operation.written:
             for tensor in self._twins.sharing(target):
-                if self.ledger.forget(tensor) is not None:
+                if self.provenance.forget(tensor) is not None:
                     call.rewritten.add(id(tensor))
-                self.ledger.inside[id(tensor)] = call
-        return self._give(out, operation, lambda tensor: self.ledger.inside.setdefault(id(tensor), call))
+                self.provenance.inside[id(tensor)] = call
+        return self._give(out, operation, lambda tensor: self.provenance.inside.setdefault(id(tensor), call))
 
     def _record_glue(self, operation: Operation) -> Any:
         place, event = user_place(), len(self.calls) + len(self.glue)
-        inputs, parameters = self.ledger.read(operation.tensors, f"{operation.name} at {place}", None)
+        inputs, parameters = self.provenance.read(operation.tensors, f"{operation.name} at {place}", None)
         self._read_by_glue |= parameters
         source = ValueSource("glue", len(self.glue), tuple(inputs), frozenset(parameters))
         arguments = tree_map(self._described, (operation.args, dict(operation.kwargs)))
-        first, flops = len(self.ledger.values), self.flops.total
+        first, flops = len(self.provenance.values), self.flops.total
         with self._weighing(operation):
             out, on_host = self._run_on_twins(operation)
         self._note_problems(operation, place, on_host, source)
         writes, buffers = self._rewrite(operation, source)
-        result = self._give(out, operation, lambda tensor: self.ledger.new_value(tensor, source))
+        result = self._give(out, operation, lambda tensor: self.provenance.new_value(tensor, source))
         leaves, spec = tree_flatten(result)
         self.glue.append(
             Glue(
                 name=operation.name,
                 event=event,
                 calls_before=len(self.calls),
-                makes=tuple(range(first, len(self.ledger.values))),
-                output=Recipe(spec, tuple(self.ledger.output_leaf(leaf, operation.leaves) for leaf in leaves)),
+                makes=tuple(range(first, len(self.provenance.values))),
+                output=Recipe(spec, tuple(self.provenance.output_leaf(leaf, operation.leaves) for leaf in leaves)),
                 place=place,
                 flops=self.flops.total - flops,
                 writes=writes,
@@ -204,14 +211,14 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def _weighing(self, operation: Operation) -> Iterator[None]:
-        """Count what glue saves; memory of parameters and of what depends on the batch alone does not count."""
+        """Measure the bytes that glue saves for backward, without memory of parameters and of free tensors."""
         if self._material is None:
             yield
             return
-        others = [tensor for tensor in operation.tensors if id(tensor) not in self.ledger.number]
+        others = [tensor for tensor in operation.tensors if id(tensor) not in self.provenance.number]
         self._weighed.update(self._twins.of(tensor).untyped_storage()._cdata for tensor in others)
         sizes: list[int] = []
-        weighed = self._weighed  # autograd keeps the hook, and must not keep the recorder, which has its graph
+        weighed = self._weighed  # autograd keeps the hook alive, which must not keep the recorder and its graph alive
 
         def pack(saved: Tensor) -> Tensor:
             storage = saved.untyped_storage()
@@ -225,19 +232,19 @@ class Recorder(TorchFunctionMode):
         self._material.kept_by_glue.append(sum(sizes))
 
     def _rewrite(self, operation: Operation, source: ValueSource) -> tuple[tuple[tuple[int, int], ...], frozenset[str]]:
-        """New values for what the operation writes; and the buffers among it."""
+        """New values for the memory that the operation writes, and the buffers among it."""
         writes, buffers = [], frozenset[str]()
         for target in (*operation.written, *operation.statistics):
             sharing = self._twins.sharing(target)
-            buffers |= self.ledger.buffers_among(sharing)
-            self.ledger.rewrite(sharing, source)
+            buffers |= self.provenance.buffers_among(sharing)
+            self.provenance.rewrite(sharing, source)
             position = position_of(target, operation.leaves)
-            assert position is not None  # written tensors are found among the arguments
-            writes.append((position, self.ledger.number[id(target)]))
+            assert position is not None  # a written tensor is always an argument
+            writes.append((position, self.provenance.number[id(target)]))
         return tuple(writes), buffers
 
     def _note_problems(self, operation: Operation, place: str, on_host: bool, source: ValueSource) -> None:
-        name, problems = operation.name, self.ledger.problems
+        name, problems = operation.name, self.provenance.problems
         if on_host:
             problems.append(
                 f"{place} reads the content of a tensor on the host ({name}) between units, where only one stage of a "
@@ -249,7 +256,7 @@ class Recorder(TorchFunctionMode):
                 "backward to the engine, or move it into a block."
             )
         updated = self._updated(operation)
-        if name == "set data" or (updated and self.ledger.depends_on_calls(source.inputs)):
+        if name == "set data" or (updated and self.provenance.depends_on_calls(source.inputs)):
             what = f"parameter {min(updated)!r}" if updated else "a tensor through .data"
             problems.append(
                 f"{place} writes {what} in place ({name}) between units, where only one stage of a pipeline would see "
@@ -257,22 +264,27 @@ class Recorder(TorchFunctionMode):
             )
 
     def _updated(self, operation: Operation) -> frozenset[str]:
-        """The parameters whose memory the operation writes."""
-        return self.ledger.names_among(t for target in operation.written for t in self._twins.sharing(target))
+        """Parameters whose memory the operation writes."""
+        return self.provenance.names_among(t for target in operation.written for t in self._twins.sharing(target))
 
     def _run_on_twins(self, operation: Operation) -> tuple[Any, bool]:
-        """What comes out, as twins; and whether it is no tensor but content, read on the host."""
+        """The result as twins, and True if it is Python content read on the host rather than tensors."""
+        # Fall back to real zeros where meta tensors cannot answer: a shape that depends on content, a read on the host
+        # (its result is Python content), a kernel without a meta version. A genuine error is raised again by on_zeros;
+        # the trace lists all others, because a run with real content may differ.
         try:
             return self._twins.on_meta(operation), False
-        except Exception:  # a shape that depends on content, a read on the host, a kernel without meta; or a mistake
+        except NeedsContentError as error:
             out = self._twins.on_zeros(operation)
+            where = f"in {self._call.unit}" if self._call is not None else f"at {user_place()}"
+            self._on_zeros.setdefault((operation.name, where), str(error))
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if operation.written and not isinstance(out, tuple | list):
             return (self._twins.of(operation.written[0]) if tensors else out), False
         return (self._twins.lift(out, operation), False) if tensors else (out, True)
 
     def _give(self, out: Any, operation: Operation, register: Callable[[Tensor], Any]) -> Any:
-        """The tensors for the user's code that belong to the twins in ``out``; new ones are registered."""
+        """The result for user code: known tensors for known twins, new stand-ins for others, which are registered."""
         known = {id(self._twins.of(tensor)): tensor for tensor in operation.tensors}
 
         def give(leaf: Any) -> Any:
@@ -291,15 +303,15 @@ class Recorder(TorchFunctionMode):
     def _record_call(self, unit: str, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        inputs, parameters = self.ledger.read(tensors, f"a call of {unit!r}", None)
-        parameters |= {self.ledger.parameters[id(own)] for own in self._units.modules[unit].parameters()}
+        inputs, parameters = self.provenance.read(tensors, f"a call of {unit!r}", None)
+        parameters |= {self.provenance.parameters[id(own)] for own in self._units.modules[unit].parameters()}
         call = OpenCall(len(self.calls), unit, inputs, parameters)
         if self._material is not None:
             self._material.arguments.append(tree_map(self._sample, (args, kwargs)))
         event, flops = len(self.calls) + len(self.glue), self.flops.total
         try:
             self._call, self._quiet = call, False
-            out = forward(*args, **kwargs)
+            out = call_user_code(forward, args, kwargs)
         finally:
             self._call, self._quiet = None, True
         source = ValueSource("call", call.index, tuple(dict.fromkeys(call.inputs)))
@@ -318,15 +330,19 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _sample(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not self.ledger.knows(leaf):
+        if not isinstance(leaf, Tensor) or not self.provenance.knows(leaf):
             return leaf
-        twin, ledger = self._twins.of(leaf), self.ledger
+        twin, provenance = self._twins.of(leaf), self.provenance
         stride = torch.empty_like(twin).stride()  # dense, in the same order of dims
-        source = ledger.parameters[id(leaf)] if id(leaf) in ledger.parameters else ledger.number.get(id(leaf), -1)
+        source = (
+            provenance.parameters[id(leaf)]
+            if id(leaf) in provenance.parameters
+            else provenance.number.get(id(leaf), -1)
+        )
         return Sample(source, tuple(twin.shape), stride, twin.dtype, twin.requires_grad)
 
     def _described(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and not self.ledger.knows(leaf):
+        if isinstance(leaf, Tensor) and not self.provenance.knows(leaf):
             return FreeTensor(tuple(leaf.shape), leaf.dtype)
         return self._sample(leaf)
 
@@ -334,17 +350,17 @@ class Recorder(TorchFunctionMode):
         """A new value for each argument whose memory the call wrote."""
         written = []
         for position, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and self.ledger.inside.get(id(leaf)) is call:
+            if isinstance(leaf, Tensor) and self.provenance.inside.get(id(leaf)) is call:
                 others = [t for t in self._twins.sharing(leaf) if id(t) in call.rewritten and t is not leaf]
-                written.append((position, self.ledger.new_value(leaf, source, movable=not others)))
+                written.append((position, self.provenance.new_value(leaf, source, movable=not others)))
         return tuple(written)
 
     def _output_of_call(self, out: Any, arguments: list[Any], unit: str, source: ValueSource) -> Recipe:
-        ledger = self.ledger
+        provenance = self.provenance
         flat, spec = tree_flatten(out)
         for leaf in flat:
-            ledger.refuse_hidden(leaf, arguments, f"unit {unit!r} returns")
+            provenance.refuse_hidden(leaf, arguments, f"unit {unit!r} returns")
             own = isinstance(leaf, Tensor) and position_of(leaf, arguments) is None
-            if own and id(leaf) not in ledger.parameters:
-                ledger.new_value(leaf, source)
-        return Recipe(spec, tuple(ledger.output_leaf(leaf, arguments) for leaf in flat))
+            if own and id(leaf) not in provenance.parameters:
+                provenance.new_value(leaf, source)
+        return Recipe(spec, tuple(provenance.output_leaf(leaf, arguments) for leaf in flat))

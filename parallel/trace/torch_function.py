@@ -1,9 +1,9 @@
-"""One torch function as a ``TorchFunctionMode`` shows it, and the rules that follow from its name.
+"""One torch function as a ``TorchFunctionMode`` passes it, and the rules that follow from its name.
 
-metadata     asks for shape, type or device; costs nothing and is answered, never recorded
-blank        uses a tensor's shape only (``zeros_like``); what it makes is free
+metadata     asks for shape, type or device; is cheap, and is answered without being recorded
+blank        uses only a tensor's shape (``zeros_like``); its result is free
 in place     writes the memory of its first argument, or of ``out=``
-random       draws from a generator: stages that skip it must draw as much, or their streams part
+random       draws from a generator: a stage that skips it must draw as much, or the stages' streams diverge
 """
 
 import sys
@@ -20,11 +20,33 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-_METADATA = frozenset((
+from engine.parallel.model.user_code import call_user_code
+
+Function = Callable[..., Any]
+
+
+def getter(name: str) -> Function:
+    """The function that reads an attribute of a tensor."""
+    return getattr(Tensor, name).__get__  # type: ignore[no-any-return]
+
+
+_ASKING = (
     "size", "dim", "ndimension", "stride", "numel", "nelement", "is_contiguous", "is_floating_point", "is_complex",
-    "is_signed", "is_inference", "is_same_size", "is_tensor", "element_size", "storage_offset", "get_device",
-    "data_ptr", "untyped_storage", "is_pinned", "is_shared", "is_conj", "is_neg", "is_coalesced", "dense_dim",
-    "sparse_dim", "__len__", "__hash__",
+    "is_signed", "is_inference", "element_size", "get_device", "__len__",
+)  # fmt: skip
+_ATTRIBUTES = (
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "grad", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_quantized", "itemsize", "nbytes", "is_mps", "is_xpu", "is_nested", "output_nr",
+    "_version",
+)  # fmt: skip
+METADATA: frozenset[Function] = frozenset((
+    *(getattr(Tensor, name) for name in _ASKING), *map(getter, _ATTRIBUTES),
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
+))  # fmt: skip
+"""Functions that ask a tensor for its shape, type, device or place in the graph, and need none of its values."""
+_METADATA = frozenset((
+    *_ASKING, "is_same_size", "is_tensor", "storage_offset", "data_ptr", "untyped_storage", "is_pinned", "is_shared",
+    "is_conj", "is_neg", "is_coalesced", "dense_dim", "sparse_dim", "__hash__",
     # ask for something later on, and make nothing now; ZeRO-3 does it around the modules of opened units
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
 ))  # fmt: skip
@@ -37,8 +59,8 @@ _BLANK = frozenset((
     "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
 ))  # fmt: skip
 _IN_PLACE_SIGNS = frozenset((
-    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
-    "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
+    "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
+    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
 ))  # fmt: skip
 _NOT_IN_PLACE = frozenset(("requires_grad_", "share_memory_"))
 _RANDOM = frozenset((
@@ -49,19 +71,48 @@ _DRAWS = frozenset(("rand", "rand_like", "randn", "randn_like", "randint", "rand
 _KEEPS_STATISTICS: Mapping[Any, str] = MappingProxyType(
     {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
 )
-"""Functions that write what they are given for later, and the argument that says so."""
+"""Functions that update buffers passed to them, and the argument that enables it."""
 _BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 _DIFFERENTIATES = frozenset(("backward", "grad"))
 
-Function = Callable[..., Any]
+
+class WrapperTensor(torch.Tensor):
+    """A tensor that stands for more than its rank holds; it runs torch functions on the local part by rules of its own.
+
+    Code that records torch functions lets it answer first, and records the functions that it runs.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Result of ``func`` on wrappers."""
+        raise NotImplementedError
 
 
-def name_of(function: Function) -> str:
-    """What an operation is called; ``get x`` and ``set x`` for attributes of tensors."""
+def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
+    """Class of the first wrapper among the arguments, including those in lists and dicts."""
+    values = [*args, *(kwargs or {}).values()]
+    while values:
+        value = values.pop()
+        if isinstance(value, WrapperTensor):
+            return type(value)
+        if isinstance(value, list | tuple):
+            values.extend(value)
+        elif isinstance(value, dict):
+            values.extend(value.values())
+    return None
+
+
+def function_name(function: Function) -> str:
+    """Name of an operation; ``get x`` and ``set x`` for attributes of tensors."""
     name: str = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__"):
-        return f"{name.strip('_')} {function.__self__.__name__}"  # type: ignore[attr-defined]
+        return f"{name.strip('_')} {getattr(getattr(function, '__self__', None), '__name__', name)}"
     return name
+
+
+def writes_in_place(name: str) -> bool:
+    """Whether a function of this name writes into its first argument: ``add_``, ``+=``, ``x[0] =``."""
+    return name in _IN_PLACE_SIGNS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_IN_PLACE)
 
 
 @dataclass(frozen=True)
@@ -74,75 +125,72 @@ class Operation:
 
     @cached_property
     def name(self) -> str:
-        """What it is called."""
-        return name_of(self.function)
+        """Name of the operation, see :func:`function_name`."""
+        return function_name(self.function)
 
     @cached_property
     def leaves(self) -> list[Any]:
-        """The leaves of the arguments, in a fixed order."""
+        """Leaves of the arguments, in a fixed order."""
         return tree_leaves((self.args, dict(self.kwargs)))
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """The tensors among the leaves."""
+        """Tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
     def is_metadata(self) -> bool:
-        """Whether it only asks for shape, type or device."""
+        """True if it asks only for shape, type or device."""
         return self.name in _METADATA or (self.name.startswith("get ") and self.name not in _TENSOR_GETTERS)
 
     @property
     def asks_for_the_object(self) -> bool:
-        """Whether the answer is a property of the Python object and not of the value it stands for."""
+        """True if the answer is a property of the Python object, not of the value that it stands for."""
         return self.name in _OF_THE_OBJECT
 
     @property
     def is_blank(self) -> bool:
-        """Whether it uses the shapes of its arguments alone."""
+        """True if it uses only the shapes of its arguments."""
         return self.name in _BLANK
 
     @property
     def is_random(self) -> bool:
-        """Whether it may draw random numbers."""
+        """True if it may draw random numbers."""
         dropout_p = self.args[4:5] if self.name == "scaled_dot_product_attention" else ()
         share = max(self.kwargs.get("dropout_p", 0.0), *dropout_p, 0.0)
         return self.name in _RANDOM or "dropout" in self.name or share > 0.0
 
     @property
     def draws(self) -> bool:
-        """Whether it makes random numbers out of nothing but a shape."""
+        """True if it makes random numbers from a shape alone."""
         return self.name in _DRAWS or self.name in _RANDOM
 
     @property
     def is_of_torch(self) -> bool:
-        """Whether it is torch's own, which respects strides; another's kernel may take every tensor for dense."""
+        """True for torch's own functions, which respect strides; other kernels may assume dense tensors."""
         if isinstance(self.function, _BUILT_IN):
             return True
         return getattr(self.function, "__module__", None) in ("torch.functional", "torch.nn.functional")
 
     @property
     def differentiates(self) -> bool:
-        """Whether it runs a backward, which one stage cannot do for the graph of all."""
+        """True if it runs a backward, which needs the graphs of all stages."""
         return self.name in _DIFFERENTIATES
 
     @cached_property
     def written(self) -> list[Tensor]:
-        """The tensors whose memory it writes."""
+        """Tensors whose memory it writes."""
         out = self.kwargs.get("out")
         if out is not None:
             return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        in_place = self.name in _IN_PLACE_SIGNS or (
-            self.name.endswith("_") and not self.name.endswith("__") and self.name not in _NOT_IN_PLACE
-        )
-        flagged = self.kwargs.get("inplace") is True
-        if (in_place or flagged) and self.args and isinstance(self.args[0], Tensor):
+        in_place = writes_in_place(self.name) or self.kwargs.get("inplace") is True
+        if in_place and self.args and isinstance(self.args[0], Tensor):
             return [self.args[0]]
         return []
 
     @cached_property
     def statistics(self) -> list[Tensor]:
-        """The running mean and variance that a normalisation in training mode writes, beside what it returns."""
+        """Running mean and variance that a normalisation in training mode updates, beside its result."""
         flag = _KEEPS_STATISTICS.get(self.function)
         if flag is None:
             return []
@@ -153,12 +201,16 @@ class Operation:
         return [given[name] for name in ("running_mean", "running_var") if isinstance(given.get(name), Tensor)]
 
     def run(self) -> Any:
-        """Do it."""
-        return self.function(*self.args, **self.kwargs)
+        """Run the operation."""
+        return self.run_with(self.args, self.kwargs)
+
+    def run_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the operation with other arguments in place of its own."""
+        return call_user_code(self.function, args, kwargs)
 
 
 def user_place() -> str:
-    """File and line of the nearest frame that is neither torch's nor ours."""
+    """File and line of the innermost frame outside torch and this package."""
     inside = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -170,16 +222,16 @@ def user_place() -> str:
 
 @contextmanager
 def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Within, ``show(function, args, kwargs)`` takes the place of every ``autograd.Function.apply``.
+    """Context in which ``show(function, args, kwargs)`` replaces every ``autograd.Function.apply``.
 
-    A function mode does not see ``apply``; a cut inside would lose its backward.
+    A function mode does not see ``apply``; its backward would be lost in a stage that starts inside it.
     """
     original = torch.autograd.Function.__dict__["apply"]
     watcher = [show]  # modules that torch imports meanwhile keep this ``apply``: afterwards it must show, and keep, nothing
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         def function(*args: Any, **kwargs: Any) -> Any:
-            return original.__get__(None, cls)(*args, **kwargs)
+            return call_user_code(original.__get__(None, cls), args, kwargs)
 
         function.__name__ = f"apply:{cls.__name__}"
         return watcher[0](function, args, kwargs) if watcher else function(*args, **kwargs)
@@ -194,5 +246,5 @@ def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]
 
 
 def checks_content(name: str) -> bool:
-    """Whether an operation may refuse NaN, so that it cannot run on what is absent."""
+    """True if an operation may refuse NaN, so that it cannot run on placeholders."""
     return name in _RANDOM or name.startswith(("linalg_", "cholesky", "logdet", "slogdet"))

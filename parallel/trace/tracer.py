@@ -1,10 +1,10 @@
-"""One forward without content, from which the timeline of a model is read.
+"""Trace one forward of a model without computing it.
 
-Nothing is computed that takes memory: values are expanded tensors, shapes come from meta twins. Where that shows that
-a unit hides something from the cut, the unit is opened and the forward is run again:
+Nothing is computed that takes memory: values are expanded tensors, and shapes come from their meta twins. If the trace
+shows that a unit hides something, the unit is opened into its children and the forward is traced again:
 
-    a unit leaks (what it made is read elsewhere without having been returned)    all units of its class are opened
-    a unit is never called, but what is inside it is used                         it is opened
+    a unit leaks (a tensor that it made and did not return is read elsewhere)    all units of its class are opened
+    a unit is never called, but its inside is used                               the unit is opened
 """
 
 from collections.abc import Callable, Iterable
@@ -19,6 +19,7 @@ from torch import nn
 from engine.errors import PlanError
 from engine.parallel.model.blocks import Units, find_units, open_units, weighty_children
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.side_effects import restoring_state
 from engine.parallel.model.torch_checkpoint import open_checkpoints
 from engine.parallel.trace.model_trace import Call, Material, ModelTrace, Recipe, trace_difference
@@ -28,7 +29,7 @@ from engine.parallel.trace.torch_function import functions_shown_to
 ModelCall = Callable[[], Any]
 
 _EXTREMES = (0.0, 1.0 - 2.0**-24)
-"""Of what a uniform draw can give: every probability decides otherwise for one than for the other."""
+"""The extremes of a uniform draw: any comparison with a probability differs between the two."""
 
 
 def trace_model(
@@ -39,12 +40,15 @@ def trace_model(
     device: torch.device | None = None,
     material: Material | None = None,
 ) -> ModelTrace:
-    """The timeline of ``program``, which runs forward and loss of ``model`` and returns a pytree.
+    """Trace ``program``, which runs forward and loss of ``model`` and returns a pytree.
 
-    Every tensor in what it returns that depends on a parameter is a target. ``stages``: descend into chains inside
-    chains, then into every Sequential, when the outer ones have fewer blocks. ``device``: what values say they are on;
-    default: the device of the parameters, or the CPU where those are on meta. ``material`` is filled. Changes nothing
-    in the model, its modes and the random streams.
+    Every returned tensor that depends on a parameter is a target. The model, its modes and the random streams are
+    unchanged afterwards.
+
+    Args:
+        stages: descend into chains inside chains, then into every Sequential, if the outer chains have fewer blocks.
+        device: the device that values claim to be on; default: that of the parameters, or the CPU if those are on meta.
+        material: filled with the arguments and memory of the calls, for measuring.
 
     Raises:
         PlanError: the program does something between units that no stage can do alone; the message names it.
@@ -53,16 +57,16 @@ def trace_model(
         devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
         device = next(devices, torch.device("cpu"))
     found = units or find_units(model)
-    timeline = _probe_opened(model, program, found, device, material)
+    trace = _trace_opened(model, program, found, device, material)
     for mixed in (False, True) if units is None else ():
         more = find_units(model, deep=True, mixed=mixed)
-        too_few = sum(call.unit in timeline.blocks for call in timeline.calls) < stages
+        too_few = sum(call.unit in trace.blocks for call in trace.calls) < stages
         if too_few and len(more.blocks) > len(found.blocks):
-            found, timeline = more, _probe_opened(model, program, more, device, material)
-    return timeline
+            found, trace = more, _trace_opened(model, program, more, device, material)
+    return trace
 
 
-def _probe_opened(
+def _trace_opened(
     model: nn.Module,
     program: ModelCall,
     units: Units,
@@ -77,11 +81,11 @@ def _probe_opened(
         if not hiding:
             break
         units = open_units(units, hiding)
-    problems = [*recorder.ledger.problems, *recorder.ledger.leaks.values()]
+    problems = [*recorder.provenance.problems, *recorder.provenance.leaks.values()]
     if problems:
         raise PlanError(problems[0])
-    timeline = ModelTrace(
-        values=tuple(recorder.ledger.values),
+    trace = ModelTrace(
+        values=tuple(recorder.provenance.values),
         calls=tuple(_mark_starts(recorder.calls, units.blocks, original.blocks)),
         glue=tuple(recorder.glue),
         units=tuple(units.modules),
@@ -92,16 +96,18 @@ def _probe_opened(
         buffers=tuple(name for name, _ in model.named_buffers()),
         result=result,
         random=recorder.draws.any,
+        on_zeros=recorder.on_zeros,
     )
     if drawn is None and recorder.random_read is not None:
         for extreme in _EXTREMES:
-            what = trace_difference(timeline, _probe_opened(model, program, original, device, drawn=extreme))
+            what = trace_difference(trace, _trace_opened(model, program, original, device, drawn=extreme))
             if what is not None:
                 raise PlanError(
                     f"{recorder.random_read} chooses the path of the forward by a random number: with another one it "
-                    f"{what}; a pipeline is cut for one path: switch that off (layerdrop 0), or move it into a block."
+                    f"{what}, and a pipeline is cut for one path; switch that off (layerdrop 0), or move it into a "
+                    "block."
                 )
-    return timeline
+    return trace
 
 
 def _run(
@@ -133,15 +139,15 @@ def _run(
         try:
             result = program()
         except Exception as error:
-            if recorder.ledger.problems:  # what was read on the host was no real content
-                raise PlanError(recorder.ledger.problems[0]) from error
+            if recorder.provenance.problems:  # the error may follow from zeros that the program read on the host
+                raise PlanError(recorder.provenance.problems[0]) from error
             raise
     return recorder, recorder.finish(result)
 
 
 def _hiding(recorder: Recorder, units: Units) -> Iterable[str]:
-    """Units to open: all of a class of which one leaks, and those that are used without being called."""
-    leaking = {type(units.modules[name]) for name in recorder.ledger.leaks}
+    """Units to open: all units of a class of which one leaks, and units that are used without being called."""
+    leaking = {type(units.modules[name]) for name in recorder.provenance.leaks}
     called = {call.unit for call in recorder.calls}
     for name, module in units.modules.items():
         if type(module) in leaking or (name not in called and recorder.used_by_glue(module)):
@@ -149,13 +155,13 @@ def _hiding(recorder: Recorder, units: Units) -> Iterable[str]:
 
 
 def _mark_starts(calls: list[Call], blocks: tuple[str, ...], original: tuple[str, ...]) -> list[Call]:
-    """Stages may start where a block starts; the first call inside an opened block is where that one starts."""
+    """Mark the calls at which a stage may start: those of blocks, and the first call inside an opened block."""
     of_block = set(blocks)
     marked: list[Call] = []
     last: str | None = None
     seen: set[str] = set()
     for call in calls:
-        block = next((name for name in original if call.unit == name or call.unit.startswith(f"{name}.")), None)
+        block = next((name for name in original if is_inside(call.unit, name)), None)
         block = block if call.unit in of_block else None
         starts = block is not None and (block == call.unit or block != last or call.unit in seen)
         if starts:

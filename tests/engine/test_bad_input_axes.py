@@ -110,14 +110,14 @@ WRONG_SIZES: list[tuple[int, dict[str, Any], str]] = [
      "the whole model: 1, 2, 4."),
     (3, {"pipeline": 3}, "parallel.pipeline cuts the model into 3 stages, but its forward calls only 2 blocks"),
     (2, {"pipeline": 2, "split": ["blocks.7"]},
-     "parallel.split: 'blocks.7' is no unit that the forward calls; near names are blocks."),
+     "parallel.split: the forward calls no unit 'blocks.7'; similar names are blocks."),
     (2, {"pipeline": 2, "split": ["blocks.1", "norm"]},
-     "parallel.split names 2 calls, but 2 stages begin at 1; name the call that starts each stage but the first."),
+     "parallel.split names 2 calls, but 2 stages need 1; name the call that starts each stage but the first."),
     (3, {"pipeline": 3, "split": ["blocks.1", "blocks.0"]},
-     "parallel.split: 'blocks.0' does not come after the one before it; name calls in the order"),
-    (2, {"pipeline": 2, "split": ["tokens"]}, "parallel.split: 'tokens' is the first call of all; name calls in the"),
+     "parallel.split: 'blocks.0' does not come after the entry before it; name calls in the order"),
+    (2, {"pipeline": 2, "split": ["tokens"]}, "parallel.split: 'tokens' is the first call of the forward; name"),
     (2, {"tensor": 2, "tensor_plan": {"*.queri": "column", "*.output": "row"}},
-     "the pattern '*.queri' of parallel.tensor_plan names no module and no parameter; the model has tokens,"),
+     "parallel.tensor_plan: '*.queri' matches no module and no parameter; "),
 ]  # fmt: skip
 
 
@@ -144,7 +144,7 @@ PLAN = {"h.*.fc": "column", "h.*.proj": "row", "embed": "vocabulary"}
 def test_cut_parameter_that_other_code_reads(alone: Callable[..., str], glue: str) -> None:
     """A branch on a value keeps tensor parallelism from seeing the whole forward, but not from seeing this."""
     assert alone(2, Glued(glue), {"tensor": 2, "tensor_plan": PLAN}, pair()) == (
-        "parameter 'embed.weight' is cut over the tensor ranks, but code outside its module reads it too; give its "
+        "parameter 'embed.weight' is sharded over the tensor ranks, but code outside its module reads it too; give its "
         'module the style "replicate" in parallel.tensor_plan.'
     )
 
@@ -161,8 +161,8 @@ def test_hook_on_the_gradient_of_a_cut_parameter(alone: Callable[..., str]) -> N
     model: Any = Glued("")
     model.h[0].fc.weight.register_hook(lambda grad: grad / grad.norm())
     assert alone(2, model, {"tensor": 2, "tensor_plan": PLAN}, pair()) == (
-        "parameter 'h.0.fc.weight' has a gradient hook (register_hook), but is cut over the tensor ranks, each of "
-        'which has a part of its gradient; remove the hook, or give its module the style "replicate" in '
+        "parameter 'h.0.fc.weight' has a gradient hook (register_hook), but is sharded over the tensor ranks, each of "
+        'which has a shard of its gradient; remove the hook, or give its module the style "replicate" in '
         "parallel.tensor_plan."
     )
 
@@ -171,8 +171,8 @@ def test_sequence_that_the_tensor_ranks_cannot_share(alone: Callable[..., str]) 
     ids, targets = pair()
     text = alone(2, Glued(""), {"tensor": 2, "sequence_parallel": True}, (ids[:, :11], targets[:, :11]))
     assert text == (
-        "a sequence of 11 does not divide among 2 tensor ranks, as sequence_parallel wants; pad it to a multiple of 2, "
-        "or switch sequence_parallel off."
+        "a sequence of length 11 does not divide among 2 tensor ranks, as sequence_parallel requires; pad it to a "
+        "multiple of 2, or switch sequence_parallel off."
     )
 
 
@@ -180,7 +180,7 @@ def test_cut_parameter_that_its_block_reads_without_calling_the_module(alone: Ca
     model = Glued("")
     model.h = nn.ModuleList(Functional(32, 4) for _ in range(2))
     text = alone(2, model, {"tensor": 2, "tensor_plan": PLAN}, pair())
-    assert text.startswith("parameter 'h.0.fc.weight' is cut over the tensor ranks, but code outside its module reads")
+    assert text.startswith("parameter 'h.0.fc.weight' is sharded over the tensor ranks, but code outside its module")
 
 
 @pytest.mark.parametrize("seen", [True, False])
@@ -214,9 +214,9 @@ def test_schedules_that_do_not_exist(alone: Callable[..., str], seen: bool, tmp_
     assert file(b"0F0 0F1 0F2 0F3\n1F0 1F1 1F2 1F3\n").startswith(
         "schedule FILE has 2 lines and 4 microbatches, and no backward; this run needs"
     )
-    assert file(b"0F0 0X0\n1F0 1B0\n").startswith("FILE, line 1: '0X0' is no action; write stage, F, B, I or W,")
+    assert file(b"0F0 0X0\n1F0 1B0\n").startswith("FILE, line 1: '0X0' is not an action; write stage, F, B, I or W,")
     assert file(b"").startswith("schedule FILE over 0 stages and 0 microbatches is empty;")
-    assert file(b"\xff\xfe\x00").startswith("schedule FILE is no text; give a file of actions")
+    assert file(b"\xff\xfe\x00").startswith("schedule FILE is not a text file; give a file of actions")
 
 
 def test_a_schedule_of_two_stages_without_a_pipeline(alone: Callable[..., str], tmp_path: Path) -> None:
@@ -232,13 +232,13 @@ def test_a_schedule_of_two_stages_without_a_pipeline(alone: Callable[..., str], 
 WRONG_PLANS: list[tuple[Mapping[str, str], str]] = [
     (WRITTEN, f"tensor = 3 neither divides nor is a multiple of {HEADS}.query;"),
     ({"blocks.*.upp": "column"},
-     "the pattern 'blocks.*.upp' of parallel.tensor_plan names no module and no parameter;"),
+     "parallel.tensor_plan: 'blocks.*.upp' matches no module and no parameter; similar names are blocks.*.up"),
     ({"blocks.*.up": "column", "*.up": "row"}, "blocks.0.up is given two styles, 'column' by 'blocks.*.up' and 'row'"),
     ({"blocks.*.up": "columm"}, "parallel.tensor_plan has the style 'columm', in which 'columm' is not understood;"),
     ({"blocks.*.up": "column rows:0-64/64-128", "blocks.*.down": "row"},
-     "the style 'column rows:0-64/64-128' of blocks.0.up lists rows of 2 tensor ranks, but tensor is 3; write the"),
+     "the style 'column rows:0-64/64-128' of blocks.0.up lists rows for 2 tensor ranks, but tensor is 3; list the"),
     ({"blocks.*.up": "column rows:0-64/64-100/0-1", "blocks.*.down": "row"},
-     "the rows of the style 'column rows:0-64/64-100/0-1' of blocks.0.up are not the 128 that it has; give every row"),
+     "the rows in the style 'column rows:0-64/64-100/0-1' of blocks.0.up must be exactly its 128 rows; give every row"),
 ]  # fmt: skip
 
 
@@ -405,8 +405,8 @@ class Uneven(nn.Module):
 def test_first_batches_that_would_cut_differently(run_ranks: RunRanks) -> None:
     results = run_ranks(different_cuts, 4)
     assert {text for text, _ in results} == {
-        "rank 0 and rank 1 would cut the model at different places, because their first batches differ; pass the same "
-        "example_batch to engine.initialize on every rank."
+        "rank 0 and rank 1 would partition or shard the model differently, because their first batches differ; pass "
+        "the same example_batch to engine.initialize on every rank."
     }
     assert len({loss for _, loss in results}) == 1
 
@@ -432,13 +432,13 @@ def three_calls(grid: str) -> list[str]:
 def test_calls_that_come_too_early_or_cannot_be(run_ranks: RunRanks, grid: str) -> None:
     (first, second) = run_ranks(three_calls, 2, grid)
     assert first == second
-    early = "the model is not cut before the first batch is seen; pass example_batch=... to engine.initialize, or train"
+    early = "the plan needs a batch, and no batch has been given yet; pass example_batch=... to engine.initialize, or"
     assert all(text.startswith(early) for text in first[:4])
-    assert first[-1] == "train_batch under torch.no_grad, where nothing is learned; call it outside."
+    assert first[-1] == "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
     if grid == "pp2":
         assert first[4].startswith(
             "backward(loss) with parallel.pipeline 2: forwards and backwards of all stages are one"
         )
         assert first[5].startswith("eng(batch) with parallel.pipeline 2: forwards and backwards of all stages are one")
     else:
-        assert first[4].startswith(early)
+        assert first[4].startswith("backward(loss) before eng(batch): there is no forward to differentiate; call eng")

@@ -120,7 +120,7 @@ def test_export_keeps_what_is_there(run: Path, tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("full", "full/notes.txt", "link"):
         assert main(["checkpoint", "export", str(run), str(tmp_path / name)]) == 1
-        assert "nothing is written over" in capsys.readouterr().err
+        assert "nothing is overwritten" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
     (tmp_path / "empty").mkdir()
     assert main(["checkpoint", "export", str(run), str(tmp_path / "empty")]) == 0
@@ -137,7 +137,7 @@ def test_a_damaged_model_is_not_exported(
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "neither the folder nor a part of it"
 
 
-@pytest.mark.parametrize(("name", "why"), [("", "has no checkpoint"), ("nothing", "is no folder")])
+@pytest.mark.parametrize(("name", "why"), [("", "has no checkpoint"), ("nothing", "is not a folder")])
 @pytest.mark.parametrize("action", [["info"], ["verify"], ["verify", "--all"], ["export"]])
 def test_no_checkpoint_is_one_sentence(
     tmp_path: Path, action: list[str], name: str, why: str, capsys: pytest.CaptureFixture[str]

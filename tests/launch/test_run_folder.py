@@ -58,7 +58,7 @@ def test_another_run_is_refused_in_one_sentence(tmp_path: Path, changes: dict[st
     config = settings(out, seed=changes.get("seed", 1))
     with pytest.raises(EngineError, match=said) as raised:
         open_run(options(out), config, changes.get("corpus", TEXT), changes.get("shape", SHAPE))
-    assert f"--fresh keeps it as {tmp_path / 'run.1'}" in str(raised.value)
+    assert f"use --fresh to keep it as {tmp_path / 'run.1'}" in str(raised.value)
     assert (out / "run.json").read_bytes() == before
 
 
@@ -120,7 +120,9 @@ def test_the_log_is_cut_back_to_the_checkpoint(tmp_path: Path, given: str, made:
         said = go_on(options(tmp_path, steps=99), made)
         writer.write(rows(made + 1))
     assert log.read_text() == left + rows(made + 1)
-    assert said == ([f"{cut} lines beyond step {made} are cut from {log}: they are trained again"] if cut else [])
+    assert said == (
+        [f"{cut} lines after step {made} are removed from {log}: these steps are trained again"] if cut else []
+    )
 
 
 def test_a_finished_run_is_told(tmp_path: Path) -> None:

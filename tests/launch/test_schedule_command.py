@@ -163,13 +163,13 @@ def test_a_kind_has_its_usual_stages(capsys: pytest.CaptureFixture[str]) -> None
     (["no.txt"], "schedule no.txt: No such file or directory; give the path of a file of actions."),
     (["--svg", "/no/x.svg", "--tokens", "--ranks", "0"],
      "schedule 1f1b over 0 stages and 8 microbatches is empty; give at least one of each."),
-    (["--forward", "0"], "--forward 0 is no time; give a number, more than 0."),
-    (["--weight", "nan"], "--weight nan is no time; give a number, 0 or more."),
-    (["--transfer", "-1"], "--transfer -1 is no time; give a number, 0 or more."),
+    (["--forward", "0"], "--forward 0 is not a duration; give a number, more than 0."),
+    (["--weight", "nan"], "--weight nan is not a duration; give a number, 0 or more."),
+    (["--transfer", "-1"], "--transfer -1 is not a duration; give a number, 0 or more."),
     (["--compare", "--ranks", "0"], "is empty; give at least one of each"),
-    (["--world", "4"], "--world settles what a configuration leaves open; give --config, or leave it out."),
+    (["--world", "4"], "--world fills in sizes of a configuration; give --config too, or leave --world out."),
     (["gpipe", "--virtual-stages", "2"], "it holds one stage on each rank; set virtual_stages to 1."),
-    (["zb-h9"], "schedule 'zb-h9' is not built; choose "),
+    (["zb-h9"], "schedule 'zb-h9' does not exist; choose "),
     (["--config", "no.json"], "no.json: no such file;"),
 ])  # fmt: skip
 def test_mistakes_are_sentences(
@@ -182,22 +182,22 @@ def test_mistakes_are_sentences(
 def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "no" / "x.svg"
     assert main(["schedule", "--svg", str(path)]) == 1
-    expected = f"{path}: No such file or directory; name a file in a folder that is there.\n"
+    expected = f"{path}: No such file or directory; name a file in an existing folder.\n"
     assert capsys.readouterr().err == expected
 
 
 def test_sizes_beside_a_file_have_to_be_its_own(capsys: pytest.CaptureFixture[str], v_shape: Path) -> None:
     run(capsys, v_shape, "--ranks", "2", "--microbatches", "1", "--virtual-stages", "2")
-    sentence = "has 2 virtual stages, not 1: a file says that itself; leave --virtual-stages out."
+    sentence = "has 2 virtual stages, not 1: a file fixes its sizes; leave --virtual-stages out."
     assert refused(capsys, v_shape, "--virtual-stages", "1") == f"schedule {v_shape} {sentence}\n"
 
 
 def test_files_that_are_no_schedules(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xff\xfe")
-    assert "is no text" in refused(capsys, path)
+    assert "is not a text file" in refused(capsys, path)
     path.write_text("0F0 0X0")
-    assert "line 1: '0X0' is no action" in refused(capsys, path)
+    assert "line 1: '0X0' is not an action" in refused(capsys, path)
     path.write_text("0F0 0B0\n1B0 1F0")
     assert "is stuck" in refused(capsys, path)
     path.write_text("0F0 0F1 0B0 0B1\n1F1 1F0 1B0 1B1")  # could be done, but not with messages in order

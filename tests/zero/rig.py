@@ -11,7 +11,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
 from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
 from engine.zero.layout import FlatLayout, Item, build_layout
-from engine.zero.reduce.reducer import Backward
+from engine.zero.reduce.reducer import Backward, ReducerSetup
 from engine.zero.reduce.step_reducer import GradientReducer
 
 
@@ -65,7 +65,7 @@ class Rig:
 def lay_out(model: nn.Module, setting: Setting) -> FlatLayout:
     """Layout of all trainable parameters, in one dtype."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    items = [Item(name, tuple(p.shape), setting.dtype) for name, p in named]
+    items = [Item(name=name, shape=tuple(p.shape), dtype=setting.dtype) for name, p in named]
     return build_layout(items, setting.ranks, setting.bucket_elements)
 
 
@@ -77,7 +77,7 @@ def build(model: nn.Module, setting: Setting, backend: Callable[[Grid], Backend]
     buckets = allocate(layout, parameters, who, torch.device("cpu"))
     grid = Grid(dp=setting.ranks, rank=setting.rank)
     comm = Comm(grid, backend(grid))
-    reducer = GradientReducer(buckets, parameters, comm, setting.wire, scatter=setting.stage > 0)
+    reducer = GradientReducer(ReducerSetup(buckets, parameters, comm, setting.wire), scatter=setting.stage > 0)
     return Rig(model, comm, layout, buckets, reducer)
 
 

@@ -1,1 +1,1 @@
-"""ZeRO-3: parameters are sharded, gathered over axis dp for the modules that run, and freed again."""
+"""ZeRO 3: sharded parameters are gathered over axis dp for the modules that run, and freed again."""

@@ -1,4 +1,4 @@
-"""Sharded parameters for the user's eyes and hands, between steps (ZeRO 3)."""
+"""Full access to sharded parameters between steps, for reading and writing (ZeRO 3)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +12,7 @@ from engine.errors import EngineError
 from engine.parallel.comm.agreement import bit_sum
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis
+from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
@@ -21,20 +22,20 @@ LABEL = "full parameters"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedModel:
-    """What :func:`full_parameters` works on."""
+    """Model and flat buckets that :func:`full_parameters` works on."""
 
     model: nn.Module
     table: ShardTable
     buckets: Sequence[FlatBucket]
-    """All buckets of this rank, those of frozen parameters among them."""
+    """All buckets of this rank, including those of frozen parameters."""
     gatherer: ParameterGatherer | None
-    """None where parameters are not sharded."""
+    """Gatherer of the parameters; None if they are not sharded."""
     comm: Comm
 
 
 @contextmanager
 def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, nn.Parameter]]:
-    """See :meth:`engine.Engine.full_parameters`."""
+    """Implementation of :meth:`engine.Engine.full_parameters`."""
     named = dict(sharded.model.named_parameters())
     chosen = {name: named[name] for name in _matching(sharded, pattern)}
     gatherer, flats = sharded.gatherer, sharded.buckets
@@ -43,8 +44,8 @@ def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, n
         return
     if gatherer.running:
         raise EngineError(
-            "full_parameters inside a forward, where parameters are whole while their module runs; call it between "
-            "steps, or read them in the module that has them."
+            "full_parameters was called inside a forward, where parameters are gathered while their module runs; call "
+            "it between steps, or read them in the module that owns them."
         )
     wanted = [i for i, flat in enumerate(flats) if any(slot.name in chosen for slot in flat.bucket.slots)]
     opened = gatherer.open(wanted)
@@ -60,14 +61,11 @@ def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, n
 
 
 def _matching(sharded: ShardedModel, pattern: str) -> list[str]:
-    """Names on this rank's stage; a pattern has to match on some stage."""
-    rows = _rows(sharded, pattern)
-    if not rows:
-        raise EngineError(
-            f"full_parameters({pattern!r}) matches no parameter; give a name or pattern of model.named_parameters()."
-        )
+    """Return the matching names on this rank's stage; the pattern must match on some stage."""
+    names = [name for row in sharded.table for name in (row.name, *row.aliases)]
+    refuse_unmatched([("full_parameters", pattern)], names, "parameter", EngineError)
     stage = sharded.comm.grid.coord().pp
-    return [row.name for row in rows if stage in row.owners]
+    return [row.name for row in _rows(sharded, pattern) if stage in row.owners]
 
 
 def _rows(sharded: ShardedModel, pattern: str) -> list[ShardRow]:
@@ -76,7 +74,7 @@ def _rows(sharded: ShardedModel, pattern: str) -> list[ShardRow]:
 
 @torch.no_grad()
 def _check_data_ranks(flats: Sequence[FlatBucket], sharded: ShardedModel) -> None:
-    """Of what all of them hold whole now, each keeps its shard."""
+    """Refuse different writes on data ranks: of the gathered bucket, each rank keeps only its own shard."""
     if not flats:
         return
     table = _gathered(torch.stack([bit_sum(flat.params) for flat in flats]), sharded, "dp")
@@ -85,13 +83,13 @@ def _check_data_ranks(flats: Sequence[FlatBucket], sharded: ShardedModel) -> Non
         slots = flats[differing[0]].bucket.slots
         raise EngineError(
             f"full_parameters: data ranks have written different values into {slots[0].name!r} or a parameter that is "
-            "gathered with it, and none is kept; write the same on every rank."
+            "gathered with it, and none of them is kept; write the same values on every rank."
         )
 
 
 @torch.no_grad()
 def _check_holders(chosen: Mapping[str, nn.Parameter], pattern: str, sharded: ShardedModel) -> None:
-    """Tied parameters lie on several stages, and tensor ranks hold what is not cut."""
+    """Refuse different writes to tied parameters on their stages, and to uncut parameters on tensor ranks."""
     tp = sharded.comm.grid.tp
     shared = [row.name for row in _rows(sharded, pattern) if len(row.owners) > 1 or (row.dim is None and tp > 1)]
     if not shared:
@@ -104,7 +102,7 @@ def _check_holders(chosen: Mapping[str, nn.Parameter], pattern: str, sharded: Sh
         if len({held for held in column if held != absent}) > 1:
             raise EngineError(
                 f"full_parameters: {name!r} lies on several stages or tensor ranks, which have written different "
-                "values into it, and none is kept; write the same on every rank that holds it."
+                "values into it, and none of them is kept; write the same values on every rank that holds it."
             )
 
 

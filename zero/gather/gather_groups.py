@@ -1,13 +1,13 @@
-"""Which modules gather their parameters together (ZeRO 3).
+"""Gather groups: modules whose sharded parameters are gathered together (ZeRO 3).
 
-    before     embed, position        all that comes before the first block
-    blocks     layers.0 ... layers.7  one group each; what runs between two chains of blocks goes with the block before
-    after      norm, head             all that comes behind the last block
+    before     embed, position        all modules before the first block
+    blocks     layers.0 ... layers.7  one group each; modules between two chains of blocks join the block before them
+    after      norm, head             all modules after the last block
 
-A model without blocks has one group for each of its modules. Modules are taken in the order of their first calls
-where that is known, else in the order in which they are defined; one that runs before its turn is gathered twice.
+A model without blocks has one group for each of its modules. Modules are taken in the order of their first calls where
+it is known, else in the order of their definition; a module that runs before its turn is gathered twice.
 
-Calls of modules tell the gathering what is about to be used.
+:class:`GatheredModules` intercepts the calls of these modules, which tell the gatherer what is about to be used.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,22 +20,23 @@ from torch.utils._pytree import tree_leaves
 
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
+from engine.parallel.model.name_patterns import is_inside
 from engine.zero.gather.gather_schedule import GatherOrder
 from engine.zero.gather.gatherer import ParameterGatherer
 
 
 @dataclass(frozen=True, slots=True)
 class GatherGroups:
-    """The groups of a whole model."""
+    """Gather groups of a full model."""
 
     modules: tuple[tuple[str, ...], ...]
-    """Of each group: the modules whose calls use its parameters."""
+    """Modules of each group: their calls use the group's parameters."""
     of_parameter: Mapping[str, tuple[int, ...]]
-    """First name of a parameter -> groups that use it; none if no module is known to."""
+    """Parameter, by its first name -> groups that use it; empty if no known module uses it."""
 
 
 def find_gather_groups(model: nn.Module, calls: Sequence[str] = ()) -> GatherGroups:
-    """The groups of ``model``; ``calls``: names of modules in the order in which a forward calls them."""
+    """Find the groups of ``model``; ``calls`` are names of modules in the order in which a forward calls them."""
     units = find_units(model, deep=True)
     modules = _grouped(_in_order(list(units.modules), calls), set(units.blocks)) if units.modules else [[""]]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -49,14 +50,10 @@ def find_gather_groups(model: nn.Module, calls: Sequence[str] = ()) -> GatherGro
 
 
 def _in_order(units: Sequence[str], calls: Sequence[str]) -> list[str]:
-    """By first call of the unit, of what is in it or around it; one without a call stays behind its neighbour."""
+    """Sort units by the first call of the unit, of a module in it or around it; the others follow their neighbour."""
     places: list[int] = []
     for unit in units:
-        related = (
-            place
-            for place, call in enumerate(calls)
-            if call == unit or call.startswith(f"{unit}.") or unit.startswith(f"{call}.")
-        )
+        related = (place for place, call in enumerate(calls) if is_inside(call, unit) or is_inside(unit, call))
         places.append(next(related, places[-1] if places else 0))
     return [unit for _, unit in sorted(zip(places, units, strict=True), key=lambda pair: pair[0])]
 
@@ -76,7 +73,7 @@ def _grouped(units: Sequence[str], blocks: set[str]) -> list[list[str]]:
 
 
 class GatheredModules:
-    """Modules of a stage that gather their parameters.
+    """Modules of a stage that gather their parameters when they are called.
 
     They are patched outside activation checkpointing, so that a block is gathered once for its backward.
     """
@@ -105,7 +102,7 @@ class GatheredModules:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """All tensors of a module's output, also those inside an object, which a tensor may be too (cut logits)."""
+    """Yield all tensors of an output, also those in attributes of objects, which may be tensors too (cut logits)."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -1,82 +1,64 @@
-"""Which sharded parameters are whole at which moment of a step (ZeRO 3). Pure arithmetic, no torch.
+"""Gather schedule: which sharded parameters are gathered at which moment of a step (ZeRO 3). Pure arithmetic, no torch.
 
-Modules that run one after the other form gather groups: one for all that comes before the first block, one for
-each block, one for all behind the last. A turn is a group in a pipeline stage; a pass goes through the turns of its
-stage, forward or backward:
+FSDP2 calls it the prefetch order, and its two ends unshard and reshard.
+
+Modules that run one after the other form gather groups: one for all modules before the first block, one for each block,
+one for all modules after the last. A turn is a group in a pipeline stage. A pass goes through the turns of its stage,
+forward or backward:
 
     forward   gather      0 | 1       2       3
-              compute         [ 0 ]   [ 1 ]   [ 2 ]   [ 3 ]     while a group computes, the next is on its way
+              compute         [ 0 ]   [ 1 ]   [ 2 ]   [ 3 ]     while a group computes, the next one is gathered
               free                    0       1       2         group 3 stays: the backward begins with it
 
-A bucket that several groups use (tied parameters) is whole from the first of them to the last; what code outside
-all modules reads (``EVERYWHERE``) is whole through the pass.
+A bucket that several groups use (tied parameters) stays gathered from the first of them to the last; parameters that
+code outside all modules reads (``EVERYWHERE``) stay gathered through the pass.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple
 
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.zero.layout import Bucket, FlatLayout, Turn
 
-Direction = Literal["forward", "backward"]
-
-
-class Pass(NamedTuple):
-    """One walk through a stage."""
-
-    direction: Direction
-    stage: int = 0
-
-
-def passes_of(row: Sequence[Action]) -> tuple[Pass, ...]:
-    """The passes that a rank's row of a schedule makes; weight gradients that waited need no parameters."""
-    return tuple(
-        Pass("forward" if action.op is Op.FORWARD else "backward", action.stage)
-        for action in row
-        if action.op is not Op.BACKWARD_WEIGHT
-    )
-
-
 EVERYWHERE = Turn(-1, -1)
-"""The turn of what is read outside modules."""
+"""Turn of parameters that code outside all modules reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherOrder:
-    """The turns of one rank in order; positions count them. Buckets are counted as in ``buckets``."""
+    """Turns of one rank in order; positions index them, and bucket numbers index ``buckets``."""
 
     buckets: tuple[Bucket, ...]
     turns: tuple[Turn, ...]
     members: tuple[frozenset[int], ...]
-    """Position -> buckets that must be whole while its group runs."""
+    """Position -> buckets that must be gathered while its group runs."""
     backward_from: Mapping[int, int]
-    """Stage -> first position that a backward reaches: what lies before it is frozen and fed by nothing trained."""
+    """Stage -> first position that its backward reaches; earlier ones are frozen and have no trained input."""
 
-    def positions(self, walk: Pass) -> range:
-        """Positions in the order of one pass."""
+    def positions(self, walk: Action) -> range:
+        """Return the positions of one pass, a forward or a backward of any microbatch, in its order."""
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
             return range(0)
-        if walk.direction == "forward":
+        if walk.op is Op.FORWARD:
             return range(own[0], own[-1] + 1)
         return range(own[-1], self.backward_from[walk.stage] - 1, -1)
 
     @property
     def everywhere(self) -> frozenset[int]:
-        """Buckets that are whole through every pass."""
+        """Buckets that stay gathered through every pass."""
         return frozenset.intersection(*self.members)
 
-    def at_start(self, walk: Pass | None) -> frozenset[int]:
-        """Buckets that a pass needs first; none when there is no pass."""
+    def at_start(self, walk: Action | None) -> frozenset[int]:
+        """Return the buckets that a pass needs first; the empty set without a pass."""
         positions = self.positions(walk) if walk else ()
         return self.members[positions[0]] if positions else frozenset()
 
     def pinned(self, limit: int | None, sizes: Sequence[int]) -> frozenset[int]:
-        """Buckets that stay whole over all microbatches of a step, the first that take ``limit`` bytes; None: all.
+        """Return the buckets that stay gathered over all microbatches of a step: the first ones within ``limit`` bytes.
 
-        ``sizes``: bytes of every bucket when it is whole.
+        ``sizes`` are the bytes of every full bucket. A limit of None pins all buckets.
         """
         if limit is None:
             return frozenset(range(len(self.buckets)))
@@ -93,17 +75,17 @@ class GatherOrder:
 
 @dataclass(frozen=True, slots=True)
 class Gathers:
-    """What a step gathers."""
+    """Gathers of one step."""
 
     calls: int
     times: tuple[int, ...]
-    """How often each bucket is gathered."""
+    """Number of times that each bucket is gathered."""
 
 
 def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
-    """The order of the rank that has ``stages``.
+    """Return the order of the rank that has ``stages``.
 
-    ``fed``: those of them before which parameters are trained, so that backward goes all the way through.
+    ``fed`` are those stages that come after trained parameters, so that their backward reaches their first position.
     """
     buckets = (*layout.buckets, *layout.frozen)
     called = {turn for bucket in buckets for turn in bucket.gathers if turn != EVERYWHERE}
@@ -122,15 +104,17 @@ def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[in
 
 
 def _is_whole(bucket: Bucket, turn: Turn) -> bool:
-    """Between the first and the last of its turns in a stage a bucket stays whole."""
+    """Return whether the bucket is gathered in this turn: from the first to the last of its turns in the stage."""
     own = [other for other in bucket.gathers if other.stage == turn.stage]
     return EVERYWHERE in bucket.gathers or (bool(own) and min(own) <= turn <= max(own))
 
 
-def count_gathers(order: GatherOrder, passes: Sequence[Pass], pinned: Collection[int]) -> Gathers:
-    """What the passes of a step gather, when every module runs in the order of the groups."""
+def count_gathers(order: GatherOrder, passes: Sequence[Action], pinned: Collection[int]) -> Gathers:
+    """Count what the passes of a step gather when every module runs in the order of the groups."""
     calls, times = 0, [0] * len(order.buckets)
     live: frozenset[int] = frozenset()
+    # Mirrors the gatherer: a bucket is freed when the position after it is reached, unless it is pinned or needed first
+    # by the next pass.
     for walk, following in zip(passes, (*passes[1:], None), strict=True):
         for position in order.positions(walk):
             wanted = order.members[position] - live

@@ -1,15 +1,16 @@
-"""Sharded parameters become whole just before they are used, and go when they have been (ZeRO 3).
+"""Gathers (unshards) parameters just before they are used, and frees (reshards) them afterwards (ZeRO 3).
 
-    forward    a module of group k is entered      -> k - 1 is freed, k + 1 is asked for, k is waited for
-    backward   the gradient of its output arrives  -> k + 1 is freed, k - 1 is asked for, k is waited for
+    forward    a module of group k is entered      -> free k - 1, start the gather of k + 1, wait for k
+    backward   the gradient of its output arrives  -> free k + 1, start the gather of k - 1, wait for k
 
-Autograd works through a graph from the newest operation to the oldest, so what ran after a call is done when the
-gradient of that call's output arrives. Recomputed forwards run inside a backward: what they enter is gathered too.
+Autograd walks the graph from the newest operation to the oldest, so everything that ran after a call is done when the
+gradient of the call's output arrives. Recomputed forwards run inside a backward; the groups they enter are gathered
+too.
 
-Groups are asked for in their order on every rank, whatever the model does (a module that one rank skips is gathered
-there all the same), through communicators of their own, so that no reduction can get between. What a model needs
-out of that order (a module that runs before its turn, a weight that other code reads) all data ranks must need alike;
-they compare notes before such a gather.
+Every rank gathers the groups in their order, whatever the model does (a module that one rank skips is gathered there
+all the same), through communicators of their own, so that no reduction comes between. Gathers outside that order (for a
+module that runs before its turn, or a weight that other code reads) must be needed by all data ranks alike; the ranks
+compare their requests before such a gather.
 """
 
 from collections import deque
@@ -23,30 +24,34 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
+from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.zero.flat_buckets import FlatBucket
-from engine.zero.gather.gather_schedule import GatherOrder, Pass
+from engine.zero.gather.gather_schedule import GatherOrder
 from engine.zero.gather.unsharded_buckets import UnshardedBuckets
+
+_FORWARD, _BACKWARD = Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0)
+"""Passes of the three-call loop, which announces no schedule and has one stage."""
 
 
 class _Walk:
-    """A pass under way."""
+    """State of the running pass."""
 
-    def __init__(self, walk: Pass, order: GatherOrder, kept: frozenset[int], pinned: frozenset[int]) -> None:
-        self.direction, self.stage = walk
+    def __init__(self, walk: Action, order: GatherOrder, kept: frozenset[int], pinned: frozenset[int]) -> None:
+        self.is_forward, self.stage = walk.op is Op.FORWARD, walk.stage
         self.positions = order.positions(walk)
         self.kept = kept
-        """Buckets that stay whole after the pass."""
+        """Buckets that stay gathered after the pass."""
         self.pinned = pinned
         """Buckets that are not freed before their turn in this pass has come."""
         self.asked = 0
-        """How many of the positions have been asked for."""
+        """Number of positions whose gathers have been started."""
         self.oldest: int | None = None
-        """Backward: the oldest call whose gradient has arrived."""
+        """In a backward: the oldest call whose gradient has arrived."""
         self.again: set[int] = set()
-        """Backward: positions that the running recomputation has entered."""
+        """In a backward: positions that the running recomputation has entered."""
 
     def index(self, position: int) -> int:
-        """When the position comes; -1 if it does not."""
+        """Return the index of the position in this pass, or -1 if the pass does not contain it."""
         return self.positions.index(position) if position in self.positions else -1
 
 
@@ -54,9 +59,9 @@ class ParameterGatherer:
     """Gathers and frees the sharded parameters of this rank's stages.
 
     Args:
-        buckets: trained ones, then frozen ones, as ``order`` counts them.
-        order: when which is needed.
-        pinned: buckets that stay whole over all passes of a step.
+        buckets: trained buckets, then frozen ones, as ``order`` numbers them.
+        order: the turns in which each bucket is needed.
+        pinned: buckets that stay gathered over all passes of a step.
         comm: communication; label "parameters" on axis dp, one batch for each group and pass.
     """
 
@@ -64,44 +69,44 @@ class ParameterGatherer:
         self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.dp
         self._whole = UnshardedBuckets(buckets, comm, self._read)
         self._pass: _Walk | None = None
-        self._to_come: deque[Pass] = deque()
+        self._to_come: deque[Action] = deque()
         self._calls = 0
         self._at: dict[tuple[int, int], int] = {turn: position for position, turn in enumerate(order.turns)}
         self._anywhere = {turn.group: position for position, turn in reversed(list(enumerate(order.turns)))}
         self._opened: set[int] = set()
         self._closed = False
         self._openings = 0
-        """`with` blocks of full_parameters; also those that open nothing on this rank."""
+        """Number of open `with` blocks of full_parameters, also of those that open nothing on this rank."""
         self._silent: set[int] = set()
-        """Positions of which a call has returned nothing that a gradient could come to."""
+        """Positions of which a call has returned no tensor that a gradient could reach."""
 
     # ------------------------------------------------------------------ the passes of a step
 
-    def start(self, passes: Sequence[Pass]) -> None:
-        """Announce the passes of a step, so that what the next one begins with is not freed before it."""
+    def start(self, passes: Sequence[Action]) -> None:
+        """Announce the passes of a step, so that buckets which the next pass needs first are not freed before it."""
         self._refuse_opened()
         self._to_come = deque(passes)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around one forward."""
-        with self._passing(Pass("forward"), Pass("backward") if torch.is_grad_enabled() else None):
+        """Context of one forward."""
+        with self._passing(_FORWARD, _BACKWARD if torch.is_grad_enabled() else None):
             yield
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
-        """Around one backward; ``last`` of the step."""
-        with self._passing(Pass("backward"), None if last else Pass("forward")):
+        """Context of one backward; ``last`` is True for the last one of the step."""
+        with self._passing(_BACKWARD, None if last else _FORWARD):
             yield
 
     def end(self) -> None:
-        """Free everything: the step is over, or has failed."""
+        """Free everything, because the step is over or has failed."""
         self._to_come.clear()
         self._pass = None
         self._whole.free(self._whole.live - self._opened)
 
     @contextmanager
-    def _passing(self, walk: Pass, following: Pass | None) -> Iterator[None]:
+    def _passing(self, walk: Action, following: Action | None) -> Iterator[None]:
         self._refuse_opened()
         if self._to_come:
             walk = self._to_come.popleft()
@@ -112,7 +117,7 @@ class ParameterGatherer:
             with torch.no_grad():
                 self._ask_up_to(1)
                 if now.positions:
-                    first = self._order.everywhere if walk.direction == "forward" else self._order.at_start(walk)
+                    first = self._order.everywhere if walk.op is Op.FORWARD else self._order.at_start(walk)
                     self._whole.show(first)
             yield
             with torch.no_grad():
@@ -128,33 +133,36 @@ class ParameterGatherer:
         self.refuse_opened("a step")
 
     def refuse_opened(self, what: str) -> None:
-        """Refuse, on every stage alike, what cannot be done while parameters are open."""
+        """Refuse, on every stage alike, ``what`` cannot run while full_parameters is open."""
         if self._openings:
-            raise EngineError(f"{what} inside full_parameters, which holds them open; leave its `with` block first.")
+            raise EngineError(
+                f"{what} cannot run inside full_parameters, which keeps parameters gathered; leave its `with` block "
+                "first."
+            )
 
     # ------------------------------------------------------------------ what modules call
 
     def enter(self, group: int) -> None:
-        """A module of this group is about to run."""
+        """Gather the group, one of whose modules is about to run."""
         position = self._position(group)
         if self._pass is not None and position is not None:
             with torch.no_grad():
-                (self._reach if self._pass.direction == "forward" else self._enter_again)(position, self._pass)
+                (self._reach if self._pass.is_forward else self._enter_again)(position, self._pass)
 
     def leave(self, group: int, outputs: Sequence[Tensor]) -> None:
-        """A module of this group has run; ``outputs``, attached to the graph, tell when its backward begins."""
+        """Watch the outputs of a module that has run: a gradient of theirs tells that its backward begins."""
         position = self._position(group)
-        if self._pass is not None and position is not None and self._pass.direction == "forward":
+        if self._pass is not None and position is not None and self._pass.is_forward:
             self._calls += 1
             if not outputs:
                 self._silent.add(position)
             arrive = partial(self._arrive, position, self._calls)
-            with torch._C.DisableTorchFunctionSubclass():  # tensors that refuse hooks: ours only looks
+            with torch._C.DisableTorchFunctionSubclass():  # some subclasses refuse hooks; ours only observes
                 for tensor in outputs:
                     tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     def _position(self, group: int) -> int | None:
-        """Where the group has its turn in this pass; else its first turn on this rank, if it has one."""
+        """Return the position of the group in this pass, else its first position on this rank, if it has one."""
         if self._pass is None:
             return None
         return self._at.get((self._pass.stage, group), self._anywhere.get(group))
@@ -163,18 +171,20 @@ class ParameterGatherer:
         now = self._pass
         if now is None:
             return
-        if now.direction == "forward":  # a backward of the user's own, whose graph the step's may go through again
+        if now.is_forward:  # a backward of the user's own, through a graph that the step may use again
             if not self._order.members[position] <= self._order.everywhere:
                 self._need_everywhere(self._order.members[position])
             return
-        if now.oldest is None or call < now.oldest:  # else: a tensor that the module only passed on
+        if now.oldest is None or call < now.oldest:  # a later call is a tensor that the module only passed on
             now.oldest = call
             with torch.no_grad():
                 self._reach(position, now)
 
     def _reach(self, position: int, now: _Walk) -> None:
-        """Make the group whole, ask for the next one, free what lies behind."""
+        """Gather and show the group at ``position``, start the gather of the next one, free the ones before it."""
         wanted, index = self._order.members[position], now.index(position)
+        # Kept besides ``wanted``: the group that is prefetched already, and pinned buckets that this pass or the next
+        # one still needs.
         ahead = self._order.members[now.positions[now.asked - 1]] if now.asked - 1 > index else frozenset()
         waiting: frozenset[int] = frozenset()
         if now.pinned:
@@ -183,16 +193,22 @@ class ParameterGatherer:
         behind = self._whole.live - wanted - ahead - waiting
         self._whole.refuse_written(behind)
         self._whole.free(behind)
+        # Asking in order keeps collectives matched on all data ranks. What is still missing after that is wanted out of
+        # order (a module that runs again, or early), and the ranks agree on it first.
         self._ask_up_to(index + 1)
         self._whole.ask_alike(wanted)
         self._whole.show(wanted | self._ask_ahead(index + 1, now))
 
     def _ask_ahead(self, index: int, now: _Walk) -> frozenset[int]:
-        """Ask for the next group. In backward, modules that gave no tensor never announce theirs: they come too."""
+        """Start the gather of the next group and return the buckets that must be shown at once.
+
+        In a backward, modules that returned no differentiable tensor never announce their group, so it is shown
+        together with the group before it.
+        """
         at_once: frozenset[int] = frozenset()
         while index:
             self._ask_up_to(index + 1)
-            silent = now.direction == "backward" and index < len(now.positions) and now.positions[index] in self._silent
+            silent = not now.is_forward and index < len(now.positions) and now.positions[index] in self._silent
             if not silent:
                 break
             self._whole.ask_alike(self._order.members[now.positions[index]])
@@ -201,9 +217,9 @@ class ParameterGatherer:
         return at_once
 
     def _enter_again(self, position: int, now: _Walk) -> None:
-        """A recomputed module: nothing that the running backward may need is freed."""
+        """Gather for a recomputed module; buckets that the running backward may need are not freed."""
         wanted = self._order.members[position]
-        if now.again and position < min(now.again):  # another recomputation: the one before is done
+        if now.again and position < min(now.again):  # another recomputation begins, so the previous one is done
             behind: frozenset[int] = frozenset().union(*(self._order.members[past] for past in now.again))
             self._whole.free(behind - wanted - now.pinned)
             now.again.clear()
@@ -213,26 +229,26 @@ class ParameterGatherer:
         self._whole.show(wanted)
 
     def _read(self, index: int, name: str) -> None:
-        """Somebody reads a parameter that is not whole: code outside its module, or code outside the engine."""
+        """Handle a read of a parameter that is not gathered, by code outside its module or outside the engine."""
         if self._pass is None:
             sharded = f"parameter {name!r} is sharded over {self._ranks} data ranks (ZeRO 3) and"
             if self._closed:
-                raise EngineError(f"{sharded} its engine is closed; take eng.full_state_dict() before that.")
+                raise EngineError(f"{sharded} its engine is closed; call eng.full_state_dict() before closing it.")
             raise EngineError(
-                f"{sharded} whole only while the engine runs the model; read or write it inside "
+                f"{sharded} is gathered only while the engine runs the model; read or write it inside "
                 f"`with eng.full_parameters({name!r}):`, on all ranks."
             )
         self._need_everywhere(frozenset({index}))
 
     @torch.no_grad()
     def _need_everywhere(self, indices: frozenset[int]) -> None:
-        """From now on these are whole through every pass: nobody knows who reads them."""
+        """Keep these buckets gathered through every pass from now on, because the code that reads them is unknown."""
         self._order = replace(self._order, members=tuple(group | indices for group in self._order.members))
         self._whole.ask_alike(indices)
         self._whole.show(indices)
 
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
-        """A module returned these: views of parameters, which others will read, must not lose their memory."""
+        """Keep the memory of views of parameters that a module has returned, because other code will read them."""
         if self._pass is None:
             return
         found = frozenset(index for output in outputs if (index := self._whole.bucket_of(output)) is not None)
@@ -240,7 +256,7 @@ class ParameterGatherer:
             self._need_everywhere(found)
 
     def own(self, output: Tensor) -> Tensor:
-        """``output``, which outlives the pass, in memory of its own if it lies in a bucket."""
+        """Return ``output``, which outlives the pass, in memory of its own if it lies in a bucket."""
         index = self._whole.bucket_of(output)
         if index is None:
             return output
@@ -249,18 +265,18 @@ class ParameterGatherer:
         return output.clone()
 
     def retire(self) -> None:
-        """The engine is closed: nothing will be gathered any more."""
+        """Mark the engine as closed; reads of sharded parameters then say so."""
         self._closed = True
 
-    # ------------------------------------------------------------------ for who wants to see them
+    # ------------------------------------------------------------------ full parameters between steps
 
     @property
     def running(self) -> bool:
-        """Whether a forward or backward is under way."""
+        """True while a forward or backward runs."""
         return self._pass is not None
 
     def open(self, indices: Collection[int]) -> frozenset[int]:
-        """Make buckets whole between steps; which of them were not. All ranks of the data axis call it alike."""
+        """Gather buckets between steps; return those that were not open yet. All ranks of axis dp call it alike."""
         opened = frozenset(indices) - self._opened
         self._whole.ask_alike(opened)
         self._whole.show(opened)
@@ -269,19 +285,19 @@ class ParameterGatherer:
         return opened
 
     def close(self, indices: Collection[int]) -> None:
-        """Free what was opened."""
+        """Free the buckets that ``open`` has returned."""
         self._openings -= 1
         self._opened -= set(indices)
         self._whole.free(frozenset(indices))
 
     def without_content(self) -> AbstractContextManager[None]:
-        """Around code that looks at the shapes of parameters only."""
+        """Context for code that reads the shapes of parameters only."""
         return self._whole.without_content()
 
     # ------------------------------------------------------------------ the order
 
     def _ask_up_to(self, count: int) -> None:
-        """Ask for groups in their order, and free those of them that are only passed over."""
+        """Start the gathers of the first ``count`` groups in order, and free those that are only passed over."""
         now = self._pass
         assert now is not None
         members, count = self._order.members, min(count, len(now.positions))

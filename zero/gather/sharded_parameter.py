@@ -1,6 +1,6 @@
-"""What a sharded parameter is while it is not gathered: shape, dtype and name, and a clear answer to who reads it.
+"""Class of a sharded parameter while it is not gathered: it has shape, dtype and name, and answers reads clearly.
 
-The object stays the user's; only its class changes to :class:`ShardedParameter` and back, so that nothing stands
+The object stays the user's. Only its class changes, to :class:`ShardedParameter` and back, so that nothing stands
 between torch and a parameter while the model runs.
 """
 
@@ -12,20 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from engine.parallel.trace.torch_function import METADATA, getter
+
 Read = Callable[[], None]
-"""Called when somebody reads a parameter that is not gathered: gathers it, or raises."""
+"""Called when code reads a parameter that is not gathered; it gathers the parameter or raises."""
 
 
 @dataclass(slots=True)
 class Guard:
-    """What a parameter carries along."""
+    """State that a concealed parameter carries."""
 
     own_class: type[nn.Parameter]
     read: Read
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter of which this rank has a part at most."""
+    """Parameter of which this rank holds its shard at most."""
 
     _guard: Guard
 
@@ -44,7 +46,7 @@ class ShardedParameter(nn.Parameter):
 
 
 def conceal(parameter: nn.Parameter, read: Read) -> None:
-    """Let ``read`` answer whoever wants the content."""
+    """Change the class to :class:`ShardedParameter`, so that ``read`` is called when code needs the values."""
     if isinstance(parameter, ShardedParameter):
         return
     untyped: Any = parameter
@@ -53,36 +55,20 @@ def conceal(parameter: nn.Parameter, read: Read) -> None:
 
 
 def reveal(parameter: nn.Parameter) -> None:
-    """The opposite of :func:`conceal`."""
+    """Restore the parameter's own class: the inverse of :func:`conceal`."""
     if isinstance(parameter, ShardedParameter):
         untyped: Any = parameter
         untyped.__class__ = untyped._guard.own_class
         del untyped._guard
 
 
-def _getters(*names: str) -> tuple[Any, ...]:
-    return tuple(getattr(Tensor, name).__get__ for name in names)
-
-
-def _own(*names: str) -> tuple[Any, ...]:
-    return tuple(getattr(Tensor, name) for name in names)
-
-
 _untyped: Any = Tensor
-_WITHOUT_CONTENT = frozenset(
-    (
-        *_getters(
-            "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf", "is_meta",
-            "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "itemsize", "nbytes",
-            "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "is_xpu", "is_mps", "output_nr",
-        ),
-        *_own(
-            "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
-            "untyped_storage", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "__len__",
-            "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_inference", "is_shared",
-        ),
-        torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor, torch.is_same_size,
-        _untyped.requires_grad.__set__, _untyped.grad.__set__, _untyped.grad.__delete__,
-    )
-)  # fmt: skip
-"""What needs no values."""
+_WITHOUT_CONTENT = METADATA | {
+    *map(getter, ("is_mkldnn", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    *(getattr(Tensor, name) for name in (
+        "storage_offset", "untyped_storage", "is_shared", "requires_grad_", "register_hook",
+        "register_post_accumulate_grad_hook",
+    )),
+    torch.is_same_size, _untyped.requires_grad.__set__, _untyped.grad.__set__, _untyped.grad.__delete__,
+}  # fmt: skip
+"""Functions that need no values, including those that return the storage, register hooks or set the gradient."""

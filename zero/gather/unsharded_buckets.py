@@ -1,7 +1,7 @@
-"""The memory of sharded parameters: asked for, whole, free again (ZeRO 3).
+"""Memory of sharded parameters: allocated and gathered, shown, freed (ZeRO 3).
 
-free   --ask-->   under way   --show-->   whole   --free-->   free
-       memory, gather         wait, parameters are what they look like
+free   --ask-->   under way           --show-->   gathered             --free-->   free
+       allocate, start the gather      wait; parameters look as usual
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +18,9 @@ from engine.zero.gather.sharded_parameter import conceal, reveal
 
 
 class UnshardedBuckets:
-    """Which buckets of a stage are whole; indices count ``buckets``.
+    """State of the buckets of a stage; indices count ``buckets``.
 
-    ``read(index, name)`` answers whoever reads a parameter that is not.
+    ``read(index, name)`` is called when code reads a parameter that is not gathered.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket], comm: Comm, read: Callable[[int, str], None]) -> None:
@@ -29,18 +29,18 @@ class UnshardedBuckets:
         self._shown: set[int] = set()
         """Live buckets that have arrived."""
         self._versions: dict[int, tuple[int, ...]] = {}
-        """Of shown buckets: how often each parameter had been written when it arrived."""
+        """Versions of the parameters of each shown bucket at its arrival: how often each had been written."""
         self._index_of = {flat.params.untyped_storage()._cdata: index for index, flat in enumerate(buckets)}
         for index in range(len(buckets)):
             self._hide(index)
 
     @property
     def live(self) -> frozenset[int]:
-        """Whole, or under way."""
+        """Buckets that are gathered or under way."""
         return frozenset(self._live)
 
     def ask(self, indices: frozenset[int]) -> None:
-        """Give them memory and gather them, in one batch."""
+        """Allocate memory for the buckets and start their gather, in one batch."""
         missing = sorted(indices - self._live.keys())
         if not missing:
             return
@@ -53,10 +53,12 @@ class UnshardedBuckets:
         self._live.update(dict.fromkeys(missing, pending))
 
     def ask_alike(self, indices: frozenset[int]) -> None:
-        """Ask out of the order that all data ranks keep; one gather of 8 bytes, label "gather check", if it is needed.
+        """Ask for buckets outside the common order, after comparing with all data ranks.
+
+        The comparison is one gather of 8 bytes a rank, label "gather check"; it is left out if nothing is missing.
 
         Raises:
-            EngineError: data ranks want different ones, of which each would get pieces.
+            EngineError: data ranks ask for different buckets, each of which would be gathered in part.
         """
         missing = sorted(indices - self._live.keys())
         if not missing:
@@ -68,12 +70,12 @@ class UnshardedBuckets:
             name = self._buckets[missing[0]].bucket.slots[0].name
             raise EngineError(
                 f"data ranks use sharded parameters (ZeRO 3) in different orders, here {name!r}: the model takes "
-                "another path on each; make it the same on all, or set zero_optimization.stage to 2."
+                "different paths on them; let all ranks take the same path, or set zero_optimization.stage to 2."
             )
         self.ask(frozenset(missing))
 
     def show(self, indices: frozenset[int]) -> None:
-        """Wait for what was asked for; its parameters can be used."""
+        """Wait for buckets that were asked for; their parameters can then be used."""
         for index in indices - self._shown:
             self._live[index].wait()
             self._shown.add(index)
@@ -82,36 +84,36 @@ class UnshardedBuckets:
             self._versions[index] = _versions(self._buckets[index])
 
     def free(self, indices: frozenset[int]) -> None:
-        """Take their memory away."""
+        """Release the memory of the buckets."""
         for index in indices & self._live.keys():
             self._live.pop(index).wait()
             self._hide(index)
             self._buckets[index].params.untyped_storage().resize_(0)
 
     def refuse_written(self, indices: frozenset[int]) -> None:
-        """What a forward writes into a gathered parameter goes with it; whole parameters would keep it.
+        """Refuse writes of the model into gathered parameters, which would be lost when the bucket is freed.
 
         Raises:
-            EngineError: names the first that was written since it arrived.
+            EngineError: a parameter was written since it arrived; the message names the first one.
         """
         for index in indices & self._shown:
             flat, before = self._buckets[index], self._versions[index]
             for slot, old, new in zip(flat.bucket.slots, before, _versions(flat), strict=True):
                 if old != new:
                     raise EngineError(
-                        f"parameter {slot.name!r} is sharded (ZeRO 3) and the model writes into it while it runs, "
-                        "which would be lost: make it a buffer, write between steps inside `with "
+                        f"parameter {slot.name!r} is sharded (ZeRO 3) and the model writes into it while it runs; "
+                        "the write would be lost: make it a buffer, write between steps inside `with "
                         "eng.full_parameters(...):`, or set zero_optimization.stage to 2."
                     )
 
     def bucket_of(self, tensor: Tensor) -> int | None:
-        """The bucket in whose memory the tensor lies."""
+        """Return the bucket whose memory the tensor lies in."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._index_of.get(tensor.untyped_storage()._cdata) if _has_memory(tensor) else None
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Inside, parameters look like any other, for code that looks at shapes only."""
+        """Context in which all parameters look as usual, for code that reads shapes only."""
         hidden = [index for index in range(len(self._buckets)) if index not in self._shown]
         for index in hidden:
             for parameter in self._buckets[index].parameters:
@@ -134,6 +136,6 @@ def _versions(flat: FlatBucket) -> tuple[int, ...]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Not so: sparse tensors, and what torch.func puts around others."""
+    """Return whether the tensor has a storage; sparse tensors and wrappers of torch.func have none."""
     wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return tensor.layout is torch.strided and not wrapped

@@ -1,11 +1,11 @@
-"""bf16 weights that are their own master: updates in fp32, piece by piece, rounded stochastically.
+"""Updates of bf16 weights without masters: computed in fp32, piece by piece, and rounded stochastically.
 
     weights bf16, gradients bf16, moments fp32 or bf16
-        piece -> fp32 copies -> the optimizer's own update -> rounded back
+        piece -> fp32 copies -> update by the optimizer -> rounded back
 
-Random bits are keyed by (seed, update, what is rounded, parameter) and by the element's index in the whole
-parameter. So all ranks that hold an element (data ranks at ZeRO 0, tensor ranks that hold copies, stages that share
-a tied parameter) round it alike, and the result does not depend on how parameters are sharded or cut.
+The random bits are keyed by (seed, update, rounded quantity, parameter) and by the element's index in the full
+parameter. So all ranks that hold an element (data ranks at ZeRO 0, tensor ranks with copies, stages that share a tied
+parameter) round it alike, and the result is independent of how parameters are sharded or cut.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,37 +23,37 @@ from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Slot
 
 PIECE = 1 << 20
-"""Elements that are in fp32 at a time."""
+"""Elements that have fp32 copies at a time."""
 
 
 class UpdateRun(NamedTuple):
     """Elements that are updated together."""
 
     part: slice
-    """Of the tensor that the optimizer was given."""
+    """Slice of the tensor that the optimizer was given."""
     number: int
-    """Of the parameter."""
+    """Number of the parameter."""
     places: Tensor
-    """int64: where the elements lie in the whole parameter."""
+    """Index of each element in the full parameter, int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class FullShapes:
-    """The whole parameters of a model, as one tensor rank sees them."""
+    """Full shapes of a model's parameters, as one tensor rank sees them."""
 
     numbers: Mapping[str, int]
-    """Parameter -> a number that all ranks know it by."""
+    """Parameter -> its number, the same on all ranks."""
     rows: Mapping[str, ShardRow]
     tp: int
-    """Tensor coordinate."""
+    """Tensor coordinate of this rank."""
 
     def index(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
-        """int64 [stop - start]: indices in the whole parameter of elements ``start:stop`` of what is held here."""
+        """Return indices in the full parameter, int64 [stop - start], of elements ``start:stop`` of the local part."""
         own, lines = torch.arange(start, stop, device=device), self.lines(name, device)
         return own if lines is None else lines.index(own)
 
     def lines(self, name: str, device: torch.device) -> Lines | None:
-        """How what is held here lies in the whole parameter; None where it is all."""
+        """Return the position of the local part in the full parameter; None where this rank holds all of it."""
         row = self.rows[name]
         if row.dim is None:
             return None
@@ -64,19 +64,19 @@ class FullShapes:
 
 @dataclass(slots=True)
 class RoundedUpdates:
-    """How an optimizer updates weights that have no master."""
+    """Update rule for weights without masters."""
 
     seed: int
     whole: FullShapes
     moments: torch.dtype
     scale: float = 1.0
-    """What gradients are multiplied with, in fp32."""
+    """Factor that gradients are multiplied by, in fp32."""
     _slots: dict[Tensor, list[tuple[Slot, int, int, int]]] = field(default_factory=dict)
-    """Tensor of the optimizer -> slots in it, with the elements of them and where they begin in the tensor."""
+    """Optimizer tensor -> (slot, first and last element of the slot, their place in the tensor)."""
     _lines: dict[str, Lines | None] = field(default_factory=dict)
 
     def add(self, weights: Tensor, flat: FlatBucket, part: slice) -> None:
-        """``weights`` are these elements of the bucket. Padding is left out."""
+        """Register ``weights`` as the elements ``part`` of a bucket, without the padding."""
         found = self._slots[weights] = []
         for slot in flat.bucket.slots:
             start, stop = max(slot.start, part.start), min(slot.stop, part.stop)
@@ -84,7 +84,7 @@ class RoundedUpdates:
                 found.append((slot, start - slot.start, stop - slot.start, start - part.start))
 
     def pieces(self, weights: Tensor) -> Iterator[UpdateRun]:
-        """All elements of a tensor of the optimizer; one empty piece where it is nothing but padding."""
+        """Yield all elements of an optimizer tensor in pieces; one empty piece if the tensor is all padding."""
         if not self._slots[weights]:
             yield UpdateRun(slice(0, 0), 0, torch.empty(0, dtype=torch.int64, device=weights.device))
         for slot, begin, end, place in self._slots[weights]:
@@ -95,7 +95,7 @@ class RoundedUpdates:
                 yield UpdateRun(part, self.whole.numbers[slot.name], index)
 
     def runs(self, weights: Tensor, step: int) -> Iterator[tuple[slice, StochasticRounding]]:
-        """The same elements a parameter at a time, and how update ``step`` of Adam rounds them."""
+        """Yield the same elements one parameter at a time, with the rounding of Adam's update number ``step``."""
         for slot, begin, end, place in self._slots[weights]:
             if slot.name not in self._lines:
                 self._lines[slot.name] = self.whole.lines(slot.name, weights.device)
@@ -105,7 +105,8 @@ class RoundedUpdates:
             yield slice(place, place + end - begin), how
 
     def store(self, target: Tensor, piece: UpdateRun, values: Tensor, step: int, kind: int) -> None:
-        """Write fp32 ``values`` of update ``step``; ``kind``: 0 for weights, a number of its own for each moment."""
+        """Write fp32 ``values`` of update ``step``; ``kind`` is 0 for weights, and one number for each moment."""
+        # Every (update, quantity, parameter) has a key of its own, so no two roundings share random bits.
         if target.dtype == torch.bfloat16:
             values = round_to_bf16(values, piece.places, derive_seed(self.seed, step, kind, piece.number))
         target[piece.part].copy_(values)

@@ -1,12 +1,12 @@
-"""The optimizers that a JSON file can name, over flat tensors. They are ordinary torch optimizers.
+"""Built-in optimizers over flat tensors: Adam, AdamW, SGD and Lion, as ordinary torch optimizers.
 
-State is the moments alone; the step count of a group is a Python int in the group.
+Their state is the moments alone; the step count of a group is a Python int in the group.
 
-Adam's updates of a rank's shards as kernels that read the decision on the device (``kernels/optim/adamw.py``).
+Adam can also update through kernels that read the decision on the device (``kernels/ops/adamw.py``):
 
     control sums agreed -> factor, go: scalars on the device -> updates and gathers are launched -> the host reads
 
-Where the host then finds that no update was made, it puts back what it has counted itself (``Bookkeeping``).
+If the host then finds that the update was skipped, it restores what it has counted in advance (``Bookkeeping``).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.optim.adamw import AdamRun, DeviceDecision, adamw_
+from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_
 from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
 from engine.zero.optim.bf16_updates import RoundedUpdates
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """Calls ``_update`` for each group with the tensors that have gradients."""
+    """Base class that calls ``_update`` for each group with the tensors that have gradients."""
 
     elementwise = True
     rounding: RoundedUpdates | None = None
-    """Of bf16 weights that are their own master."""
+    """Update rule for bf16 weights without masters, if there are any."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -55,8 +55,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._update(weights, [weight.grad for weight in weights if weight.grad is not None], group)
 
     def _update_rounded(self, weight: Tensor, group: dict[str, Any], rounding: RoundedUpdates) -> None:
-        """The same update on fp32 copies of one piece after another."""
+        """Apply the same update to fp32 copies, one piece after another."""
         known = dict(self.state[weight])
+        # State is keyed by tensor, so the fp32 copy gets the piece's moments for the time of its update.
         for piece in rounding.pieces(weight):
             wide = weight[piece.part].float()
             self.state[wide] = {name: moment[piece.part].float() for name, moment in known.items()}
@@ -85,17 +86,17 @@ class FusedAdam:
     kernels: Kernels
     decision: DeviceDecision
     narrow: Mapping[Tensor, Tensor | None]
-    """Tensor of the optimizer -> where its values go in the dtype of the computation; None: it is that itself."""
+    """Optimizer tensor -> narrow weights that receive its values; None if the tensor is no master."""
     rounding: RoundedUpdates | None
-    """Of bf16 weights that are their own master."""
+    """Update rule for bf16 weights without masters, if there are any."""
 
     def moments(self, weights: Tensor) -> torch.dtype:
-        """What the moments of these weights are kept in."""
+        """Return the dtype of the moments of these weights."""
         rounded = self.rounding is not None and weights.dtype == torch.bfloat16
         return self.rounding.moments if rounded and self.rounding is not None else weights.dtype
 
     def update(self, weights: Tensor, moments: tuple[Tensor, Tensor], step: int, rule: AdamRule) -> None:
-        """Update number ``step`` of the gradients in ``weights.grad``: one launch, or one a parameter with rounding."""
+        """Make update number ``step`` from ``weights.grad``: one launch, or one for each parameter with rounding."""
         assert weights.grad is not None
         run = AdamRun(weights.detach(), weights.grad, *moments, self.narrow[weights])
         if self.rounding is None or weights.dtype != torch.bfloat16:
@@ -110,7 +111,7 @@ class FlatAdam(FlatOptimizer):
     """Adam, or AdamW with ``decoupled``; two moments an element."""
 
     fused: FusedAdam | None = None
-    """What makes the updates of a step on which the device decides; set while there is one."""
+    """Launcher for a step on which the device decides; None in all other steps."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ def _adam_rule(group: dict[str, Any]) -> AdamRule:
 
 
 class FlatSGD(FlatOptimizer):
-    """SGD; one buffer an element with momentum, none without."""
+    """SGD; one momentum buffer an element, or none without momentum."""
 
     def __init__(
         self,
@@ -187,19 +188,19 @@ class FlatLion(FlatOptimizer):
 
 
 _COUNTED = ("step", "lr", "betas")
-"""What an update, and the learning rate of an update, change in a group."""
+"""Keys of a group that an update, or the learning rate of an update, changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bookkeeping:
-    """What the host has counted before an update of which it does not know yet whether it is made."""
+    """Counts of the host before an update, restored if the device decides against the update."""
 
     groups: tuple[Mapping[str, Any], ...]
     states: frozenset[Tensor]
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> "Bookkeeping":
-        """As it is now."""
+        """Record the present counts of ``optimizer``."""
         groups = optimizer.param_groups
         return cls(
             tuple({key: group[key] for key in _COUNTED if key in group} for group in groups),
@@ -207,7 +208,7 @@ class Bookkeeping:
         )
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """The update was not made: the counts are as before, and moments that were made for it are gone."""
+        """Undo the counts of a skipped update, and delete moments that were created for it."""
         for group, before in zip(optimizer.param_groups, self.groups, strict=True):
             for key in [key for key in _COUNTED if key in group and key not in before]:
                 del group[key]

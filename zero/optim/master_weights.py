@@ -1,13 +1,9 @@
-"""One gradient norm over the whole grid, and the factor that clipping multiplies with.
+"""Master weights in fp32: their gradient norm and clipping factor, the user's writes, and the full weights.
 
-What the user writes into bf16 parameters between steps reaches the fp32 masters.
-
-``load_state_dict`` after ``initialize``, an averaged model swapped in, a clamp: all write into the
-parameters, and the next update would overwrite them from the masters without a word. A parameter that
-nobody wrote to is its master rounded, so comparing the two finds every written element, and leaves the
-master of all others exactly as it was.
-
-Weights made whole over the data axis, for who wants to read them all.
+Users write into bf16 parameters between steps: ``load_state_dict`` after ``initialize``, an averaged model swapped in,
+a clamp. The next update would silently overwrite these values from the masters. A parameter that nobody has written
+equals its rounded master, so comparing the two finds every written element and leaves all other masters exactly as
+they were.
 """
 
 import math
@@ -18,11 +14,12 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
-from engine.zero.flat_buckets import FlatBucket
+from engine.zero.flat_buckets import FlatBucket, slot_view
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients of L2 norm ``norm`` are multiplied with (Pascanu et al. 2013); 0 switches clipping off.
+    """Return the factor for gradients of L2 norm ``norm`` (Pascanu et al. 2013); a ``max_norm`` of 0 switches clipping
+    off.
 
     The small constant is torch's, so that a run equals ``torch.nn.utils.clip_grad_norm_``.
     """
@@ -30,18 +27,18 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def gradient_norm(sum_of_squares: float, weight: float) -> float:
-    """Norm of the averaged gradient, from the sum of squares of the summed one and the weight it is divided by."""
+    """Return the norm of the averaged gradient, from the sum of squares of the summed gradient and its weight."""
     if weight == 0:
-        raise EngineError("the weight of this step is 0 on all ranks: nothing to average; mask fewer labels.")
+        raise EngineError("the weight of this step is 0 on all ranks: there is nothing to average; mask fewer labels.")
     return math.sqrt(sum_of_squares) / weight
 
 
 def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """(norm, what summed gradients are multiplied with) of fp64 scalars, where they lie; no host synchronization.
+    """Return (norm, factor for the summed gradients) as fp64 scalars on the device, without host synchronization.
 
-    As ``gradient_norm``, and ``clip_factor`` over ``weight``, to the bit on a GPU: quotients of two tensors are rounded
-    once, where those with a number are products with a reciprocal there. (torch's root on a CPU misses the last bit of
-    one number in a hundred.)
+    Bitwise equal to ``gradient_norm``, and to ``clip_factor`` over ``weight``, on a GPU: a quotient of two tensors is
+    rounded once there, while a quotient by a Python number is a product with its reciprocal. (On a CPU, torch's square
+    root misses the last bit of one number in a hundred.)
     """
     one = torch.ones_like(weight)
     norm = sum_of_squares.sqrt() / weight
@@ -51,7 +48,7 @@ def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) ->
 
 @torch.no_grad()
 def sync_masters(flat: FlatBucket) -> None:
-    """Take written elements into the part of the master that this rank holds. No host synchronization."""
+    """Copy written elements into the local part of the master. No host synchronization."""
     if flat.master is None:
         return
     written = flat.kept != flat.master.to(flat.kept.dtype)
@@ -60,10 +57,10 @@ def sync_masters(flat: FlatBucket) -> None:
 
 @torch.no_grad()
 def full_weights(buckets: Sequence[FlatBucket], comm: Comm) -> Iterator[tuple[str, Tensor]]:
-    """(name of the parameter, its values whole over dp and in their widest dtype), bucket by bucket.
+    """Yield (name of the parameter, its values over all of dp, in their widest dtype), bucket by bucket.
 
-    One all-gather over dp, label "full state", for each bucket whose masters or parameters are sharded; every rank
-    has to take all items. A tensor is a view of the parameters or of one gathered bucket.
+    Each bucket with sharded masters or parameters takes one all-gather over dp, label "full state"; every rank must
+    consume all items. A tensor is a view of the parameters or of one gathered bucket.
     """
     for flat in buckets:
         sync_masters(flat)
@@ -74,4 +71,4 @@ def full_weights(buckets: Sequence[FlatBucket], comm: Comm) -> Iterator[tuple[st
             if flat.owned == flat.shard:
                 comm.all_gather(whole, whole[flat.shard], "dp", "full state").wait()
         for slot in flat.bucket.slots:
-            yield slot.name, whole[slot.start : slot.stop].view(slot.shape)
+            yield slot.name, slot_view(whole, slot)

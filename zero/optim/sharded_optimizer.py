@@ -1,4 +1,4 @@
-"""The sharded optimizer step: one norm, one decision, update the owned weights, gather the parameters."""
+"""Sharded optimizer step: updates the weights that this rank owns and gathers the parameters over axis dp."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine.errors import ConfigError
 from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.kernels.optim.adamw import DeviceDecision, fits_adamw_kernel
+from engine.kernels.ops.adamw import DeviceDecision, fits_adamw_kernel
 from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.bf16_updates import RoundedUpdates
@@ -20,8 +20,8 @@ from engine.zero.optim.master_weights import sync_masters
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
-# Optimizers of torch whose update of an element reads nothing but that element's own history, so that
-# a shard is updated as the whole tensor would be.
+# Optimizers of torch whose update of an element depends on that element's own history alone, so that updating a shard
+# equals updating the full tensor.
 _ELEMENTWISE = frozenset(
     {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
@@ -29,20 +29,20 @@ _ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """What an optimizer group overrides; None leaves the optimizer's own value."""
+    """Overrides of an optimizer group; None keeps the optimizer's own value."""
 
     lr: float | None = None
     weight_decay: float | None = None
 
     def as_kwargs(self) -> dict[str, float]:
-        """The overrides as keys of a torch parameter group."""
+        """Return the overrides as keys of a torch parameter group."""
         values = {"lr": self.lr, "weight_decay": self.weight_decay}
         return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTensor:
-    """A tensor that the inner optimizer updates, and which elements of a bucket it is."""
+    """Tensor that the inner optimizer updates: the elements ``part`` of a bucket."""
 
     parameter: nn.Parameter
     grads: Tensor
@@ -50,32 +50,32 @@ class OptimizerTensor:
     part: slice
 
     def narrow(self) -> Tensor | None:
-        """Where its elements go in the dtype of the computation; None where it is the master of none."""
+        """Return the narrow weights that receive its values; None if the tensor is no master."""
         if self.flat.master is None:
             return None
         start = self.flat.owned.start
         return self.flat.kept[self.part.start - start : self.part.stop - start].view(self.parameter.shape)
 
     def names(self) -> list[str]:
-        """The parameters of which it has elements."""
+        """Return the names of the parameters whose elements it contains."""
         part = self.part
         return [s.name for s in self.flat.bucket.slots if max(s.start, part.start) < min(s.stop, part.stop)]
 
 
 class ShardedOptimizer:
-    """Updates the owned weights of every bucket and makes the parameters whole again.
+    """Updates the owned weights of every bucket and gathers the updated parameters.
 
     Args:
         buckets: the flat buckets of this rank.
         groups: overrides by group index.
-        factory: makes the inner optimizer from torch parameter groups.
-        comm: communication; label "parameters" on axis dp, one all-gather a bucket and step.
+        factory: builds the inner optimizer from torch parameter groups.
+        comm: communication; label "parameters" on axis dp, one all-gather for each bucket and step.
         sharded: update shards only (ZeRO 1); at ZeRO 0 every rank updates everything.
         shaped: give the inner optimizer parameters in their shapes instead of flat runs. Only at ZeRO 0, where
-            an optimizer that looks at a whole matrix (LAMB, Muon) then works, unless tensor ranks cut it.
+            an optimizer that needs full matrices (LAMB, Muon) then works, unless tensor ranks cut them.
 
     Raises:
-        ConfigError: the inner optimizer does not work element by element and sharding is asked.
+        ConfigError: the optimizer is to be sharded and does not work element by element.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ShardedOptimizer:
         collect = _whole_parameters if shaped and not sharded else _segments
         members: dict[int, list[nn.Parameter]] = {index: [] for index in range(len(groups))}
         self.places: list[OptimizerTensor] = []
-        """In the order of the buckets."""
+        """Optimizer tensors in the order of the buckets."""
         for flat in buckets:
             for group, part, shape in collect(flat):
                 weights = flat.weights[part.start - flat.owned.start : part.stop - flat.owned.start].view(shape)
@@ -109,15 +109,15 @@ class ShardedOptimizer:
             check_elementwise(self.inner, "zero_optimization.stage 1 or more")
 
     def round(self, rounding: RoundedUpdates) -> None:
-        """Update bf16 weights that have no master through ``rounding``.
+        """Update bf16 weights without masters through ``rounding``.
 
         Raises:
-            ConfigError: the inner optimizer is not one of ours.
+            ConfigError: the inner optimizer is not a built-in one.
         """
         if not isinstance(self.inner, FlatOptimizer):
             raise ConfigError(
-                f"bf16.bf16_master_weights_and_grads with optimizer {type(self.inner).__name__}: only the built-in "
-                "ones round stochastically; name AdamW, Adam, SGD or Lion in the config."
+                f"bf16.bf16_master_weights_and_grads was given optimizer {type(self.inner).__name__}, but only the "
+                "built-in optimizers round stochastically; choose AdamW, Adam, SGD or Lion in the config."
             )
         for place in self.places:
             if place.parameter.dtype == torch.bfloat16:
@@ -125,14 +125,14 @@ class ShardedOptimizer:
         self._rounding = self.inner.rounding = rounding
 
     def use(self, kernels: Kernels) -> None:
-        """Update by these from now on, where they have a kernel for the optimizer."""
+        """Update with these kernels from now on, where they support the optimizer."""
         self._kernels = kernels
 
     @property
     def decides_on_device(self) -> bool:
-        """Whether ``launch`` can be called: Adam or AdamW, and a kernel for some bucket.
+        """True if ``launch`` can be called: the optimizer is Adam or AdamW and a kernel fits some bucket.
 
-        The same on all ranks of axis dp, whose shards are of equal sizes.
+        The answer is the same on all ranks of axis dp, whose shards have equal sizes.
         """
         return type(self.inner) is FlatAdam and any(
             fits_adamw_kernel(flat.weights, self._kernels) for flat in self._buckets
@@ -140,11 +140,11 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def launch(self, decision: DeviceDecision) -> None:
-        """As ``step``, for a decision that the host does not know yet. No host synchronization.
+        """Make a step on a decision that only the device knows yet. No host synchronization.
 
-        Buckets are gathered over dp whatever the decision is: after a step that is not made they bring the values that
-        are there. ``settle`` ends an update that was made; ``Bookkeeping`` puts back what was counted for another. The
-        gradients that the inner optimizer sees are the reduced sums themselves: kernels multiply what they read.
+        Buckets are gathered over dp in either case; after a skipped update they bring the unchanged values. ``settle``
+        ends an update that was made, and ``Bookkeeping`` restores the counts of one that was skipped. The inner
+        optimizer sees the reduced sums themselves, because the kernels apply the factor as they read.
         """
         assert isinstance(self.inner, FlatAdam)
         narrow: dict[Tensor, Tensor | None] = {place.parameter: place.narrow() for place in self.places}
@@ -157,7 +157,7 @@ class ShardedOptimizer:
         self._gather(rounded=True)
 
     def forget(self) -> None:
-        """Let the state be that of a new optimizer; some (Adagrad) make it at once and not in their first step."""
+        """Reset the state to that of a new optimizer; some (Adagrad) create state in their constructor."""
         self.inner.state.clear()
         if self._begins_with_state:
             self.inner.state.update(self._make().state)
@@ -179,19 +179,18 @@ class ShardedOptimizer:
         self.settle()
 
     def settle(self) -> None:
-        """Tell autograd that parameters have changed."""
-        # our writes went past autograd, which has to refuse a backward through a graph of the old weights
+        """Tell autograd that the parameters have changed."""
+        # the writes bypassed autograd, which must refuse a backward through a graph of the old weights
         torch.autograd.graph.increment_version([p for flat in self._buckets for p in flat.parameters])
-        torch.clear_autocast_cache()  # an autocast around several steps would go on with copies of the old weights
+        torch.clear_autocast_cache()  # an autocast around several steps would go on using copies of the old weights
 
     def _give_gradients(self) -> None:
         for place in self.places:
-            place.parameter.grad = (
-                place.grads
-            )  # anew each time: zero_grad() on the inner optimizer must not end the training
+            # set in every step: zero_grad() on the inner optimizer must not end the training
+            place.parameter.grad = place.grads
 
     def _gather(self, rounded: bool) -> None:
-        """``rounded``: masters have been written into ``kept`` already."""
+        """Gather the parameters; ``rounded`` says that masters have been copied into ``kept`` already."""
         gathers = []
         for flat in self._buckets:
             if flat.master is not None and not rounded:
@@ -209,23 +208,27 @@ def _make(
 
 
 def _segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """(group, elements, shape) of each run of equal group, flat: an update is then a few long kernels."""
+    """Yield (group, elements, shape) of each run of one group, flat, so that an update is a few long kernels."""
     for segment in flat.bucket.segments(flat.owned):
         yield segment.group, slice(segment.start, segment.stop), (segment.stop - segment.start,)
 
 
 def _whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """(group, elements, shape) of each parameter."""
+    """Yield (group, elements, shape) of each parameter."""
     for slot in flat.bucket.slots:
         yield slot.group, slice(slot.start, slot.stop), slot.shape
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:
-    """Refuse an optimizer that looks at more than one element at a time, where ``by`` gives it parts of parameters."""
+    """Refuse an optimizer that is not elementwise, where ``by`` gives it parts of parameters.
+
+    Raises:
+        ConfigError: the optimizer is neither a known one nor marked ``elementwise``.
+    """
     kind = type(optimizer)
     known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
     if not known and not getattr(kind, "elementwise", False):
         raise ConfigError(
             f"optimizer {kind.__name__} is given parts of parameters by {by}, which needs an optimizer that works "
-            "element by element: leave that out, or set `elementwise = True` on its class if it does."
+            "element by element: choose another optimizer, or set `elementwise = True` on its class if it does."
         )

@@ -1,1 +1,1 @@
-"""Gradients from backward to the rank that owns them: summed over axis dp, once a step or with every microbatch."""
+"""Gradients from the backward to the rank that owns them: summed over axis dp, once a step or in every microbatch."""

@@ -1,44 +1,48 @@
-"""Gradients into shards, microbatch by microbatch: whole ones never exist (ZeRO 2, Rajbhandari et al. 2020).
+"""Reduces gradients into shards in every microbatch, so that full gradients never exist (ZeRO 2, Rajbhandari et al.
+2020).
 
     backward of every microbatch   head      block 7     block 6   ...   embedding
     buffer A                       [ fill 0  | reduce-scatter 0, add shard ][ fill 2 ...
     buffer B                                 [ fill 1             | reduce-scatter 1, add shard ]
 
-A bucket borrows a buffer when its first gradient comes and gives it back when its sum has been added to the
-shard. Two are enough while gradients come in the order of the buckets. Every backward reduces every bucket of its
-stage, in their order, on every rank, whatever gradients it gave: (m + 1) Psi (N-1)/N elements a step with the gather.
-Of a backward in two parts (``pipeline/weights``) the second reduces; what the first gave is kept until then.
+A bucket borrows a buffer when its first gradient arrives and returns it when its sum has been added to the shard. Two
+buffers are enough while gradients arrive in the order of the buckets. Every backward reduces every bucket of its stage,
+in order, on every rank, whatever gradients it produced: (m + 1) Psi (N-1)/N elements a step, including the gather.
+Of a split backward (``pipeline/runtime/split_backward``) the second part reduces; gradients of the first part are kept
+until then.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.parallel.comm.comm import Comm, Pending
-from engine.zero.flat_buckets import FlatBucket
+from engine.parallel.comm.comm import Pending
+from engine.zero.flat_buckets import FlatBucket, slot_view
 from engine.zero.layout import Slot
-from engine.zero.reduce.reducer import Backward, GradientHooks, SharedReduction, SumPartial
+from engine.zero.reduce.reducer import Backward, ReducerSetup, SharedReduction
 
 BUFFERS = 2
-"""Buckets of gradients that are whole at a time."""
+"""Full buckets of gradients that exist at a time."""
 
 
 @dataclass(slots=True)
 class _Filling:
-    """How far one bucket is in the running backward."""
+    """State of one bucket in the running backward."""
 
     flat: FlatBucket
     buffer: Tensor | None = None
     arrived: set[str] = field(default_factory=set)
     reduced: bool = False
     repeats: bool = False
-    """A parameter gave after its bucket was reduced (re-entrant checkpointing): from then on it waits for the end."""
+    """True once a parameter gave a gradient after its bucket was reduced (re-entrant checkpointing); from then on the
+    bucket waits for the end of the backward.
+    """
     touched: bool = False
-    """The shard holds gradients of this step; otherwise its content is stale."""
+    """True if the shard holds gradients of this step; otherwise its content is stale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,48 +55,37 @@ class _Flight:
 
 
 class MicrobatchReducer(SharedReduction):
-    """Sums gradients over data ranks after every microbatch, and over microbatches in the shards.
+    """Sums gradients over data ranks in every microbatch, and over microbatches in the shards.
+
+    One collective for each bucket and microbatch.
 
     Args:
-        buckets: the flat buckets of this rank; ``grads`` are shards, except where gradients are partial.
-        parameters: trainable parameters by the names used in the buckets.
-        comm: communication; label "gradients" on axis dp, one collective a bucket and microbatch.
-        dtype: dtype on the wire; None is the dtype of accumulation.
-        microbatches: backwards of a step; a rank that fails early still meets the others in all of them.
-        sum_partial: sums gradients by parameter name, in place, over the tensor ranks that hold a part.
+        setup: inputs of every reducer; ``grads`` of its buckets are shards, except where gradients are partial.
+        microbatches: backwards of a step; a rank that fails early still joins the collectives of all of them.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[FlatBucket],
-        parameters: Mapping[str, nn.Parameter],
-        comm: Comm,
-        dtype: torch.dtype | None,
-        microbatches: int,
-        sum_partial: SumPartial | None = None,
-    ) -> None:
-        super().__init__(comm, dtype, sum_partial)
+    def __init__(self, setup: ReducerSetup, microbatches: int) -> None:
+        super().__init__(setup)
         self._microbatches = microbatches
-        self._fillings = [_Filling(flat) for flat in buckets]
+        self._fillings = [_Filling(flat) for flat in setup.buckets]
         self._places: dict[str, tuple[_Filling, Slot]] = {
             slot.name: (filling, slot) for filling in self._fillings for slot in filling.flat.bucket.slots
         }
-        self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self.take)
         self._flights: deque[_Flight] = deque()
         self._free: list[Tensor] = []
         stages = {stage for filling in self._fillings for stage in filling.flat.bucket.stages}
         self._rounds: dict[int | None, int] = dict.fromkeys(sorted(stages) or (None,), 0)
-        """Backwards of this step, by stage; of a rank with one stage, under None."""
+        """Backwards of this step by stage; a rank with one stage uses the key None."""
         self._round: Sequence[_Filling] = ()
-        """What the running backward reduces."""
+        """Buckets that the running backward reduces."""
         self._next = 0
         self._kept: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
-        """Gradients of first parts, by stage and microbatch."""
+        """Gradients of first parts of split backwards, by stage and microbatch."""
         self._keeping: list[tuple[str, Tensor]] | None = None
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Collect and reduce the gradients of one backward; it makes no difference which is the last."""
+        """Collect and reduce the gradients of one backward; the last one of a step is not special here."""
         self._settle()
         place = which.stage, which.microbatch
         if which.part == "input":
@@ -114,7 +107,7 @@ class MicrobatchReducer(SharedReduction):
             self._end_round(stage)
 
     def finish(self) -> None:
-        """Wait for everything, add what other ranks have a part in, get ready for the next step.
+        """Wait for all reductions, sum partial and tied gradients, and prepare for the next step.
 
         Afterwards each shard of ``grads`` holds the sum over microbatches and data ranks.
         """
@@ -134,7 +127,7 @@ class MicrobatchReducer(SharedReduction):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the gradients of a step that did not end; what is under way is waited for by the next backward."""
+        """Forget the gradients of an unfinished step; the next backward waits for the collectives under way."""
         self._abandoned += [flight.pending for flight in self._flights]
         self._flights.clear()
         self._kept.clear()
@@ -145,7 +138,7 @@ class MicrobatchReducer(SharedReduction):
         self._next = 0
 
     def take(self, name: str, grad: Tensor) -> None:
-        """Add a gradient to its place, or keep it for the second part of its backward."""
+        """Add a gradient to its bucket, or keep it for the second part of its backward."""
         if self._keeping is not None:
             self._keeping.append((name, grad))
             return
@@ -154,16 +147,18 @@ class MicrobatchReducer(SharedReduction):
             self._add_whole(filling, slot, grad)
             return
         if filling.reduced:
-            filling.repeats, filling.reduced = True, False  # a second reduction in this round, on every rank alike
+            filling.repeats, filling.reduced = True, False  # reduced again in this round, on every rank alike
             filling.arrived.clear()
         if filling.buffer is None:
             filling.buffer = self._borrow(filling.flat)
-        view = filling.buffer[slot.start : slot.stop].view(slot.shape)
+        view = slot_view(filling.buffer, slot)
         if name in filling.arrived:
             view.add_(grad)
         else:
             view.copy_(grad)
         filling.arrived.add(name)
+        # Buckets are launched in order: data ranks must issue the same collectives, though their hooks may fire in
+        # another order.
         while self._next < len(self._round) and self._ready(self._round[self._next]):
             self._launch(self._round[self._next])
             self._next += 1
@@ -174,25 +169,25 @@ class MicrobatchReducer(SharedReduction):
         return len(filling.arrived) == len(filling.flat.bucket.slots) and not filling.repeats
 
     def _add_whole(self, filling: _Filling, slot: Slot, grad: Tensor) -> None:
-        """Partial gradients stay whole until the end of the step."""
+        """Add a partial gradient, which stays full until the end of the step."""
         if not filling.touched:
             filling.flat.grads.zero_()
             filling.touched = True
-        filling.flat.grads[slot.start : slot.stop].view(slot.shape).add_(grad)
+        slot_view(filling.flat.grads, slot).add_(grad)
 
     def _begin_round(self, stage: int | None) -> None:
         self._round = [f for f in self._fillings if not f.flat.bucket.stages or stage in f.flat.bucket.stages]
         self._next = 0
 
     def _end_round(self, stage: int | None) -> None:
-        """Reduce what this backward has left, in order, and what came after its bucket was reduced."""
+        """Reduce the remaining buckets in order, then those with gradients that arrived after their reduction."""
         again = [f for f in self._round[: self._next] if not f.reduced and f.arrived]
         for filling in (*self._round[self._next :], *again):
             self._launch(filling)
         for filling in self._round:
             self._begin(filling)
         self._next = 0
-        if stage in self._rounds:  # else: a stage that trains nothing
+        if stage in self._rounds:  # a stage without trained parameters has no entry
             self._rounds[stage] += 1
 
     def _begin(self, filling: _Filling) -> None:
@@ -213,7 +208,7 @@ class MicrobatchReducer(SharedReduction):
         self._flights.append(_Flight(filling, wire, pending))
 
     def _land(self) -> None:
-        """Add the oldest reduction to its shard."""
+        """Add the result of the oldest reduction to its shard."""
         flight = self._flights.popleft()
         flight.pending.wait()
         flat = flight.filling.flat
@@ -226,7 +221,7 @@ class MicrobatchReducer(SharedReduction):
             self._free.append(flight.wire)
 
     def _borrow(self, flat: FlatBucket) -> Tensor:
-        """A buffer of a bucket's size with any content."""
+        """Return a buffer of the bucket's size, with undefined content."""
         while len(self._flights) >= BUFFERS:
             self._land()
         elements, dtype = flat.bucket.elements, flat.grads.dtype
@@ -237,7 +232,7 @@ class MicrobatchReducer(SharedReduction):
         return torch.empty(elements, dtype=dtype, device=flat.grads.device)
 
     def _add_parts(self) -> None:
-        """Sum and reduce, once, the gradients that are partial over tensor ranks."""
+        """Sum the gradients that are partial over tensor ranks and reduce them, once a step."""
         fillings = [filling for filling in self._fillings if filling.flat.bucket.partial]
         views = {}
         for filling in fillings:
@@ -246,7 +241,7 @@ class MicrobatchReducer(SharedReduction):
                 flat.grads.zero_()
                 filling.touched = True
             for slot in flat.bucket.slots:
-                views[slot.name] = flat.grads[slot.start : slot.stop].view(slot.shape)
+                views[slot.name] = slot_view(flat.grads, slot)
         if views and self._sum_partial is not None:
             self._sum_partial(views)
         for filling in fillings:
@@ -258,7 +253,7 @@ class MicrobatchReducer(SharedReduction):
 
 
 def _blank(full: Tensor, filling: _Filling) -> None:
-    """Zeros where no gradient came, and in the padding: the norm runs over both."""
+    """Zero the slots without a gradient and the padding, because the norm runs over both."""
     stop = 0
     for slot in filling.flat.bucket.slots:
         if slot.name in filling.arrived:

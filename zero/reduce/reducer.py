@@ -1,7 +1,8 @@
-"""Takes every gradient off its parameter the moment backward has made it."""
+"""Interface of the gradient reducers, and the hooks that take every gradient off its parameter when it is complete."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -14,11 +15,11 @@ from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.sharded_parameter import ShardedParameter
 
 Take = Callable[[str, Tensor], None]
-"""Gets (parameter name, gradient), dense, in the parameter's shape; once for each time a backward gives one."""
+"""Called with (parameter name, gradient) each time a backward produces one; dense, in the parameter's shape."""
 
 
 class GradientHooks:
-    """While ``backward`` is open, gradients go to ``take`` and none stays on a parameter."""
+    """Passes gradients to ``take`` while ``backward`` is open, so that none stays on a parameter."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], take: Take) -> None:
         self._parameters = tuple(parameters.values())
@@ -31,7 +32,7 @@ class GradientHooks:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around one backward. A ``grad`` that a backward of the user's own has left is put aside and put back."""
+        """Context of one backward. A ``grad`` that a backward of the user's own has left is set aside and restored."""
         users = [(p, p.grad) for p in self._parameters if p.grad is not None]
         for parameter, _ in users:
             parameter.grad = None
@@ -44,16 +45,16 @@ class GradientHooks:
                 parameter.grad = grad
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
     def _arrive(self, name: str, parameter: Tensor) -> None:
         if not self._open or parameter.grad is None:
-            return  # a backward of the user's own: not our gradient
+            return  # a gradient of the user's own backward
         if isinstance(parameter, ShardedParameter):
             raise EngineError(
-                f"parameter {name!r} got a gradient while it was not gathered (ZeRO 3), so it is worth nothing: "
+                f"parameter {name!r} got a gradient while it was not gathered (ZeRO 3), so the gradient is invalid: "
                 "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."
             )
         grad, parameter.grad = parameter.grad, None
@@ -67,10 +68,10 @@ BackwardPart = Literal["whole", "input", "weight"]
 
 
 class Backward(NamedTuple):
-    """One backward of one stage, or one of its two parts."""
+    """Identifies one backward of one stage, or one of its two parts."""
 
     last: bool
-    """The last of its part for this stage in a step."""
+    """True for the last one of its part and stage in a step."""
     part: BackwardPart = "whole"
     stage: int = 0
     microbatch: int = 0
@@ -80,41 +81,62 @@ class Reducer(Protocol):
     """Takes the gradients of a step's backwards and leaves their sum over data ranks in the buckets."""
 
     def backward(self, which: Backward) -> AbstractContextManager[None]:
-        """Around one backward."""
+        """Context of one backward."""
 
     def take(self, name: str, grad: Tensor) -> None:
-        """Inside a backward: the gradient of a parameter that autograd did not bring itself."""
+        """Add a gradient inside a backward that autograd itself did not deliver."""
 
     def finish(self) -> None:
-        """Every sum is complete afterwards; communicates."""
+        """Complete every sum; communicates."""
 
     def reset(self) -> None:
-        """Forget the gradients of a step that did not end."""
+        """Forget the gradients of an unfinished step."""
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerSetup:
+    """Inputs that every reducer needs."""
+
+    buckets: Sequence[FlatBucket]
+    """The trained flat buckets of this rank."""
+    parameters: Mapping[str, nn.Parameter]
+    """Trainable parameters by the names used in the buckets."""
+    comm: Comm
+    """Communication; gradients are sent over axis dp with the label "gradients"."""
+    wire: torch.dtype | None = None
+    """Dtype on the wire; None is the dtype of accumulation."""
+    sum_partial: SumPartial | None = None
+    """Function that sums gradients by parameter name, in place, over the tensor ranks that hold a part."""
 
 
 class SharedReduction:
-    """What reducers have in common: gradients that other ranks have a part in, and collectives of lost steps."""
+    """Base of the reducers: hooks, partial and tied gradients, dtype on the wire, collectives of unfinished steps."""
 
-    def __init__(self, comm: Comm, dtype: torch.dtype | None, sum_partial: SumPartial | None) -> None:
-        self._comm = comm
-        self._dtype = dtype if comm.grid.dp > 1 else None
-        self._sum_partial = sum_partial
+    def __init__(self, setup: ReducerSetup) -> None:
+        self._comm = setup.comm
+        self._dtype = setup.wire if setup.comm.grid.dp > 1 else None
+        self._sum_partial = setup.sum_partial
         self._abandoned: list[Pending] = []
-        self._hooks: GradientHooks
+        names = [slot.name for flat in setup.buckets for slot in flat.bucket.slots]
+        self._hooks = GradientHooks({name: setup.parameters[name] for name in names}, self.take)
+
+    def take(self, name: str, grad: Tensor) -> None:
+        """Take the gradient of a parameter inside a backward."""
+        raise NotImplementedError
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         self._hooks.remove()
 
     def _on_wire(self, grads: Tensor) -> Tensor:
-        """``grads`` as they travel: themselves, or a copy in the dtype of the wire."""
+        """Return ``grads`` as they are sent: themselves, or a copy in the dtype of the wire."""
         return grads if self._dtype is None else grads.to(self._dtype)
 
     def _settle(self) -> None:
-        """Wait for what an abandoned step has left under way."""
+        """Wait for collectives that an unfinished step has left under way."""
         while self._abandoned:
             self._abandoned.pop().wait()
 

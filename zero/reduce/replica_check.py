@@ -1,10 +1,8 @@
-"""Whether tensor ranks find equal gradients for the parameters that all of them hold: looked at in the first step.
+"""Checks of reduced gradients: equality on tensor ranks in the first step, and the source of a non-finite value.
 
-A plan that calls a parameter replicated, though the model uses it on cut activations, would train copies that
-drift apart, without a word. Its gradients differ between tensor ranks from the first step on. So the bits of
-all gradients that should be equal are summed, per parameter, and compared, once.
-
-Which gradient was not finite, where a step is skipped: looked for then, and only then.
+A plan that calls a parameter replicated, while the model uses it on cut activations, would silently train copies that
+drift apart. Their gradients differ between tensor ranks from the first step on, so :class:`ReplicaCheck` compares,
+once, a bit sum of every gradient that should be equal. :class:`NonFinite` runs only when a step is skipped.
 """
 
 import math
@@ -24,7 +22,7 @@ PLAN_CHECK = "plan check"
 
 
 class ReplicaCheck:
-    """``parallel.verify_plan``: compares once, after the first step's gradients are reduced."""
+    """Check of ``parallel.verify_plan``: runs once, after the first step's gradients are reduced."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm, wanted: bool = True) -> None:
         alike = {row.name for row in table if row.dim is None} if wanted and comm.grid.tp > 1 else set()
@@ -39,10 +37,10 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def run(self, sent: Tally) -> PlanError | None:
-        """The mistake found, on every tensor rank alike. ``sent`` takes the traffic in: it is no part of a step's.
+        """Return the error found, the same on every tensor rank; ``sent`` gets the traffic, which the step leaves out.
 
-        One all-reduce over dp and one all-gather over tp, label "plan check", 8 bytes a parameter and 8 more; every
-        rank of a stage makes them, also one whose step has failed.
+        One all-reduce over dp and one all-gather over tp, label "plan check", 8 bytes for each parameter and 8 more;
+        every rank of a stage takes part, also one whose step has failed.
         """
         places = self._places
         if not places:
@@ -51,28 +49,28 @@ class ReplicaCheck:
         grads = [flat.gradient(part) for _, flat, part in places]
         infinite = torch.stack([grad.isfinite().logical_not_().sum() for grad in grads]).sum()
         mine = torch.stack([*map(bit_sum, grads), infinite])
-        # data ranks hold different pieces on different tensor ranks, whose cut parameters have other sizes
+        # sum over dp first: tensor ranks shard their buckets differently, because their cut parameters differ in size
         self._comm.all_reduce(mine, "dp", PLAN_CHECK).wait()
         table = torch.empty((self._comm.grid.tp, len(mine)), dtype=mine.dtype, device=mine.device)
         self._comm.all_gather(table.view(-1), mine, "tp", PLAN_CHECK).wait()
         for row in self._comm.tally.since(before).rows():
             sent.add(row)
         if table[:, -1].any():
-            return None  # gradients that are not finite: the step will be skipped, the next one is compared
+            return None  # non-finite gradients: the step will be skipped, and the next one is compared
         if table.any():
-            self._places = []  # a step without any gradient has proven nothing
+            self._places = []  # a step without any gradient would prove nothing
         differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
         if not differing:
             return None
         return PlanError(
-            f"parameter {places[differing[0]][0]!r} is held by all tensor ranks, but their gradients differ: the model "
-            'uses it on activations that are cut; give its module the style "partial" in parallel.tensor_plan, or '
-            '"replicate" to the layers before it.'
+            f"parameter {places[differing[0]][0]!r} is held by all tensor ranks, but its gradients differ between "
+            'them: the model uses it on cut activations; give its module the style "partial" in parallel.tensor_plan, '
+            'or the style "replicate" to the layers before it.'
         )
 
 
 def overlap(slot: Slot, shard: slice) -> slice:
-    """The elements of a slot that lie in ``shard``; empty where none does."""
+    """Return the elements of a slot that lie in ``shard``; an empty slice if none do."""
     start = max(slot.start, shard.start)
     return slice(start, max(start, min(slot.stop, shard.stop)))
 
@@ -81,7 +79,7 @@ NON_FINITE = "non-finite"
 
 
 class NonFinite:
-    """Finds the first parameter, in the order of the plan's table, whose reduced gradient is not finite anywhere."""
+    """Finds the first parameter, in the order of the plan's table, whose reduced gradient is not finite."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm, device: torch.device) -> None:
         self._names = [row.name for row in table]
@@ -94,13 +92,14 @@ class NonFinite:
 
     @torch.no_grad()
     def find(self, loss: float, weight: float, sent: Tally) -> str:
-        """Its name, on every rank; else "the loss", "the weight" or "the gradient norm", whichever is to blame.
+        """Return its name on every rank; else "the loss", "the weight" or "the gradient norm", whichever is not finite.
 
-        One all-reduce of 8 bytes over the world, label "non-finite". ``sent`` takes it in: it is no part of a step's.
+        One all-reduce of 8 bytes over the world, label "non-finite". ``sent`` gets this traffic, which the step leaves
+        out.
         """
         before = self._comm.tally.copy()
         first = next((number for number, flat, part in self._places if not flat.gradient(part).isfinite().all()), None)
-        rank = 0 if first is None else len(self._names) - first  # the first name has the largest
+        rank = 0 if first is None else len(self._names) - first  # inverted, because the ranks take the maximum
         found = torch.tensor([rank], dtype=torch.int64, device=self._device)
         self._comm.all_reduce(found, "world", NON_FINITE, "max").wait()
         for row in self._comm.tally.since(before).rows():

@@ -1,108 +1,94 @@
-"""Gradients from backward into the flat buckets, and from there over the data axis while backward runs.
+"""Sums gradients in the flat buckets and reduces them over axis dp while the last backward runs.
 
     backward of the last microbatch   head      block 7     block 6   ...   embedding
     bucket 0 complete                      | reduce-scatter 0 ------>
     bucket 1 complete                                  | reduce-scatter 1 ------>
     finish                                                                  | the rest | wait
 
-Collectives are issued in the order of the buckets on every rank, whatever the order of the hooks,
-so that ranks whose backward differs (an unused parameter, another branch) still meet.
+Collectives are issued in the order of the buckets on every rank, whatever the order of the hooks, so that they match
+even on ranks whose backward differs (an unused parameter, another branch).
 
-Late buckets stand last and wait for ``finish``: gradients that are partial over tensor ranks are summed
-there before their reduction, those of parameters tied over pipeline ranks after it, on the shard.
+Deferred buckets come last and wait for ``finish``: gradients that are partial over tensor ranks are summed before their
+reduction, gradients of parameters tied over pipeline ranks after it, on the shard.
 
-A rank may have several stages, and a backward two parts (``pipeline/weights``): a bucket is complete when the last
-of all that give to it has given.
+A rank may have several stages, and a backward may be split in two parts (``pipeline/runtime/split_backward``): a bucket
+is complete after the last of all backwards that contribute to it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.errors import EngineError
-from engine.parallel.comm.comm import Comm, Pending
-from engine.zero.flat_buckets import FlatBucket
+from engine.parallel.comm.comm import Pending
+from engine.zero.flat_buckets import FlatBucket, slot_view
 from engine.zero.layout import Slot
-from engine.zero.reduce.reducer import Backward, GradientHooks, SharedReduction, SumPartial
+from engine.zero.reduce.reducer import Backward, ReducerSetup, SharedReduction
 
 
 @dataclass(slots=True)
 class _Place:
-    """Where the gradient of one parameter goes."""
+    """Destination of the gradient of one parameter."""
 
     name: str
     progress: "_Progress"
     view: Tensor
     touched: bool = False
-    """A gradient of this step lies in ``view``; otherwise its content is stale."""
+    """True if ``view`` holds a gradient of this step; otherwise its content is stale."""
     arrived: bool = False
-    """One of the last backwards of the step has given its gradient."""
+    """True if one of the last backwards of the step has delivered its gradient."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How far one bucket is."""
+    """State of one bucket."""
 
     flat: FlatBucket
     places: list[_Place] = field(default_factory=list)
     missing: int = 0
     repeats: bool = False
-    """A parameter gave twice in the last backwards (re-entrant checkpointing; tied over stages of this rank), so
-    that nobody knows which gift is the last: the bucket waits for ``finish``."""
+    """True once a parameter gave two gradients in the last backwards (re-entrant checkpointing; parameters tied over
+    stages of this rank). Which of them is the last is then unknown, and the bucket waits for ``finish``.
+    """
     reduction: Pending | None = None
     received: Callable[[], object] | None = None
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Of the bucket."""
+        """Slots of the bucket."""
         return self.flat.bucket.slots
 
 
 class GradientReducer(SharedReduction):
-    """Sums gradients over microbatches into the buckets and reduces the buckets over dp.
+    """Sums gradients over microbatches into the buckets and reduces the buckets over dp, one collective each a step.
 
     Args:
-        buckets: the flat buckets of this rank.
-        parameters: trainable parameters by the names used in the buckets.
-        comm: communication; label "gradients" on axis dp, one collective a bucket and step.
-        dtype: dtype on the wire; None is the dtype of accumulation.
         scatter: reduce-scatter to the shards (ZeRO 1) instead of all-reduce (ZeRO 0).
-        sum_partial: sums gradients by parameter name, in place, over the tensor ranks that hold a part.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[FlatBucket],
-        parameters: Mapping[str, nn.Parameter],
-        comm: Comm,
-        dtype: torch.dtype | None,
-        scatter: bool,
-        sum_partial: SumPartial | None = None,
-    ) -> None:
-        super().__init__(comm, dtype, sum_partial)
+    def __init__(self, setup: ReducerSetup, scatter: bool) -> None:
+        super().__init__(setup)
         self._scatter = scatter
-        self._progress = [_Progress(flat) for flat in buckets]
+        self._progress = [_Progress(flat) for flat in setup.buckets]
         self._next = 0
         self._last = self._eager = False
         self._backward_seen = self._whole_step_seen = False
         self._places = {slot.name: _place(progress, slot) for progress in self._progress for slot in progress.slots}
-        self._hooks = GradientHooks({name: parameters[name] for name in self._places}, self.take)
         self.reset()
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Collect the gradients of one backward; in the last ones of a step, reduce complete buckets meanwhile.
+        """Collect the gradients of one backward; during the last ones of a step, reduce buckets as they complete.
 
         Raises:
             EngineError: a parameter gave a gradient after its bucket was reduced.
         """
         self._settle()
         self._last = which.last
-        # The first step only watches: which parameters give more than once is not known before.
+        # The first step only observes, because it is not yet known which parameters give several gradients.
         self._eager = which.last and self._whole_step_seen
         try:
             with self._hooks.backward():
@@ -112,10 +98,10 @@ class GradientReducer(SharedReduction):
             self._last = self._eager = False
 
     def finish(self) -> None:
-        """Reduce what is left, wait for all, get ready for the next step.
+        """Reduce the remaining buckets, wait for all, and prepare for the next step.
 
-        Afterwards each shard (stage 0: each whole bucket) of ``grads`` holds the sum over microbatches
-        and data ranks; a parameter without a gradient in this step has given zero.
+        Afterwards each shard (stage 0: each full bucket) of ``grads`` holds the sum over microbatches and data ranks;
+        a parameter without a gradient in this step contributes zero.
         """
         self._settle()
         self._add_parts()
@@ -132,10 +118,10 @@ class GradientReducer(SharedReduction):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the gradients of a step that did not end.
+        """Forget the gradients of an unfinished step.
 
-        A collective under way still writes into its bucket. It is waited for by the next backward and not
-        here, where a peer that never joined it would keep the error of this step from being seen.
+        A collective under way still writes into its bucket. The next backward waits for it. Waiting here could hide the
+        error of this step, because a peer may never have joined the collective.
         """
         self._next = 0
         for progress in self._progress:
@@ -147,13 +133,13 @@ class GradientReducer(SharedReduction):
                 place.touched = place.arrived = False
 
     def take(self, name: str, grad: Tensor) -> None:
-        """Add a gradient to its place."""
+        """Add a gradient to its bucket."""
         place = self._places[name]
         progress = place.progress
         if progress.reduction is not None:
             raise EngineError(
                 f"parameter {place.name!r} got a gradient after its bucket was reduced: its use differs from the "
-                "earlier steps; call it the same number of times in every backward."
+                "earlier steps; use it the same number of times in every backward."
             )
         if place.touched:
             place.view.add_(grad)
@@ -164,6 +150,8 @@ class GradientReducer(SharedReduction):
             progress.repeats = progress.repeats or place.arrived
             progress.missing -= not place.arrived
             place.arrived = True
+        # A complete bucket waits for all buckets before it: hooks fire in any order, collectives must match on all
+        # ranks.
         while self._eager and self._next < len(self._progress) and self._ready(self._progress[self._next]):
             self._launch()
 
@@ -171,7 +159,7 @@ class GradientReducer(SharedReduction):
         return progress.missing == 0 and not progress.repeats and not progress.flat.bucket.late
 
     def _add_parts(self) -> None:
-        """Sum the gradients that are partial over tensor ranks: every holder then has the whole one."""
+        """Sum the gradients that are partial over tensor ranks, so that every holder has the full gradient."""
         places = [place for progress in self._progress if progress.flat.bucket.partial for place in progress.places]
         if not places or self._sum_partial is None:
             return
@@ -182,7 +170,7 @@ class GradientReducer(SharedReduction):
         self._sum_partial({place.name: place.view for place in places})
 
     def _kept(self, flat: FlatBucket) -> slice:
-        """The elements whose sums this rank needs."""
+        """Return the elements whose sums this rank needs."""
         return flat.shard if self._scatter else flat.held
 
     def _launch(self) -> None:
@@ -203,7 +191,6 @@ class GradientReducer(SharedReduction):
 
 
 def _place(progress: _Progress, slot: Slot) -> _Place:
-    view = progress.flat.grads[slot.start : slot.stop].view(slot.shape)
-    place = _Place(slot.name, progress, view)
+    place = _Place(slot.name, progress, slot_view(progress.flat.grads, slot))
     progress.places.append(place)
     return place

@@ -1,4 +1,4 @@
-"""What this rank has of every tensor: views into its buckets and optimizer state, to be stored or to be filled."""
+"""Views of every tensor that this rank holds, in its buckets and optimizer state, to be stored or filled."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,60 +19,60 @@ from engine.zero.optim.sharded_optimizer import OptimizerTensor
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Elements of a logical tensor in this rank's memory."""
+    """Elements of a full tensor in this rank's memory."""
 
     tensor: str
     """"param/...", "master/...", "exp_avg/..."."""
     row: ShardRow
-    """The parameter that it belongs to."""
+    """The row of the parameter that the tensor belongs to."""
     kind: TensorKind
-    """The whole tensor, in the dtype of ``values``."""
+    """Shape of the full tensor, and the dtype of ``values``."""
     own: Piece
-    """Which elements they are."""
+    """The elements of the full tensor that ``values`` holds."""
     values: Tensor
     """[own.elements], on the device; a view."""
 
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """Finds what a rank has."""
+    """Lists the tensors that one rank holds."""
 
-    shares: SaveOwnership
+    ownership: SaveOwnership
     coord: Coord
     model: nn.Module
     buckets: Sequence[FlatBucket]
-    """The trained ones and the frozen ones."""
+    """Trained and frozen buckets."""
     places: Sequence[OptimizerTensor]
-    """What the optimizer updates."""
+    """Flat tensors that the optimizer updates."""
 
     def weights(self) -> Iterator[Held]:
-        """The parameters as the model computes with them."""
+        """Parameters in buckets, in the dtype that the model computes with."""
         for row, flat, slot in self._slots():
-            values = flat.kept[slot_slice(flat.owned, slot, self.shares.own(row, self.coord))]
+            values = flat.kept[slot_slice(flat.owned, slot, self.ownership.own(row, self.coord))]
             yield self._held(f"param/{row.name}", row, values)
 
     def whole(self) -> Iterator[Held]:
-        """The parameters that lie in no bucket; every data rank has them whole."""
+        """Parameters outside buckets; every data rank holds them in full."""
         inside = {slot.name for flat in self.buckets for slot in flat.bucket.slots}
         parameters = dict(self.model.named_parameters())
-        for row in self.shares.plan.table.held_by(self.coord.pp):
+        for row in self.ownership.plan.table.held_by(self.coord.pp):
             if row.name not in inside:
                 yield self._held(f"param/{row.name}", row, parameters[row.name].detach().view(-1))
 
     def masters(self) -> Iterator[Held]:
-        """fp32 weights behind narrower parameters."""
+        """fp32 master weights of parameters in a narrower dtype."""
         for row, flat, slot in self._slots():
             if flat.master is not None:
-                values = flat.master[slot_slice(flat.owned, slot, self.shares.own(row, self.coord))]
+                values = flat.master[slot_slice(flat.owned, slot, self.ownership.own(row, self.coord))]
                 yield self._held(f"master/{row.name}", row, values)
 
     def state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[Held]:
-        """The moments: of ``tensors``, by what the optimizer updates and name, each of its parameter's shape."""
-        rows = {row.name: row for row in self.shares.plan.table}
+        """Moments as views of ``tensors``, which has them by updated parameter and name, in that parameter's shape."""
+        rows = {row.name: row for row in self.ownership.plan.table}
         for place in self.places:
             for slot in place.flat.bucket.slots:
                 row = rows[slot.name]
-                own = self.shares.own(row, self.coord)
+                own = self.ownership.own(row, self.coord)
                 start = max(slot.start + own.start, place.part.start)
                 stop = min(slot.start + own.stop, place.part.stop)
                 if start >= stop:
@@ -83,26 +83,26 @@ class LocalTensors:
                     yield Held(f"{name}/{row.name}", row, kind_of(values, row.shape), piece, values)
 
     def _slots(self) -> Iterator[tuple[ShardRow, FlatBucket, Slot]]:
-        rows = {row.name: row for row in self.shares.plan.table}
+        rows = {row.name: row for row in self.ownership.plan.table}
         for flat in self.buckets:
             for slot in flat.bucket.slots:
                 yield rows[slot.name], flat, slot
 
     def _held(self, tensor: str, row: ShardRow, values: Tensor) -> Held:
-        own = self.shares.own(row, self.coord)
-        if own.elements != values.numel():  # whole on every data rank
+        own = self.ownership.own(row, self.coord)
+        if own.elements != values.numel():  # every data rank holds the full part
             own = own.part.whole()
         return Held(tensor, row, kind_of(values, row.shape), own, values)
 
 
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:
-    """Where a piece of a slot lies in memory that begins with ``owned``."""
+    """Position of a piece of a slot in memory that starts at ``owned``."""
     return slice(slot.start + own.start - owned.start, slot.start + own.stop - owned.start)
 
 
 @torch.no_grad()
 def copy_shared(source: Tensor, held: Piece, target: Tensor, wanted: Piece) -> None:
-    """Copy what two pieces of a tensor share; both flat."""
+    """Copy the elements that two pieces of a tensor share; ``source`` and ``target`` are flat."""
     if held == wanted:
         target.copy_(source)
         return
@@ -111,6 +111,7 @@ def copy_shared(source: Tensor, held: Piece, target: Tensor, wanted: Piece) -> N
         return
     starts, places, length = shared.source, shared.target, int(shared.length[0])
     steps = starts[1:] - starts[:-1], places[1:] - places[:-1]
+    # runs of one length at equal distances, as in a column-parallel weight, are one strided copy
     if len(starts) > 2 and (shared.length == length).all() and all((step == step[0]).all() for step in steps):
         size, begins = (len(starts), length), (int(starts[0]), int(places[0]))
         across = target.as_strided(size, (int(steps[1][0]), 1), target.storage_offset() + begins[1])

@@ -1,8 +1,8 @@
-"""What a torch optimizer remembers, as tensors of parameters and plain numbers.
+"""The state of a torch optimizer as tensors of its parameters and plain numbers.
 
-moments    state tensors of their parameter's shape: cut, stored and loaded like the parameter
-numbers    single values ("step" of torch's Adam), by optimizer group
-options    what the groups say (lr, betas, the step count of the built-in optimizers)
+moments    state tensors in their parameter's shape; sharded, stored and loaded like the parameter
+numbers    scalars ("step" of torch's Adam), by optimizer group
+options    settings of the groups (lr, betas, the step count of the built-in optimizers)
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,11 +24,11 @@ Numbers = dict[str, dict[str, list[Any]]]
 """Group -> name -> [value, dtype of a tensor or None]."""
 
 _SCHEDULED = frozenset({"lr", "betas", "momentum"})
-"""Options of an optimizer that schedulers move."""
+"""Optimizer options that schedulers change."""
 
 
 def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
-    """By what the optimizer updates, and name; nothing before the first step."""
+    """Moments by the flat parameter that the optimizer updates, then by name; empty before the first step."""
     state = optimizer.inner.state
     return {
         place.parameter: {
@@ -40,10 +40,10 @@ def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
 
 
 def group_scalars(optimizer: ShardedOptimizer) -> Numbers:
-    """Single values, which all parameters of a group have to share.
+    """Scalars of the optimizer's state, which all parameters of a group have to share.
 
     Raises:
-        CheckpointError: they do not, or the state is neither a moment nor a number.
+        CheckpointError: parameters of a group differ, or a state is neither a moment nor a number.
     """
     found: Numbers = {}
     for group, place in _grouped(optimizer):
@@ -55,26 +55,32 @@ def group_scalars(optimizer: ShardedOptimizer) -> Numbers:
             if values.setdefault(name, number) != number:
                 raise CheckpointError(
                     f"optimizer {type(optimizer.inner).__name__}: {name!r} is {number[0]} for some parameters of group "
-                    f"{group} and {values[name][0]} for others; a checkpoint holds one for the group."
+                    f"{group} and {values[name][0]} for others, and a checkpoint stores one number per group; put "
+                    "parameters that differ into groups of their own."
                 )
     return found
 
 
 def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
-    """Those of all ranks; a rank that has no parameter of a group says nothing about it."""
+    """Merge the numbers of all ranks; a rank without parameters of a group contributes none for it.
+
+    Raises:
+        CheckpointError: two ranks disagree.
+    """
     merged: Numbers = {}
     for given in ranks:
         for group, values in given.items():
             for name, number in values.items():
                 if merged.setdefault(group, {}).setdefault(name, number) != number:
                     raise CheckpointError(
-                        f"ranks disagree on {name!r} of optimizer group {group}; look for a skipped step."
+                        f"not saved: ranks disagree on {name!r} of optimizer group {group}, which has to be the same "
+                        "on all; look for a step that one of them skipped."
                     )
     return merged
 
 
 def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable) -> dict[str, Any]:
-    """Type and groups, for the manifest."""
+    """Type and groups of the optimizer, for the manifest."""
     groups = [
         {"params": names, "options": {key: _plain(value) for key, value in group.items() if _is_plain(key, value)}}
         for group, names in zip(optimizer.inner.param_groups, _names(optimizer, table), strict=True)
@@ -83,7 +89,7 @@ def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable) -> dict[s
 
 
 def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: object) -> None:
-    """Refuse the state of another optimizer."""
+    """Refuse the state of another type of optimizer."""
     own = _type(optimizer)
     if stored.get("type") != own:
         raise CheckpointError(
@@ -93,12 +99,12 @@ def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: obj
 
 
 class Families:
-    """Which moments a checkpoint has of which parameters: of all in a group the same, so that none is missed."""
+    """The moments that a checkpoint has of each parameter; those of a group have the same, so a gap is detected."""
 
     def __init__(self, kinds: Mapping[str, TensorKind], stored: Mapping[str, Any]) -> None:
         named = [(name.partition("/")[0], name.partition("/")[2], kind) for name, kind in kinds.items()]
         self.kinds = {family: kind for family, _, kind in named if family not in ("param", "buffer", "master")}
-        """The moments, each with some parameter's kind."""
+        """Dtype and shape of each moment, taken from one of its parameters."""
         groups = {name: index for index, group in enumerate(stored["groups"]) for name in group["params"]}
         found: dict[int | None, set[str]] = {}
         for family, name, _ in named:
@@ -107,7 +113,7 @@ class Families:
         self._groups, self._found = groups, found
 
     def of(self, parameters: Iterable[str]) -> set[str]:
-        """Those that any of them has; a parameter that was not trained lacks all."""
+        """Moments that any of the parameters has; a parameter that was not trained has none."""
         groups = self._groups
         return {
             family
@@ -117,7 +123,7 @@ class Families:
 
 
 def make_moments(optimizer: ShardedOptimizer, families: Families) -> Moments:
-    """Zeros for the moments that are stored, in place of all state."""
+    """Replace the optimizer's state by zeros for the moments that are stored."""
     inner = optimizer.inner
     made: Moments = {}
     for place in optimizer.places:
@@ -131,9 +137,10 @@ def make_moments(optimizer: ShardedOptimizer, families: Families) -> Moments:
 
 
 def restore(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
-    """Numbers and options. The built-in optimizers take the step count only: the configuration has the say.
+    """Restore numbers and options.
 
-    So it has over the rate and weight decay of a group whose parameters were grouped otherwise when it was saved.
+    The built-in optimizers take only the step count; all other options come from the configuration. A group whose
+    parameters were grouped differently when saved keeps its configured rate and weight decay.
     """
     inner, sources = optimizer.inner, _sources(optimizer, table, stored)
     for group, names, source in zip(inner.param_groups, _names(optimizer, table), sources, strict=True):
@@ -153,18 +160,18 @@ def restore(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str,
 
 
 def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
-    """Refuse the state of a scheduler whose groups were not those of this run."""
+    """Refuse the state of a scheduler whose groups differ from those of this run."""
     sources, count = _sources(optimizer, table, stored), len(stored["groups"])
     if len(sources) != count or any(source not in (index, None) for index, source in enumerate(sources)):
         raise CheckpointError(
-            f"the learning-rate scheduler was saved over {count} optimizer group(s) and this run's {len(sources)} hold "
-            "other parameters; group them as then (optimizer.no_weight_decay, optimizer.groups), or load with "
-            "load_module_only=True."
+            f"the learning-rate scheduler was saved over {count} optimizer group(s), and this run's {len(sources)} "
+            "hold other parameters; group them as in the saved run (optimizer.no_weight_decay, optimizer.groups), or "
+            "load with load_module_only=True."
         )
 
 
 def restore_schedule(optimizer: ShardedOptimizer, stored: Mapping[str, Any]) -> None:
-    """What a scheduler of torch keeps in the groups, such as the rate of the next update; ``check_schedule`` first."""
+    """Restore what torch's schedulers keep in the groups, such as the next update's rate; after ``check_schedule``."""
     for group, then in zip(optimizer.inner.param_groups, stored["groups"], strict=True):
         own = optimizer.inner.defaults.keys() - _SCHEDULED
         _put(group, {key: value for key, value in then["options"].items() if key in group and key not in own})
@@ -180,13 +187,13 @@ def _put(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _sources(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> list[int | None]:
-    """For each group the stored one that has its first parameter."""
+    """Index of the stored group that has each group's first known parameter, or None."""
     by_name = {name: index for index, group in enumerate(stored["groups"]) for name in group["params"]}
     return [next((by_name[name] for name in names if name in by_name), None) for names in _names(optimizer, table)]
 
 
 def _device_of_numbers(group: Mapping[str, Any], parameter: nn.Parameter) -> torch.device:
-    """Where torch's optimizers look for their step count."""
+    """Device on which torch's optimizers keep their step count."""
     there = group.get("capturable") or group.get("fused")
     return parameter.device if there else torch.device("cpu")
 
@@ -203,7 +210,7 @@ def _grouped(optimizer: ShardedOptimizer) -> Iterator[tuple[int, OptimizerTensor
 
 
 def _names(optimizer: ShardedOptimizer, table: ShardTable) -> list[list[str]]:
-    """The parameters of every group, on all ranks."""
+    """Names of the parameters of every group, on all ranks."""
     names: list[list[str]] = [[] for _ in optimizer.inner.param_groups]
     for row in table:
         if row.trainable and row.group < len(names):
@@ -222,8 +229,8 @@ def _number(name: str, value: Any, optimizer: ShardedOptimizer) -> list[Any]:
         return [value, None]
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise CheckpointError(
-        f"optimizer {type(optimizer.inner).__name__} keeps {name!r}, {what}; a checkpoint takes state of the "
-        "parameter's shape and single numbers."
+        f"optimizer {type(optimizer.inner).__name__} keeps {name!r}, {what}; a checkpoint stores state of the "
+        "parameter's shape and single numbers, so use an optimizer that keeps only those."
     )
 
 
@@ -232,7 +239,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_plain(key: str, value: Any) -> bool:
-    """What JSON gives back as it was, but for tuples and rates that are tensors."""
+    """True for values that JSON returns unchanged, except for tuples and for rates that are tensors."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     if isinstance(value, list | tuple):

@@ -1,10 +1,13 @@
-"""Which rank stores which elements of which tensor: read from the plan, so that all ranks know it of all others.
+"""Ownership in a save: which rank stores which elements of which tensor.
 
-A rank stores its 1/N of every bucket, over the data axis, whatever the ZeRO stage is: the shard whose gradient it
-counts. Of copies (tied stages, tensor ranks that hold the same rows) the first is stored. What lies in no
-bucket (frozen, not sharded) data rank 0 stores.
+It follows from the plan, so every rank knows it for all ranks without communication.
 
-Weights go from there to their tensor's owner, who writes it whole; owners are spread over a stage's ranks by bytes.
+A rank stores its 1/N of every bucket over the data axis, at every ZeRO stage: the shard whose gradient norm it counts.
+Replicated elements (tied stages, rows held by several tensor ranks) are stored by their first holder. Parameters
+outside buckets (frozen and not sharded) are stored by data rank 0.
+
+For the model folder, weights are then sent to their tensor's owner, which writes the full tensor. The tensors of a
+stage are divided among its ranks by bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,29 +24,29 @@ from engine.zero.layout import Bucket, Slot
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A tensor of the model folder, written whole by one rank."""
+    """A tensor of the model folder, written in full by one rank."""
 
     name: str
     """"param/..." or "buffer/..."."""
     key: str
-    """Its name in the Hugging Face folder."""
+    """Key of the tensor in the Hugging Face folder."""
     kind: TensorKind
     stage: int
     owner: int
-    """Rank."""
+    """Rank that writes the tensor."""
     row: ShardRow | None
-    """None: a buffer, which its owner has whole."""
+    """Row of the parameter; None for a buffer, which its owner holds in full."""
 
 
 def local_region(row: ShardRow, tp: int) -> Part:
-    """What a tensor rank holds of a parameter."""
+    """The part of a parameter that a tensor rank holds."""
     if row.dim is None:
         return Part(row.shape)
     return Part(row.shape, row.dim, tuple((r.start, r.stop) for r in row.ranges if tp in r.holders))
 
 
 def stored_part(row: ShardRow, tp: int) -> Part | None:
-    """What it stores: the rows of which it is the first holder."""
+    """The part that a tensor rank stores: the rows of which it is the first holder; None if there are none."""
     first = tuple((r.start, r.stop) for r in row.ranges if r.holders[0] == tp)
     if not first:
         return None
@@ -52,20 +55,20 @@ def stored_part(row: ShardRow, tp: int) -> Part | None:
 
 @dataclass(frozen=True)
 class SaveOwnership:
-    """The division of all tensors over all ranks."""
+    """Divides all tensors among all ranks."""
 
     plan: Plan
 
     @cached_property
     def slots(self) -> Mapping[tuple[int, int], Mapping[str, tuple[Bucket, Slot]]]:
-        """By (stage, tensor coordinate) and parameter: its place in the buckets."""
+        """Bucket and slot of each parameter, by (stage, tensor coordinate) and name."""
         return {
             where: {slot.name: (bucket, slot) for bucket in (*layout.buckets, *layout.frozen) for slot in bucket.slots}
             for where, layout in self.plan.layouts.items()
         }
 
     def own(self, row: ShardRow, coord: Coord) -> Piece:
-        """The elements of its local part of a row that are this rank's share."""
+        """This rank's share of a row: a piece of its local part."""
         part = local_region(row, coord.tp)
         found = self.slots[coord.pp, coord.tp].get(row.name)
         if found is None:
@@ -76,7 +79,7 @@ class SaveOwnership:
         return Piece(part, start - slot.start, max(start, min(slot.stop, shard.stop)) - slot.start)
 
     def stored(self, row: ShardRow, coord: Coord) -> Piece | None:
-        """What this rank stores of a row; None where that is nothing."""
+        """The piece of a row that this rank stores, or None."""
         part = stored_part(row, coord.tp)
         if part is None or coord.pp != row.owners[0]:
             return None
@@ -84,21 +87,23 @@ class SaveOwnership:
         return piece if piece.elements else None
 
     def kind(self, row: ShardRow) -> TensorKind:
-        """A parameter as the model computes with it."""
+        """Shape of a parameter, and the dtype that the model computes with."""
         precision = self.plan.precision
         dtype = precision.parameter(row.name, row.dtype) if row.trainable else precision.frozen(row.name, row.dtype)
         return TensorKind(code_of(str(dtype).removeprefix("torch.")), row.shape)
 
 
 def model_tensors(
-    shares: SaveOwnership, keys: Mapping[str, str], buffers: Mapping[str, tuple[str, TensorKind]]
+    ownership: SaveOwnership, keys: Mapping[str, str], buffers: Mapping[str, tuple[str, TensorKind]]
 ) -> tuple[ModelTensor, ...]:
     """All tensors of the model folder, with their owners.
 
-    ``keys``: parameter -> key; ``buffers``: path of a persistent buffer -> (key, kind).
+    Args:
+        keys: parameter -> key.
+        buffers: path of a persistent buffer -> (key, kind).
     """
-    plan = shares.plan
-    rows = [(row, shares.kind(row)) for row in plan.table if row.name in keys]
+    plan = ownership.plan
+    rows = [(row, ownership.kind(row)) for row in plan.table if row.name in keys]
     owners = _spread([(row.owners[0], kind.bytes) for row, kind in rows], plan)
     tensors = [
         ModelTensor(f"param/{row.name}", keys[row.name], kind, row.owners[0], owner, row)
@@ -112,7 +117,7 @@ def model_tensors(
 
 
 def _spread(sizes: Sequence[tuple[int, int]], plan: Plan) -> list[int]:
-    """A rank for each (stage, bytes): neighbours stay together, and ranks of a stage write about equally much."""
+    """One rank for each (stage, bytes): adjacent tensors stay together, and ranks of a stage write similar amounts."""
     grid, totals, before = plan.grid(0), dict[int, int](), dict[int, int]()
     for stage, size in sizes:
         totals[stage] = totals.get(stage, 0) + size
@@ -121,6 +126,7 @@ def _spread(sizes: Sequence[tuple[int, int]], plan: Plan) -> list[int]:
         for stage in range(plan.config.pp)
     ]
     owners = []
+    # a tensor goes to the rank in whose equal share of the stage's bytes the middle of the tensor lies
     for stage, size in sizes:
         middle = before.get(stage, 0) + size // 2
         before[stage] = before.get(stage, 0) + size

@@ -1,7 +1,7 @@
-"""The half of a save that training waits for: one copy of this rank's share into host memory.
+"""The part of a save that training waits for: one copy of this rank's share into host memory.
 
 weights    -> messages, one for each other rank that writes some of these tensors
-           -> the image of the model file, where this rank writes them itself
+           -> the image of the model file, for tensors that this rank writes itself
 buffers    -> the image of the model file, on the rank that owns them
 masters, moments -> the image of the optimizer file
 generators -> the image of the state file
@@ -22,12 +22,12 @@ from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.parallel.grid import Coord
 
 METADATA = {"format": "pt"}
-"""What transformers looks for."""
+"""Metadata that transformers requires in a safetensors file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a save puts into the manifest beside tensors; rank 0's is taken."""
+    """Manifest fields other than tensors; those of rank 0 are written."""
 
     step: int
     aliases: Mapping[str, str]
@@ -36,43 +36,43 @@ class Contents:
     optimizer: Mapping[str, Any]
     user: Any
     model_files: Mapping[str, bytes]
-    """"config.json" and what else belongs into the model folder."""
+    """ "config.json" and other files of the model folder that hold no tensors, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """What this rank has to store."""
+    """Everything that this rank stores."""
 
     weights: Sequence[Held]
-    """Parameters, of which owners write the whole."""
+    """Parameters, which their owners write in full."""
     buffers: Mapping[str, Tensor]
     """"buffer/..." -> values."""
     pieces: Sequence[Held]
-    """Masters and moments."""
+    """Master weights and moments."""
     state: Mapping[str, Tensor]
-    """What is this rank's alone."""
+    """State of this rank alone, such as random generators."""
     numbers: Mapping[str, Any]
-    """Single numbers of the optimizer's state, by group."""
+    """Scalars of the optimizer's state, by group."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """A rank's bytes as they were between two steps."""
 
     contents: Contents
     outgoing: Mapping[int, memoryview]
-    """Other owner -> this rank's pieces of the tensors that it writes."""
+    """Pieces of this rank for the tensors that another rank writes, by that rank."""
     model: HostImage
-    """Of the tensors that this rank owns; other ranks' pieces are still to come."""
+    """Image of the tensors that this rank owns; the pieces of other ranks are received later."""
     optim: HostImage
     state: HostImage
     pieces: Mapping[str, tuple[TensorKind, Piece]]
-    """What the image of the optimizer file holds."""
+    """Kind and piece of every tensor in the optimizer file."""
     numbers: Mapping[str, Any]
 
     @property
     def images(self) -> tuple[HostImage, ...]:
-        """The files that this rank writes."""
+        """Files that this rank writes."""
         return tuple(image for image in (self.model, self.optim, self.state) if image.layout.places)
 
 
@@ -81,12 +81,12 @@ MessagePart = tuple[ModelTensor, Piece, int, int]
 
 @dataclass(frozen=True)
 class Messages:
-    """What travels from whom to which owner: known to both sides from the plan."""
+    """Layout of the message from each rank to each owner; both sides derive it from the plan."""
 
-    shares: SaveOwnership
+    ownership: SaveOwnership
     tensors: Sequence[ModelTensor]
     _known: dict[tuple[Coord, int], list[MessagePart]] = field(default_factory=dict)
-    """Found before: the plan does not change, and training waits while a message is filled."""
+    """Layouts found so far: the plan is constant, and training waits while a message is filled."""
 
     def parts(self, source: Coord, owner: int) -> list[MessagePart]:
         """(tensor, piece, first byte, last byte) of the message of a rank to an owner; starts are aligned."""
@@ -98,7 +98,7 @@ class Messages:
         found, end = [], 0
         for tensor in self.tensors:
             if tensor.owner == owner and tensor.stage == source.pp and tensor.row is not None:
-                piece = self.shares.stored(tensor.row, source)
+                piece = self.ownership.stored(tensor.row, source)
                 if piece is not None:
                     start = -(-end // 8) * 8
                     end = start + piece.elements * tensor.kind.width
@@ -107,15 +107,15 @@ class Messages:
 
 
 class Snapshots:
-    """Takes the snapshots of one rank, and puts what the others send into them."""
+    """Takes the snapshots of one rank and inserts the weights that other ranks send."""
 
-    def __init__(self, shares: SaveOwnership, tensors: Sequence[ModelTensor], rank: int) -> None:
+    def __init__(self, ownership: SaveOwnership, tensors: Sequence[ModelTensor], rank: int) -> None:
         self.owned = [tensor for tensor in tensors if tensor.owner == rank]
         self.writers = sorted({tensor.owner for tensor in tensors})
-        """The ranks that own tensors."""
+        """Ranks that own tensors, ascending."""
         self.memory = ImageMemory()
-        self._messages = Messages(shares, tensors)
-        self._grid = shares.plan.grid(rank)
+        self._messages = Messages(ownership, tensors)
+        self._grid = ownership.plan.grid(rank)
         self._coord = self._grid.coord()
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class Snapshots:
         model = self._image("model", {tensor.key: live.get(tensor.name, tensor.kind) for tensor in self.owned})
         for tensor, *_ in self._messages.parts(self._coord, self._grid.rank):
             held, whole = weights[tensor.name], model.tensor(tensor.key).view(-1)
-            # rows that other ranks hold too go along; what the first of them sends is put over them
+            # includes rows that other ranks hold too; the message of their first holder overwrites them
             copy_shared(held.values, held.own, whole, Part(tensor.kind.shape).whole())
         for tensor in self.owned:
             if tensor.row is None:
@@ -142,10 +142,18 @@ class Snapshots:
         for key, value in ours.state.items():
             state.tensor(key).copy_(value)
         pieces = {held.tensor: (held.kind, piece) for held, piece in stored}
-        return Snapshot(contents, outgoing, model, optim, state, pieces, ours.numbers)
+        return Snapshot(
+            contents=contents,
+            outgoing=outgoing,
+            model=model,
+            optim=optim,
+            state=state,
+            pieces=pieces,
+            numbers=ours.numbers,
+        )
 
     def incoming(self) -> Iterator[tuple[int, int]]:
-        """(rank, bytes) of the messages that this rank puts together with its own pieces."""
+        """(rank, bytes) of the messages that this rank combines with its own pieces."""
         for coord in self._sources():
             parts = self._messages.parts(coord, self._grid.rank)
             if parts and coord != self._coord:
@@ -153,7 +161,7 @@ class Snapshots:
 
     @torch.no_grad()
     def put(self, snapshot: Snapshot, source: int, message: memoryview) -> None:
-        """Put the weights that a rank has sent into the image of the model file."""
+        """Copy the weights that another rank has sent into the image of the model file."""
         for tensor, piece, start, stop in self._messages.parts(self._grid.coord(source), self._grid.rank):
             values = as_tensor(message[start:stop], TensorKind(tensor.kind.dtype, (piece.elements,)))
             whole = snapshot.model.tensor(tensor.key).view(-1)
@@ -176,7 +184,7 @@ class Snapshots:
         return memory
 
     def _stored(self, held: Held) -> Piece | None:
-        """What of a piece this rank stores; None for copies of what another one does."""
+        """The piece of ``held`` that this rank stores; None if it is a copy of what another rank stores."""
         part = stored_part(held.row, self._coord.tp)
         if part is None or held.row.owners[0] != self._coord.pp:
             return None

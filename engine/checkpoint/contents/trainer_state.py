@@ -1,11 +1,9 @@
-"""What of a checkpoint goes on without a model: counters, registered objects, random generators.
+"""Training state that needs no model: counters, registered objects, random generators, learning-rate scheduler.
 
-States of the random generators that user code draws from, as bytes.
-
-The engine's own randomness is keyed by seed and step and needs no state; a data loader that shuffles or augments
-with the global generators does.
-
-The state of a torch learning-rate scheduler as JSON: counters and rates, those of schedulers in it too.
+tracked      the state of every registered object, as JSON, the same on all ranks
+generators   the random generators of torch, Python and NumPy that user code such as a shuffling data loader draws
+             from, as bytes, for each rank; the engine's own randomness is keyed by seed and step and needs no state
+scheduler    counters and rates of a torch scheduler, and of the schedulers nested in it, as JSON
 """
 
 import json
@@ -32,19 +30,22 @@ logger = logging.getLogger("trine")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be registered for checkpointing; its state is JSON, the same on every rank."""
+    """An object that can be registered for checkpointing; its state is JSON, the same on every rank."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What ``load_state_dict`` takes."""
+        """The state, as ``load_state_dict`` takes it."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Go on from there."""
+        """Restore the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """How far a run is. It is restored when a load is asked for, even where the model waits for its first batch: that
-    batch is drawn from a sampler, with generators, which have to be at their places by then."""
+    """Progress of a run, restored as soon as a load is requested, even before the model is built.
+
+    A model that is built at its first batch draws that batch from a sampler and its generators, so they have to be at
+    their positions by then.
+    """
 
     update: Update
     tracked: Mapping[str, Stateful]
@@ -52,33 +53,36 @@ class TrainerState:
     device: torch.device
 
     def check(self, reader: StepReader) -> None:
-        """Refuse a checkpoint that lacks what is registered; warn of what would be left behind.
+        """Refuse a checkpoint without the state of a registered object; warn of stored state that nobody registered.
 
         Raises:
-            CheckpointError: names the first that is missing.
+            CheckpointError: names the first object without state.
         """
         stored = Fields(reader.manifest.progress, str(reader.step)).object("tracked")
         missing = next((name for name in self.tracked if name not in stored), None)
         if missing is not None:
             raise CheckpointError(
-                f"{reader.step} has nothing of {missing!r}, which is registered for checkpointing; register it under "
-                "the name it was saved by, or load with load_module_only=True."
+                f"{reader.step} has no state of {missing!r}, which is registered for checkpointing; register it under "
+                "the name it was saved under, or load with load_module_only=True."
             )
         left = next((name for name in stored if name not in self.tracked), None)
         if left is not None and self.grid.rank == 0:
             logger.warning(
-                "%s has the state of %r, which is not registered and starts anew; register it for checkpointing before "
-                "load_checkpoint",
+                "%s has the state of %r, which is not registered and starts afresh; register it for checkpointing "
+                "before load_checkpoint",
                 reader.step,
                 left,
             )
 
     def restore(self, reader: StepReader) -> dict[str, torch.Tensor]:
-        """Go on from there; gives what was this rank's alone, see ``own_states``."""
+        """Restore counters, registered objects and generators; returns this rank's own state, see ``own_states``."""
         manifest = reader.manifest
         self.update.load_state_dict(_counters(manifest.progress["update"]))
         if self.update.made != manifest.step:
-            raise CheckpointError(f"{reader.step} is damaged: step {manifest.step} after {self.update.made} updates.")
+            raise CheckpointError(
+                f"{reader.step} is damaged: it is of step {manifest.step}, and its counters are those of "
+                f"{self.update.made} updates."
+            )
         for name, thing in self.tracked.items():
             thing.load_state_dict(reader.manifest.progress["tracked"][name])
         states = own_states(reader, self.grid)
@@ -88,10 +92,10 @@ class TrainerState:
 
 
 def _counters(state: Any) -> dict[str, Any]:
-    """The state of :class:`Update` as a checkpoint has it, checked.
+    """The state of :class:`Update` in a checkpoint, checked.
 
     Raises:
-        CheckpointError: a counter is missing or is no count.
+        CheckpointError: a counter is missing, or is not an integer of at least 0.
     """
     fields = Fields(state, "the counters of the run")
     counters: dict[str, Any] = {
@@ -105,19 +109,19 @@ def _counters(state: Any) -> dict[str, Any]:
 
 
 def own_states(reader: StepReader, grid: Grid) -> dict[str, torch.Tensor]:
-    """What was this rank's alone; empty on another grid, which has nobody's place."""
+    """Tensors of this rank's state file; empty if the grid differs, because then no rank has its old position."""
     saved = reader.manifest.info["grid"]
     if (grid.dp, grid.tp, grid.pp) != (saved["dp"], saved["tp"], saved["pp"]):
         return {}
     file = f"state/rank-{grid.rank:05d}.safetensors"
     found = reader.tensors_of(file)
     if not found:
-        raise CheckpointError(f"{reader.step / file} holds no states of random generators; it is damaged.")
+        raise CheckpointError(f"{reader.step / file} is damaged: it holds no states of random generators.")
     return {key: as_tensor(data, kind) for key, (kind, data) in found.items()}
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """uint8 tensors: torch's generators, Python's, NumPy's global one."""
+    """States as uint8 tensors: torch's generators, Python's, and NumPy's global one."""
     states = {f"torch/{index}": generator.get_state() for index, generator in enumerate(generators_of(device))}
     states["python"] = _bytes(random.getstate())
     legacy: Any = np.random.get_state(legacy=False)
@@ -127,7 +131,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """The inverse, for as many generators as there were."""
+    """Set the generators from ``random_states``, as many as were stored."""
     for index, generator in enumerate(generators_of(device)):
         if f"torch/{index}" in states:
             generator.set_state(states[f"torch/{index}"])
@@ -146,12 +150,12 @@ _LEAVES = (bool, int, float, str, type(None))
 
 
 def schedule_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``scheduler.state_dict()`` JSON can hold, copied; functions are built anew by who resumes."""
+    """A copy of the entries of ``scheduler.state_dict()`` that JSON can hold; the user rebuilds functions on resume."""
     return {key: _plain(value) for key, value in state.items() if _is_plain(value)}
 
 
 def joined(fresh: Any, stored: Any) -> Any:
-    """``fresh``, the state of a scheduler just built, with what is stored in its place."""
+    """``fresh``, the state of a scheduler just built, overwritten by the stored entries."""
     if isinstance(fresh, Mapping) and isinstance(stored, Mapping):
         return {**fresh, **{key: joined(fresh.get(key), value) for key, value in stored.items()}}
     if isinstance(fresh, list) and isinstance(stored, list) and len(fresh) == len(stored):
@@ -164,7 +168,7 @@ def _is_plain(value: Any) -> bool:
         return value.numel() == 1
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
-    if isinstance(value, Mapping):  # what is in there is chosen key by key
+    if isinstance(value, Mapping):  # ``schedule_state`` selects its entries key by key
         return all(isinstance(key, str) for key in value)
     return isinstance(value, _LEAVES)
 

@@ -1,15 +1,16 @@
-"""Hashes of the blocks of a file.
+"""Hashes of the blocks of a file, and reading it in chunks whose blocks are checked.
 
-A flipped bit in a tensor loads without a word in every common format. Here each block of a file has a 64-bit hash,
-checked whenever a part of the block is read. Hashing releases the interpreter lock.
+Common formats load a flipped bit without an error. Here each block of a file has a 64-bit hash that is checked whenever
+a part of the block is read.
 
-Read long stretches of a file in chunks that stay in the processor's cache while they are checked.
+A long stretch is read in chunks that stay in the processor's cache while they are checked, by two threads, since
+reading and hashing release the interpreter lock. So the disk is always busy:
 
-    one thread       read chunk 0 | check | copy      read chunk 2 | check | copy
-    another one             read chunk 1 | check | copy      read chunk 3 ...
+    thread 0    read chunk 0 | check | copy      read chunk 2 | check | copy
+    thread 1           read chunk 1 | check | copy      read chunk 3 ...
 
-So the disk has always something to do. Chunks that lie in the page cache are read straight into their place; others
-go past it, through aligned memory that is used again and again: fresh pages of the cache cost more than the copy.
+Chunks in the page cache are read straight into the target. Others bypass the cache through aligned buffers that are
+reused, because allocating fresh pages of the cache costs more than the copy.
 """
 
 import errno
@@ -28,12 +29,12 @@ from engine.errors import CheckpointError
 
 try:
     import xxhash
-except ImportError:  # a machine without it writes crc32 and says so in the manifest
+except ImportError:  # without xxhash, blocks are hashed with crc32, as the manifest states
     xxhash = None  # type: ignore[assignment]
 
 
 BLOCK = 1 << 18
-"""Bytes that one hash covers. Reading rounds to it, so it is small against what a rank wants of a tensor."""
+"""Bytes that one hash covers. Reads are rounded to blocks, so a block is small beside a rank's share of a tensor."""
 
 Hashes = NDArray[np.uint64]
 _HashFunction = Callable[[memoryview], int]
@@ -47,26 +48,26 @@ DEFAULT_ALGORITHM = next(iter(_ALGORITHMS))
 
 
 def block_count(size: int, block: int = BLOCK) -> int:
-    """Blocks of a file of ``size`` bytes."""
+    """Number of blocks of a file of ``size`` bytes."""
     return -(-size // block)
 
 
 def hash_function(algorithm: str) -> _HashFunction:
-    """The hash of one block.
+    """The function that hashes one block.
 
     Raises:
-        CheckpointError: the machine lacks the package that computes it.
+        CheckpointError: this machine lacks the package that computes it.
     """
     if algorithm not in _ALGORITHMS:
         raise CheckpointError(
-            f"this checkpoint's blocks are hashed with {algorithm}, which this machine cannot compute; "
-            "pip install xxhash."
+            f"this checkpoint's blocks are hashed with {algorithm}, and the package that computes it is missing; "
+            "run pip install xxhash."
         )
     return _ALGORITHMS[algorithm]
 
 
 def hash_blocks(data: memoryview, algorithm: str = DEFAULT_ALGORITHM, block: int = BLOCK) -> Hashes:
-    """uint64 [blocks]: the hash of every block; ``data`` begins at one."""
+    """uint64 [blocks]: the hash of every block of ``data``, which starts at a block boundary."""
     function = hash_function(algorithm)
     starts = range(0, len(data), block)
     return np.fromiter((function(data[start : start + block]) for start in starts), dtype=np.uint64, count=len(starts))
@@ -74,27 +75,27 @@ def hash_blocks(data: memoryview, algorithm: str = DEFAULT_ALGORITHM, block: int
 
 THREADS = 2
 LONG = 1 << 20
-"""Bytes from which going past the page cache is worth it."""
+"""Reads of at least this many bytes bypass the page cache."""
 
 
 ByteRange = NDArray[np.uint8]
 Check = Callable[[memoryview, int], None]
-"""Takes what was read and where it begins in the file; raises if it is damaged."""
+"""Takes the bytes read and their offset in the file; raises if they are damaged."""
 
 
 class ChunkReader:
-    """Reads at most ``size`` bytes, whole pages, at a time."""
+    """Reads a file in chunks of at most ``size`` bytes, a whole number of pages."""
 
     def __init__(self, files: Files, size: int) -> None:
         self._files, self._size = files, size
         self._spare: deque[memoryview] = deque()
-        self._pool = ThreadPoolExecutor(THREADS, "reader")  # threads start with the first work, and end with this
+        self._pool = ThreadPoolExecutor(THREADS, "reader")  # threads start with the first read and end with the reader
 
     def read(self, file: int, target: ByteRange, start: int, check: Check) -> int:
-        """Fill ``target`` from byte ``start``, which begins a page; returns the bytes read.
+        """Fill ``target`` from byte ``start``, a page boundary; returns the number of bytes read.
 
         Raises:
-            OSError: the disk's, or what ``check`` raises; of several problems the first in the file.
+            OSError: an error of the disk, or whatever ``check`` raises; of several errors the first in the file.
         """
 
         def one(begin: int) -> int:
@@ -125,13 +126,13 @@ class ChunkReader:
 
 
 def _whole(count: int, target: ByteRange) -> None:
-    """What was in the memory before could be the very bytes that are no longer in the file."""
+    """Refuse a short read: the buffer may still hold the same bytes from before, and the check would pass."""
     if count < len(target):
         raise OSError(errno.EIO, "it has become shorter")
 
 
 def _results(futures: Sequence[Future[int]]) -> list[int]:
-    """Of all; nothing runs any more when this returns or raises."""
+    """All results; every future has ended when this returns or raises."""
     try:
         return [future.result() for future in futures]
     finally:

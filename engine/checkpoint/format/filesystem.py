@@ -1,6 +1,6 @@
-"""Every operation on files that a checkpoint makes: one small class, so that tests can record, replay and fail them.
+"""Every file operation of a checkpoint, in one small class, so that tests can record, replay and fail them.
 
-Paths are absolute. Nothing is overwritten: files are created anew, folders appear by rename.
+Paths are absolute. Nothing is overwritten: files are always created, and folders appear by rename.
 """
 
 import errno
@@ -14,18 +14,18 @@ from pathlib import Path
 from engine.errors import CheckpointError
 
 PAGE = 4096
-"""What O_DIRECT asks of addresses, offsets and lengths."""
+"""Alignment in bytes that O_DIRECT requires of addresses, offsets and lengths."""
 
 
 class Files:
-    """The operations, on the real file system."""
+    """File operations on the real file system."""
 
     def make_folder(self, path: Path) -> None:
-        """A new folder; its parent exists."""
+        """Create a folder; its parent exists."""
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
-        """A new, empty file, open for writing past the page cache where the file system can."""
+        """Create a file and open it for writing, past the page cache if the file system can."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
             return os.open(path, flags | os.O_DIRECT, 0o644)
@@ -37,7 +37,7 @@ class Files:
         return os.open(path, flags, 0o644)
 
     def write(self, file: int, data: memoryview) -> None:
-        """Append ``data``, whole pages at page-aligned addresses while the file is written past the page cache."""
+        """Append ``data``; past the page cache, ``data`` consists of whole pages at page-aligned addresses."""
         while data:
             try:
                 written = os.write(file, data)
@@ -54,11 +54,11 @@ class Files:
         os.ftruncate(file, size)
 
     def sync(self, file: int) -> None:
-        """Force the file to the disk."""
+        """Force the contents of a file to disk."""
         os.fsync(file)
 
     def sync_folder(self, path: Path) -> None:
-        """Force the names in a folder to the disk."""
+        """Force the names in a folder to disk."""
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with named(path):
@@ -67,11 +67,11 @@ class Files:
             os.close(file)
 
     def rename(self, path: Path, target: Path) -> None:
-        """Give a file or folder another name in the same file system; a file there is replaced, a folder is not."""
+        """Rename a file or folder within a file system; an existing file is replaced, an existing folder is not."""
         os.rename(path, target)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file or a link."""
+        """Remove a file or link."""
         os.unlink(path)
 
     def remove_folder(self, path: Path) -> None:
@@ -81,10 +81,10 @@ class Files:
     # ------------------------------------------------------------------ reading
 
     def open(self, root: Path, name: str) -> int:
-        """The regular file ``name`` ("model/x.safetensors") under ``root``, open for reading; links are not followed.
+        """Open the regular file ``name`` ("model/x.safetensors") under ``root`` for reading; links are not followed.
 
         Raises:
-            CheckpointError: it is a link, a folder or a device, or lies behind a link.
+            CheckpointError: it is a link, a folder or a device, or its path contains a link.
         """
         folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -97,23 +97,23 @@ class Files:
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise CheckpointError(
-                    f"{root / name} is a link or lies behind one; copy the file itself there."
+                    f"{root / name} is a link or its path contains one; copy the file itself there."
                 ) from error
             raise
         finally:
             os.close(folder)
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
-            raise CheckpointError(f"{root / name} is not a regular file; copy the checkpoint anew.")
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # read what is asked for, no 8 MiB window around it
+            raise CheckpointError(f"{root / name} is not a regular file; copy the checkpoint again.")
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # read only what is requested, without 8 MiB of readahead
         return file
 
     def size(self, file: int) -> int:
-        """Bytes of an open file."""
+        """Size of an open file in bytes."""
         return os.fstat(file).st_size
 
     def read_into(self, file: int, target: memoryview, offset: int) -> int:
-        """Fill ``target`` from ``offset`` on; returns how many bytes there were."""
+        """Fill ``target`` from ``offset`` on; returns the number of bytes read, fewer at the end of the file."""
         done = 0
         while done < len(target):
             count = os.preadv(file, [target[done:]], offset + done)
@@ -123,7 +123,7 @@ class Files:
         return done
 
     def is_cached(self, file: int, offset: int) -> bool:
-        """Whether the byte at ``offset`` lies in the page cache; True where the system does not tell."""
+        """True if the byte at ``offset`` is in the page cache, or if the system cannot tell."""
         try:
             os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT)
         except BlockingIOError:
@@ -133,9 +133,10 @@ class Files:
         return True
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
-        """As ``read_into`` but past the page cache: what is read once need not take, and clear, its pages.
+        """As ``read_into`` but past the page cache, so that data read once does not evict cached pages.
 
-        ``target`` and ``offset`` are aligned to pages, and so is the length, whatever the end of the file is.
+        ``target`` and ``offset`` are page-aligned, and the length is a whole number of pages, also at the end of the
+        file.
         """
         try:
             direct = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT)
@@ -161,53 +162,51 @@ class Files:
         os.close(file)
 
     def names(self, path: Path) -> list[str]:
-        """What a folder holds, sorted."""
+        """Names in a folder, sorted."""
         return sorted(os.listdir(path))
 
     def is_folder(self, path: Path) -> bool:
-        """A folder, or a link to one: a run may lie on another disk."""
+        """True for a folder or a link to one, since a run may be on another disk."""
         return path.is_dir()
 
     def is_link(self, path: Path) -> bool:
-        """A link, to whatever."""
+        """True for a link, whatever it points to."""
         return path.is_symlink()
 
     @contextmanager
     def locked(self, path: Path) -> Iterator[bool]:
-        """Keep a folder for this process; gives whether nobody else has it. A process that ends lets go."""
+        """Lock a folder until the context or the process ends; yields False if another process holds the lock."""
         file, free = os.open(path, os.O_RDONLY | os.O_NOFOLLOW), True
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # what the file system cannot lock nobody has
+            except OSError as error:  # a file system without locks: treat the folder as free
                 free = error.errno != errno.EWOULDBLOCK
             yield free
         finally:
             os.close(file)
 
     def free_bytes(self, path: Path) -> int:
-        """What this user may still write."""
+        """Bytes that this user can still write to the file system of ``path``."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """One spelling for a path, however it is given and wherever the process goes from here; links are followed."""
+    """The absolute path without links, so that it stays valid when the working directory changes."""
     return Path(os.path.realpath(path))
 
 
 def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
-    """A small file, whole.
+    """Contents of a small file.
 
     Raises:
-        CheckpointError: it cannot be read, or is larger than ``limit`` bytes, which no sound file is.
+        CheckpointError: it cannot be read, or it is larger than ``limit`` bytes, the most that a sound file has.
     """
     with opened(files, root, name) as file:
         size = files.size(file)
         if size > limit:
-            raise CheckpointError(
-                f"{root / name} is damaged: it has {size} bytes, more than the {limit} that it may have."
-            )
+            raise CheckpointError(f"{root / name} is damaged: it has {size} bytes, and at most {limit} are allowed.")
         data = bytearray(size)
         with memoryview(data) as target:
             count = files.read_into(file, target, 0)
@@ -216,7 +215,7 @@ def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
 
 
 def write_new(files: Files, path: Path, chunks: Iterable[memoryview]) -> int:
-    """A new file of these chunks, forced to the disk; returns its bytes."""
+    """Write the chunks to a new file and force it to disk; returns its size in bytes."""
     count = 0
     with named(path):
         file = files.create(path)
@@ -232,10 +231,10 @@ def write_new(files: Files, path: Path, chunks: Iterable[memoryview]) -> int:
 
 @contextmanager
 def opened(files: Files, root: Path, name: str) -> Iterator[int]:
-    """A file open for reading, closed again at the end.
+    """Open a file for reading and close it at the end.
 
     Raises:
-        CheckpointError: names it, and why it cannot be read.
+        CheckpointError: names the file and the reason why it cannot be read.
     """
     try:
         file = files.open(root, name)
@@ -249,7 +248,7 @@ def opened(files: Files, root: Path, name: str) -> Iterator[int]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Say of which file an error is: the system does not, once the file is open."""
+    """Add the path to an OSError: the system omits it once the file is open."""
     try:
         yield
     except OSError as error:
@@ -258,7 +257,7 @@ def named(path: Path) -> Iterator[None]:
 
 
 def remove_tree(files: Files, path: Path) -> None:
-    """A folder with all that is in it, or a file; links are removed, not followed."""
+    """Remove a file, or a folder with its contents; links are removed and not followed."""
     if files.is_link(path) or not files.is_folder(path):
         files.unlink(path)
         return
@@ -272,6 +271,6 @@ def _is_direct(file: int) -> bool:
 
 
 def _buffered(file: int) -> None:
-    """Go on through the page cache: after a short write nothing is aligned any more."""
+    """Continue through the page cache: after a short write the rest is no longer aligned."""
     if _is_direct(file):
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)

@@ -1,13 +1,14 @@
-"""Files in host memory, page-aligned and as they will lie on the disk, so that a save is one copy and one long write.
+"""Files in host memory, page-aligned and byte for byte as on disk, and their write past the page cache.
 
-The memory is kept from one save to the next: fresh pages cost more than the copy does.
+A save is then one copy into the image and one long write. The memory is reused by the next save, because allocating
+fresh pages costs more than the copy.
 
-Write a file from memory: large chunks past the page cache, forced to the disk, while the blocks are hashed.
+``write_file`` writes large chunks and forces them to disk while another thread hashes the blocks:
 
     this thread      | write chunk 0 | write chunk 1 | ... | truncate, sync |
-    another one      | hash chunk 0 | hash chunk 1 | ...
+    hashing thread   | hash chunk 0 | hash chunk 1 | ...
 
-Both let go of the interpreter lock, and nothing in the memory changes meanwhile.
+Both release the interpreter lock, and the memory does not change meanwhile.
 """
 
 import mmap
@@ -26,37 +27,37 @@ from engine.checkpoint.format.safetensors_file import DTYPES, FileLayout, Tensor
 
 
 class ImageMemory:
-    """Buffers by name, each as large as its largest use so far."""
+    """Reusable buffers by name, each as large as its largest use so far."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, mmap.mmap] = {}
 
     def take(self, name: str, size: int) -> memoryview:
-        """At least ``size`` bytes, rounded up to pages; what an earlier use left is in there."""
+        """A buffer of at least ``size`` bytes, rounded up to pages; it still contains the bytes of its previous use."""
         wanted = max(PAGE, -(-size // PAGE) * PAGE)
         held = self._buffers.get(name)
         if held is None or len(held) < wanted:
             held = self._buffers[name] = mmap.mmap(-1, wanted)
-            with suppress(OSError):  # a kernel without them takes small pages
+            with suppress(OSError):  # a kernel without huge pages uses small ones
                 held.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(held)[:wanted]
 
     @property
     def bytes(self) -> int:
-        """What is held."""
+        """Total size of the buffers."""
         return sum(map(len, self._buffers.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class HostImage:
-    """One file in memory."""
+    """One file in host memory."""
 
     layout: FileLayout
     memory: memoryview
     """Whole pages; the file is its first ``layout.size`` bytes."""
 
     def tensor(self, key: str) -> Tensor:
-        """Where a tensor's values go."""
+        """A view of a tensor's bytes, to be filled with its values."""
         kind, start = self.layout.places[key]
         return as_tensor(self.memory[start : start + kind.bytes], kind)
 
@@ -64,7 +65,7 @@ class HostImage:
 def make_image(
     tensors: Mapping[str, TensorKind], metadata: Mapping[str, str], memory: ImageMemory, name: str
 ) -> HostImage:
-    """An image of a safetensors file whose values are still to be filled in."""
+    """An image of a safetensors file: header and padding are written, the values are still to be filled in."""
     layout = lay_out(tensors, metadata)
     image = HostImage(layout, memory.take(name, layout.size))
     image.memory[: len(layout.header)] = layout.header
@@ -73,14 +74,14 @@ def make_image(
 
 
 def as_tensor(memory: memoryview, kind: TensorKind) -> Tensor:
-    """A tensor over this memory."""
+    """A tensor that shares this memory."""
     if not len(memory):
         return torch.empty(kind.shape, dtype=torch_dtype(kind))
     return torch.frombuffer(memory, dtype=torch_dtype(kind)).view(kind.shape)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """The memory of a contiguous CPU tensor."""
     if not tensor.numel():
         return memoryview(b"")
     data: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
@@ -88,32 +89,33 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def kind_of(tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorKind:
-    """What a tensor would be in a file."""
+    """Dtype and shape of a tensor in a file; ``shape`` replaces the tensor's own."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorKind(code_of(dtype), tuple(tensor.shape) if shape is None else shape)
 
 
 def torch_dtype(kind: TensorKind) -> torch.dtype:
-    """The dtype in torch."""
+    """The torch dtype of a kind."""
     dtype: torch.dtype = getattr(torch, DTYPES[kind.dtype])
     return dtype
 
 
 CHUNK = 1 << 24
-"""Bytes of one write."""
+"""Bytes per write."""
 
 
 def write_file(files: Files, path: Path, memory: memoryview, size: int) -> Hashes:
     """Write the first ``size`` bytes of ``memory`` to a new file; returns the hashes of its blocks.
 
-    ``memory`` begins at a page and, for the last write past the page cache, goes on to the end of one.
+    ``memory`` starts at a page boundary and extends to the end of the last page, so that the last write can bypass the
+    page cache too.
 
     Raises:
-        OSError: names ``path``; the file may be there in part.
+        OSError: names ``path``; the file may have been written in part.
     """
     end = min(-(-size // PAGE) * PAGE, len(memory))
     hashes: list[Hashes] = []
-    # no executor: those refuse work once the interpreter ends, which is when the last save of a run is often written
+    # a plain thread: an executor refuses work during interpreter shutdown, when the last save of a run is often written
     hasher = Thread(target=lambda: hashes.append(hash_blocks(memory[:size], DEFAULT_ALGORITHM, BLOCK)), name="hashes")
     hasher.start()
     try:

@@ -1,7 +1,7 @@
-"""``manifest.json``: what a checkpoint holds, and where. JSON in, frozen data out; everything is checked.
+"""``manifest.json``: the tensors and files of a checkpoint. JSON in, frozen dataclasses out; every field is checked.
 
-Tensors have names in four folders: "param/NAME" (as the model computes with it), "buffer/NAME", "master/NAME"
-(fp32 weights behind narrower parameters), and the optimizer's, such as "exp_avg/NAME". NAME is the parameter's
+Tensor names have four prefixes: "param/NAME" (in the dtype that the model computes with), "buffer/NAME", "master/NAME"
+(fp32 weights of parameters in a narrower dtype), and the optimizer's, such as "exp_avg/NAME". NAME is the parameter's
 first name in ``model.named_parameters()``.
 """
 
@@ -21,14 +21,14 @@ from engine.errors import CheckpointError
 FORMAT, MAJOR, MINOR = "trine-checkpoint", 1, 0
 NAME, COMMIT, CHECKSUMS = "manifest.json", "COMMIT", "checksums.safetensors"
 LIMIT = 1 << 26
-"""Bytes of a manifest: some 500,000 pieces. Parsed it takes up to twenty times its size."""
+"""Largest manifest in bytes: some 500,000 pieces. Parsed, it takes up to twenty times its size."""
 
 _FILE = re.compile(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A piece of a tensor in a file."""
+    """A piece of a tensor, and the file and key under which it is stored."""
 
     file: str
     key: str
@@ -37,7 +37,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A logical tensor: pieces that cover it exactly once."""
+    """A full tensor: pieces that cover it exactly once."""
 
     kind: TensorKind
     pieces: tuple[StoredPiece, ...]
@@ -45,46 +45,46 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """How files are checked."""
+    """How blocks are hashed, and the length and digest of the file of hashes."""
 
     algorithm: str
     block_bytes: int
     sha256: str
-    """Of ``checksums.safetensors``."""
+    """sha256 of ``checksums.safetensors``."""
     bytes: int
-    """Of the same."""
+    """Size of ``checksums.safetensors``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint, without its bytes."""
+    """A checkpoint without the values of its tensors."""
 
     step: int
-    """Updates made."""
+    """Number of updates made."""
     attempt: str
-    """Ties all files to one save."""
+    """Identifier of the save that wrote all of these files."""
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, int]
-    """Name -> bytes."""
+    """Size of each file in bytes, by name."""
     checksum: Checksum
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of tied parameters -> the first one."""
+    """Other names of tied parameters -> their first name."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """For people: when, by which versions, on which grid, with which configuration."""
+    """Information for people: time, versions, grid, configuration."""
     progress: Mapping[str, Any] = field(default_factory=dict)
-    """Counters, loss scale, learning-rate schedule, what was registered for checkpointing."""
+    """Counters, loss scale, learning-rate scheduler, registered objects."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """Type, groups by parameter names, single numbers by parameter."""
+    """Type, groups by parameter names, scalars by group."""
     user: Any = None
 
     @property
     def signature(self) -> str:
-        """sha256 over names, shapes and dtypes of the model."""
+        """sha256 over the names, shapes and dtypes of the model's tensors."""
         rows = [(name, kind.dtype, kind.shape) for name, kind in sorted(self.model_kinds().items())]
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
     def model_kinds(self) -> dict[str, TensorKind]:
-        """ "param/..." and "buffer/..." -> what it is."""
+        """Kind of every "param/..." and "buffer/..."."""
         return {n: t.kind for n, t in self.tensors.items() if n.startswith(("param/", "buffer/"))}
 
 
@@ -92,7 +92,7 @@ def to_json(manifest: Manifest) -> bytes:
     """The text of the file.
 
     Raises:
-        CheckpointError: something in it is no JSON.
+        CheckpointError: a value cannot be expressed in JSON.
     """
     names = sorted(manifest.files)
     number = {name: index for index, name in enumerate(names)}
@@ -117,25 +117,25 @@ def to_json(manifest: Manifest) -> bytes:
         return dump(fields)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"not saved: {error}; client_state, and what registered objects give, are JSON: dicts with names as keys, "
-            "lists, strings, finite numbers, true, false and null."
+            f"not saved: {error}; client_state and the states of registered objects have to be JSON: dicts with string "
+            "keys, lists, strings, finite numbers, true, false and null."
         ) from error
 
 
 def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
-    """``file``: its number in the manifest, or its name in a report."""
+    """JSON of a piece; ``file`` is its number in the manifest, or its name in a report."""
     part = stored.piece.part
     rows = None if part.dim is None else [part.dim, [list(row) for row in part.rows]]
     return {"file": file, "key": stored.key, "rows": rows, "flat": [stored.piece.start, stored.piece.stop]}
 
 
 def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) -> StoredPiece:
-    """The inverse, for a tensor of ``shape``."""
+    """The inverse of ``piece_to_json``, for a tensor of ``shape``."""
     fields = Fields(value, what)
     flat = naturals(fields.any("flat"), f"{what}: flat")
     piece = Piece(_part(fields.any("rows"), shape, what), *flat) if len(flat) == 2 else None
     if piece is None or not piece.start <= piece.stop <= piece.part.elements:
-        raise CheckpointError(f"{what}: elements {list(flat)[:4]} are not in the part; the file is damaged.")
+        raise CheckpointError(f"{what}: elements {list(flat)[:4]} are outside the part; the file is damaged.")
     return StoredPiece(file, fields.text("key"), piece)
 
 
@@ -143,8 +143,8 @@ def from_json(data: bytes | bytearray, what: str) -> Manifest:
     """Read and check a manifest.
 
     Raises:
-        CheckpointError: damaged, of a format or version that is not ours, a file outside the folder, a tensor
-            whose pieces do not cover it exactly once.
+        CheckpointError: the text is damaged, has an unknown format or version, names a file outside the folder, or has
+            a tensor whose pieces do not cover it exactly once.
     """
     fields = Fields(parse(data, what), what)
     _check_version(fields)
@@ -154,22 +154,34 @@ def from_json(data: bytes | bytearray, what: str) -> Manifest:
     aliases = fields.each("aliases", lambda value, where: _text(value, where))
     checksum = _checksum(Fields(fields.any("checksum"), f"{what}: checksum"))
     manifest = Manifest(
-        fields.count("step"), fields.text("attempt"), tensors, files, checksum, aliases, fields.object("info"),
-        fields.object("progress"), fields.object("optimizer"), fields.any("user"),
-    )  # fmt: skip
+        step=fields.count("step"),
+        attempt=fields.text("attempt"),
+        tensors=tensors,
+        files=files,
+        checksum=checksum,
+        aliases=aliases,
+        info=fields.object("info"),
+        progress=fields.object("progress"),
+        optimizer=fields.object("optimizer"),
+        user=fields.any("user"),
+    )
     if fields.text("signature") != manifest.signature:
-        raise CheckpointError(f"{what} is damaged: its signature is not that of its tensors.")
+        raise CheckpointError(f"{what} is damaged: its signature does not match its tensors.")
     return manifest
 
 
 def _check_version(fields: Fields) -> None:
     if fields.text("format") != FORMAT:
-        raise CheckpointError(f"{fields.what} is of format {fields.text('format')[:40]!r}; this reads {FORMAT!r}.")
+        raise CheckpointError(
+            f"{fields.what} has format {fields.text('format')[:40]!r}, and this engine reads {FORMAT!r}; give a "
+            "checkpoint of this engine."
+        )
     version = fields.text("version")
     major = version.split(".")[0]
     if major != str(MAJOR):
         raise CheckpointError(
-            f"{fields.what} is of version {version[:20]!r}; this engine reads {MAJOR}.x: use the engine that wrote it."
+            f"{fields.what} has version {version[:20]!r}, and this engine reads {MAJOR}.x; use the engine version that "
+            "saved it."
         )
 
 
@@ -180,7 +192,8 @@ def _files(fields: Fields) -> dict[str, int]:
         name = entry.text("name")
         if not _FILE.fullmatch(name) or name in files:
             raise CheckpointError(
-                f"{fields.what} names file {name[:80]!r}; only new ones in model/, optim/ and state/ may be."
+                f"{fields.what} names file {name[:80]!r}; files have to be in model/, optim/ or state/ and be listed "
+                "once, so the manifest is damaged."
             )
         files[name] = entry.count("bytes")
     return files
@@ -190,10 +203,13 @@ def _checksum(fields: Fields) -> Checksum:
     algorithm, block = fields.text("algorithm"), fields.count("block_bytes")
     if algorithm not in ALGORITHMS:
         raise CheckpointError(
-            f"{fields.what}: algorithm {algorithm[:40]!r} is unknown; known are {', '.join(ALGORITHMS)}."
+            f"{fields.what}: algorithm {algorithm[:40]!r} is unknown; this engine knows {', '.join(ALGORITHMS)}."
         )
     if block not in (1 << power for power in range(12, 25)):
-        raise CheckpointError(f"{fields.what}: block_bytes {block} is no power of 2 from 4 KiB to 16 MiB.")
+        raise CheckpointError(
+            f"{fields.what}: block_bytes is {block} where a power of 2 from 4 KiB to 16 MiB belongs; the file is "
+            "damaged."
+        )
     return Checksum(algorithm, block, fields.text("sha256"), fields.count("bytes"))
 
 
@@ -204,14 +220,14 @@ def _tensor(value: Any, files: list[str], what: str) -> StoredTensor:
     for entry in fields.list("pieces"):
         index = natural(Fields(entry, what).any("file"), f"{what}: file")
         if index >= len(files):
-            raise CheckpointError(f"{what}: file number {index} of {len(files)}; the file is damaged.")
+            raise CheckpointError(f"{what}: file number {index} is not below {len(files)}; the file is damaged.")
         pieces.append(piece_from_json(entry, kind.shape, files[index], what))
     check_cover(what, kind.shape, pieces)
     return StoredTensor(kind, tuple(pieces))
 
 
 def check_cover(what: str, shape: tuple[int, ...], pieces: list[StoredPiece]) -> None:
-    """Refuse pieces that leave an element out or hold one twice."""
+    """Refuse pieces that omit an element or contain one twice."""
     if not covers_once(shape, [stored.piece for stored in pieces]):
         held = sum(stored.piece.elements for stored in pieces)
         raise CheckpointError(
@@ -223,7 +239,7 @@ def _part(rows: Any, shape: tuple[int, ...], what: str) -> Part:
     if rows is None:
         return Part(shape)
     if not isinstance(rows, list) or len(rows) != 2 or not isinstance(rows[1], list):
-        raise CheckpointError(f"{what}: rows are no [dim, [[start, stop], ...]]; the file is damaged.")
+        raise CheckpointError(f"{what}: rows are not [dim, [[start, stop], ...]]; the file is damaged.")
     dim = natural(rows[0], f"{what}: dim")
     pairs = [naturals(pair, f"{what}: rows") for pair in rows[1]]
     end, right = 0, dim < len(shape)
@@ -232,12 +248,12 @@ def _part(rows: Any, shape: tuple[int, ...], what: str) -> Part:
         end = pair[-1] if pair else 0
     if not right or not pairs:
         raise CheckpointError(
-            f"{what}: rows {str(rows)[:60]} do not rise inside shape {list(shape)}; the file is damaged."
+            f"{what}: rows {str(rows)[:60]} are not ascending ranges inside shape {list(shape)}; the file is damaged."
         )
     return Part(shape, dim, tuple((start, stop) for start, stop in pairs))
 
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise CheckpointError(f"{what} is no string; the file is damaged.")
+        raise CheckpointError(f"{what} is not a string; the file is damaged.")
     return value

@@ -1,12 +1,12 @@
-"""Who has which elements of a tensor: parts, pieces, and the runs that two pieces share. Pure arithmetic.
+"""Parts and pieces of a tensor, and the runs of elements that two pieces share. Pure arithmetic.
 
-A tensor of 6 x 4 elements whose dim 0 is cut over two tensor ranks, each part shared by two data ranks:
+A tensor of 6 x 4 elements whose dim 0 is sharded over two tensor ranks, each part shared by two data ranks:
 
-    part of tensor rank 0    rows 0:2 and 4:5 (a fused weight has several ranges), 12 elements, one behind the other
+    part of tensor rank 0    rows 0:2 and 4:5 (a fused weight has several ranges), 12 elements, concatenated
     piece of data rank 1     elements 6:12 of that part
 
-Both the rank that stores a piece and the one that wants another read the same arithmetic, so a checkpoint of any
-grid loads on any other: intersect, copy the runs.
+The rank that stores a piece and the rank that wants another derive both from the same arithmetic, so a checkpoint of
+any grid loads on any other: intersect the pieces, copy the runs.
 """
 
 from collections.abc import Iterable
@@ -23,34 +23,34 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one dim of a tensor, one behind the other; without a dim the whole tensor."""
+    """Rows of one dim of a tensor, concatenated; the full tensor if ``dim`` is None."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     dim: int | None = None
     rows: tuple[tuple[int, int], ...] = ()
-    """(start, stop) along ``dim``, rising."""
+    """(start, stop) along ``dim``, ascending."""
 
     @cached_property
     def elements(self) -> int:
-        """How many there are in the part."""
+        """Number of elements in the part."""
         if self.dim is None:
             return prod(self.shape)
         inner = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
         return inner * sum(stop - start for start, stop in self.rows)
 
     def whole(self) -> "Piece":
-        """All of it."""
+        """The piece with all elements of the part."""
         return Piece(self, 0, self.elements)
 
 
 class Spans(NamedTuple):
-    """Elements that lie together in the whole tensor, rising; equally long arrays."""
+    """Stretches of elements that are contiguous in the full tensor, ascending; arrays of equal length."""
 
     full: Numbers
-    """Where they begin in the whole tensor."""
+    """Start of each stretch in the full tensor."""
     local: Numbers
-    """Where they begin in the piece."""
+    """Start of each stretch in the piece."""
     length: Numbers
 
 
@@ -64,11 +64,11 @@ class Piece:
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """Number of elements in the piece."""
         return self.stop - self.start
 
     def spans(self) -> Spans:
-        """Where its elements lie in the whole tensor."""
+        """Positions of the piece's elements in the full tensor."""
         full, count = _full_spans(self.part)
         local = np.cumsum(count) - count
         first = np.maximum(local, self.start)
@@ -78,7 +78,7 @@ class Piece:
         return Spans(full + first - local, first - self.start, last - first)
 
     def within(self, part: Part) -> "Piece":
-        """The same elements as far as they are in ``part``, whose rows are some of this part's rows."""
+        """The same elements, limited to those in ``part``, whose rows are a subset of this part's rows."""
         if part == self.part:
             return self
         before = int(runs(Piece(self.part, 0, self.start), part.whole()).length.sum())
@@ -87,7 +87,7 @@ class Piece:
 
 
 class Runs(NamedTuple):
-    """Elements that lie together in a source and in a target; equally long arrays."""
+    """Stretches of elements that are contiguous in both a source and a target; arrays of equal length."""
 
     source: Numbers
     target: Numbers
@@ -95,7 +95,7 @@ class Runs(NamedTuple):
 
 
 def runs(source: Piece, target: Piece) -> Runs:
-    """What two pieces of one tensor share, in the order of the whole tensor."""
+    """The elements that two pieces of one tensor share, in the order of the full tensor."""
     left, right = source.spans(), target.spans()
     empty = np.zeros(0, dtype=np.int64)
     if not len(left.full) or not len(right.full):
@@ -111,9 +111,10 @@ def runs(source: Piece, target: Piece) -> Runs:
 
 
 def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
-    """Whether pieces tile their parts, and parts the tensor: then every element lies in exactly one piece.
+    """True if every element of a tensor of ``shape`` is in exactly one piece: pieces tile parts, parts tile the tensor.
 
-    Parts are cut along one dim. No span is made, so the answer costs nothing for tensors that only a hostile file has.
+    All parts are cut along one dim. No span is materialised, so the check is cheap even for a hostile file's huge
+    tensors.
     """
     ranges: dict[Part, list[tuple[int, int]]] = {}
     for piece in pieces:
@@ -131,7 +132,7 @@ def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
 
 
 def _tiles(ranges: Iterable[tuple[int, int]], length: int) -> bool:
-    """Whether ranges follow one another from 0 to ``length``."""
+    """True if the ranges, sorted, cover 0 to ``length`` without gap or overlap."""
     end = 0
     for start, stop in sorted(ranges):
         if start != end:
@@ -141,7 +142,7 @@ def _tiles(ranges: Iterable[tuple[int, int]], length: int) -> bool:
 
 
 def _full_spans(part: Part) -> tuple[Numbers, Numbers]:
-    """(start in the whole tensor, count) of the part's elements, in its own order."""
+    """(start in the full tensor, count) of the part's contiguous stretches, in the part's own order."""
     if part.dim is None:
         whole = prod(part.shape)
         return np.zeros(min(whole, 1), dtype=np.int64), np.full(min(whole, 1), whole, dtype=np.int64)
@@ -155,13 +156,13 @@ def _full_spans(part: Part) -> tuple[Numbers, Numbers]:
 
 
 def _containing(spans: Spans, places: Numbers) -> tuple[Numbers, NDArray[np.bool_]]:
-    """For each place the last span that begins at or before it, and whether it lies in there."""
+    """For each place, the index of the last span that starts at or before it, and a mask of the places inside it."""
     index = np.searchsorted(spans.full, places, side="right") - 1
     return index, (index >= 0) & (places < spans.full[index] + spans.length[index])
 
 
 def _joined(found: Runs) -> Runs:
-    """Neighbours that go on in source and target become one run."""
+    """Merge adjacent runs that continue in both source and target."""
     if len(found.length) < 2:
         return found
     goes_on = (found.source[1:] == found.source[:-1] + found.length[:-1]) & (

@@ -1,10 +1,10 @@
-"""The safetensors format: a length, a JSON header, the bytes of the tensors one behind the other. No torch.
+"""The safetensors format: a length, a JSON header, then the bytes of all tensors in sequence. Independent of torch.
 
     0         8                    page                              size
     | length | {"name": ...}  ... | tensor | tensor | ... | tensor |
 
-Headers that we write are padded with spaces to a page, as the format allows, and tensors are ordered by
-the width of their elements, so that each begins at a multiple of it.
+Headers written here are padded with spaces to a page, as the format allows, and tensors are ordered by descending
+element width, so that each starts at a multiple of its width.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,14 +18,14 @@ from engine.checkpoint.format.strict_json import Fields, dump, naturals, parse
 from engine.errors import CheckpointError
 
 HEADER_LIMIT = 1 << 25
-"""Bytes of a header: some 100,000 tensors. The format allows more; a parsed header takes ten times its size."""
+"""Largest header in bytes: some 100,000 tensors. The format allows more; a parsed header takes ten times its size."""
 
 DTYPES: Mapping[str, str] = MappingProxyType({
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
 })  # fmt: skip
-"""Names of the format -> names of torch and numpy."""
+"""Dtype names of the format -> names of torch and numpy."""
 _WIDTHS: Mapping[str, int] = MappingProxyType({
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -35,52 +35,55 @@ _CODES: Mapping[str, str] = MappingProxyType({name: code for code, name in DTYPE
 
 
 class TensorKind(NamedTuple):
-    """What a tensor is, without its values."""
+    """Dtype and shape of a tensor."""
 
     dtype: str
-    """As the format names it."""
+    """Dtype, in the names of the format."""
     shape: tuple[int, ...]
 
     @property
     def width(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return _WIDTHS[self.dtype]
 
     @property
     def bytes(self) -> int:
-        """Of all elements."""
+        """Bytes of the tensor."""
         return prod(self.shape) * self.width
 
 
 def code_of(dtype: str) -> str:
-    """The format's name of a dtype of torch ("bfloat16").
+    """The format's name of a torch dtype ("bfloat16").
 
     Raises:
-        CheckpointError: the format has none.
+        CheckpointError: the format has no such dtype.
     """
     if dtype not in _CODES:
-        raise CheckpointError(f"a tensor of dtype {dtype} cannot be stored; safetensors has {', '.join(_CODES)}.")
+        raise CheckpointError(
+            f"a tensor of dtype {dtype} cannot be stored; safetensors has {', '.join(_CODES)}, so convert it to one of "
+            "these."
+        )
     return _CODES[dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Where the tensors of a file lie."""
+    """Positions of the tensors in a file."""
 
     header: bytes
     places: Mapping[str, tuple[TensorKind, int]]
-    """Key -> (what, first byte in the file)."""
+    """Kind and first byte of each tensor, by key."""
     size: int
 
 
 def lay_out(tensors: Mapping[str, TensorKind], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """The file that holds these tensors.
+    """Layout of a file that holds these tensors.
 
     Raises:
-        CheckpointError: a tensor has the one name that the format keeps for itself.
+        CheckpointError: a tensor has the name that the format reserves.
     """
     if _METADATA in tensors:
-        raise CheckpointError(f"a tensor named {_METADATA!r} cannot be stored, safetensors keeps that name; rename it.")
+        raise CheckpointError(f"a tensor named {_METADATA!r} cannot be stored: safetensors reserves it; rename it.")
     ordered = sorted(tensors.items(), key=lambda item: -item[1].width)
     entries: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     offset, starts = 0, {}
@@ -96,10 +99,10 @@ def lay_out(tensors: Mapping[str, TensorKind], metadata: Mapping[str, str] | Non
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict[str, tuple[TensorKind, int]]:
-    """Key -> (what, first byte) of a file of ``size`` bytes of which ``read(start, stop)`` gives bytes.
+    """Kind and first byte of each tensor in a file of ``size`` bytes, whose bytes ``read(start, stop)`` returns.
 
     Raises:
-        CheckpointError: not a file of this format, or its tensors do not fill it from the header to the end.
+        CheckpointError: another format, or the tensors do not fill the file from the header to its end.
     """
     length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
     if length > min(size - 8, HEADER_LIMIT):
@@ -111,11 +114,11 @@ def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict
     for key, (kind, start) in sorted(places.items(), key=lambda item: (item[1][1], item[1][0].bytes)):
         if start != end:
             raise CheckpointError(
-                f"{what} is damaged: tensor {key!r} begins at byte {start}, the one before ends at {end}."
+                f"{what} is damaged: tensor {key!r} begins at byte {start}, and the one before it ends at {end}."
             )
         end += kind.bytes
     if 8 + length + end != size:
-        raise CheckpointError(f"{what} is damaged: it has {size} bytes, its tensors end at {8 + length + end}.")
+        raise CheckpointError(f"{what} is damaged: it has {size} bytes, and its tensors end at {8 + length + end}.")
     return {key: (kind, 8 + length + start) for key, (kind, start) in places.items()}
 
 
@@ -129,11 +132,13 @@ def _place(entry: object, what: str) -> tuple[TensorKind, int]:
 
 
 def read_kind(fields: Fields) -> TensorKind:
-    """Fields "dtype" and "shape"."""
+    """The kind in the fields "dtype" and "shape"."""
     dtype = fields.text("dtype")
     if dtype not in DTYPES:
-        raise CheckpointError(f"{fields.what}: dtype {dtype!r} is unknown; known are {', '.join(DTYPES)}.")
+        raise CheckpointError(f"{fields.what}: dtype {dtype!r} is unknown; this engine knows {', '.join(DTYPES)}.")
     shape = naturals(fields.any("shape"), f"{fields.what}: shape")
     if len(shape) > 64 or prod(size or 1 for size in shape) >= 2**63:
-        raise CheckpointError(f"{fields.what}: shape {list(shape)[:8]} is beyond any tensor; the file is damaged.")
+        raise CheckpointError(
+            f"{fields.what}: shape {list(shape)[:8]} is too large for any tensor; the file is damaged."
+        )
     return TensorKind(dtype, shape)

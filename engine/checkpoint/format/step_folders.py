@@ -1,14 +1,14 @@
-"""Which checkpoints of a run exist, and how one comes into being and goes.
+"""The step folders of a run: list them, commit a new one, retain the newest, sweep leftovers.
 
-    write files into   step-00001200.tmp-ATTEMPT/      nothing of that name is ever read
-    manifest, COMMIT, every file and folder forced to the disk
-    rename to          step-00001200/                  from here on it exists
+    write files into   step-00001200.tmp-ATTEMPT/      no loader reads such a name
+    manifest, COMMIT, every file and folder forced to disk
+    rename to          step-00001200/                  from here on the checkpoint exists
     retention          rename to .trash-..., then unlink
 
-A name that says ``step-`` is a promise: what cannot be read in there is damage and is said, never skipped. A step
-that is saved once more gets a revision, ``step-00001200-r1``, so that nothing is written over. Steps beyond the one
-that is saved belong to a course that the run has left, by loading an older step: they are set aside first, as
-``abandoned-...``, so that the newest is always the one that the run goes on from.
+A folder named ``step-`` is a committed checkpoint: if it cannot be read, it is reported as damaged and never skipped. A
+step that is saved again gets a revision, ``step-00001200-r1``, so that nothing is overwritten. Steps beyond the one
+being saved belong to a continuation that was given up when an older step was loaded: they are renamed to
+``abandoned-...`` first, so that the newest folder is always the one to resume from.
 """
 
 import hashlib
@@ -22,18 +22,18 @@ from engine.errors import CheckpointError
 
 _STEP = re.compile(r"step-([0-9]{8,18})(?:-r([0-9]{1,9}))?")
 _LEFTOVER = re.compile(r"\.trash-step-[0-9]{8,18}(-r[0-9]{1,9})?|(step-[0-9]{8,18}|latest)\.tmp-[0-9a-f]{8}")
-"""Names that nobody but a save gives: what else lies in a folder is the user's."""
+"""Names that only a save creates; everything else in a folder belongs to the user."""
 _SMALL = 1 << 12
 
 
 def step_of(name: str) -> tuple[int, int] | None:
-    """(step, revision) of a folder's name, or None."""
+    """(step, revision) from the name of a step folder, or None."""
     found = _STEP.fullmatch(name)
     return (int(found[1]), int(found[2] or 0)) if found else None
 
 
 def committed(files: Files, folder: Path) -> list[Path]:
-    """The checkpoints of a run, the newest last. Nothing where there is no folder."""
+    """The checkpoints of a run, the newest last; empty if the folder does not exist."""
     if not files.is_folder(folder):
         return []
     found = [(key, folder / name) for name in files.names(folder) if (key := step_of(name)) is not None]
@@ -41,29 +41,29 @@ def committed(files: Files, folder: Path) -> list[Path]:
 
 
 def make_run_folder(files: Files, folder: Path) -> None:
-    """The folder of a run with those above it, as far as they are missing, forced to the disk."""
+    """Create the folder of a run and its missing parents, forced to disk."""
     if files.is_folder(folder):
         return
     make_run_folder(files, folder.parent)
     try:
         files.make_folder(folder)
-    except FileExistsError:  # somebody else was faster, or it is no folder: what comes next will say it
+    except FileExistsError:  # another process was faster, or it is a file: the next operation reports that
         return
     files.sync_folder(folder.parent)
 
 
 def temporary(folder: Path, step: int, attempt: str) -> Path:
-    """Where a save writes."""
+    """The folder that a save writes into."""
     return folder / f"step-{step:08d}.tmp-{attempt}"
 
 
 def is_step(files: Files, path: Path) -> bool:
-    """A checkpoint itself and not the folder of a run, whatever its name is."""
+    """True for the folder of a checkpoint, whatever its name, as opposed to the folder of a run."""
     return step_of(path.name) is not None or (files.is_folder(path) and NAME in files.names(path))
 
 
 def steps_of(files: Files, path: Path) -> list[Path]:
-    """The checkpoint that a folder is, or those of the run that it is of, the newest last."""
+    """The checkpoint at ``path``, or the checkpoints of the run at ``path``, the newest last."""
     return [path] if is_step(files, path) else committed(files, path)
 
 
@@ -71,27 +71,30 @@ def read_manifest(files: Files, step: Path) -> Manifest:
     """The manifest of a committed checkpoint.
 
     Raises:
-        CheckpointError: no COMMIT, the manifest is not the one that was committed, or is that of another step.
+        CheckpointError: COMMIT is missing, the manifest differs from the committed one, or it is of another step.
     """
     text = read_all(files, step, COMMIT, _SMALL)
     commit = Fields(parse(text, str(step / COMMIT)), str(step / COMMIT))
     size, digest = commit.count("manifest_bytes"), commit.text("manifest_sha256")
     if text != _commit_text(size, digest):
-        raise CheckpointError(f"{step / COMMIT} is damaged: it has more than the length and sha256 of {NAME}.")
+        raise CheckpointError(
+            f"{step / COMMIT} is damaged: it has to contain the length and sha256 of {NAME} and nothing else."
+        )
     data = read_all(files, step, NAME, min(size, LIMIT))
     if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
-        raise CheckpointError(f"{step / NAME} is damaged: its length or sha256 is not what {COMMIT} says.")
+        raise CheckpointError(f"{step / NAME} is damaged: its length or sha256 differs from that in {COMMIT}.")
     manifest = from_json(data, str(step / NAME))
     named_step = step_of(step.name)
     if named_step is not None and named_step[0] != manifest.step:
         raise CheckpointError(
-            f"{step / NAME} is of step {manifest.step}; the folder was renamed or mixed with another."
+            f"{step / NAME} is of step {manifest.step}; the folder was renamed or mixed with another, so restore its "
+            "name and files."
         )
     return manifest
 
 
 def write_manifest(files: Files, step: Path, manifest: Manifest) -> None:
-    """``manifest.json``, then ``COMMIT``, both forced to the disk."""
+    """Write ``manifest.json``, then ``COMMIT``, both forced to disk."""
     data = to_json(manifest)
     write_new(files, step / NAME, [memoryview(data)])
     record = _commit_text(len(data), hashlib.sha256(data).hexdigest())
@@ -99,11 +102,11 @@ def write_manifest(files: Files, step: Path, manifest: Manifest) -> None:
 
 
 def commit(files: Files, written: Path, step: int) -> Path:
-    """Let the finished folder ``written`` appear under its name; returns that.
+    """Rename the finished folder ``written`` to its step's name; returns the new path.
 
     Raises:
-        OSError: it has not.
-        CheckpointError: it has, and that could not be forced to the disk.
+        OSError: the folder was not committed.
+        CheckpointError: it was committed, and the new name could not be forced to disk.
     """
     folder = written.parent
     for name in files.names(written):
@@ -125,7 +128,7 @@ def commit(files: Files, written: Path, step: int) -> Path:
         files.sync_folder(folder)
     except OSError as error:
         raise CheckpointError(
-            f"{target} is committed, but a power cut may still take it: {error.strerror or error}."
+            f"{target} is committed, but a power failure may still lose it: {error.strerror or error}."
         ) from error
     return target
 
@@ -138,18 +141,18 @@ def point_to(files: Files, step: Path, attempt: str) -> None:
 
 
 def retain(files: Files, folder: Path, keep: int) -> list[Path]:
-    """Remove all but the newest ``keep`` checkpoints (at least one stays); returns what went."""
+    """Remove all but the newest ``keep`` checkpoints, at least one; returns the removed folders."""
     old = committed(files, folder)[: -max(1, keep)]
     for path in old:
         trash = folder / f".trash-{path.name}"
         files.rename(path, trash)
-        files.sync_folder(folder)  # or a power cut may leave its name and take what is in there
+        files.sync_folder(folder)  # otherwise a power failure may keep the old name and lose the contents
         remove_tree(files, trash)
     return old
 
 
 def sweep(files: Files, folder: Path) -> None:
-    """Remove what interrupted saves and clean-ups have left."""
+    """Remove the leftovers of interrupted saves and clean-ups."""
     for name in files.names(folder) if files.is_folder(folder) else ():
         path = folder / name
         if not _LEFTOVER.fullmatch(name):
@@ -157,7 +160,7 @@ def sweep(files: Files, folder: Path) -> None:
         if files.is_link(path) or not files.is_folder(path):
             files.unlink(path)
             continue
-        with files.locked(path) as free:  # or another engine is saving there just now
+        with files.locked(path) as free:  # locked while another engine is saving there
             if free:
                 remove_tree(files, path)
 

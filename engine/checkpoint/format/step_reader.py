@@ -2,10 +2,10 @@
 
     wanted runs     ....[=======]....[==]...........[=============================]....
     blocks          |       |       |       |       |       |       |       |       |
-    extents            read, check, copy out of it     | straight into its place |
+    extents            read, check, copy out of it     | straight into the target |
 
-Runs in the same or neighbouring blocks are read together; of a long run the whole blocks are read straight into the
-memory that they belong to.
+Runs in the same or adjacent blocks are read together; the whole blocks of a long run are read straight into the target
+memory.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ from engine.checkpoint.format.step_folders import read_manifest
 from engine.errors import CheckpointError
 
 BUFFER = 1 << 22
-"""Bytes read at a time where runs are copied out."""
+"""Largest extent in bytes that is read into a buffer and copied out."""
 DIRECT = 4
-"""Whole blocks from which a run is read straight into its place."""
+"""Whole blocks that a run needs to be read straight into the target."""
 
 
 class _DamageError(Exception):
-    """The block that begins with a byte of a file is not what was written."""
+    """A block differs from what was written; ``byte`` is its offset in the file."""
 
     def __init__(self, byte: int) -> None:
         self.byte = byte
@@ -40,16 +40,16 @@ class _DamageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A piece of a stored tensor, and where its bytes go."""
+    """A piece of a stored tensor, and the memory to read it into."""
 
     tensor: str
     piece: Piece
     target: memoryview
-    """As many bytes as the piece has in the stored dtype."""
+    """Memory for the piece in its stored dtype."""
 
 
 class Copy(NamedTuple):
-    """Bytes of a file that belong to a target."""
+    """Bytes of a file, and the part of a target that receives them."""
 
     start: int
     length: int
@@ -58,10 +58,10 @@ class Copy(NamedTuple):
 
 
 class StepReader:
-    """An open checkpoint. ``bytes_read`` counts what was read of tensor files.
+    """An open checkpoint. ``bytes_read`` counts the bytes read from its tensor files.
 
     Raises:
-        CheckpointError: not committed, damaged, files missing or of another length.
+        CheckpointError: the checkpoint is not committed or is damaged, or a file is missing or has another length.
     """
 
     def __init__(self, files: Files, step: Path) -> None:
@@ -74,13 +74,13 @@ class StepReader:
         self._chunks = ChunkReader(files, max(BUFFER, self.manifest.checksum.block_bytes))
         self.bytes_read = 0
         self.kinds: dict[str, TensorKind] = {name: tensor.kind for name, tensor in self.manifest.tensors.items()}
-        """Dtype and shape of all stored tensors."""
+        """Dtype and shape of every stored tensor."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Fill all targets.
+        """Fill the targets of all requests.
 
         Raises:
-            CheckpointError: names the file, and the tensor whose block is damaged.
+            CheckpointError: names the damaged file, and the tensor in the damaged block.
         """
         for file, found in self._by_file(wanted).items():
             with self._open(file) as opened_file:
@@ -97,12 +97,12 @@ class StepReader:
         return self.bytes_read - before
 
     def check_file(self, file: str) -> None:
-        """Read and check every block of a file, keeping nothing."""
+        """Read and check every block of a file; its contents are discarded."""
         for _ in self.chunks(file):
             pass
 
     def chunks(self, file: str) -> Iterator[memoryview]:
-        """A file of the manifest from start to end, checked; each chunk is void when the next one comes."""
+        """A file of the manifest in order, checked; each chunk is valid until the next one is requested."""
         size = self.manifest.files[file]
         buffer = np.empty(min(size, 8 * max(BUFFER, self.manifest.checksum.block_bytes)), dtype=np.uint8)
         with self._open(file) as opened_file:
@@ -115,10 +115,10 @@ class StepReader:
         """All tensors of a file.
 
         Raises:
-            CheckpointError: there is no such file in this checkpoint.
+            CheckpointError: the checkpoint has no such file.
         """
         if file not in self.manifest.files:
-            raise CheckpointError(f"{self.step} has no file {file}; it was saved by fewer ranks or is damaged.")
+            raise CheckpointError(f"{self.step} has no file {file}: it was saved by fewer ranks or is damaged.")
         data = np.empty(self.manifest.files[file], dtype=np.uint8)
         with self._open(file) as opened_file:
             self._fill(file, opened_file, data, 0)
@@ -127,23 +127,26 @@ class StepReader:
 
     @property
     def name(self) -> Path:
-        """Its folder."""
+        """The checkpoint's folder."""
         return self.step
 
     # ------------------------------------------------------------------ from pieces to bytes
 
     def _tensor(self, name: str) -> StoredTensor:
         if name not in self.manifest.tensors:
-            raise CheckpointError(f"{self.step} has no tensor {name!r}; it was saved by another model or optimizer.")
+            raise CheckpointError(
+                f"{self.step} has no tensor {name!r}: it was saved from another model or optimizer; build that one, or "
+                "load another checkpoint."
+            )
         return self.manifest.tensors[name]
 
     def _by_file(self, wanted: Iterable[ReadRequest]) -> dict[str, list[Copy]]:
-        """The copies that the wanted pieces need, by file, in the order of the file."""
+        """Copies that the requests need, grouped by file, in the order of the file."""
         found: dict[str, list[Copy]] = {}
         for want in wanted:
             tensor = self._tensor(want.tensor)
             got = 0
-            # runs of a shape that is not the wanted one could fill any memory
+            # only for the requested shape: the runs of a hostile one could fill any memory
             for stored in tensor.pieces if tensor.kind.shape == want.piece.part.shape else ():
                 shared = runs(stored.piece, want.piece)
                 if len(shared.length):
@@ -152,19 +155,21 @@ class StepReader:
                     got += int(shared.length.sum())
             if got != want.piece.elements or got * tensor.kind.width != len(want.target):
                 raise CheckpointError(
-                    f"{self.step}: {want.tensor!r} is {tensor.kind}, of which {want.piece} is no piece."
+                    f"{self.step}: {want.tensor!r} is {tensor.kind}, and {want.piece} is not a piece of it."
                 )
         return {file: sorted(members, key=lambda copy: copy.start) for file, members in sorted(found.items())}
 
     def _place(self, file: str, key: str, kind: TensorKind, piece: Piece) -> int:
-        """First byte of a stored piece; the header of its file has to agree with the manifest."""
+        """First byte of a stored piece, after checking that the header of its file agrees with the manifest."""
         held = self._header(file).get(key)
         if held is None or held[0].dtype != kind.dtype or held[0].bytes != piece.elements * kind.width:
-            raise CheckpointError(f"{self.step / file}: tensor {key!r} is not what the manifest says; it is damaged.")
+            raise CheckpointError(
+                f"{self.step / file} is damaged: tensor {key!r} differs from its description in the manifest."
+            )
         return held[1]
 
     def _header(self, file: str) -> dict[str, tuple[TensorKind, int]]:
-        """Where the tensors of a file lie, read from checked blocks and kept."""
+        """Kind and first byte of the tensors in a file, read from checked blocks and cached."""
         if file not in self._headers:
             with self._open(file) as opened_file:
                 self._headers[file] = read_header(
@@ -211,9 +216,9 @@ class StepReader:
             ) from None
 
     def _whose(self, file: str, block: int, tensor: str) -> str:
-        """The tensors that lie in a damaged block, as far as a sound header tells; otherwise all that are in the file.
+        """The tensors in a damaged block if the header is sound, otherwise all tensors in the file.
 
-        Which of them it is cannot be told: they share a hash.
+        Tensors in one block share its hash, so the damaged one among them cannot be determined.
         """
         size = self.manifest.checksum.block_bytes
         header = self._header_if_sound(file, block)
@@ -254,7 +259,9 @@ class StepReader:
                 with self._open(file) as opened_file:
                     found = self._files.size(opened_file)
                 if found != size:
-                    raise CheckpointError(f"{self.step / file} is damaged: {found} bytes, and {size} were saved.")
+                    raise CheckpointError(
+                        f"{self.step / file} is damaged: it has {found} bytes, and {size} were saved."
+                    )
             except CheckpointError as error:
                 raise CheckpointError(f"{error}{self._held_in(file)}") from error
 
@@ -268,13 +275,13 @@ class StepReader:
         limit = min(checksum.bytes, 8 * sum(blocks.values()) + HEADER_LIMIT)
         data = read_all(self._files, self.step, CHECKSUMS, limit)
         if len(data) != checksum.bytes or hashlib.sha256(data).hexdigest() != checksum.sha256:
-            raise CheckpointError(f"{what} is damaged: its length or sha256 is not what the manifest says.")
+            raise CheckpointError(f"{what} is damaged: its length or sha256 differs from that in the manifest.")
         header = read_header(lambda start, stop: bytes(data[start:stop]), len(data), str(what))
         hashes: dict[str, Hashes] = {}
         for file, count in blocks.items():
             kind, start = header.get(file, (TensorKind("U8", ()), 0))
             if kind != TensorKind("U64", (count,)):
-                raise CheckpointError(f"{what} has no hashes of the {count} blocks of {file}; it is damaged.")
+                raise CheckpointError(f"{what} is damaged: it lacks the hashes of the {count} blocks of {file}.")
             hashes[file] = np.frombuffer(data, dtype="<u8", count=count, offset=start)
         return hashes
 
@@ -285,14 +292,14 @@ def _listed(tensors: Sequence[str]) -> str:
 
 
 def copies(shared: Runs, begin: int, width: int, want: ReadRequest) -> Iterator[Copy]:
-    """What to copy of a piece that begins at byte ``begin`` of a file and has elements of ``width`` bytes."""
+    """The copies for runs of a piece that starts at byte ``begin`` of a file and has elements of ``width`` bytes."""
     for source, target, count in zip(*(column.tolist() for column in shared), strict=True):
         place = want.target[target * width : (target + count) * width]
         yield Copy(begin + source * width, count * width, place, want.tensor)
 
 
 def _extents(wanted: Sequence[Copy], block: int, size: int) -> Iterator[tuple[int, int, list[Copy]]]:
-    """(start, stop, copies): whole blocks to read at once, for copies in the order of the file."""
+    """(start, stop, copies): whole blocks that are read together, for copies in the order of the file."""
     start = stop = 0
     members: list[Copy] = []
     for copy in sorted(_split(wanted, block, size), key=lambda copy: copy.start):
@@ -314,7 +321,7 @@ def _extents(wanted: Sequence[Copy], block: int, size: int) -> Iterator[tuple[in
 
 
 def _split(wanted: Iterable[Copy], block: int, size: int) -> Iterator[Copy]:
-    """Long copies as head, whole blocks and tail; the middle then needs no buffer."""
+    """Split long copies into head, whole blocks and tail, so that the middle needs no buffer."""
     for copy in wanted:
         end = copy.start + copy.length
         first = block_count(copy.start, block) * block
@@ -330,7 +337,7 @@ def _split(wanted: Iterable[Copy], block: int, size: int) -> Iterator[Copy]:
 
 
 def _bounded(copy: Copy) -> Iterator[Copy]:
-    """No extent outgrows the buffer."""
+    """Split a copy so that no extent exceeds the buffer."""
     for start in range(0, copy.length, BUFFER // 2):
         part = copy.target[start : start + BUFFER // 2]
         yield copy._replace(start=copy.start + start, length=len(part), target=part)

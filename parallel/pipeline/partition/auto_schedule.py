@@ -1,9 +1,10 @@
-"""Which schedule suits a model: each is laid out in time with what its own stages cost, and weighed in memory.
+"""Automatic choice of a schedule: each kind is simulated with the costs of its own stages and compared in memory.
 
     cut into p x v stages --> cost of each stage --> simulate each kind --> seconds of a step
                                                  --> activations held   --> more than the limit: refused
 
-Of those that fit, the fastest; a gain of at most 1 % is not worth more stages or a less plain kind.
+The fastest of the kinds that fit is chosen, but a gain of at most 1 % does not justify more stages or a less plain
+kind.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,64 +19,89 @@ from engine.parallel.pipeline.schedule.simulate import Cost, StageTimes, simulat
 PLAIN_FIRST = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 """Kinds that are tried, the plainest first."""
 _NEAR = 1.01
+"""Steps slower than the fastest by at most this factor count as equally fast."""
 _ROOM = 1.1
-"""Kinds that hold as many microbatches as 1f1b hold them of other stages too: a little more, if stages are uneven."""
+"""Default limit, relative to 1f1b: a kind that holds as many microbatches may hold them of larger stages."""
 _LINES = 6
+"""Most fitting kinds that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
-class StageCost:
-    """One stage on one microbatch; ``CallCost`` says what the parts are."""
+class MicrobatchCost:
+    """Cost of one call of a unit, or of all calls of a stage, for one microbatch.
+
+    Without a measurement, FLOPs take the place of seconds.
+    """
 
     forward_seconds: float
     input_seconds: float
+    """Backward up to the gradients of the inputs, with everything that cannot be deferred; includes recomputation."""
     weight_seconds: float
+    """Weight gradients that can be deferred: those of linear layers."""
     kept_bytes: int
+    """Activations kept from forward to backward, without parameters and tensors that depend only on the batch."""
     left_bytes: int
+    """Activations kept from backward until the deferred weight gradients are computed."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward_seconds + self.input_seconds + self.weight_seconds
+
+    @classmethod
+    def total(cls, costs: Sequence["MicrobatchCost"]) -> "MicrobatchCost":
+        """The sum of several costs."""
+        return cls(
+            forward_seconds=sum(cost.forward_seconds for cost in costs),
+            input_seconds=sum(cost.input_seconds for cost in costs),
+            weight_seconds=sum(cost.weight_seconds for cost in costs),
+            kept_bytes=sum(cost.kept_bytes for cost in costs),
+            left_bytes=sum(cost.left_bytes for cost in costs),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What schedules are tried on."""
+    """The pipeline axis that schedules are tried on, and its limit."""
 
     ranks: int
-    """Of the pipeline axis."""
+    """Ranks of the pipeline axis."""
     microbatches: int
     transfer_seconds: float = 0.0
-    """From the end of a stage until the next one, on another rank, has its values."""
+    """Time from the end of a stage until the next stage, on another rank, has its values."""
     limit_bytes: int | None = None
-    """Most activations on a rank; None: a tenth more than 1f1b would hold on its worst one."""
+    """Most activations on a rank; None: a tenth more than 1f1b would hold on its fullest rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What came of one kind."""
+    """Result of one kind."""
 
     kind: str
     virtual_stages: int
     seconds: float = 0.0
-    """Of all forwards and backwards of a step, predicted; FLOPs where nothing was measured."""
+    """Predicted time of all forwards and backwards of a step; FLOPs if nothing was measured."""
     bubble: float = 0.0
     peak_bytes: int = 0
-    """Activations on the rank that holds most."""
+    """Activations on the fullest rank."""
     refused: str = ""
-    """Why it cannot be taken; empty: it can."""
+    """The reason why the kind cannot be used; empty if it can."""
 
     @property
     def name(self) -> str:
-        """Such as ``interleaved x 2``."""
+        """Kind and stages on each rank, such as ``interleaved x 2``."""
         return self.kind + f" x {self.virtual_stages}" * (self.virtual_stages > 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDecision:
-    """The schedule that was chosen, and what it was chosen from."""
+    """The schedule that was chosen, and its alternatives."""
 
     schedule: Schedule
     virtual_stages: int
     limit_bytes: int
     ranking: tuple[Tried, ...]
-    """The chosen one, then the others that fit from fast to slow, then the refused."""
+    """The chosen kind, then the others that fit from fast to slow, then the refused ones."""
 
     @property
     def chosen(self) -> Tried:
@@ -83,7 +109,7 @@ class ScheduleDecision:
         return self.ranking[0]
 
     def lines(self) -> tuple[str, ...]:
-        """The ranking in words: what was taken, a line for each that fits, one for each reason to refuse."""
+        """The ranking as text: the choice, a line for each kind that fits, a line for each reason to refuse."""
         fit = [tried for tried in self.ranking if not tried.refused]
         lines = [
             f"auto: {self.chosen.name}, best of {len(fit)} within {self.limit_bytes / 2**20:.1f} MiB of activations"
@@ -101,14 +127,15 @@ class ScheduleDecision:
 
 
 def choose(
-    cuts: Mapping[int, Sequence[StageCost] | str], machine: Machine, kinds: Sequence[str] = PLAIN_FIRST
+    cuts: Mapping[int, Sequence[MicrobatchCost] | str], machine: Machine, kinds: Sequence[str] = PLAIN_FIRST
 ) -> ScheduleDecision:
-    """The training schedule that makes a step fastest within the limit. Pure arithmetic, alike on every rank.
+    """The training schedule with the fastest step within the limit. Pure arithmetic, so equal on every rank.
 
-    ``cuts``: by stages a rank, what each stage costs, or why the model cannot be cut into so many.
+    Args:
+        cuts: by stages on each rank, the cost of each stage, or the reason why the model cannot be cut into so many.
 
     Raises:
-        ScheduleError: nothing fits.
+        ScheduleError: no kind fits.
     """
     limit = _usual_bytes(cuts, machine) if machine.limit_bytes is None else machine.limit_bytes
     found: list[tuple[Tried, Schedule | None]] = []
@@ -120,7 +147,7 @@ def choose(
     if not fit:
         raise ScheduleError(_refusal([tried for tried, _ in found], machine, limit))
     fastest = min(tried.seconds for tried, _ in fit)
-    # as in the order of trial: fewer stages first, then the plainer kind
+    # in the order of trial: fewer stages first, then the plainer kind
     chosen, schedule = next(pair for pair in fit if pair[0].seconds <= fastest * _NEAR)
     assert schedule is not None
     others = sorted((tried for tried, _ in fit if tried is not chosen), key=lambda tried: tried.seconds)
@@ -128,10 +155,10 @@ def choose(
     return ScheduleDecision(schedule, chosen.virtual_stages, limit, (chosen, *others, *refused))
 
 
-def peak_bytes(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[int, ...]:
+def peak_bytes(schedule: Schedule, stages: Sequence[MicrobatchCost]) -> tuple[int, ...]:
     """Most bytes of activations that each rank holds at once.
 
-    F adds what the stage keeps and B frees it; I frees it but for what it leaves to W, which W frees.
+    F adds what the stage keeps and B frees it; I frees it except for what W needs, which W frees.
     """
 
     def change(action: Action) -> int:
@@ -151,24 +178,24 @@ def _refusal(found: Sequence[Tried], machine: Machine, limit: int) -> str:
         least = min(weighed, key=lambda tried: tried.peak_bytes)
         return (
             f"no schedule holds at most {limit:,} bytes of activations on a rank (parallel.activation_limit_bytes): "
-            f"{least.name} holds least, {least.peak_bytes:,}; raise the limit, or give smaller microbatches."
+            f"{least.name} holds least, {least.peak_bytes:,}; raise the limit, or use smaller microbatches."
         )
     return (
-        f"no schedule for parallel.schedule 'auto' has these stages on {machine.ranks} ranks; begin as many stages in "
+        f"parallel.schedule 'auto' has no schedule with these stages on {machine.ranks} ranks; start as many stages in "
         "parallel.split as there are pipeline ranks, or name a schedule."
     )
 
 
-def _usual_bytes(cuts: Mapping[int, Sequence[StageCost] | str], machine: Machine) -> int:
-    """A tenth more than what 1f1b would hold on its worst rank, with neighbouring stages joined to one a rank."""
+def _usual_bytes(cuts: Mapping[int, Sequence[MicrobatchCost] | str], machine: Machine) -> int:
+    """A tenth more than 1f1b would hold on its fullest rank, with adjacent stages merged to one on each rank."""
     virtual_stages, stages = next((v, stages) for v, stages in sorted(cuts.items()) if not isinstance(stages, str))
     parts = [stages[first : first + virtual_stages] for first in range(0, len(stages), virtual_stages)]
-    joined = [StageCost(0.0, 0.0, 0.0, sum(stage.kept_bytes for stage in part), 0) for part in parts]
+    joined = [MicrobatchCost.total(part) for part in parts]
     return int(_ROOM * max(peak_bytes(make_schedule("1f1b", machine.ranks, machine.microbatches), joined)))
 
 
 def _try(
-    tried: Tried, stages: Sequence[StageCost] | str, machine: Machine, limit: int
+    tried: Tried, stages: Sequence[MicrobatchCost] | str, machine: Machine, limit: int
 ) -> tuple[Tried, Schedule | None]:
     if isinstance(stages, str):
         return replace(tried, refused=stages), None

@@ -1,91 +1,61 @@
-"""What the calls of a timeline cost, and what follows for the stages of a cut.
+"""Cost of the calls of a trace, and of the stages of a partition.
 
-The seconds of a call are measured where it will run (``engine.planning.profile_calls``). Without a measurement its
-FLOPs stand for them, as many for each of the three parts: a matrix product is done once forward, once for the gradient
-of its input and once for that of its weight.
+The seconds of a call are measured where it will run (``engine.planning.profile_calls``). Without a measurement, its
+FLOPs take their place, the same number for each of three parts: a matrix product is computed once in forward, once for
+the gradient of its input and once for that of its weight.
 
 Glue is not measured: its FLOPs, and what it saves for its backward, count for the call before it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from engine.parallel.pipeline.partition.auto_schedule import StageCost
+from engine.parallel.pipeline.partition.auto_schedule import MicrobatchCost
 from engine.parallel.trace.model_trace import ModelTrace
 
 
-@dataclass(frozen=True, slots=True)
-class CallCost:
-    """One call of a unit on one microbatch. Unmeasured, FLOPs take the place of seconds."""
-
-    forward_seconds: float
-    input_seconds: float
-    """Of the backward up to the gradients of inputs, with all that cannot wait; with recomputation, of that too."""
-    weight_seconds: float
-    """Of the weight gradients that can wait: those of linear layers."""
-    kept_bytes: int
-    """Activations that stay from forward to backward, without parameters and what depends on the batch alone."""
-    left_bytes: int
-    """What stays from there until the weight gradients that can wait are done."""
-
-    @property
-    def seconds(self) -> float:
-        """Forward and backward."""
-        return self.forward_seconds + self.input_seconds + self.weight_seconds
-
-
-def flops_of_calls(timeline: ModelTrace) -> list[int]:
-    """FLOPs of the forward of each call and of the glue behind it; at least 1, so that many free calls count too."""
-    flops = [call.flops + 1 for call in timeline.calls]
-    for index, extra in glue_flops(timeline).items():
+def flops_of_calls(trace: ModelTrace) -> list[int]:
+    """Forward FLOPs of each call and of the glue after it; at least 1, so that many calls without FLOPs count too."""
+    flops = [call.flops + 1 for call in trace.calls]
+    for index, extra in glue_flops(trace).items():
         flops[index] += extra
     return flops
 
 
-def glue_flops(timeline: ModelTrace) -> dict[int, int]:
-    """FLOPs of glue by the call that it counts for."""
-    return by_call(timeline, [glue.flops for glue in timeline.glue])
+def glue_flops(trace: ModelTrace) -> dict[int, int]:
+    """FLOPs of glue by the index of the call that it counts for."""
+    return by_call(trace, [glue.flops for glue in trace.glue])
 
 
-def by_call(timeline: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
-    """A number for each glue operation, summed by the call that it counts for."""
+def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
+    """Sum a number per glue operation by the index of the call that it counts for."""
     found: dict[int, int] = {}
-    for glue, number in zip(timeline.glue, of_glue, strict=True) if timeline.calls else ():
+    for glue, number in zip(trace.glue, of_glue, strict=True) if trace.calls else ():
         index = max(glue.calls_before - 1, 0)
         found[index] = found.get(index, 0) + number
     return found
 
 
-def flop_costs(timeline: ModelTrace) -> tuple[CallCost, ...]:
-    """Costs from shapes alone: FLOPs in place of seconds, and as kept bytes the values that a call reads and makes."""
+def flop_costs(trace: ModelTrace) -> tuple[MicrobatchCost, ...]:
+    """Costs from shapes alone: FLOPs as seconds, and as kept bytes the values that a call reads and makes."""
     made: dict[int, int] = {}
-    for value in timeline.values:
+    for value in trace.values:
         if value.maker == "call":
             made[value.index] = made.get(value.index, 0) + value.bytes
     return tuple(
-        CallCost(flops, flops, flops, kept, kept)
-        for index, flops in enumerate(flops_of_calls(timeline))
-        for kept in [made.get(index, 0) + values_bytes(timeline, index)]
+        MicrobatchCost(flops, flops, flops, kept, kept)
+        for index, flops in enumerate(flops_of_calls(trace))
+        for kept in [made.get(index, 0) + values_bytes(trace, index)]
     )
 
 
-def values_bytes(timeline: ModelTrace, call: int) -> int:
+def values_bytes(trace: ModelTrace, call: int) -> int:
     """Bytes of the values that a call reads."""
-    return sum(timeline.values[number].bytes for number in timeline.calls[call].inputs)
+    return sum(trace.values[number].bytes for number in trace.calls[call].inputs)
 
 
-def stage_costs(stage_of_call: Sequence[int], costs: Sequence[CallCost]) -> tuple[StageCost, ...]:
-    """What each stage of a cut costs: the sum over its calls."""
-    stages: list[list[CallCost]] = [[] for _ in range(max(stage_of_call, default=0) + 1)]
+def stage_costs(stage_of_call: Sequence[int], costs: Sequence[MicrobatchCost]) -> tuple[MicrobatchCost, ...]:
+    """Cost of each stage: the sum over its calls."""
+    stages: list[list[MicrobatchCost]] = [[] for _ in range(max(stage_of_call, default=0) + 1)]
     for stage, cost in zip(stage_of_call, costs, strict=True):
         stages[stage].append(cost)
-    return tuple(
-        StageCost(
-            forward_seconds=sum(cost.forward_seconds for cost in calls),
-            input_seconds=sum(cost.input_seconds for cost in calls),
-            weight_seconds=sum(cost.weight_seconds for cost in calls),
-            kept_bytes=sum(cost.kept_bytes for cost in calls),
-            left_bytes=sum(cost.left_bytes for cost in calls),
-        )
-        for calls in stages
-    )
+    return tuple(map(MicrobatchCost.total, stages))

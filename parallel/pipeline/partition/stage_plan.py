@@ -1,16 +1,15 @@
-"""What one stage does in a forward, and why the values it receives are those.
+"""Plan of one stage: what it runs in a forward, which values it receives, and why those.
 
-    need     values that the stage makes itself: outputs of its calls, and glue on top of them
+    need     values that the stage makes itself: outputs of its calls, and glue computed from them
     border   values of earlier stages that the needed ones are computed from
-    cut      the cheapest values, in bytes, from which glue alone gives the border; received straight from the stage
-             that makes them; glue between cut and border runs here again
+    cut      the cheapest values, in bytes, from which glue alone gives the border; each is received from the stage that
+             makes it, and the glue between cut and border runs here again
 
-Stages are planned from last to first, since what a stage receives is what an earlier one has to send.
+Stages are planned from last to first, because a value that one stage receives has to be sent by an earlier one.
 
-The cheapest set of vertices that separates a source from wanted vertices (maximum flow, minimum cut).
-
-Each vertex is split in two, joined by an edge of its weight; edges between vertices never end up in the cut. Flow is
-pushed along shortest paths (Edmonds and Karp 1972); among equally cheap sets, the one nearest the source is found.
+The cut is a minimum vertex cut that separates the source from the border (maximum flow). Each vertex becomes two nodes
+joined by an edge of its weight; edges between vertices are infinite and never cut. Flow is pushed along shortest paths
+(Edmonds and Karp 1972); among equally cheap cuts, the one nearest the source is found.
 
     source --supply--> [in n] --weight--> [out n] --inf--> [in m] --weight--> [out m] --inf--> sink
 """
@@ -27,31 +26,31 @@ from engine.parallel.trace.model_trace import FromParameter, ModelTrace
 from engine.parallel.trace.torch_function import checks_content
 
 MOST_DEAD_BYTES = 64 << 20
-"""Glue on absent values allocates; above this, skipping it costs less than running it."""
+"""Glue on placeholders allocates memory; above this many bytes, skipping it costs less than running it."""
 _REUSE = 8
-"""A parameter that only recomputing would need here counts an eighth: it is here once, values in every microbatch."""
+"""A parameter needed only for recomputation counts an eighth: it is held once, values in every microbatch."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of one timeline."""
+    """One stage of a partition."""
 
     stage: int
     last: bool
-    """Whether it reaches the end of the program and returns its result."""
+    """True if the stage reaches the end of the program and returns its result."""
     calls: frozenset[int]
     receives: Mapping[int, int]
-    """Value -> the stage it comes from; ascending by value."""
+    """Values that it receives -> the stage that sends each; ascending by value."""
     sends: Mapping[int, tuple[int, ...]]
-    """Value -> the stages that want it, ascending; ascending by value."""
+    """Values that it sends -> the stages that receive each, ascending; ascending by value."""
     glue: frozenset[int]
     """Glue that has to run here with real content."""
     parameters: frozenset[str]
     tier: Literal[1, 2]
-    """1: absent calls give received values or NaN, and all glue runs. 2: each glue operation is looked up, and run,
+    """1: absent calls return received values or NaN, and all glue runs. 2: each glue operation is looked up, and run,
     skipped or answered by a received value."""
     last_event: int
-    """Nothing after it is needed."""
+    """The last event that the stage needs."""
 
 
 @dataclass
@@ -66,22 +65,21 @@ class _Draft:
 class Planner:
     """Plans all stages, given the stage of each call.
 
-    ``held``: the parameters that each stage has already, where others cannot come; empty: any can.
+    Args:
+        held: parameters that each stage holds already, if it cannot get others; empty: no restriction.
     """
 
-    def __init__(
-        self, timeline: ModelTrace, stage_of_call: Sequence[int], held: Sequence[Collection[str]] = ()
-    ) -> None:
-        self._timeline = timeline
+    def __init__(self, trace: ModelTrace, stage_of_call: Sequence[int], held: Sequence[Collection[str]] = ()) -> None:
+        self._trace = trace
         self._held = held
         self._count = max(stage_of_call, default=0) + 1
-        self._level = _levels(timeline, stage_of_call)
+        self._level = _levels(trace, stage_of_call)
         self._drafts = [_Draft() for _ in range(self._count)]
         for index, stage in enumerate(stage_of_call):
             self._drafts[stage].calls.add(index)
 
     def plan(self) -> tuple[StagePlan, ...]:
-        """The plans, by stage.
+        """The plans of all stages, in order.
 
         Raises:
             PlanError: only a value written in place could be sent, or a parameter would be needed that is not held.
@@ -97,7 +95,7 @@ class Planner:
     def _draft(self, stage: int) -> None:
         draft = self._drafts[stage]
         needed, border = self._follow(self._wanted(stage), stage)
-        self._take_glue(draft, needed)  # its parameters are here anyway: recomputing with them is free
+        self._take_glue(draft, needed)  # the stage holds its parameters anyway, so recomputing with them is free
         cut = self._cut(border, draft.parameters, stage) if border else ()
         self._follow_to_cut(border, cut, needed)
         self._follow_updates(draft.parameters, needed)
@@ -107,29 +105,29 @@ class Planner:
         self._take_glue(draft, needed)
 
     def _take_glue(self, draft: _Draft, needed: set[int]) -> None:
-        for value in (self._timeline.values[number] for number in needed):
+        for value in (self._trace.values[number] for number in needed):
             if value.maker == "glue":
                 draft.glue.add(value.index)
                 draft.parameters |= value.parameters
 
     def _wanted(self, stage: int) -> set[int]:
-        """What the stage must have by its calls, its sends, the result and lasting writes; notes their parameters."""
-        timeline, draft = self._timeline, self._drafts[stage]
+        """Values needed for the stage's calls, sends, result and writes to buffers; notes their parameters."""
+        trace, draft = self._trace, self._drafts[stage]
         wanted = set(draft.sends)
         for index in draft.calls:
-            wanted |= set(timeline.calls[index].inputs)
-            draft.parameters |= timeline.calls[index].parameters
+            wanted |= set(trace.calls[index].inputs)
+            draft.parameters |= trace.calls[index].parameters
         if stage == self._count - 1:
-            wanted |= set(timeline.targets)
-            leaves = timeline.result.leaves
+            wanted |= set(trace.targets)
+            leaves = trace.result.leaves
             draft.parameters |= {leaf.parameter for leaf in leaves if isinstance(leaf, FromParameter)}
-        for glue in timeline.glue:
+        for glue in trace.glue:
             if glue.buffers and max(self._level[number] for number in glue.makes) == stage:
                 wanted |= set(glue.makes)
         return wanted
 
     def _follow(self, wanted: set[int], stage: int) -> tuple[set[int], set[int]]:
-        """Back from ``wanted``: values made here, and the values of earlier stages that those start from."""
+        """Follow ``wanted`` back: values made here, and the values of earlier stages from which those are computed."""
         needed: set[int] = set()
         border: set[int] = set()
         todo = list(wanted)
@@ -141,12 +139,12 @@ class Planner:
                 border.add(number)
                 continue
             needed.add(number)
-            if self._timeline.values[number].maker == "glue":
-                todo += self._timeline.values[number].inputs
+            if self._trace.values[number].maker == "glue":
+                todo += self._trace.values[number].inputs
         return needed, border
 
     def _cut(self, border: set[int], own: set[str], stage: int) -> tuple[int, ...]:
-        values = self._timeline.values
+        values = self._trace.values
         graph = VertexCut(border)
         todo, seen = list(border), set(border)
         while todo:
@@ -161,8 +159,8 @@ class Planner:
         if cut is None:
             stuck = next(values[number] for number in sorted(border) if not values[number].movable)
             raise PlanError(
-                f"stage {stage} needs {self._timeline.describe(stuck.number)}, written in place to memory that other "
-                "tensors share, so that it cannot travel alone; write to a copy, or start the stage elsewhere by "
+                f"stage {stage} needs {self._trace.describe(stuck.number)}, written in place to memory that other "
+                "tensors share, so it cannot be sent alone; write to a copy, or start the stage elsewhere with "
                 "parallel.split."
             )
         return cut
@@ -170,34 +168,34 @@ class Planner:
     def _price(self, parameters: frozenset[str], stage: int) -> float:
         if self._held and not parameters <= set(self._held[stage]):
             return inf
-        return sum(self._timeline.parameter_bytes[name] for name in parameters) / _REUSE
+        return sum(self._trace.parameter_bytes[name] for name in parameters) / _REUSE
 
     def _follow_to_cut(self, border: set[int], cut: tuple[int, ...], needed: set[int]) -> None:
-        """Add to ``needed`` what is recomputed here from the received values."""
+        """Add to ``needed`` the values that are recomputed here from received ones."""
         todo = [number for number in border if number not in cut]
         while todo:
             number = todo.pop()
             if number not in needed and number not in cut:
                 needed.add(number)
-                todo += self._timeline.values[number].inputs
+                todo += self._trace.values[number].inputs
 
     def _follow_updates(self, own: set[str], needed: set[int]) -> None:
-        """Add to ``needed`` what writes this stage's parameters in place: it is made of parameters alone."""
-        todo = [number for glue in self._timeline.glue if glue.updates & own for number in glue.makes]
+        """Add to ``needed`` what writes this stage's parameters in place; it is computed from parameters alone."""
+        todo = [number for glue in self._trace.glue if glue.updates & own for number in glue.makes]
         while todo:
             number = todo.pop()
             if number not in needed:
                 needed.add(number)
-                own |= self._timeline.values[number].parameters
-                todo += self._timeline.values[number].inputs
+                own |= self._trace.values[number].parameters
+                todo += self._trace.values[number].inputs
 
     # ---- all stages
 
     def _place_unused(self) -> None:
-        """A parameter that nothing reads stays where its neighbour before it in the model is."""
+        """Place a parameter that nothing reads on the stage of the parameter before it in the model."""
         stage = 0
         owner = {name: s for s in reversed(range(self._count)) for name in self._drafts[s].parameters}
-        for name in self._timeline.parameter_bytes:
+        for name in self._trace.parameter_bytes:
             holders = [s for s, held in enumerate(self._held) if name in held]
             stage = owner.get(name, holders[0] if holders else stage)
             if name not in owner:
@@ -209,15 +207,15 @@ class Planner:
             if missing:
                 raise PlanError(
                     f"this input makes stage {stage} need parameter {missing[0]!r}, which it does not hold; give an "
-                    "example_batch that uses it, or start the stages elsewhere by parallel.split."
+                    "example_batch that uses it, or start the stages elsewhere with parallel.split."
                 )
 
     def _freeze(self, stage: int) -> StagePlan:
         draft = self._drafts[stage]
-        events = [self._timeline.calls[index].event for index in draft.calls]
+        events = [self._trace.calls[index].event for index in draft.calls]
         tier = self._tier(draft, inf if stage == self._count - 1 else max(events))
         if tier == 2:
-            events += [self._timeline.glue[index].event for index in draft.glue]
+            events += [self._trace.glue[index].event for index in draft.glue]
         return StagePlan(
             stage=stage,
             last=stage == self._count - 1,
@@ -231,23 +229,23 @@ class Planner:
         )
 
     def _tier(self, draft: _Draft, stop: float) -> Literal[1, 2]:
-        timeline = self._timeline
+        trace = self._trace
         travelling = (*draft.receives, *draft.sends)
         if self._count == 1:
             return 1
-        if any(timeline.values[number].maker == "glue" for number in travelling):
+        if any(trace.values[number].maker == "glue" for number in travelling):
             return 2
-        if any(glue.writes for glue in timeline.glue):
+        if any(glue.writes for glue in trace.glue):
             return 2
-        dead = [glue for index, glue in enumerate(timeline.glue) if index not in draft.glue and glue.event < stop]
-        dead_bytes = sum(timeline.values[number].bytes for glue in dead for number in glue.makes)
+        dead = [glue for index, glue in enumerate(trace.glue) if index not in draft.glue and glue.event < stop]
+        dead_bytes = sum(trace.values[number].bytes for glue in dead for number in glue.makes)
         return 2 if dead_bytes > MOST_DEAD_BYTES or any(checks_content(glue.name) for glue in dead) else 1
 
 
-def _levels(timeline: ModelTrace, stage_of_call: Sequence[int]) -> list[int]:
+def _levels(trace: ModelTrace, stage_of_call: Sequence[int]) -> list[int]:
     """The earliest stage at which each value can be made."""
     level: list[int] = []
-    for value in timeline.values:
+    for value in trace.values:
         own = stage_of_call[value.index] if value.maker == "call" else 0
         level.append(max([own, *(level[number] for number in value.inputs)]))
     return level
@@ -258,7 +256,7 @@ _SOURCE, _SINK = ("source", 0), ("sink", 0)
 
 
 class VertexCut:
-    """A graph that is filled vertex by vertex and then cut."""
+    """A graph that is filled vertex by vertex, then cut."""
 
     def __init__(self, wanted: Iterable[int]) -> None:
         self._room: dict[_Node, dict[_Node, float]] = defaultdict(lambda: defaultdict(float))
@@ -267,7 +265,7 @@ class VertexCut:
             self._room["out", vertex][_SINK] = inf
 
     def add(self, vertex: int, weight: float, supply: float, after: Iterable[int]) -> None:
-        """A vertex: ``weight`` to cut it, ``supply`` from the source straight into it, the vertices before it."""
+        """Add a vertex: ``weight`` to cut it, ``supply`` from the source into it, the vertices before it."""
         self._vertices.add(vertex)
         self._room["in", vertex]["out", vertex] = weight
         if supply:
@@ -276,7 +274,7 @@ class VertexCut:
             self._room["out", before]["in", vertex] = inf
 
     def solve(self) -> tuple[int, ...] | None:
-        """The vertices of the cheapest cut, ascending; None where every cut takes a vertex of infinite weight."""
+        """Vertices of the cheapest cut, ascending; None if every cut has a vertex of infinite weight."""
         while True:
             parent = self._reach()
             if _SINK not in parent:
@@ -294,7 +292,7 @@ class VertexCut:
                 self._room[b][a] += flow
 
     def _reach(self) -> dict[_Node, _Node]:
-        """Every node that the source reaches through edges with room, and the node before it."""
+        """Every node reachable from the source through edges with room, and its predecessor."""
         parent = {_SOURCE: _SOURCE}
         queue = deque([_SOURCE])
         while queue and _SINK not in parent:

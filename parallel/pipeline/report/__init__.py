@@ -1,1 +1,7 @@
-"""Schedules, predicted or measured, for people: text, SVG, Perfetto."""
+"""Schedules and their timelines for people, predicted or measured.
+
+text        figures of a schedule, and a timeline as text
+svg         timelines as a picture
+perfetto    timelines as a trace for ui.perfetto.dev
+measured    the timeline of a step as it ran
+"""

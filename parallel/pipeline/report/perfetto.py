@@ -1,8 +1,7 @@
-"""Timelines as a trace that ui.perfetto.dev and chrome://tracing open.
-
+"""Timelines as a trace for ui.perfetto.dev and chrome://tracing.
 
 The format is Chrome's (Trace Event Format): a process for each timeline, a thread for each rank, a slice for each
-action, and an arrow for each message from the action that sends it to the one that waits for it.
+action, and an arrow for each message from the action that sends it to the action that waits for it.
 """
 
 import json
@@ -14,9 +13,9 @@ from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.parallel.pipeline.schedule.simulate import Span
 
 SECOND = 1e6
-"""Times of the format are microseconds."""
+"""Microseconds, the unit of the format, in a second."""
 UNIT = 1e3
-"""So long is shown what has no unit."""
+"""Microseconds shown for one unit of a timeline without seconds."""
 _KIND = {
     Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward input",
     Op.BACKWARD_WEIGHT: "backward weight",
@@ -26,7 +25,7 @@ Event = Mapping[str, Any]
 
 
 def trace(panels: Sequence[Panel]) -> str:
-    """The text of a JSON file, the same for equal input; one event a line."""
+    """Text of a JSON file, one event per line, the same for equal input."""
     events = [event for process, panel in enumerate(panels) for event in _events(panel, process)]
     lines = ",\n".join(json.dumps(event) for event in events)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'

@@ -1,7 +1,7 @@
-"""Timelines as an SVG picture: one row a rank, a box an action, its colour the operation, its shade the stage.
+"""Timelines as an SVG picture: one row per rank, one box per action; colour is the operation, shade is the stage.
 
-The text is complete in itself and the same for equal input, and has its own background in light and dark, so
-that it can stand in a README. Boxes carry their token for a browser to show under the mouse.
+The text is self-contained, the same for equal input, and has a background of its own in light and dark mode, so that it
+can be shown in a README. The token of a box is its tooltip.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,20 +12,20 @@ from engine.parallel.pipeline.schedule.actions import Op, Schedule
 from engine.parallel.pipeline.schedule.simulate import Span
 
 _ROW, _PITCH = 20, 23
-"""Height of a row, and distance of rows."""
+"""Height of a row, and distance between rows."""
 _HEAD, _FOOT = 26, 24
 """Height of a headline, and of the legend."""
 _DIGIT = 6.2
 """Width of a digit in a box."""
 
 
-# bright enough in all shades for black digits, apart from each other for the colour-blind
+# bright enough in all shades for black digits, and distinguishable for the colour-blind
 _COLOUR = {
     Op.FORWARD: (0x5A, 0xAD, 0xE8), Op.BACKWARD: (0xE8, 0xA3, 0x2E),
     Op.BACKWARD_INPUT: (0xF0, 0x8A, 0x78), Op.BACKWARD_WEIGHT: (0x4F, 0xB9, 0x8C),
 }  # fmt: skip
 _PALEST = 0.5
-"""How near to white the last stage of a rank comes."""
+"""How close to white the last stage of a rank is."""
 _WORDS = {
     Op.FORWARD: "F forward", Op.BACKWARD: "B backward", Op.BACKWARD_INPUT: "I gradient of the input",
     Op.BACKWARD_WEIGHT: "W gradient of the weights",
@@ -37,11 +37,11 @@ text{font:11px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}.title{font-si
 
 
 def svg(panels: Sequence[Panel], width: int = 960) -> str:
-    """The picture of timelines one above the other; those of one unit share a scale, the longest takes the width.
+    """A picture of timelines one above the other; those of one unit share a scale, and the longest takes the width.
 
     Args:
-        panels: what to show; :class:`Panel` says how.
-        width: in pixels, of the whole picture.
+        panels: the timelines to show.
+        width: width of the picture in pixels.
     """
     margin = 20 + 6.7 * max(len(f"rank {len(panel.timeline.spans) - 1}") for panel in panels)
     body: list[str] = []
@@ -65,7 +65,7 @@ def svg(panels: Sequence[Panel], width: int = 960) -> str:
 
 
 def _panel(panel: Panel, corner: tuple[float, float], scale: float) -> Iterator[str]:
-    """``scale``: pixels for a unit of time."""
+    """``scale``: pixels per unit of time."""
     margin, top = corner
     yield f'<text class="title" x="10" y="{_px(top + 17)}">{escape(panel.headline())}</text>'
     for rank, spans in enumerate(panel.timeline.spans):
@@ -107,7 +107,7 @@ def _legend(panels: Sequence[Panel], top: float, margin: float, width: int) -> I
 
 
 def _shades(schedule: Schedule) -> list[tuple[Op, int, int]]:
-    """Each operation that occurs, with the place of its stage among how many of its rank."""
+    """Each operation that occurs, with the index of its stage on its rank and the number of stages there."""
     places = {
         stage: (place, len(stages)) for stages in schedule.stages_of_rank for place, stage in enumerate(stages)
     }  # fmt: skip

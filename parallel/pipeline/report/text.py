@@ -1,14 +1,14 @@
-"""The figures of a schedule that people compare, and a timeline together with what its numbers are.
+"""Figures by which schedules are compared, and their timelines as text.
 
-A timeline as text: one row a rank, time from left to right.
+One row per rank, time from left to right:
 
     1f1b
     rank 0 |F0 F1  .  . B0 B0 F2 B1 B1  . B2 B2
     rank 1 | . F0 B0 B0 F1 B1 B1 F2 B2 B2  .  .
 
-Where ranks have several stages, cells are tokens with the stage, ``2F5``; too wide for that, capitals are the first
-stage of a rank and small letters its later ones, ``f5``. Too wide for that, too, it keeps one letter of each cell;
-wider still, a letter stands for several cells and shows what most of that time is spent on, so that the phases remain.
+If ranks have several stages, cells are tokens with the stage, ``2F5``. If that is too wide, capitals denote the first
+stage of a rank and small letters its later ones, ``f5``; then one letter of each cell is kept; and at last a letter
+stands for several cells and shows the operation that takes most of their time, so that the phases remain visible.
 """
 
 from collections import Counter
@@ -25,28 +25,28 @@ from engine.parallel.pipeline.schedule.simulate import Cost, Span, StepTimeline,
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one step of a schedule needs. A *slice* is a rank's share of the model if all ranks have equal ones."""
+    """Figures of one step of a schedule. A *slice* is a rank's share of the model if all ranks have equal shares."""
 
     stages: int
     bubble: float
-    """Share of the ranks' time that is idle."""
+    """Idle share of the ranks' time."""
     makespan: float
-    """From the first start to the last end, in the unit of the costs."""
+    """Time from the first start to the last end, in the unit of the costs."""
     peak_slices: tuple[Fraction, ...]
-    """Most activations that each rank holds at once, in those of one slice for one microbatch."""
+    """Most activations that each rank holds at once, in units of one slice for one microbatch."""
     messages: tuple[int, ...]
     """Activations and gradients that each rank sends to others."""
     splits: bool
-    """Whether backwards are split into input and weight."""
+    """True if backwards are split into input and weight gradients."""
 
     @property
     def peak(self) -> Fraction:
-        """Of the rank that holds most."""
+        """Peak of the fullest rank."""
         return max(self.peak_slices)
 
 
 def summarize(timeline: StepTimeline) -> Summary:
-    """The figures of a timeline, simulated or measured."""
+    """Figures of a timeline, simulated or measured."""
     schedule = timeline.schedule
     rank_of = schedule.rank_of_stage
     sends = Counter(rank_of[action.stage] for row in schedule.per_rank for action in row if schedule.sends(action))
@@ -62,9 +62,9 @@ def summarize(timeline: StepTimeline) -> Summary:
 
 
 def cost_of_slices(schedule: Schedule, whole: Cost) -> Cost:
-    """``whole`` says how long a rank takes for its whole slice; a stage takes its part of that.
+    """Costs of stages, from the time that a rank takes for its whole slice; a transfer keeps its time.
 
-    So the times of schedules with one and with several stages a rank can be compared. A transfer stays as long.
+    So schedules with one and with several stages on a rank can be compared.
     """
     ranks = len(schedule.per_rank)
     share = (ranks / schedule.stages,) * schedule.stages if schedule.stages != ranks else ()
@@ -78,14 +78,14 @@ class Panel:
     """A timeline to be shown. Several, such as predicted and measured, are shown one above the other."""
 
     timeline: StepTimeline
-    """Its step begins at 0."""
+    """The timeline; its step starts at 0."""
     title: str = ""
-    """What it is besides the name of its schedule: predicted, measured."""
+    """Addition to the name of the schedule: predicted, measured."""
     seconds: bool = False
-    """Its times are seconds, as measured; otherwise of any unit."""
+    """True if its times are seconds, as measured; otherwise they have any unit."""
 
     def headline(self) -> str:
-        """Its name and figures in one line."""
+        """Name and figures in one line."""
         schedule, figures = self.timeline.schedule, summarize(self.timeline)
         ranks, each = len(schedule.per_rank), schedule.stages / len(schedule.per_rank)
         size = f"{_count(ranks, 'rank')}{f' x {each:g} stages' if each != 1 else ''}"
@@ -96,7 +96,7 @@ class Panel:
         return ", ".join(filter(None, [schedule.name, self.title])) + ": " + ", ".join(filter(None, parts))
 
     def duration(self, time: float) -> str:
-        """A time in words; empty where its unit is not known."""
+        """A time as text; empty if its unit is unknown."""
         if not self.seconds:
             return ""
         unit, factor = next((pair for pair in (("s", 1.0), ("ms", 1e3)) if time * pair[1] >= 1), ("us", 1e6))
@@ -104,17 +104,17 @@ class Panel:
 
 
 def end_of(panel: Panel, panels: Sequence[Panel]) -> float:
-    """When the last of the panels ends whose times have the unit of ``panel``; they are shown on one scale."""
+    """Latest end of all panels whose times have the unit of ``panel``; they share one scale."""
     return max(other.timeline.makespan for other in panels if other.seconds == panel.seconds)
 
 
 def slices(count: Fraction) -> str:
-    """``4 slices``, ``2.5 slices``."""
+    """Such as ``4 slices`` or ``2.5 slices``."""
     return f"{number(count)} slice{'s' * (count != 1)}"
 
 
 def number(count: Fraction) -> str:
-    """With at most two decimals: ``4``, ``2.5``."""
+    """A number with at most two decimals: ``4``, ``2.5``."""
     return f"{float(count):.2f}".rstrip("0").rstrip(".")
 
 
@@ -124,13 +124,13 @@ def _count(count: int, noun: str) -> str:
 
 IDLE = "."
 _ROUNDING = 1e-9
-"""Sums of float costs may end a little past a cell."""
+"""Tolerance in cells, since sums of float costs may end slightly after a cell."""
 
 Label = Callable[[Action], str]
 
 
 def draw(timeline: StepTimeline, width: int = 120) -> str:
-    """The picture, in at most ``width`` columns where the names of ranks leave room; no newline at its end.
+    """The picture in at most ``width`` columns if the names of ranks leave room, without a final newline.
 
     A cell is as long as the shortest action.
     """
@@ -138,10 +138,10 @@ def draw(timeline: StepTimeline, width: int = 120) -> str:
 
 
 def draw_panels(panels: Sequence[Panel], width: int = 120) -> str:
-    """Several timelines one above the other; those of one unit share a scale, the longest takes all columns.
+    """Several timelines one above the other; those of one unit share a scale, and the longest takes all columns.
 
-    So two kinds of schedule can be compared, and a measured step in seconds lies under the predicted one: where
-    both have the same shape they look the same. The first panel says how long a cell is.
+    So two kinds of schedule can be compared, and a measured step in seconds appears below the predicted one: equal
+    shapes look equal. The first panel determines the length of a cell.
     """
     names = [f"rank {rank}" for rank in range(max(len(panel.timeline.spans) for panel in panels))]
     margin = max(map(len, names))
@@ -158,16 +158,16 @@ def draw_panels(panels: Sequence[Panel], width: int = 120) -> str:
 @dataclass(frozen=True, slots=True)
 class _Layout:
     length: float
-    """Of the longest panels, in cells: the shortest action of the first panel."""
+    """Length of the longest panels in cells, which are as long as the shortest action of the first panel."""
     merged: int
     """Cells in a column."""
     wide: int
-    """Characters of a column, blanks between columns not counted; 1: there are no blanks."""
+    """Characters of a column without the blanks between columns; 1: there are no blanks."""
     label: Callable[[StepTimeline], Label]
 
 
 def _layout(panels: Sequence[Panel], room: int) -> _Layout:
-    """The most telling labels for which there is room."""
+    """The most detailed labels that fit."""
     length = end_of(panels[0], panels) / _shortest(panels[0])
     cells = ceil(length - _ROUNDING)
     for label in (_token, _small):
@@ -183,7 +183,7 @@ def _texts(panels: Sequence[Panel], label: Callable[[StepTimeline], Label]) -> I
 
 
 def _shortest(panel: Panel) -> float:
-    """The time of the shortest action; of the shortest kind of action where each took a little more or less."""
+    """Time of the shortest action; if measured, the median time of the shortest kind of action."""
     times: dict[str, list[float]] = {}
     for span in (span for row in panel.timeline.spans for span in row if span.end > span.start):
         times.setdefault(span.action.op, []).append(span.end - span.start)
@@ -215,7 +215,7 @@ def _several(timeline: StepTimeline) -> bool:
 
 
 def _token(timeline: StepTimeline) -> Label:
-    """Without the stage where each rank has one."""
+    """Tokens; without the stage if each rank has one."""
     return str if _several(timeline) else _small(timeline)
 
 
@@ -230,7 +230,7 @@ def _letter(timeline: StepTimeline) -> Label:
 
 
 def _row(spans: Sequence[Span], cell: float, cells: int, label: Label) -> list[str]:
-    """The label on which most of each cell is spent; the earliest of equals."""
+    """The label that takes most of each cell; of equals the earliest."""
     shares: list[dict[str, float]] = [{} for _ in range(cells)]
     for span in spans:
         text = label(span.action)

@@ -1,15 +1,16 @@
-"""Plays a row of actions: receive, compute, send, let go. It knows neither the schedule's name nor the optimizer.
+"""Executor of one rank's row of actions: receive, compute, send, release.
 
-What is received before an action and sent after it follows from the cut alone:
+It is independent of the kind of schedule and of the optimizer. What an action receives before it computes and sends
+afterwards follows from the partition alone:
 
     F of stage s    values from earlier stages  ->  compute  ->  values that later stages want
     B of stage s    their gradients, summed     ->  compute  ->  gradients of what was received
-    I of stage s    the same, but the gradients of weights that can wait are left for W
-    W of stage s                                    compute what I has left
+    I of stage s    the same, but the weight gradients that can be deferred are left to W
+    W of stage s                                    compute what I has deferred
 
-Receives are offered some actions ahead, so that a message travels while the actions before it compute. Of a
-microbatch only the edges of the autograd graph are held between its actions: what was sent is let go as soon
-as it has left, what was received as soon as its gradient is known.
+Receives are offered some actions ahead, so that a message travels while the actions before it compute. Between the
+actions of a microbatch only edges of the autograd graph are kept: a sent tensor is released once its send has
+completed, a received one once its gradient is known.
 """
 
 import time
@@ -32,54 +33,56 @@ from engine.parallel.trace.model_trace import Value
 
 
 class RankSchedule(NamedTuple):
-    """What one rank does in a step."""
+    """The row of one rank, and when its sends have completed."""
 
     actions: tuple[Action, ...]
+    passes: tuple[Action, ...]
+    """The actions that run the modules of a stage, and so need its parameters."""
     releases: tuple[tuple[int, ...], ...]
-    """Before each action, which earlier ones have sent what is let go now."""
+    """For each action: positions of the earlier actions whose sent tensors are released just before it."""
 
 
 def rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
     """The row of one rank."""
-    return RankSchedule(schedule.per_rank[rank], releases(schedule)[rank])
+    return RankSchedule(schedule.per_rank[rank], schedule.passes(rank), releases(schedule)[rank])
 
 
 class StageMicrobatch(NamedTuple):
-    """One stage of one microbatch: what it computes and what it exchanges."""
+    """One stage of one microbatch: what it computes and exchanges."""
 
     plan: StagePlan
     values: Sequence[Value]
-    """Of the timeline; the plan speaks of them by number."""
+    """Values of the trace; the plan refers to them by number."""
 
 
 class StageOutput(NamedTuple):
-    """What a forward gives."""
+    """Result of the forward of a stage."""
 
     sent: Mapping[int, Tensor]
-    """Values that other stages want, attached to the graph."""
+    """Values that other stages receive, attached to the graph."""
     root: Tensor | None
-    """What backward starts from: the loss of the last stage, None elsewhere."""
+    """Start of backward: the loss on the last stage, None on others."""
 
 
 class StageRunner(Protocol):
-    """One step of this rank's stages."""
+    """One step of this rank's stages: what the executor calls to compute."""
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """What ``stage`` does for ``microbatch``."""
+        """Plan and values of ``stage`` for ``microbatch``."""
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Compute; ``received`` are leaves of the graph."""
+        """Compute the forward; tensors in ``received`` are leaves of the graph."""
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Around the backward of a stage: collects the gradients of its parameters; in an I leaves what can wait."""
+        """Context of a stage's backward: collects the gradients of its parameters, and in an I defers those it can."""
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Compute the gradients that the I of this stage and microbatch has left."""
+        """Compute the gradients that the I of this stage and microbatch has deferred."""
 
 
 @dataclass(slots=True)
 class _Live:
-    """What a microbatch leaves between its forward and its backward."""
+    """State of a microbatch between its forward and its backward."""
 
     leaves: dict[int, Tensor] = field(default_factory=dict)
     edges: dict[int, GradientEdge] = field(default_factory=dict)
@@ -87,44 +90,52 @@ class _Live:
 
 
 class Executor:
-    """Plays actions of one rank, in the order in which they are given to it."""
+    """Plays the actions of one rank in the given order.
+
+    posted    receives of an action are offered          post -> do
+    live      between F and B (or I)                     leaves, edges of sent values, loss
+    split     between I and W                            weight gradients are deferred
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._live: dict[tuple[int, int], _Live] = {}
-        self._left: set[tuple[int, int]] = set()
-        """Stages and microbatches between I and W."""
+        self._split: set[tuple[int, int]] = set()
+        """(stage, microbatch) pairs between I and W."""
         self._posted: dict[Action, tuple[StageMicrobatch, dict[Message, Arrival]]] = {}
+        """Actions whose receives are offered, with the functions that wait for them."""
         self.spans: list[Span] = []
-        """When each action of the last row began and ended, in seconds of ``time.perf_counter``, waits for messages
-        left out. A GPU may still be at work when an action has ended here."""
+        """Start and end of each action in the last row, in seconds of ``time.perf_counter``, without waits for
+        messages. A GPU may still be computing when an action has ended here."""
 
     @property
     def live(self) -> int:
-        """Microbatches of stages whose forward is done and whose backward is not."""
-        return len(self._live) + len(self._left)
+        """Number of (stage, microbatch) pairs whose forward is done and whose backward is not."""
+        return len(self._live) + len(self._split)
 
-    def run(self, row: RankSchedule, job: StageRunner) -> None:
-        """Play a whole row. Whatever is raised leaves nothing behind on this rank."""
+    def run(self, row: RankSchedule, runner: StageRunner) -> None:
+        """Play a whole row. An exception leaves no state behind on this rank."""
         self.spans = []
         try:
             for index, action in enumerate(row.actions):
+                # a peer's send completes when this rank has offered to receive it: ``releases`` counts on offers for
+                # this action and for RECEIVES_AHEAD more before it waits for sends
                 for soon in row.actions[index : index + 1 + RECEIVES_AHEAD]:
-                    self.post(soon, job)
+                    self.post(soon, runner)
                 for earlier in row.releases[index]:
                     self._release(row.actions[earlier])
-                self.do(action, job)
+                self.do(action, runner)
             self._transport.finish()
         finally:
             self._live.clear()
-            self._left.clear()
+            self._split.clear()
             self._posted.clear()
 
-    def post(self, action: Action, job: StageRunner) -> None:
-        """Offer to receive what ``action`` needs from other stages; once."""
+    def post(self, action: Action, runner: StageRunner) -> None:
+        """Offer to receive what ``action`` needs from other stages, unless it has been offered already."""
         if action in self._posted:
             return
-        part = job.part(action.stage, action.microbatch)
+        part = runner.part(action.stage, action.microbatch)
         arrivals = {
             message: self._transport.receive(message, value.shape, value.dtype)
             for message in _arrivals(action, part)
@@ -132,20 +143,20 @@ class Executor:
         }
         self._posted[action] = part, arrivals
 
-    def do(self, action: Action, job: StageRunner) -> None:
+    def do(self, action: Action, runner: StageRunner) -> None:
         """Play one action."""
-        self.post(action, job)
+        self.post(action, runner)
         part, arrivals = self._posted.pop(action)
         arrived = {message: arrive() for message, arrive in arrivals.items()}
         started = time.perf_counter()
         with _named(action):
             if action.op is Op.FORWARD:
-                self._forward(action, part, arrived, job)
+                self._forward(action, part, arrived, runner)
             elif action.op is Op.BACKWARD_WEIGHT:
-                self._left.remove((action.stage, action.microbatch))
-                job.weights(action.stage, action.microbatch)
+                self._split.remove((action.stage, action.microbatch))
+                runner.weights(action.stage, action.microbatch)
             else:
-                self._backward(action, part, arrived, job)
+                self._backward(action, part, arrived, runner)
         self.spans.append(Span(action, started, time.perf_counter()))
 
     def _release(self, action: Action) -> None:
@@ -153,7 +164,7 @@ class Executor:
         self._transport.release(flow, action.stage, action.microbatch)
 
     def _forward(
-        self, action: Action, part: StageMicrobatch, arrived: Mapping[Message, Tensor], job: StageRunner
+        self, action: Action, part: StageMicrobatch, arrived: Mapping[Message, Tensor], runner: StageRunner
     ) -> None:
         leaves = {
             message.value: self._laid_out(tensor, part.values[message.value]) for message, tensor in arrived.items()
@@ -161,7 +172,7 @@ class Executor:
         training = torch.is_grad_enabled()
         for number, leaf in leaves.items():
             leaf.requires_grad_(training and part.values[number].grad)
-        done = job.forward(action.stage, action.microbatch, leaves)
+        done = runner.forward(action.stage, action.microbatch, leaves)
         live = _Live(root=done.root)
         for number, stages in part.plan.sends.items():
             tensor = done.sent[number]
@@ -177,19 +188,20 @@ class Executor:
             self._transport.recycle(leaf)
 
     def _backward(
-        self, action: Action, part: StageMicrobatch, arrived: Mapping[Message, Tensor], job: StageRunner
+        self, action: Action, part: StageMicrobatch, arrived: Mapping[Message, Tensor], runner: StageRunner
     ) -> None:
         live = self._live.pop((action.stage, action.microbatch))
         if action.op is Op.BACKWARD_INPUT:
-            self._left.add((action.stage, action.microbatch))
+            self._split.add((action.stage, action.microbatch))
         grads: dict[int, Tensor] = {}
         for message, grad in arrived.items():
+            # the gradient of a value proves that its receiver has the value
             self._transport.delivered(
                 Message("forward", message.value, message.microbatch, action.stage, message.source)
             )
-            # a gradient from a stage of this rank may share its memory with what that stage has sent, or left to its W
+            # out of place: a gradient from a stage of this rank may share memory with a send, or with deferred tensors
             grads[message.value] = grads[message.value] + grad if message.value in grads else grad
-        with job.backward(action):
+        with runner.backward(action):
             _backward(live, grads)
         for number, stage in part.plan.receives.items():
             leaf = live.leaves.pop(number)
@@ -202,7 +214,7 @@ class Executor:
             self._transport.recycle(grad)
 
     def _laid_out(self, tensor: Tensor, value: Value) -> Tensor:
-        """In the strides of the sender's tensor, which code (a view of a permuted tensor) and kernels may rely on."""
+        """The tensor in the strides of the sender, which code (a view of a permuted tensor) and kernels may rely on."""
         if tensor.stride() == value.stride:
             return tensor
         laid = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=tensor.device).copy_(tensor)
@@ -211,7 +223,7 @@ class Executor:
 
 
 def _named(action: Action) -> AbstractContextManager[Any]:
-    """In a profile the action has its token for a name, as in the drawings of the schedule."""
+    """Name the action by its token in a profile, as in drawings of the schedule."""
     watched = torch._C._autograd._profiler_enabled()
     return torch.profiler.record_function(str(action)) if watched else nullcontext()
 
@@ -229,7 +241,7 @@ def _backward(live: _Live, grads: Mapping[int, Tensor]) -> None:
 
 
 def _arrivals(action: Action, part: StageMicrobatch) -> list[Message]:
-    """The messages that ``action`` waits for, in the order in which both ends go through them."""
+    """Messages that ``action`` waits for, in the order that sender and receiver share."""
     if action.op is Op.FORWARD:
         return [
             Message("forward", number, action.microbatch, source, action.stage)

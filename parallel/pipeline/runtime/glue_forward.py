@@ -1,10 +1,10 @@
-"""Tier 2: every operation between calls that touches a value is compared with the probe by name.
+"""Tier 2 of a stage's forward: every operation between calls that touches a value is compared with the trace by name.
 
-    this stage needs it      it runs; what other stages want is kept
+    this stage needs it      it runs; values that other stages receive are kept
     it was received          the received value takes its place
-    neither                  it is skipped; one that draws random numbers draws them, so that streams stay alike
+    neither                  it is skipped; if it draws random numbers, they are drawn, so that streams stay equal
 
-Free operations run unseen: their path may depend on the content of the batch (a padding mask may be full or not).
+Free operations are not compared: their path may depend on the content of the batch (a padding mask may be full or not).
 """
 
 import weakref
@@ -19,24 +19,23 @@ from torch.utils._pytree import tree_map
 
 from engine.errors import EngineError
 from engine.parallel.pipeline.runtime.stage_forward import StageForward, leaves_of
-from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, has_views
 from engine.parallel.trace.model_trace import FromArgument, FromValue, Recipe
-from engine.parallel.trace.torch_function import Function, Operation, functions_shown_to, user_place
+from engine.parallel.trace.torch_function import Function, Operation, functions_shown_to, user_place, wrapper_among
 
 _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
 
 class GlueForward(StageForward, TorchFunctionMode):
-    """A run that decides on each operation between calls."""
+    """A stage's forward that decides on each operation between calls."""
 
     def _prepare(self) -> None:
         TorchFunctionMode.__init__(self)
         self._operations = 0
         self._quiet = False
         self._here: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
-        """Id of a value's tensor -> the tensor, and whether it has content."""
+        """The tensor of a value, and whether it has content, by the tensor's id."""
         self._written: dict[int, tuple[torch.UntypedStorage, bool]] = {}
-        """Storages that values were written to, and whether here; kept, so that the keys stay unique."""
+        """Storages that values were written to, and whether their content is here; kept, so that keys stay unique."""
         present = self.plan.parameters
         self._of_model = {id(parameter): name in present for name, parameter in self._parameters.items()}
 
@@ -46,9 +45,10 @@ class GlueForward(StageForward, TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_views(args, kwargs):
+        wrapper = wrapper_among(args, kwargs)
+        if wrapper is not None:
             with self:
-                return GlobalTensor.__torch_function__(func, types, args, kwargs)
+                return wrapper.__torch_function__(func, types, args, kwargs)
         return self._show(func, args, kwargs or {})
 
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
@@ -72,14 +72,14 @@ class GlueForward(StageForward, TorchFunctionMode):
 
     @contextmanager
     def _in_unit(self) -> Iterator[None]:
-        # popped, where nobody has put a mode above: less work for each operation, and nothing for a compiler to see
+        # popped if it is the innermost mode: operations inside the unit are faster, and a compiler sees no mode
         on_top = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
         with super()._in_unit(), _pop_mode_temporarily() if on_top else nullcontext():
             yield
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Our own operations are none of the program's."""
+        """Context for the engine's own operations, which are not events of the program."""
         before, self._quiet = self._quiet, True
         try:
             yield
@@ -90,14 +90,14 @@ class GlueForward(StageForward, TorchFunctionMode):
         if event != self._calls + self._operations:
             expected = self._expected()
             raise EngineError(
-                f"the forward reaches {what} where the probe saw {expected}: the code between units takes another path "
-                "than in the probe; it may depend on the shapes of the input only."
+                f"the forward reaches {what} where its trace has {expected}: the code between units takes another "
+                "path; let it depend on the shapes of the input only."
             )
 
     def _expected(self) -> str:
-        if self._operations == len(self.timeline.glue):
+        if self._operations == len(self.trace.glue):
             return "no more operations"
-        glue = self.timeline.glue[self._operations]
+        glue = self.trace.glue[self._operations]
         return f"{glue.name} at {glue.place}" if glue.calls_before == self._calls else "a call"
 
     def _show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,7 +110,7 @@ class GlueForward(StageForward, TorchFunctionMode):
 
     def _decide(self, operation: Operation) -> Any:
         index = self._operations
-        glue = self.timeline.glue[index] if index < len(self.timeline.glue) else None
+        glue = self.trace.glue[index] if index < len(self.trace.glue) else None
         self.stop_after(glue.event if glue else None)
         if glue is None or glue.name != operation.name or glue.calls_before != self._calls:
             self._check_event(-1, f"{operation.name} at {user_place()}")
@@ -124,7 +124,7 @@ class GlueForward(StageForward, TorchFunctionMode):
         if glue.random:
             self._draw(operation)
         out = self.skip(glue.output, glue.writes, operation.leaves)
-        if operation.name == _MODULE_BACKWARD_HOOK:  # torch looks for its mark in the history of what comes out
+        if operation.name == _MODULE_BACKWARD_HOOK:  # torch looks for this function in the graph of the output
             out = operation.function(*out) if isinstance(out, tuple) else operation.function(out)
             for tensor in leaves_of(out):
                 self._note(tensor, True)
@@ -149,7 +149,7 @@ class GlueForward(StageForward, TorchFunctionMode):
         return self._find(tensor) is not False
 
     def _find(self, tensor: Tensor) -> bool | None:
-        """Whether a value or parameter has content; None: it is free."""
+        """True if a value or parameter has content here, False if it is a placeholder; None if the tensor is free."""
         noted = self._here.get(id(tensor))
         if noted is not None and noted[0]() is tensor:
             return noted[1]

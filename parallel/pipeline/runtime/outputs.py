@@ -1,4 +1,4 @@
-"""What the last stage's model returned, on rank 0."""
+"""Outputs of the model on the last stage, brought to rank 0."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,21 +17,24 @@ LABEL = "outputs"
 
 @dataclass(frozen=True, slots=True)
 class Carrier:
-    """How outputs get to rank 0."""
+    """The path of the outputs to rank 0."""
 
     comm: Comm
     device: torch.device
     last: int
-    """The index of axis pp that has the last stage."""
+    """Index of axis pp that has the last stage."""
 
 
 def bring_outputs(
-    results: Sequence[Any], timelines: Sequence[ModelTrace], model: nn.Module, carrier: Carrier
+    results: Sequence[Any], traces: Sequence[ModelTrace], model: nn.Module, carrier: Carrier
 ) -> list[Any]:
-    """The results of the microbatches from the last stage of rank 0's replica, on rank 0; elsewhere nothing.
+    """Results of the microbatches from the last stage of rank 0's replica, on rank 0; an empty list elsewhere.
 
-    ``results``: (output, sum, weight) of each microbatch, where the last stage lies. Rank 0 knows their structure
-    from the timelines, and the shapes of parameters from ``model``, so that tensors alone travel.
+    Args:
+        results: (output, sum, weight) of each microbatch, on the rank with the last stage.
+
+    Rank 0 knows their structure from the traces, and the shapes of parameters from ``model``, so only tensors are sent,
+    over axis pp, label "outputs".
     """
     comm, last = carrier.comm, carrier.last
     coord = comm.grid.coord()
@@ -46,32 +49,32 @@ def bring_outputs(
                     comm.send(leaf.detach().contiguous(), state_link(last, 0), LABEL).wait()
         return []
     parameters = dict(model.named_parameters())
-    return [_receive(timeline, parameters, carrier) for timeline in timelines]
+    return [_receive(trace, parameters, carrier) for trace in traces]
 
 
-def _receive(timeline: ModelTrace, parameters: Mapping[str, Tensor], carrier: Carrier) -> Any:
+def _receive(trace: ModelTrace, parameters: Mapping[str, Tensor], carrier: Carrier) -> Any:
     leaves: list[Any] = []
-    for leaf in timeline.result.leaves:
-        found = _like(leaf, timeline, parameters)
+    for leaf in trace.result.leaves:
+        found = _like(leaf, trace, parameters)
         if found is None:
             leaves.append(getattr(leaf, "content", None))
             continue
         tensor = torch.empty(found[0], dtype=found[1], device=carrier.device)
         carrier.comm.receive(tensor, state_link(carrier.last, 0), LABEL).wait()
         leaves.append(tensor)
-    return pytree.tree_unflatten(leaves, timeline.result.spec)
+    return pytree.tree_unflatten(leaves, trace.result.spec)
 
 
 def _like(
-    leaf: Leaf, timeline: ModelTrace, parameters: Mapping[str, Tensor]
+    leaf: Leaf, trace: ModelTrace, parameters: Mapping[str, Tensor]
 ) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Shape and dtype of a leaf that is a tensor."""
+    """Shape and dtype of a leaf that is a tensor, otherwise None."""
     if isinstance(leaf, FromValue):
-        value = timeline.values[leaf.value]
+        value = trace.values[leaf.value]
         return value.shape, value.dtype
     if isinstance(leaf, FreeTensor):
         return leaf.shape, leaf.dtype
     if isinstance(leaf, FromParameter):
-        parameter = parameters[leaf.parameter]  # absent ones keep shape and dtype
+        parameter = parameters[leaf.parameter]  # a placeholder has the same shape and dtype
         return tuple(parameter.shape), parameter.dtype
     return None

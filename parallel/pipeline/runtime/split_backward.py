@@ -1,12 +1,12 @@
-"""Weight gradients that wait: a backward in two parts (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
+"""Split backward: deferred weight gradients (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
 
-    y = x W'      I    dx = dy W     at once: the stage before waits for it
+    y = x W'      I    dx = dy W     at once: the previous stage waits for it
                   W    dW = dy' x    later, from x and dy alone: neither W nor the graph is needed any more
 
-Nothing is computed twice. The linear layers of a model are the ones whose weight gradient costs as much as their
-input gradient; those of all other parameters come with I, and so does a layer whose input needs no gradient, one
-that is compiled, or one whose weight has hooks of the user's. A recomputed block (activation checkpointing) is
-recomputed once, in I.
+Nothing is computed twice. Only linear layers are deferred, since their weight gradient costs as much as their input
+gradient. Gradients of all other parameters are computed in I, and so are those of a layer whose input needs no
+gradient, of a compiled layer, or of one whose weight has hooks of the user's. A recomputed block (activation
+checkpointing) is recomputed once, in I.
 
 Shape suffixes: I inputs, O outputs.
 """
@@ -36,34 +36,34 @@ from engine.parallel.tensor.deferred_linear import (
 from engine.parallel.tensor.layers.linear import RowLayer, has_plain_forward, is_cut
 
 Take = Callable[[str, Tensor], None]
-"""Gets (parameter name, gradient)."""
+"""Takes (parameter name, gradient)."""
 
 
 class DeferredWeightGrads:
-    """What the I of one stage and microbatch has left to its W."""
+    """Weight gradients that the I of one stage and microbatch defers to its W."""
 
     def __init__(self) -> None:
         self._work: list[tuple[str, partial[Tensor]]] = []
         self._versions: list[int] = []
-        """How often the tensors of each had been written then."""
+        """Version counters of the saved tensors when each gradient was deferred."""
 
     def leave(self, name: str, compute: partial[Tensor]) -> None:
-        """Note a gradient that is to be computed."""
+        """Defer a gradient."""
         self._work.append((name, compute))
         self._versions.append(_version(compute))
 
     @property
     def bytes(self) -> int:
-        """What is kept for it, each storage once."""
+        """Bytes kept for the deferred gradients, each storage once."""
         kept = [arg.untyped_storage() for _, compute in self._work for arg in compute.args if isinstance(arg, Tensor)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     @torch.no_grad()
     def compute(self, take: Take) -> None:
-        """Compute all of it, letting go of each input with its use.
+        """Compute all deferred gradients, releasing each input after its use.
 
         Raises:
-            EngineError: the model has written into what waits.
+            EngineError: the model has written to a saved tensor in place.
         """
         work, self._work = self._work[::-1], []
         versions, self._versions = self._versions[::-1], []
@@ -71,9 +71,9 @@ class DeferredWeightGrads:
             name, compute = work.pop()
             if _version(compute) != versions.pop():
                 raise EngineError(
-                    f"what the gradient of {name!r} waits for was written in place after the backward that left it: "
-                    "let the model write into no tensor of another microbatch, or choose a schedule that splits no "
-                    "backward, such as 1f1b."
+                    f"a tensor saved for the deferred gradient of {name!r} was written in place before that gradient "
+                    "was computed; keep the model from writing to tensors of another microbatch, or choose a schedule "
+                    "without split backwards, such as 1f1b."
                 )
             take(name, compute())
 
@@ -81,7 +81,7 @@ class DeferredWeightGrads:
 class SplitBackward:
     """Gives the linear layers of ``model`` a backward whose weight gradient can be deferred.
 
-    Sharded layers (``parallel.tensor``) are among them, so it is put on after the tensor plan.
+    Sharded layers (``parallel.tensor``) are included, so it is put on after the tensor plan.
     """
 
     def __init__(self, model: nn.Module, patches: ForwardPatches, kernels: Kernels = REFERENCE) -> None:
@@ -93,16 +93,16 @@ class SplitBackward:
             fused = vars(module).get(slot)
             if fused is not None and not isinstance(fused, FusedForward):
                 continue
-            # one that shows its weight as a view has no product of its own: its gradient does not wait
+            # a layer without a plain forward (its weight is shown as a global tensor) is not deferred
             if is_linear(module) and has_plain_forward(module) and hasattr(module, slot):
                 product = _Layer(self, module, names, getattr(module, slot)).multiply
                 with patches.changing(module, PatchLayer.DEFERRED, "can defer its weight gradient to a W action"):
                     object.__setattr__(module, slot, product)
 
     @contextmanager
-    def leaving(self, leftover: DeferredWeightGrads) -> Iterator[None]:
-        """Around an I: what can wait goes into ``leftover``."""
-        before, self._open = self._open, leftover
+    def leaving(self, deferred: DeferredWeightGrads) -> Iterator[None]:
+        """Context of an I: weight gradients that can be deferred go into ``deferred``."""
+        before, self._open = self._open, deferred
         try:
             yield
         finally:
@@ -110,17 +110,21 @@ class SplitBackward:
 
     @property
     def open(self) -> DeferredWeightGrads | None:
-        """Where the running backward leaves what can wait; None outside an I."""
+        """Where the running backward defers weight gradients to; None outside an I."""
         return self._open
 
 
 class _Layer:
-    """The product of one linear layer."""
+    """The matrix product of one linear layer."""
 
     def __init__(
-        self, waiting: SplitBackward, module: nn.Module, names: Mapping[int, str], plain: Callable[[Tensor], Tensor]
+        self,
+        split_backward: SplitBackward,
+        module: nn.Module,
+        names: Mapping[int, str],
+        plain: Callable[[Tensor], Tensor],
     ) -> None:
-        self.waiting, self._module, self._plain = waiting, module, plain
+        self.split_backward, self._module, self._plain = split_backward, module, plain
         self._parameters = module._parameters
         self._transposed = is_conv1d(module)
         self._with_bias = not isinstance(module, RowLayer)
@@ -134,38 +138,41 @@ class _Layer:
         if weight is None or not self._can_wait(x, weight, bias):
             return self._plain(x)
         names = self._names[id(weight)], "" if bias is None else self._names[id(bias)]
-        kernels = self.waiting.kernels
-        y = deferrable_linear(x, weight, bias, LinearSpec(self._transposed, _Waits(self.waiting, names), kernels))
+        kernels = self.split_backward.kernels
+        y = deferrable_linear(
+            x, weight, bias, LinearSpec(self._transposed, _Waits(self.split_backward, names), kernels)
+        )
         return followed(self._module, y, kernels)
 
     def _can_wait(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return can_multiply(x, weight) and all(p is None or self._is_ours(p) for p in (weight, bias))
 
     def _is_ours(self, parameter: Tensor) -> bool:
-        """Whether nobody but the engine waits for its gradient."""
+        """True if only the engine uses the parameter's gradient."""
         hooked = parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1
         return parameter.requires_grad and parameter.is_leaf and not hooked and id(parameter) in self._names
 
 
 class _Waits(NamedTuple):
-    """Leaves the gradients of one layer to W; the tensors of a product need not be the parameters themselves: a probe
-    shows twins of them, a recomputed forward saves other objects."""
+    """Defers the gradients of one layer, known by name: the tensors of a product need not be the parameters themselves,
+    since tracing passes twins of them and a recomputed forward saves other objects.
+    """
 
-    waiting: SplitBackward
+    split_backward: SplitBackward
     names: tuple[str, str]
-    """Of weight and bias: their first names in the model."""
+    """First names of weight and bias in the model."""
 
     def put_off(self, wanted: GradsWanted, nodes: tuple[Any, ...]) -> bool:
-        """Inside an I, where this backward is that of the step."""
-        leftover = self.waiting.open
-        if leftover is None or torch.is_grad_enabled() or not is_executed(nodes[1][0]):
+        """Defer the gradients and return True, if this backward runs inside an I and is that of the step."""
+        deferred = self.split_backward.open
+        if deferred is None or torch.is_grad_enabled() or not is_executed(nodes[1][0]):
             return False
-        leftover.leave(self.names[0], wanted.weight)
+        deferred.leave(self.names[0], wanted.weight)
         if wanted.bias is not None:
-            leftover.leave(self.names[1], wanted.bias)
+            deferred.leave(self.names[1], wanted.bias)
         return True
 
 
 def _version(compute: partial[Tensor]) -> int:
-    """Grows with every write into one of the tensors."""
+    """Sum of the tensors' version counters, which grows with every write in place."""
     return sum(arg._version for arg in compute.args if isinstance(arg, Tensor))

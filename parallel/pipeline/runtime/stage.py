@@ -1,7 +1,7 @@
-"""Runs the stages of a cut on one model, in the user's own forward.
+"""Runs the stages of a partition on one model, in the user's own forward.
 
 A model may hold several stages (virtual stages) and see several input signatures: each forward brings its own
-timeline and plan. Nothing here knows neighbours or ranks: received tensors come in, tensors to send come out.
+trace and plan. Independent of neighbours and ranks: received tensors come in, tensors to send come out.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,12 +24,12 @@ from engine.parallel.trace.model_trace import ModelTrace
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a forward of one stage gave."""
+    """Result of the forward of one stage."""
 
     result: Any
-    """What the program returned; None where another stage reaches its end."""
+    """What the program returned; None if another stage reaches its end."""
     sent: dict[int, Tensor]
-    """Value -> its tensor, attached to autograd, for every value of the plan's ``sends``.
+    """Tensor of each value in the plan's ``sends``, attached to autograd.
 
     A tensor made by a unit is what its forward returned, before forward hooks: a hook on that tensor
     (``output.register_hook``) sees the backward, one that replaces the output does not.
@@ -40,7 +40,7 @@ class Stage:
     """A model whose forwards can be run one stage at a time."""
 
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
-        self._model, self._blanks = model, PlaceholderPool(device)
+        self._model, self._placeholders = model, PlaceholderPool(device)
         self._parameters = dict(model.named_parameters())
         self._intercepted: set[str] = set()
         self._interception = Interception(
@@ -50,24 +50,27 @@ class Stage:
         self._seen: ModelTrace | None = None
 
     def forward(
-        self, timeline: ModelTrace, plan: StagePlan, program: Callable[[], Any], received: Mapping[int, Tensor]
+        self, trace: ModelTrace, plan: StagePlan, program: Callable[[], Any], received: Mapping[int, Tensor]
     ) -> StageResult:
-        """Run ``program``, which the timeline was probed from, as far as ``plan`` needs.
+        """Run ``program``, from which the trace was made, as far as ``plan`` needs.
 
-        ``received``: for each value of ``plan.receives`` a leaf tensor, requiring a gradient if the value's ``grad``
-        says so and this is training. The caller runs backward from ``sent`` with the gradients that receivers
-        return, summed; gradients for earlier stages lie then in ``.grad`` of ``received``.
+        Args:
+            received: a leaf tensor for each value of ``plan.receives``, requiring a gradient if the value's ``grad``
+                says so and this is training.
+
+        The caller runs backward from ``sent`` with the sum of the gradients that receivers return; the gradients for
+        earlier stages are then in ``.grad`` of ``received``.
 
         Raises:
-            EngineError: the program takes another path than in the probe, or a value has another shape.
+            EngineError: the program takes another path than in the trace, or a value has another shape.
         """
         if received.keys() != plan.receives.keys():
             raise EngineError(
-                f"stage {plan.stage} was given the values {sorted(received)}; it receives {sorted(plan.receives)}."
+                f"stage {plan.stage} was given the values {sorted(received)}, and it receives {sorted(plan.receives)}."
             )
-        self._intercept(timeline)
+        self._intercept(trace)
         kind = GlueForward if plan.tier == 2 else StageForward
-        run = kind(timeline, plan, received, self._parameters, self._blanks)
+        run = kind(trace, plan, received, self._parameters, self._placeholders)
         result = None
         before, self._run = self._run, run
         try:
@@ -76,7 +79,7 @@ class Stage:
         except StopForward as stop:
             if stop.run is not run:
                 raise
-            # generators left in the middle must undo what they hold open now, not when they are collected
+            # context managers in the abandoned frames (autocast, no_grad) must exit now, not at garbage collection
             clear_frames(stop.__traceback__)
         finally:
             self._run = before
@@ -84,11 +87,11 @@ class Stage:
         sent = {number: run.sent[number] for number in plan.sends}
         return StageResult(result if plan.last else None, sent)
 
-    def _intercept(self, timeline: ModelTrace) -> None:
-        if timeline is self._seen:
+    def _intercept(self, trace: ModelTrace) -> None:
+        if trace is self._seen:
             return
-        self._seen = timeline
-        for unit in timeline.units:
+        self._seen = trace
+        for unit in trace.units:
             if unit not in self._intercepted:
                 self._intercepted.add(unit)
                 note = "runs where its pipeline stage is; on other stages the call is answered without it"

@@ -1,8 +1,8 @@
-"""One forward of one stage: the user's own program, in which absent calls give received values or NaN.
+"""The forward of one stage: the user's own program, in which absent calls return received values or NaN.
 
-    call of this stage         runs; what other stages want is kept
-    call of another stage      does not run; returns what was received, else NaN; hooks of the unit run all the same
-    glue                       runs on whatever is there (tier 1); ``glue_run`` looks at each operation (tier 2)
+    call of this stage         runs; values that other stages receive are kept
+    call of another stage      does not run; returns received values, else NaN; hooks of the unit run all the same
+    glue                       runs on whatever is there (tier 1); ``glue_forward`` looks at each operation (tier 2)
 
 The program is left at the first event after the last needed one, so that all hooks of the last unit have run.
 """
@@ -29,16 +29,19 @@ from engine.parallel.trace.model_trace import (
     Recipe,
 )
 
-_REMEDY = "its path depends on something else than the shapes of the input; make it the same for every microbatch."
+_REMEDY = "its path depends on more than the shapes of the input; make it the same for every microbatch."
 
 
 def leaves_of(out: Any) -> list[Any]:
-    """The leaves of an output, which most often is one tensor."""
+    """Leaves of an output, which is usually a single tensor."""
     return [out] if type(out) is Tensor else tree_leaves(out)
 
 
 class StopForward(BaseException):
-    """Leaves the user's forward. No Exception: user code that catches those must not swallow it."""
+    """Leaves the user's forward early, once everything that this stage needs has been computed.
+
+    A BaseException, so that ``except Exception`` in user code does not swallow it.
+    """
 
     def __init__(self, run: "StageForward") -> None:
         super().__init__()
@@ -46,55 +49,55 @@ class StopForward(BaseException):
 
 
 class StageForward:
-    """Tier 1: only calls are looked at."""
+    """Tier 1: only calls are intercepted."""
 
     def __init__(
         self,
-        timeline: ModelTrace,
+        trace: ModelTrace,
         plan: StagePlan,
         received: Mapping[int, Tensor],
         parameters: Mapping[str, nn.Parameter],
-        blanks: PlaceholderPool,
+        placeholders: PlaceholderPool,
     ) -> None:
-        self.timeline, self.plan = timeline, plan
+        self.trace, self.plan = trace, plan
         self.inside = False
-        """Whether a unit runs: what it calls is its own affair."""
+        """True while a unit runs; its inner calls are not events."""
         self.regions: list[dict[str, Any]] = []
-        """Options of the checkpoints that the program is in; see ``checkpoints``."""
+        """Options of the checkpointed regions around the current code; see ``torch_checkpoint``."""
         self.sent: dict[int, Tensor] = {}
-        self._received, self._parameters, self._blanks = received, parameters, blanks
+        self._received, self._parameters, self._placeholders = received, parameters, placeholders
         self._calls = 0
         for number, tensor in received.items():
             self._check(number, tensor, "received")
         self._prepare()
 
     def _prepare(self) -> None:
-        """What a tier adds to the state of a run."""
+        """Initialise the additional state of a tier."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the program."""
+        """Context in which the program runs."""
         yield
 
     def takes(self, unit: str) -> bool:
-        """Whether a call of ``unit`` is an event of this forward."""
-        return not self.inside and unit in self.timeline.unit_names
+        """True if a call of ``unit`` is an event of this forward."""
+        return not self.inside and unit in self.trace.unit_names
 
     def skips_next(self) -> bool:
-        """Whether the next call is of another stage."""
+        """True if the next call belongs to another stage."""
         return self._calls not in self.plan.calls
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The event of a call: run it or answer it."""
+        """A call as an event: run it, or answer it."""
         index = self._calls
-        call = self.timeline.calls[index] if index < len(self.timeline.calls) else None
+        call = self.trace.calls[index] if index < len(self.trace.calls) else None
         self.stop_after(call.event if call else None)
         if call is None or call.unit != unit:
             expected = f"unit {call.unit!r}" if call else "the end"
-            raise EngineError(f"the forward calls unit {unit!r} where the probe saw {expected}: {_REMEDY}")
+            raise EngineError(f"the forward calls unit {unit!r} where its trace has {expected}: {_REMEDY}")
         self._check_event(call.event, f"unit {unit!r}")
         self._calls += 1
-        leaves = tree_leaves((args, kwargs)) if self.timeline.asks_arguments[index] else []
+        leaves = tree_leaves((args, kwargs)) if self.trace.asks_arguments[index] else []
         if index not in self.plan.calls:
             return self.skip(call.output, call.writes, leaves)
         with self._in_unit():
@@ -103,27 +106,27 @@ class StageForward:
         return out
 
     def finish(self) -> None:
-        """Check that the program made everything that was planned.
+        """Check that the program made every planned value.
 
         Raises:
-            EngineError: it ended early.
+            EngineError: the program ended early.
         """
         missing = [number for number in self.plan.sends if number not in self.sent]
         if missing:
-            what = self.timeline.describe(missing[0])
-        elif self.plan.last and self._calls < len(self.timeline.calls):
-            what = f"a call of unit {self.timeline.calls[self._calls].unit!r}"
+            what = self.trace.describe(missing[0])
+        elif self.plan.last and self._calls < len(self.trace.calls):
+            what = f"a call of unit {self.trace.calls[self._calls].unit!r}"
         else:
             return
-        raise EngineError(f"the forward ended before {what}, which the probe saw: {_REMEDY}")
+        raise EngineError(f"the forward ended before {what}, which its trace has: {_REMEDY}")
 
     def stop_after(self, event: int | None) -> None:
-        """Leave the program if nothing from ``event`` on is needed."""
+        """Leave the program if no event from ``event`` on is needed."""
         if not self.plan.last and (event is None or event > self.plan.last_event):
             raise StopForward(self)
 
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
-        """What an event of another stage returns here."""
+        """The result of an event of another stage."""
         for position, number in writes:
             if number in self._received:
                 self._put(arguments[position], number)
@@ -131,11 +134,11 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> None:
-        """Keep what other stages want of what an event made."""
+        """Keep the values of an event that other stages receive."""
         leaves = leaves_of(out)
         if len(leaves) != len(output.leaves):
             raise EngineError(
-                f"a unit returned {len(leaves)} leaves where the probe saw {len(output.leaves)}: {_REMEDY}"
+                f"a unit returned {len(leaves)} leaves where the trace has {len(output.leaves)}: {_REMEDY}"
             )
         for position, number in writes:
             self._keep(number, arguments[position])
@@ -152,21 +155,21 @@ class StageForward:
             self.inside = False
 
     def _check_event(self, event: int, what: str) -> None:
-        """Tier 1 does not see glue, and cannot compare positions."""
+        """Compare the position of an event; tier 1 cannot, since it does not see glue."""
 
     def _keep(self, number: int, tensor: Tensor) -> None:
         if number in self.plan.sends:
             self._check(number, tensor, "sent")
-            # the receiver gets what it is now, not what a later operation writes over it
-            self.sent[number] = tensor.clone() if self.timeline.values[number].rewritten else tensor
+            # a copy: the receiver gets the present content, not what a later operation writes over it
+            self.sent[number] = tensor.clone() if self.trace.values[number].rewritten else tensor
 
     def _check(self, number: int, tensor: Tensor, verb: str) -> None:
-        value = self.timeline.values[number]
+        value = self.trace.values[number]
         if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
-            what = self.timeline.describe(number)
+            what = self.trace.describe(number)
             raise EngineError(
-                f"{what} is {verb} as {tensor.dtype} {tuple(tensor.shape)} where the probe saw "
-                f"{value.dtype} {value.shape}: its shape depends on something else than the shapes of the input."
+                f"{what} is {verb} as {tensor.dtype} {tuple(tensor.shape)} where the trace has {value.dtype} "
+                f"{value.shape}: its shape depends on more than the shapes of the input; let it depend on those alone."
             )
 
     def _rebuild(self, leaf: Leaf, arguments: list[Any]) -> Any:
@@ -180,18 +183,19 @@ class StageForward:
             case Constant(content):
                 return content
             case FreeTensor():
-                raise AssertionError("an event makes values, no free tensors")
+                raise AssertionError("an event makes values, never free tensors")
 
     def _value(self, number: int) -> Tensor:
-        value = self.timeline.values[number]
+        value = self.trace.values[number]
         if number in self._received:
             tensor = self._received[number]
             return tensor.clone() if value.rewritten else tensor
         grad = value.grad and torch.is_grad_enabled()
-        return self._blanks.give(value.shape, value.dtype).requires_grad_(grad)
+        return self._placeholders.give(value.shape, value.dtype).requires_grad_(grad)
 
     def _put(self, target: Tensor, number: int) -> None:
-        """The caller holds the written object: the received value goes into it."""
+        """Write the received value into the argument that the skipped event would have written."""
+        # a placeholder or leaf cannot be written in place: give it memory of its own first
         if is_expanded(target) or target.is_leaf:
             target.requires_grad_(False)
             target.data = torch.empty(target.shape, dtype=target.dtype, device=target.device)

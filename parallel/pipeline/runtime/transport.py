@@ -1,15 +1,13 @@
-"""How values and their gradients get from stage to stage.
+"""Transport of values and gradients between stages.
 
-A message is named by what it carries; both ends know its shape and dtype from the timeline, so that neither
-shapes nor names travel. Between two stages the messages of one flow keep the order in which they are sent.
+A message is identified by what it carries; both ends know its shape and dtype from the trace, so neither shapes nor
+names are sent. Between two stages the messages of one flow keep the order in which they are sent.
 
-    send      issued at once; the tensor is held until it has left, which ``release`` or ``delivered`` tells
-    receive   offered early, into a buffer that is used again when nobody else holds it
+    send      issued at once; the tensor is held until the send has completed, as ``release`` or ``delivered`` tells
+    receive   offered early, into a buffer that is reused once no tensor shares its memory
 
-Memory for messages that arrive, used again and again: fresh memory costs page faults and fragments.
-
-A buffer goes back to the shelf only when nobody holds a tensor over it. Model code may keep what it was given
-(``output_hidden_states``), and autograd may hand a gradient on as it came: such memory is left to its holder.
+Receive buffers are reused because fresh memory costs page faults and fragmentation. Model code may keep what it was
+given (``output_hidden_states``), and autograd may pass a gradient on as it arrived: such memory is left to its holder.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,56 +22,56 @@ from engine.parallel.comm.comm import Comm, Pending
 
 
 class Message(NamedTuple):
-    """The value (or its gradient) of one microbatch on its way between two stages."""
+    """A value (or its gradient) of one microbatch, sent between two stages."""
 
     flow: Flow
     value: int
     microbatch: int
     source: int
-    """Stage that sends."""
+    """Sending stage."""
     target: int
-    """Stage that receives."""
+    """Receiving stage."""
 
 
 Arrival = Callable[[], Tensor]
-"""Waits for a message and gives its tensor, which belongs to the caller alone."""
+"""Waits for a message and returns its tensor, which then belongs to the caller alone."""
 
 
 class Transport(Protocol):
-    """Carries messages. Sends never wait for the other side."""
+    """Carries messages. A send never waits for the receiver."""
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Send ``tensor``, which nobody may write to until it has left."""
+        """Send ``tensor``, which must not be written to until the send has completed."""
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype) -> Arrival:
-        """Offer to receive; the order of the offers of a channel is that of its sends."""
+        """Offer to receive; offers of a channel are made in the order of its sends."""
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Let go of what this stage has sent to its neighbours: they have offered to take it."""
+        """Complete the sends of this stage to its neighbours, which have offered to receive them."""
 
     def delivered(self, message: Message) -> None:
-        """The other side has shown that it has ``message``: let go of its tensor."""
+        """Release the tensor of ``message``, which the receiver has shown to have."""
 
     def recycle(self, tensor: Tensor) -> None:
-        """What arrived in ``tensor`` is not needed any more."""
+        """Take back the memory of a received tensor that is no longer needed."""
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends have completed."""
 
 
 class MemoryTransport:
-    """All stages in one process; a message lies in a dictionary until it is taken."""
+    """All stages in one process; a message is kept in a dictionary until it is received."""
 
     def __init__(self) -> None:
         self._waiting: dict[Message, Tensor] = {}
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Leave the tensor for its taker."""
+        """Keep the tensor for its receiver."""
         assert message not in self._waiting, message
         self._waiting[message] = tensor.detach()
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype) -> Arrival:
-        """Take the tensor when it is asked for."""
+        """Return the tensor when it is waited for."""
 
         def take() -> Tensor:
             tensor = self._waiting.pop(message)
@@ -83,31 +81,31 @@ class MemoryTransport:
         return take
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Nothing is held."""
+        """Do nothing: no send is pending."""
 
     def delivered(self, message: Message) -> None:
-        """Nothing is held."""
+        """Do nothing: no send is pending."""
 
     def recycle(self, tensor: Tensor) -> None:
-        """The tensor is the sender's own."""
+        """Do nothing: the tensor is the sender's own."""
 
     def finish(self) -> None:
-        """Refuse to end with messages that nobody took."""
+        """Check that all messages have been received."""
         assert not self._waiting, f"nobody took {list(self._waiting)}"
 
 
 class _Sent(NamedTuple):
-    """A message on its way, and its memory."""
+    """A pending send, and its tensor."""
 
     pending: Pending
     tensor: Tensor
 
 
 class CommTransport:
-    """Between processes, through ``comm``; between two stages of one rank, by hand.
+    """Messages between processes through ``comm``, and directly between two stages of one rank.
 
-    A tensor that was sent is held until it has left. For neighbouring stages the schedule tells when that is
-    certain (``releases``); whatever goes further is held until its gradient comes back, or until the end of the step.
+    A sent tensor is held until its send has completed. For neighbouring stages the schedule tells when waiting for that
+    costs no time (``releases``); other sends are held until their gradient returns, or until the end of the step.
     """
 
     def __init__(self, comm: Comm, rank_of_stage: Sequence[int], device: torch.device) -> None:
@@ -118,6 +116,7 @@ class CommTransport:
         self._near: dict[tuple[Flow, int, int], list[_Sent]] = {}
         """Sends to neighbouring stages, by flow, stage and microbatch."""
         self._far: dict[Message, _Sent] = {}
+        """Sends past a neighbouring stage."""
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Send to the rank of the target stage."""
@@ -142,22 +141,22 @@ class CommTransport:
 
         def arrive() -> Tensor:
             pending.wait()
-            return tensor.detach()  # the buffer itself never becomes a leaf of a graph
+            return tensor.detach()  # an alias, so that the buffer itself never becomes a leaf of a graph
 
         return arrive
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Wait for the sends to neighbours; that takes no longer than the way."""
+        """Wait for the sends to neighbours, at most for their transfer."""
         for sent in self._near.pop((flow, stage, microbatch), ()):
             sent.pending.wait()
 
     def delivered(self, message: Message) -> None:
-        """Let go of a tensor that went past a neighbour."""
+        """Complete a send past a neighbouring stage."""
         if message in self._far:
             self._far.pop(message).pending.wait()
 
     def recycle(self, tensor: Tensor) -> None:
-        """Keep the memory for the next message of its kind."""
+        """Keep the memory for the next message of equal shape and dtype."""
         self._buffers.give(tensor)
 
     def finish(self) -> None:
@@ -175,16 +174,16 @@ class CommTransport:
 
 
 class ReceiveBuffers:
-    """A shelf of tensors by shape and dtype."""
+    """Reusable tensors by shape and dtype."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lent: dict[int, Tensor] = {}
-        """By the address of their memory."""
+        """Buffers in use, by the address of their memory."""
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor with any content. Hand on other names for its memory (``detach``), and not itself."""
+        """A contiguous tensor with arbitrary content. Pass on aliases of it (``detach``), never the tensor itself."""
         shelf = self._free.get((shape, dtype))
         tensor = shelf.pop() if shelf else torch.empty(shape, dtype=dtype, device=self._device)
         if tensor.numel():
@@ -192,21 +191,21 @@ class ReceiveBuffers:
         return tensor
 
     def give(self, tensor: Tensor) -> None:
-        """The holder of ``tensor``, which may be anybody's, is done with it and keeps no other name for its memory."""
+        """Take back a buffer by any alias, whose holder keeps no other; ignores tensors that are not buffers."""
         own = self._lent.pop(tensor.untyped_storage().data_ptr(), None)
         if own is not None and _names(own) <= _OURS:
             self._free.setdefault((tuple(own.shape), own.dtype), []).append(own)
 
     def forget(self) -> None:
-        """What is lent now belongs to its holders."""
+        """Leave all buffers in use to their holders."""
         self._lent.clear()
 
 
 _OURS = 2
-"""The buffer itself, and the tensor that is given back."""
+"""The buffer itself, and the alias that is given back."""
 
 
 def _names(tensor: Tensor) -> int:
-    """How many tensors share this memory."""
+    """Number of tensors that share this memory."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` is one more
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # not counting `storage`

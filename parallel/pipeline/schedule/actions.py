@@ -1,4 +1,4 @@
-"""The words of schedules: actions, and in which order every pipeline rank does them; pure data.
+"""Schedules as data: actions, the order in which every pipeline rank runs them, and the placement of stages.
 
 A schedule is one row of actions per rank, compute only. An action prints as a token, ``2F5``: stage 2,
 forward, microbatch 5. Sends and receives follow from :meth:`Schedule.needs`, so that a generator cannot
@@ -8,20 +8,20 @@ forget one:
                      v           v                   ^
     rank 1          1F0         1B0 needs 1F0 -------'      0B0 receives what 1B0 sends
 
-A stage lies on one rank; a rank may hold several stages (interleaved, V-shaped). A backward is either
+A stage is placed on one rank; a rank may hold several stages (interleaved, V-shaped). A backward is either
 whole, ``B``, or split into ``I``, the gradient of the input that the previous stage waits for, and ``W``,
-the gradient of the weights that nobody waits for (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
+the gradient of the weights that no stage waits for (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
 
-Schedules in files: a line of action tokens a rank, as ``trine schedule --tokens`` prints them.
+In a file, a schedule is one line of tokens per rank, as ``trine schedule --tokens`` prints it.
 
-On which rank each stage lies: the three placements of the built kinds, and how microbatches pass a loop.
+The built-in kinds use three placements:
 
-    line    one stage a rank                     0  1  2
+    line    one stage per rank                   0  1  2
     loop    stage s on rank s % p                0  1  2     3  4  5
     v       there and back again                 0  1  2     5  4  3
 
 In a line and in a loop every stage sends to the next rank, in a loop the last rank to the first. In a V the
-last rank hands over to itself, and the loss is computed on rank 0, where the batch comes in.
+last rank passes values on to itself, and the loss is computed on rank 0, which also takes the batch.
 """
 
 import re
@@ -37,7 +37,7 @@ from engine.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """What is computed; the letter of the token."""
+    """The operation that an action computes; its value is the letter of the token."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -52,7 +52,7 @@ _TOKEN = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
 class Action(NamedTuple):
-    """One unit of compute: an operation of one stage on one microbatch. Prints as ``2F5``."""
+    """One piece of compute: an operation of one stage on one microbatch. Prints as ``2F5``."""
 
     op: Op
     stage: int
@@ -66,32 +66,32 @@ class Action(NamedTuple):
         """The action that prints as ``token``.
 
         Raises:
-            ScheduleError: it is no token.
+            ScheduleError: ``token`` is not an action.
         """
         found = _TOKEN.fullmatch(token)
         if found is None:
-            raise ScheduleError(f"{token!r} is no action; write stage, F, B, I or W, and microbatch, such as 2F5.")
+            raise ScheduleError(f"{token!r} is not an action; write stage, F, B, I or W, and microbatch, such as 2F5.")
         return cls(Op(found[2]), int(found[1]), int(found[3]))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of work of all ranks. ``check`` proves that it is complete and can be done.
+    """The order of work of all ranks. ``check`` proves that it is complete and can be run.
 
     Raises:
-        ScheduleError: there are not as many rows as ranks, or a stage lies on no rank or on several.
+        ScheduleError: the numbers of rows and ranks differ, or a stage is on no rank or on several.
     """
 
     name: str
     stages: int
-    """Stages of the model, over all ranks."""
+    """Number of stages of the model, over all ranks."""
     microbatches: int
     per_rank: tuple[tuple[Action, ...], ...]
-    """Row r is what rank r of the pipeline axis does, first action first."""
+    """Row r has the actions of rank r of the pipeline axis, in order."""
     stages_of_rank: tuple[tuple[int, ...], ...]
-    """The stages that lie on each rank, ascending."""
+    """Stages placed on each rank, ascending."""
     training: bool = True
-    """False for a schedule that has no backward."""
+    """False for a schedule without backwards."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.microbatches < 1:
@@ -101,7 +101,7 @@ class Schedule:
             )
         if len(self.stages_of_rank) != len(self.per_rank):
             raise ScheduleError(
-                f"schedule {self.name} has {len(self.per_rank)} rows but stages for {len(self.stages_of_rank)} ranks; "
+                f"schedule {self.name} has {len(self.per_rank)} rows and stages for {len(self.stages_of_rank)} ranks; "
                 "give one row for each rank."
             )
         held = Counter(stage for stages in self.stages_of_rank for stage in stages)
@@ -117,9 +117,13 @@ class Schedule:
 
     @cached_property
     def rank_of_stage(self) -> tuple[int, ...]:
-        """The rank on which each stage lies."""
+        """The rank of each stage."""
         pairs = sorted((stage, rank) for rank, stages in enumerate(self.stages_of_rank) for stage in stages)
         return tuple(rank for _, rank in pairs)
+
+    def passes(self, rank: int) -> tuple[Action, ...]:
+        """The actions of a rank that run the modules of a stage: all but deferred weight gradients."""
+        return tuple(action for action in self.per_rank[rank] if action.op is not Op.BACKWARD_WEIGHT)
 
     @cached_property
     def _split(self) -> frozenset[tuple[int, int]]:
@@ -128,16 +132,16 @@ class Schedule:
 
     @property
     def splits(self) -> bool:
-        """Whether some backwards have two parts."""
+        """True if some backwards are split in two."""
         return bool(self._split)
 
     def backward_of(self, stage: int, microbatch: int) -> Action:
-        """The action that yields the gradient of a stage's input: ``I`` where the backward is split, else ``B``."""
+        """The action that yields the gradient of a stage's input: ``I`` if the backward is split, else ``B``."""
         split = (stage, microbatch) in self._split
         return Action(Op.BACKWARD_INPUT if split else Op.BACKWARD, stage, microbatch)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """All actions whose results ``action`` uses, on whatever rank."""
+        """All actions whose results ``action`` uses, on any rank."""
         stage, microbatch = action.stage, action.microbatch
         if action.op is Op.FORWARD:
             return (Action(Op.FORWARD, stage - 1, microbatch),) if stage else ()
@@ -147,7 +151,7 @@ class Schedule:
         return (own, self.backward_of(stage + 1, microbatch)) if stage + 1 < self.stages else (own,)
 
     def feeds(self, action: Action) -> Action | None:
-        """The action of a neighbouring stage that uses the result of ``action``: the inverse of :meth:`needs`."""
+        """The action of a neighbouring stage that uses the result of ``action``; the inverse of :meth:`needs`."""
         stage, microbatch = action.stage, action.microbatch
         if action.op is Op.FORWARD:
             return Action(Op.FORWARD, stage + 1, microbatch) if stage + 1 < self.stages else None
@@ -156,30 +160,30 @@ class Schedule:
         return self.backward_of(stage - 1, microbatch)
 
     def receives(self, action: Action) -> Action | None:
-        """The action on another rank whose result must arrive before ``action``."""
+        """The action on another rank whose result must arrive before ``action``, or None."""
         here = self.rank_of_stage[action.stage]
         away = (need for need in self.needs(action) if self.rank_of_stage[need.stage] != here)
         return next(away, None)
 
     def sends(self, action: Action) -> Action | None:
-        """The action on another rank to which the result of ``action`` goes."""
+        """The action on another rank that uses the result of ``action``, or None."""
         fed = self.feeds(action)
         if fed is None or self.rank_of_stage[fed.stage] == self.rank_of_stage[action.stage]:
             return None
         return fed
 
     def text(self) -> str:
-        """One line of tokens a rank; :func:`parse_schedule` reads it."""
+        """One line of tokens per rank, which :func:`parse_schedule` reads."""
         return "".join(" ".join(map(str, row)) + "\n" for row in self.per_rank)
 
 
 def parse_schedule(text: str, name: str) -> Schedule:
-    """Read a schedule: a line of tokens per rank, between them blanks or commas; ``#`` begins a comment.
+    """Read a schedule: one line of tokens per rank, separated by blanks or commas; ``#`` starts a comment.
 
-    A stage lies on the rank whose line has it. ``check`` says whether the order is right.
+    A stage is placed on the rank whose line has it. ``check`` tells whether the order is possible.
 
     Raises:
-        ScheduleError: a token is wrong, a stage stands on several lines, or stages are left out.
+        ScheduleError: a token is wrong, a stage is on several lines, or stages are left out.
     """
     rows: list[tuple[Action, ...]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -192,7 +196,7 @@ def parse_schedule(text: str, name: str) -> Schedule:
             rows.append(row)
     placed = tuple(tuple(sorted({action.stage for action in row})) for row in rows)
     actions = [action for row in rows for action in row]
-    # counting distinct numbers, not the largest: a slip such as 0F10000000 must not make a giant
+    # count distinct numbers, since the largest may be a typing error such as 0F10000000
     return Schedule(
         name=name,
         stages=len({action.stage for action in actions}),
@@ -204,30 +208,30 @@ def parse_schedule(text: str, name: str) -> Schedule:
 
 
 ENDINGS = (".txt", ".csv")
-"""Where a configuration or the command line names a schedule, these are files and all else are kinds."""
+"""File names of schedules; in a configuration or on the command line, any other text names a kind."""
 
 
 def read_schedule(path: str) -> Schedule:
-    """The schedule of a file, which ``check`` has still to prove; its name is the path.
+    """The schedule of a file, named by its path; ``check`` still has to prove it.
 
     Raises:
-        ScheduleError: it cannot be read, or is none.
+        ScheduleError: the file cannot be read, or is not a schedule.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ScheduleError(f"schedule {path}: {error.strerror}; give the path of a file of actions.") from None
     except UnicodeDecodeError:
-        raise ScheduleError(f"schedule {path} is no text; give a file of actions such as 0F0 0B0.") from None
+        raise ScheduleError(f"schedule {path} is not a text file; give a file of actions such as 0F0 0B0.") from None
     return parse_schedule(text, path)
 
 
 Placement = tuple[tuple[int, ...], ...]
-"""The stages of each rank, ascending."""
+"""Stages of each rank, ascending."""
 
 
 def loop(ranks: int, virtual_stages: int) -> Placement:
-    """Stage s on rank s % ``ranks``; a line, where each rank holds one stage."""
+    """Stage s on rank s % ``ranks``; a line if ``virtual_stages`` is 1."""
     return tuple(tuple(range(rank, ranks * virtual_stages, ranks)) for rank in range(ranks))
 
 
@@ -237,10 +241,10 @@ def v_shape(ranks: int) -> Placement:
 
 
 def rounds(ranks: int, microbatches: int) -> list[range]:
-    """The microbatches that go around a loop together, before the next ones enter.
+    """The microbatches that go around a loop together before the next ones enter.
 
-    A round of fewer than p leaves gaps, for its first comes back to rank 0 after p clocks; each more than p
-    costs memory. So there are m // p of them, as even as they can be: at least p in each where m allows it.
+    A round of fewer than p leaves gaps, since its first microbatch returns to rank 0 after p clocks; each one more than
+    p costs memory. So there are m // p rounds of sizes as even as possible: at least p in each where m allows it.
     """
     count = max(1, microbatches // ranks)
     starts = [-(-microbatches * index // count) for index in range(count + 1)]

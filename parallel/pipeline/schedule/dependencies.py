@@ -1,15 +1,15 @@
-"""Which action must come before which, and an order that keeps all such rules or the circle that forbids one.
+"""Dependencies between actions, and an order of all actions that keeps them, or the cycle that forbids one.
 
 All rules have one form: this action comes after that one. Nothing in a schedule is chosen at run time, so one
-order that respects all rules proves that every run ends, whatever the speed of ranks and links; and where
-no order exists, some ranks wait for each other in a circle, which is what an error names.
+order that keeps all rules proves that every run ends, whatever the speed of ranks and links. If there is no
+order, some ranks wait for each other in a cycle, and the error names it.
 
     stuck, because rank 1 begins with microbatch 1, which rank 0 starts only after 0B0
 
-    rank 0   0F0  0B0  0F1  0B1        0B0 waits for 1B0, which stands after 1F1
-    rank 1   1F1  1F0  1B0  1B1        1F1 waits for 0F1, which stands after 0B0
+    rank 0   0F0  0B0  0F1  0B1        0B0 waits for 1B0, which comes after 1F1
+    rank 1   1F1  1F0  1B0  1B1        1F1 waits for 0F1, which comes after 0B0
 
-Actions are numbers here, row after row, and a rule is a column: for each action the number of the one that it
+Actions are numbered, row after row, and a rule is a column: for each action the number of the action that it
 comes after, or -1. Half a million actions are then ordered in a second.
 """
 
@@ -20,11 +20,11 @@ from engine.errors import ScheduleError
 from engine.parallel.pipeline.schedule.actions import Op, Schedule
 
 Columns = tuple[Sequence[int], ...]
-"""Rules of one form each; -1 where there is none for an action."""
+"""Rules, one column each; -1 for an action without a rule."""
 
 
 class DependencyGraph:
-    """The actions of a complete schedule as numbers, and which must come before which."""
+    """The actions of a complete schedule as numbers, and their dependencies."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -35,10 +35,10 @@ class DependencyGraph:
         self.needs = self._needs()
 
     def _needs(self) -> Columns:
-        """The need of the own stage, and that of the stage before (of a forward) or after (of a backward)."""
+        """The needed action of the own stage, and that of the stage before (of a forward) or after (of a backward)."""
         microbatches = self.schedule.microbatches
         size = self.schedule.stages * microbatches
-        # by stage * microbatches + microbatch; what lies outside the stages finds the -1 at the ends
+        # indexed by stage * microbatches + microbatch; stages beyond the first or last find the -1 at the end
         forward, backward = [-1] * (size + microbatches), [-1] * (size + microbatches)
         is_forward, is_weight = Op.FORWARD, Op.BACKWARD_WEIGHT
         for number, (op, stage, microbatch) in enumerate(self.actions):
@@ -59,14 +59,14 @@ class DependencyGraph:
         return own, other
 
     def sends(self) -> list[tuple[int, int]]:
-        """Every action whose result goes to another rank, with the one there that uses it; by the latter's number."""
+        """(source, taker) for each result that an action of another rank uses, ascending by taker."""
         rank = self.rank
         return [
             (source, taker) for taker, source in enumerate(self.needs[1]) if source >= 0 and rank[source] != rank[taker]
         ]
 
     def with_rendezvous(self, receives_ahead: int) -> Columns:
-        """The needs and, for each send, that the sender goes on only when the receiver has offered to receive."""
+        """The needs, and for each send the rule that its rank continues after the receiver has offered to receive."""
         column = [-1] * len(self.actions)
         for source, taker in self.sends():
             offered_after = taker - receives_ahead - 1
@@ -75,17 +75,17 @@ class DependencyGraph:
         return (*self.needs, column)
 
     def order(self, rules: Columns) -> list[int]:
-        """An order of all actions that keeps every row and every rule; in time linear in their number.
+        """An order of all actions that keeps every row and every rule, in linear time.
 
         Raises:
-            ScheduleError: there is none.
+            ScheduleError: there is no such order.
         """
         heads = [row.start for row in self.rows]
         stops = [row.stop for row in self.rows]
-        asleep: dict[int, list[int]] = {}  # by the action that ends the sleep
+        asleep: dict[int, list[int]] = {}  # ranks that wait, by the action that they wait for
         awake = list(range(len(heads)))
         done = bytearray(len(self.actions) + 1)
-        done[-1] = True  # where a rule names no action
+        done[-1] = True  # a rule of -1 is always met
         order: list[int] = []
         while awake:
             rank = awake.pop()
@@ -106,7 +106,7 @@ class DependencyGraph:
         return order
 
     def _circle(self, rules: Columns, heads: Sequence[int], done: bytearray) -> str:
-        """Follow who waits for whom from any rank that has not finished, until a rank comes up again."""
+        """Follow who waits for whom from any unfinished rank until a rank is reached again."""
         rank = next(rank for rank, row in enumerate(self.rows) if heads[rank] < row.stop)
         waits: dict[int, str] = {}
         while rank not in waits:
@@ -131,7 +131,7 @@ class DependencyGraph:
 
 
 def _missing(rules: Columns, head: int, done: bytearray) -> int:
-    """An action that must come before ``head`` and is not done; -1: there is none."""
+    """An action that must come before ``head`` and is not done; -1 if there is none."""
     for column in rules:
         if not done[column[head]]:
             return column[head]

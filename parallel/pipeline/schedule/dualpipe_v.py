@@ -1,4 +1,4 @@
-"""DualPipeV: two directions of work on each rank, so that one's compute hides the other's messages."""
+"""DualPipeV: two directions of work on each rank, so that compute of one overlaps with messages of the other."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule, v_sh
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1), cut in half and folded to a V; m >= 2p.
 
-    The bubble is (p-1)/(6m+p-1), and a rank holds 2p + 1 activations of a half slice at most. In the middle every
-    forward of one half stands beside a whole backward of the other: their messages and compute can overlap.
+    The bubble is (p-1)/(6m+p-1), and a rank holds at most 2p + 1 activations of a half slice. In the middle every
+    forward of one half stands beside a whole backward of the other, so their messages and compute can overlap.
     """
     rows = tuple(tuple(_Row(ranks, rank).fill(microbatches)) for rank in range(ranks))
     return Schedule("dualpipe-v", 2 * ranks, microbatches, rows, v_shape(ranks))
 
 
 class _Row:
-    """What one rank does; half 0 is its stage on the way there, half 1 the one on the way back."""
+    """The row of one rank; half 0 is its stage on the way there, half 1 its stage on the way back."""
 
     def __init__(self, ranks: int, rank: int) -> None:
         self._ranks, self._after, self._upto = ranks, ranks - rank - 1, rank + 1
@@ -31,7 +31,7 @@ class _Row:
         self._waiting: deque[Action] = deque()
 
     def fill(self, microbatches: int) -> Iterator[Action]:
-        """``after`` ranks follow this one, ``upto`` are as far as it or less."""
+        """The actions in order; ``after`` ranks follow this one, ``upto`` counts this one and those before it."""
         after, upto = self._after, self._upto
         for _ in range(2 * after):
             yield self._forward(0)

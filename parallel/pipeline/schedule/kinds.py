@@ -1,4 +1,4 @@
-"""The kinds of schedules that can be asked for by name, and the names that other parts import.
+"""The kinds of schedules by name, with the bubble and the memory of each.
 
     kind         stages       holds         backward   bubble for m >= p   good for
     gpipe        a line       m             whole      (p-1)/(m+p-1)       the order of one process
@@ -7,10 +7,10 @@
     looped-bfs   v in a loop  m             whole      (p-1)/(vm+p-1)      ZeRO 2 and 3: a stage is gathered once
     zb-h1        v in a loop  p             split      (p-1)/(3vm+p-1)     little memory and few microbatches
     zb-v         2 in a V     p             split      (p-1)/(6m+p-1)      the same, with quick links
-    dualpipe-v   2 in a V     p + 1/2       partly     (p-1)/(6m+p-1)      messages that hide behind compute
+    dualpipe-v   2 in a V     p + 1/2       partly     (p-1)/(6m+p-1)      messages that overlap with compute
 
-Held are activations of whole slices of the model, one microbatch each, on the fullest rank. The bubble is the idle
-share of the step where a forward and each half of a backward take equally long.
+"Holds" counts the activations of one microbatch in a rank's whole slice of the model, on the fullest rank. The bubble
+is the idle share of the step if a forward and each half of a backward take equally long.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,9 +24,9 @@ from engine.parallel.pipeline.schedule.one_f_one_b import gpipe, interleaved, lo
 from engine.parallel.pipeline.schedule.zero_bubble import zb_h1, zb_v
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
-    """A schedule that can be made from sizes."""
+    """A kind of schedule that can be made from sizes."""
 
     name: str
     description: str
@@ -35,49 +35,99 @@ class ScheduleKind:
     placement: str
     """``line``, ``loop`` or ``v``: see :mod:`engine.parallel.pipeline.schedule.actions`."""
     virtual_stages: int
-    """Stages on each rank where nobody asks for another number."""
+    """Default number of stages on each rank."""
     fewest: int
-    """Stages on each rank, at least."""
+    """Fewest stages on each rank."""
     most: int | None
-    """Stages on each rank, at most; None: any number."""
+    """Most stages on each rank; None: any number."""
     splits: bool
-    """Whether weight gradients are computed apart from input gradients."""
+    """True if weight gradients are computed apart from input gradients."""
     make: Callable[[int, int, int], Schedule]
-    """Of ranks, microbatches and stages on each rank, which must fit."""
+    """Makes the schedule from ranks, microbatches and stages on each rank, which must be allowed."""
     microbatches_of: Callable[[int], int] = lambda ranks: 1
-    """The fewest microbatches for so many ranks."""
+    """Fewest microbatches for a number of ranks."""
 
 
 _ALL = (
     ScheduleKind(
-        "gpipe", "all forwards, then all backwards; sums gradients in the order of one process",
-        "Huang et al. 2019, GPipe", "line", 1, 1, 1, False, lambda p, m, v: gpipe(p, m),
+        name="gpipe",
+        description="all forwards, then all backwards; sums gradients in the order of one process",
+        paper="Huang et al. 2019, GPipe",
+        placement="line",
+        virtual_stages=1,
+        fewest=1,
+        most=1,
+        splits=False,
+        make=lambda p, m, v: gpipe(p, m),
     ),
     ScheduleKind(
-        "1f1b", "a backward as soon as possible; holds p microbatches however many there are",
-        "Narayanan et al. 2019, PipeDream", "line", 1, 1, 1, False, lambda p, m, v: one_f_one_b(p, m),
+        name="1f1b",
+        description="a backward as soon as possible; holds p microbatches however many there are",
+        paper="Narayanan et al. 2019, PipeDream",
+        placement="line",
+        virtual_stages=1,
+        fewest=1,
+        most=1,
+        splits=False,
+        make=lambda p, m, v: one_f_one_b(p, m),
     ),
     ScheduleKind(
-        "interleaved", "1f1b over several stages a rank: idle time divided by their number, more messages",
-        "Narayanan et al. 2021, Megatron-LM", "loop", 2, 2, None, False, interleaved,
+        name="interleaved",
+        description="1f1b over several stages a rank: idle time divided by their number, more messages",
+        paper="Narayanan et al. 2021, Megatron-LM",
+        placement="loop",
+        virtual_stages=2,
+        fewest=2,
+        most=None,
+        splits=False,
+        make=interleaved,
     ),
     ScheduleKind(
-        "looped-bfs", "several stages a rank, one after the other: ZeRO gathers and reduces each stage once",
-        "Lamy-Poirier 2022, Breadth-First Pipeline Parallelism", "loop", 2, 2, None, False, looped_bfs,
+        name="looped-bfs",
+        description="several stages a rank, one after the other: ZeRO gathers and reduces each stage once",
+        paper="Lamy-Poirier 2022, Breadth-First Pipeline Parallelism",
+        placement="loop",
+        virtual_stages=2,
+        fewest=2,
+        most=None,
+        splits=False,
+        make=looped_bfs,
     ),
     ScheduleKind(
-        "zb-h1", "weight gradients fill the idle time of 1f1b or interleaved, in the memory of 1f1b",
-        "Qi et al. 2023, Zero Bubble Pipeline Parallelism", "loop", 1, 1, None, True, zb_h1,
+        name="zb-h1",
+        description="weight gradients fill the idle time of 1f1b or interleaved, in the memory of 1f1b",
+        paper="Qi et al. 2023, Zero Bubble Pipeline Parallelism",
+        placement="loop",
+        virtual_stages=1,
+        fewest=1,
+        most=None,
+        splits=True,
+        make=zb_h1,
     ),
     ScheduleKind(
-        "zb-v", "two stages a rank, there and back: nearly no idle time in the memory of 1f1b",
-        "Qi et al. 2024, Pipeline Parallelism with Controllable Memory", "v", 2, 2, 2, True, lambda p, m, v: zb_v(p, m),
+        name="zb-v",
+        description="two stages a rank, there and back: nearly no idle time in the memory of 1f1b",
+        paper="Qi et al. 2024, Pipeline Parallelism with Controllable Memory",
+        placement="v",
+        virtual_stages=2,
+        fewest=2,
+        most=2,
+        splits=True,
+        make=lambda p, m, v: zb_v(p, m),
     ),
     ScheduleKind(
-        "dualpipe-v", "two stages a rank, there and back: forwards of one beside backwards of the other",
-        "DeepSeek-AI 2024, DeepSeek-V3", "v", 2, 2, 2, True, lambda p, m, v: dualpipe_v(p, m), lambda p: 2 * p,
+        name="dualpipe-v",
+        description="two stages a rank, there and back: forwards of one beside backwards of the other",
+        paper="DeepSeek-AI 2024, DeepSeek-V3",
+        placement="v",
+        virtual_stages=2,
+        fewest=2,
+        most=2,
+        splits=True,
+        make=lambda p, m, v: dualpipe_v(p, m),
+        microbatches_of=lambda p: 2 * p,
     ),
-)  # fmt: skip
+)
 
 
 SCHEDULE_KINDS: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind for kind in _ALL})
@@ -85,10 +135,10 @@ SCHEDULE_KINDS: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind f
 
 
 def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> str | None:
-    """Why ``make_schedule`` refuses these sizes, in one sentence; None if it takes them."""
+    """The reason, as one sentence, for which ``make_schedule`` refuses these sizes; None if it accepts them."""
     if kind not in SCHEDULE_KINDS:
         *names, last = SCHEDULE_KINDS
-        return f"schedule {kind!r} is not built; choose {', '.join(names)} or {last}."
+        return f"schedule {kind!r} does not exist; choose {', '.join(names)} or {last}."
     found = SCHEDULE_KINDS[kind]
     held = _held(found, virtual_stages)
     if min(ranks, microbatches) < 1:
@@ -115,9 +165,9 @@ def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1)
 
 
 def make_schedule(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """The training schedule that the configuration names, for ``virtual_stages`` stages on each of ``ranks`` ranks.
+    """The training schedule of a kind, for ``virtual_stages`` stages on each of ``ranks`` ranks.
 
-    A kind that always holds two stages a rank takes 1, the default of the configuration, as not given.
+    A kind that always has two stages on a rank treats 1, the default of the configuration, as not given.
 
     Raises:
         ScheduleError: there is no such kind, or it does not allow these sizes.
@@ -129,5 +179,5 @@ def make_schedule(kind: str, ranks: int, microbatches: int, virtual_stages: int 
 
 
 def _held(kind: ScheduleKind, virtual_stages: int) -> int:
-    """Stages on each rank: a number that the kind fixes need not be given."""
+    """Stages on each rank; a number that the kind fixes need not be given."""
     return kind.virtual_stages if virtual_stages == 1 and kind.fewest == kind.most else virtual_stages

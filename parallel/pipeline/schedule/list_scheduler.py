@@ -1,13 +1,13 @@
-"""A clock that fills rows: on every tick each rank starts the most urgent action that it can start.
+"""Greedy list scheduling on a clock: at every tick each rank starts the most urgent action that it can start.
 
-Forward, input gradient and weight gradient of a stage take one tick each. Of every stage only three counts are
-kept, for microbatches pass all stages in the same order, and each count is below the one before it:
+Forward, input gradient and weight gradient of a stage take one tick each. For every stage only three counts are
+kept, since microbatches pass all stages in the same order, and each count is limited by the one before it:
 
     forwards done of stage s      < forwards done of stage s-1
     input gradients of stage s    < those of stage s+1, and < its own forwards
-    weight gradients of stage s   < its own input gradients, which is when an activation is let go
+    weight gradients of stage s   < its own input gradients; each frees an activation
 
-So a rank's choice is a few comparisons, a row is in order by itself, and nothing depends on chance.
+So a rank's choice takes a few comparisons, a row is in order by construction, and the result is deterministic.
 """
 
 from dataclasses import dataclass
@@ -16,30 +16,30 @@ from engine.parallel.pipeline.schedule.actions import Placement
 
 FORWARD, INPUT, WEIGHT = range(3)
 Tick = tuple[int, int, int, int]
-"""When an action starts, which of the three it is, its stage, its microbatch."""
+"""Start of an action, which of the three it is, its stage and its microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a rank prefers, and where it stops itself."""
+    """Preferences of the ranks, and limits on what they hold."""
 
     live: int
-    """Activations that a rank holds at most, each of one stage and one microbatch."""
+    """Most activations that a rank holds, each of one stage and one microbatch."""
     ahead: tuple[int, ...]
-    """For each rank: forwards without their input gradient at most."""
+    """For each rank: most forwards whose input gradient is not done."""
     backlog: tuple[int, ...]
-    """For each rank: more weight gradients than these do not wait; fewer fill the time when nothing else can."""
+    """For each rank: most weight gradients that are deferred; beyond it they come first, below it they fill gaps."""
     forward_first: bool = True
-    """Whether forwards go before input gradients."""
+    """True: forwards come before input gradients."""
     deep_inputs: bool = True
-    """Whether the input gradients of later stages go before those of earlier ones. Forwards always do."""
+    """True: input gradients of later stages come before those of earlier ones. Forwards of later stages always do."""
 
 
 def list_schedule(placement: Placement, microbatches: int, policy: Policy) -> list[list[Tick]]:
     """The rows of all ranks, with the tick at which every action starts.
 
-    A forward leaves one place free for every later stage of its rank. So the oldest microbatch can always move
-    on: what fills the places that are meant for it has passed all forwards, and can go back without any.
+    A forward leaves one activation free for every later stage of its rank. So the oldest microbatch can always advance:
+    microbatches that fill the places meant for it have passed all forwards, and can go back without any.
     """
     clock = _Clock(placement, microbatches, policy)
     rows: list[list[Tick]] = [[] for _ in placement]
@@ -47,7 +47,7 @@ def list_schedule(placement: Placement, microbatches: int, policy: Policy) -> li
     tick = 0
     while left:
         chosen = [(rank, choice) for rank in range(len(placement)) if (choice := clock.choose(rank))]
-        assert chosen, "no rank can go on: a policy allows too little"
+        assert chosen, "no rank can continue: the policy allows too little"
         for rank, (kind, stage) in chosen:
             rows[rank].append((tick, kind, stage, clock.do(rank, kind, stage)))
         left -= len(chosen)
@@ -56,7 +56,7 @@ def list_schedule(placement: Placement, microbatches: int, policy: Policy) -> li
 
 
 class _Clock:
-    """The counts of all stages at the beginning of a tick."""
+    """Counts of all stages at the start of a tick."""
 
     def __init__(self, placement: Placement, microbatches: int, policy: Policy) -> None:
         stages = sum(map(len, placement))
@@ -71,7 +71,7 @@ class _Clock:
         self._put_off = [0] * len(placement)
 
     def choose(self, rank: int) -> tuple[int, int] | None:
-        """The most urgent action that ``rank`` can start now."""
+        """The most urgent action that ``rank`` can start now, or None."""
         if self._put_off[rank] > self.policy.backlog[rank]:
             return self._weight(rank)
         if self.policy.forward_first:
@@ -79,7 +79,7 @@ class _Clock:
         return self._input(rank) or self._forward(rank) or self._weight(rank)
 
     def do(self, rank: int, kind: int, stage: int) -> int:
-        """Count an action as done; its microbatch."""
+        """Count an action as done; returns its microbatch."""
         counts = (self.forwards, self.inputs, self.weights)[kind]
         self._live[rank] += (1, 0, -1)[kind]
         self._put_off[rank] += (0, 1, -1)[kind]

@@ -1,8 +1,7 @@
-"""Schedules written out by rule: one stage on each rank, or several in a loop; backwards are whole.
+"""Schedules written out by rule, with whole backwards: one stage on each rank, several in a loop, or forwards alone.
 
-In the pictures a backward takes two clocks, a forward one.
-
-The order of evaluation: the forwards alone, for stages that lie anywhere.
+In the pictures a backward takes two clocks, a forward one. ``forward_only``, the order of evaluation, works for any
+placement of stages:
 
 forward_only(v_shape(2), 3)     rank 0   0F0 0F1  .  3F0 0F2 3F1  .  3F2
                                 rank 1    .  1F0 2F0 1F1 2F1 1F2 2F2  .
@@ -22,12 +21,12 @@ from engine.parallel.pipeline.schedule.actions import Action, Op, Placement, Sch
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """GPipe (Huang et al. 2019): simple, but every rank holds the activations of all microbatches.
 
-    Backwards go from microbatch 0 up, so that gradients add up in the order of one process.
+    Backwards run in ascending order of microbatches, so that gradients are summed in the order of one process.
     """
     return _breadth_first("gpipe", ranks, microbatches, 1)
 
 
-# one_f_one_b(3, 4): the same clocks and the same idle time, but a backward goes as soon as it can, so that
+# one_f_one_b(3, 4): the same clocks and the same idle time, but a backward runs as soon as it can, so that
 # rank r never holds more than 3 - r microbatches. It runs that many forwards ahead, then one for one.
 #
 #    rank 0  F0 F1 F2  .  .  .  . B0 B0 F3 B1 B1  . B2 B2  . B3 B3
@@ -42,16 +41,16 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     return _schedule("1f1b", microbatches, loop(ranks, 1), rows)
 
 
-# interleaved(2, 4, 2): stages 0 and 2 on rank 0, 1 and 3 on rank 1. A rank starts after fewer layers, so that the
-# idle clocks are those of smaller stages; two microbatches go around the loop before the next two enter.
+# interleaved(2, 4, 2): stages 0 and 2 on rank 0, 1 and 3 on rank 1. A rank starts after fewer layers, so idle
+# clocks are those of smaller stages; two microbatches go around the loop before the next two enter.
 #
 #    rank 0  0F0 0F1 2F0 2F1 0F2   . 2B0 2B0 0F3 2B1 2B1 2F2 0B0 0B0 2F3 0B1 0B1   . 2B2 2B2   . 2B3 2B3 0B2 0B2 0B3 0B3
 #    rank 1    . 1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1F2 1B0 1B0 1F3 1B1 1B1 3F2 3B2 3B2 3F3 3B3 3B3 1B2 1B2 1B3 1B3   .   .
 def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021, Megatron-LM, section 2.2), here for any number of microbatches.
 
-    The bubble is (p-1)/(vm+p-1) for m >= p, also where p does not divide m: ``rounds`` are then a little larger
-    than p. Rank r holds (v-1)n + 2(p-r) - 1 activations of a stage at most, n of the largest round.
+    The bubble is (p-1)/(vm+p-1) for m >= p, also if p does not divide m: ``rounds`` are then a little larger than p.
+    Rank r holds at most (v-1)n + 2(p-r) - 1 activations of a stage, with n microbatches in the largest round.
     """
     turns = rounds(ranks, microbatches)
     most = max(map(len, turns))
@@ -65,15 +64,15 @@ def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
     return _schedule("interleaved", microbatches, placement, rows)
 
 
-# looped_bfs(2, 4, 2): a stage does all its microbatches before the rank turns to its next stage, so that ZeRO
-# gathers and reduces each stage once a step, while the others compute. The bubble is that of interleaved.
+# looped_bfs(2, 4, 2): a stage runs all microbatches before its rank turns to its next stage, so that ZeRO gathers
+# and reduces each stage once a step, while the others compute. The bubble is that of interleaved.
 #
 #    rank 0  0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3   .   .   . 2B0 2B0 2B1 2B1 2B2 2B2 2B3 2B3 0B0 0B0 0B1 0B1 0B2 0B2 0B3 0B3
 #    rank 1    . 1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B0 3B0 3B1 3B1 3B2 3B2 3B3 3B3 1B0 1B0 1B1 1B1 1B2 1B2 1B3 1B3   .   .
 def looped_bfs(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
     """Breadth-first pipeline parallelism (Lamy-Poirier 2022): every rank holds the activations of all microbatches.
 
-    Backwards go from microbatch 0 up, so that gradients add up in the order of one process.
+    Backwards run in ascending order of microbatches, so that gradients are summed in the order of one process.
     """
     return _breadth_first("looped-bfs", ranks, microbatches, virtual_stages)
 
@@ -89,7 +88,7 @@ def _breadth_first(name: str, ranks: int, microbatches: int, virtual_stages: int
 
 
 def _one_for_one(forwards: Iterable[Action], backwards: Iterable[Action], ahead: int) -> Iterator[Action]:
-    """``ahead`` forwards; then a forward and a backward in turn; then what is left."""
+    """``ahead`` forwards; then forwards and backwards alternately; then the remaining backwards."""
     rest = iter(forwards)
     yield from islice(rest, ahead)
     for pair in zip_longest(rest, backwards):
@@ -108,8 +107,8 @@ def _schedule(name: str, microbatches: int, placement: Placement, rows: Sequence
 def forward_only(placement: Placement | int, microbatches: int) -> Schedule:
     """The forwards of all microbatches; ``placement`` may be the number of ranks with one stage each.
 
-    Idle are p-1 clocks of a loop of m >= p microbatches, which is the least, and 2(p-1) of a V, where the
-    result has to come back to rank 0. No more than the ranks' number of microbatches, or a round, is on the way.
+    A loop of m >= p microbatches is idle for p-1 clocks, the minimum, and a V for 2(p-1), since the result has to
+    return to rank 0. At most as many microbatches as ranks, or a round, are in flight.
     """
     if isinstance(placement, int):
         placement = loop(placement, 1)
@@ -125,7 +124,7 @@ def forward_only(placement: Placement | int, microbatches: int) -> Schedule:
 
 
 def _deepest_first(placement: Placement, microbatches: int) -> list[list[tuple[int, int]]]:
-    """Clock by clock, every rank does the last of its stages that it can; p microbatches are on the way at most."""
+    """At each clock every rank runs the last of its stages that is ready; at most p microbatches are in flight."""
     stages = sum(map(len, placement))
     done = [0] * stages
     rows: list[list[tuple[int, int]]] = [[] for _ in placement]

@@ -1,4 +1,4 @@
-"""A schedule laid out in time: when each action begins and ends, idle time, live activations."""
+"""A schedule simulated in time: start and end of each action, idle time, live activations."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,7 @@ from engine.parallel.pipeline.schedule.validate import complete_rules
 
 
 class Span(NamedTuple):
-    """One action on the time axis."""
+    """An action with its start and end."""
 
     action: Action
     start: float
@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """How long the parts of one stage take; a whole backward takes both of its parts."""
+    """Times of the parts of one stage; a whole backward takes both of its parts."""
 
     forward: float
     backward_input: float
@@ -29,25 +29,25 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """How long things take, in any one unit. Whole numbers stay exact."""
+    """Times of operations and transfers, in any one unit. Integers stay exact."""
 
     forward: float = 1
     backward: float = 2
     backward_input: float = 1
     backward_weight: float = 1
     transfer: float = 0
-    """From the end of an action to the earliest start of one on another rank that needs it."""
+    """Time from the end of an action to the earliest start of an action on another rank that needs its result."""
     stages: tuple[float, ...] = ()
-    """A factor for each stage; empty: all are alike."""
+    """A factor for each stage; empty: all stages are equal."""
     times: tuple[StageTimes, ...] = ()
-    """What each stage takes, in place of all the above but ``transfer``; empty: that holds."""
+    """Times of each stage, which replace everything above except ``transfer``; empty: nothing is replaced."""
 
     def of(self, op: Op) -> float:
-        """The time of one operation, before the factor of its stage."""
+        """Time of an operation, before the factor of its stage."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
 
     def at(self, op: Op, stage: int) -> float:
-        """The time of one operation of a stage."""
+        """Time of an operation of a stage."""
         if not self.times:
             return self.of(op) * (self.stages[stage] if self.stages else 1)
         forward, for_inputs, for_weights = self.times[stage]
@@ -56,25 +56,25 @@ class Cost:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """A schedule laid out in time: the spans of each rank, in order."""
+    """One step of a schedule in time: the spans of each rank, in order."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
-        """When the last action ends."""
+        """End of the last action."""
         return max(row[-1].end for row in self.spans if row)
 
     @cached_property
     def idle(self) -> float:
-        """Time in which ranks do nothing, summed over ranks."""
+        """Time in which ranks are idle, summed over ranks."""
         busy = sum(span.end - span.start for row in self.spans for span in row)
         return self.makespan * len(self.spans) - busy
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time that is idle; (p-1)/(m+p-1) for GPipe and 1F1B of equal stages."""
+        """Idle share of the ranks' time; (p-1)/(m+p-1) for GPipe and 1F1B of equal stages."""
         return self.idle / (self.makespan * len(self.spans)) if self.makespan else 0.0
 
 
@@ -82,7 +82,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
     """Start every action as soon as its rank is free and its needs have arrived; sends take no time of a rank.
 
     Raises:
-        ScheduleError: the schedule is incomplete or cannot be done, or ``cost`` is for other stages.
+        ScheduleError: the schedule is incomplete or stuck, or ``cost`` is for another number of stages.
     """
     cost = cost or Cost()
     for name, noun, given in (("stages", "factors", cost.stages), ("times", "entries", cost.times)):
@@ -98,10 +98,10 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
 
 
 def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[float]]:
-    """When each action begins and ends, by its number, if it begins as soon as it can.
+    """Start and end of each action, by its number, if each starts as early as possible.
 
     Raises:
-        ScheduleError: the schedule cannot be done.
+        ScheduleError: the schedule is stuck.
     """
     lasts = {(op, stage): cost.at(op, stage) for op in Op for stage in range(rules.schedule.stages)}
     free: list[float] = [0] * len(rules.rows)
@@ -112,7 +112,7 @@ def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[
         op, stage, _ = rules.actions[number]
         rank, need = ranks[number], other[number]
         start = free[rank]
-        if need >= 0 and ranks[need] != rank:  # those of its own rank ended before it was free
+        if need >= 0 and ranks[need] != rank:  # needs on its own rank ended before the rank was free
             start = max(start, ends[need] + cost.transfer)
         begins[number] = start
         free[rank] = ends[number] = start + lasts[op, stage]

@@ -1,4 +1,4 @@
-"""Whether a schedule can be done, how long it takes and how much it holds; found from the data alone."""
+"""Proof that a schedule is complete and can be run without deadlock, from the data alone."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,26 +11,26 @@ from engine.parallel.pipeline.schedule.dependencies import DependencyGraph
 def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
     """Prove that ``schedule`` can be run, before anything is sent.
 
-    Complete: every stage does the forward and the backward (B, or I and W) of each microbatch exactly once,
-    on the rank that holds the stage; without backwards where the schedule is not for training.
+    Complete: every stage does the forward and the backward (B, or I and W) of each microbatch exactly once, on the rank
+    that holds the stage; without backwards if the schedule is not for training.
 
-    Ordered, and free of deadlock with asynchronous sends: a rank works through its row from left to right,
-    waits before each action for all that it ``needs``, and never waits for a send. Values that a stage
-    sends past its neighbour add nothing here: the chain of needs already orders them.
+    Ordered, and free of deadlock with asynchronous sends: a rank works through its row from left to right, waits before
+    each action for everything that it ``needs``, and never waits for a send. Values that a stage sends past its
+    neighbour add nothing: the chain of needs already orders them.
 
-    One order of messages: all stages take the microbatches in the same order, forwards and backwards each. So
-    between any two stages messages are received in the order in which they are sent, and need no tags.
+    One order of messages: all stages take the microbatches in the same order, forwards and backwards each. So between
+    any two stages messages are received in the order in which they are sent, and need no tags.
 
-    With ``receives_ahead`` also free of deadlock with blocking sends and no buffer anywhere (rendezvous): a rank
-    that begins an action has offered to receive for it and for so many actions after it, and goes on to its
-    next action when what it sent was met by such an offer. 0 is enough for gpipe, 1f1b and zb-h1 of one stage a rank;
-    interleaved needs 1, or 2(n-p) where n > p microbatches are in a round. No small number is enough where a rank runs
-    ahead of a stage that takes its messages later: looped-bfs, zb-v, dualpipe-v, zb-h1 of several stages a rank. Their
-    sends must be asynchronous, and ``releases`` says when one has ended.
+    With ``receives_ahead`` also free of deadlock with blocking sends and no buffer anywhere (rendezvous): a rank that
+    starts an action has offered to receive for it and for that many actions after it, and goes on to its next action
+    when such an offer has met what it sent. 0 is enough for gpipe, 1f1b and zb-h1 with one stage on each rank;
+    interleaved needs 1, or 2(n-p) if n > p microbatches are in a round. No small number is enough if a rank runs ahead
+    of a stage that takes its messages later: looped-bfs, zb-v, dualpipe-v, zb-h1 with several stages on a rank. Their
+    sends must be asynchronous, and ``releases`` tells when one has completed.
 
     Raises:
-        ScheduleError: names what is missing, doubled or misplaced, or all actions of one circle of waiting
-            and what each waits for, or the first two actions that take messages out of order.
+        ScheduleError: names what is missing, doubled or misplaced, or all actions of one cycle of waiting and what each
+            waits for, or the first two actions that take messages out of order.
     """
     rules = complete_rules(schedule)
     rules.order(rules.needs)
@@ -40,7 +40,7 @@ def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
 
 
 def complete_rules(schedule: Schedule) -> DependencyGraph:
-    """Its actions as numbers.
+    """The dependencies of a schedule.
 
     Raises:
         ScheduleError: the schedule is incomplete.
@@ -50,7 +50,10 @@ def complete_rules(schedule: Schedule) -> DependencyGraph:
 
 
 def _check_message_order(schedule: Schedule) -> None:
-    """Values may go past the neighbour, so that all stages count, not only pairs; within one rank nothing travels."""
+    """Compare the order of microbatches in all stages, since values may be sent past the neighbour.
+
+    A schedule on one rank sends nothing and is not checked.
+    """
     if sum(map(bool, schedule.stages_of_rank)) < 2:
         return
     flows: list[list[list[Action]]] = [[[] for _ in range(schedule.stages)] for _ in range(2)]
@@ -66,7 +69,7 @@ def _check_message_order(schedule: Schedule) -> None:
                 here, there = next(pair for pair in zip(first, stage, strict=True) if pair[0][2] != pair[1][2])
                 raise ScheduleError(
                     f"schedule {schedule.name} has {there} where stage 0 has {here}: messages between two stages are "
-                    "taken in the order in which they are sent; let all stages take microbatches in the same order."
+                    "received in the order in which they are sent; let all stages take microbatches in the same order."
                 )
 
 
@@ -96,7 +99,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _is_complete(schedule: Schedule) -> bool:
-    """Quickly, without saying what is wrong."""
+    """A fast check that does not name what is wrong."""
     stages, microbatches, rank_of = schedule.stages, schedule.microbatches, schedule.rank_of_stage
     bits = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 4, Op.BACKWARD_WEIGHT: 8}
     seen = bytearray(stages * microbatches)

@@ -1,23 +1,21 @@
-"""Which parameters of a block are cut together, and which rows of each a rank needs.
+"""Which parameters of a block are sharded together, and which rows of each a rank needs.
 
-A product R sums over the width of its input x. Rank r can do its share from a slice of x alone, and needs of the
-products before only what that slice depends on. Backward from a random gradient on the slice shows it: rows of an
-earlier weight whose gradient is exactly zero are not needed.
+A product R sums over the width of its input x. Rank r can compute its share from a slice of x alone, and needs only
+those rows of earlier weights that the slice depends on. Backward from a random gradient on the slice shows which: rows
+whose gradient is exactly zero are not needed.
 
                                      q k v        q k v        rank 0 has x[0:4]: rows 0:4 of each third
     c_attn ── attention ── x ── R    # . # . # .               rank 1 has x[4:8]: rows 4:8
                                      . # . # . #
 
-If the ranks need different rows that together are all, R is a row layer and the weights before it are its columns.
-Nothing is known of heads or classes; rows stay in their order, which is what the code expects.
+If the ranks need different rows that together are all of them, R is a row layer and the weights before it are its
+columns. Heads and module classes need not be known; rows keep their order, as the code expects.
 
-Which parameters a block multiplies its activations with: a function mode around one run of it.
+A function mode around one run of the block records its products. It changes some functions, so that a gradient is zero
+only where a row is not needed:
 
-Some functions are changed while it looks, so that the gradients of what it finds are zero only where nothing is
-needed:
-
-    relu          leaks, or a dead unit would look as if nobody needed it
-    norms         do not differentiate their statistics: a norm over a cut width is then taken element by element
+    relu          leaks; the rows of a dead unit would otherwise seem not needed
+    norms         do not differentiate their statistics; a norm over a sharded width then counts as elementwise
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -38,26 +36,27 @@ from engine.parallel.tensor.plan.ranges import cut_parts, ranges_of
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""args and kwargs of the block, with content."""
+"""Arguments and keyword arguments of the block, with content."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoupledParameters:
-    """A row layer and what is cut with it."""
+    """A row layer and the parameters that are sharded with it."""
 
     row: str
     """The parameter whose product is summed over the ranks."""
     columns: tuple[str, ...]
-    """The parameters whose products give the parts."""
+    """The parameters whose products give the row layer's input."""
     cuts: Mapping[str, ParameterCut]
-    """Everything that is cut, by parameter; a column that all ranks need whole has one range with all holders."""
+    """The sharding of every parameter of the group; a column that all ranks need in full has one range with all
+    holders."""
     partial: tuple[str, ...]
-    """Whole parameters that are used between columns and row: their gradient is a part on every rank."""
+    """Replicated parameters used between columns and row: each rank has a partial gradient of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulRecord:
-    """An activation times a parameter, or a view of one."""
+    """A product of an activation with a parameter or a view of one."""
 
     weight: str
     bias: str | None
@@ -65,14 +64,14 @@ class MatmulRecord:
     x_dim: int
     """The dim of x that is summed over."""
     weight_dim: int
-    """The dim of the whole parameter that is summed over."""
+    """The dim of the full parameter that is summed over."""
 
 
 class GradientSparsity:
-    """One run of ``block`` under observation; ``groups`` may be asked for several numbers of ranks.
+    """One observed run of ``block``; ``groups`` may be called for several numbers of ranks.
 
-    ``block``: a copy with random weights in eval mode; ``given``: what it is called with, the hidden states
-    random; ``others``: parameters that are cut otherwise; ``used``: which leaves of its output somebody reads.
+    ``block``: a copy with random weights in eval mode; ``given``: its arguments, with random hidden states; ``others``:
+    parameters that are sharded by other rules; ``used``: indices of the block's output leaves that are read.
     """
 
     def __init__(
@@ -83,14 +82,14 @@ class GradientSparsity:
         self._generator = torch.Generator().manual_seed(0)
         self.products = self._run(())
         self._multiplied = {product.weight for product in self.products}
-        # a key's bias has no gradient: it follows its weight
+        # the bias of a key has a zero gradient (softmax ignores it), so a bias takes the sharding of its weight
         self._bias_of = {product.weight: product.bias for product in self.products if product.bias}
 
     def groups(self, tp: int) -> tuple[CoupledParameters, ...]:
-        """The groups for ``tp`` ranks, in the order of their rows in the run.
+        """The groups for ``tp`` ranks, in the order in which their row layers run.
 
-        A row that is a column of a larger group is left to that: of a, b and o in a chain with a narrow place between
-        a and b (queries by way of a low rank), b and o are cut.
+        A row layer that is a column of a larger group is left to that group: in a chain a, b, o that is narrow between
+        a and b (low-rank queries), b and o are sharded.
         """
         taken = set(self._others)
         rows = [row for row in dict.fromkeys(product.weight for product in self.products) if row not in taken]
@@ -108,7 +107,7 @@ class GradientSparsity:
         return sum(self._parameters[name].numel() for name in group.cuts)
 
     def width(self, row: str) -> int:
-        """Inputs of a product."""
+        """The number of inputs of a product."""
         return next(p.x.shape[p.x_dim] for p in self.products if p.weight == row)
 
     def _run(self, cut_off: Sequence[str]) -> list[MatmulRecord]:
@@ -128,7 +127,7 @@ class GradientSparsity:
         if not columns or self._goes_elsewhere(row, columns):
             return None
         inputs = {id(p.x) for p in self.products if p.weight in columns}
-        for product in self.products:  # multi-query keys and values: every rank needs them whole
+        for product in self.products:  # multi-query keys and values: every rank needs all of their rows
             name = product.weight
             shares = id(product.x) in inputs and name not in cuts and name not in taken and name != row
             if shares and name in needed and any(needed[name][0][0]):
@@ -144,7 +143,7 @@ class GradientSparsity:
         return CoupledParameters(row, tuple(columns), cuts, ())
 
     def _needed(self, products: Sequence[MatmulRecord], tp: int) -> dict[str, list[list[list[bool]]]]:
-        """By parameter and rank: for each dim, which rows have a gradient."""
+        """For each parameter, rank and dim: the rows that have a gradient."""
         names = list(self._parameters)
         found: dict[str, list[list[list[bool]]]] = {}
         for rank in range(tp):
@@ -174,7 +173,7 @@ class GradientSparsity:
                     break
 
     def _goes_elsewhere(self, row: str, columns: Sequence[str]) -> bool:
-        """Whether what the columns give reaches an output of the block beside the row, as a residual does."""
+        """Whether the columns' outputs also reach an output of the block past the row layer, as a residual does."""
         outputs = [leaf for leaf in self._outputs((row,)) if leaf.requires_grad]
         total = sum((leaf.double().sum() for leaf in outputs), torch.zeros((), dtype=torch.float64))
         if not total.requires_grad:
@@ -190,7 +189,7 @@ class GradientSparsity:
         return float_leaves(out, self._used)
 
     def _between(self, group: CoupledParameters) -> tuple[str, ...]:
-        """Whole parameters that still reach the row when its columns give no gradient."""
+        """Replicated parameters that reach the row layer even when its columns are detached."""
         products = self._run([name for name in group.cuts if name != group.row])
         inputs = [p.x for p in products if p.weight == group.row and p.x.requires_grad]
         names = [name for name in self._parameters if name not in group.cuts]
@@ -202,7 +201,7 @@ class GradientSparsity:
 
 
 def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
-    """The float tensors among the leaves of an output that are ``used``; a view is one leaf."""
+    """The float tensors among the ``used`` leaves of an output; a global tensor is one leaf."""
     leaves = pytree.tree_leaves(out, is_leaf=lambda node: isinstance(node, GlobalTensor))
     read = [leaf for number, leaf in enumerate(leaves) if used is None or number in used]
     return [leaf for leaf in read if isinstance(leaf, Tensor | GlobalTensor) and leaf.is_floating_point()]
@@ -215,7 +214,7 @@ def _nonzero(grad: Tensor, dim: int) -> list[bool]:
 
 
 def _is_cut(rows: Sequence[Sequence[bool]]) -> bool:
-    """Whether the ranks need different rows that together are all."""
+    """Whether the ranks need different rows that together are all rows."""
     covered = all(any(held) for held in zip(*rows, strict=True))
     return covered and not all(all(own) for own in rows) and any(own != rows[0] for own in rows[1:])
 
@@ -224,7 +223,7 @@ _LEAK = 0.3
 
 
 class _Form(NamedTuple):
-    """Where a function has its operands, and the dims that it sums over."""
+    """The positions of a function's operands, and the dims that it sums over."""
 
     x: int
     weight: int
@@ -270,7 +269,7 @@ class MatmulTrace(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _note(self, form: _Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the product is to be detached."""
+        """Record a product with a parameter; returns whether it is to be detached."""
         weight = args[form.weight] if len(args) > form.weight else kwargs.get("weight", kwargs.get("mat2"))
         found = self._owner_of(weight)
         if found is None or weight is None or weight.dim() < 2:
@@ -294,7 +293,7 @@ class MatmulTrace(TorchFunctionMode):
 
 
 def _without_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The norm's value, with the gradient of a product with its weight."""
+    """The value of the norm, with the gradient of an elementwise product with its weight."""
     weight = args[2] if len(args) > 2 else kwargs.get("weight")
     bias = args[3] if len(args) > 3 else kwargs.get("bias")
     x = args[0]

@@ -1,15 +1,14 @@
-"""Is a plan right? All tensor ranks of a block in one process, forward and backward, against the whole block.
+"""The proof of a tensor plan: all ranks of a block in one process, forward and backward, against the unsharded block.
 
-Compared are the outputs and the input gradients of every rank, and every parameter's gradient, put together from
-the rows that the ranks hold: rows of several holders and partial gradients are summed, as in a run.
+Compared are the outputs and the input gradients of every rank, and every parameter's gradient, assembled from the rows
+that the ranks hold: rows with several holders and partial gradients are summed, as in training.
 
-The arithmetic is float64, so that the rule can be exact: a value is right if it is within TOLERANCE of the largest
-of its tensor; a tensor that is nowhere above ZERO of the largest gradient of the block is zero in truth (the bias
-of a key), and both must be.
+The arithmetic is float64, so that the rule can be exact: a value is right if its error is at most TOLERANCE times the
+largest value of its tensor. A tensor whose values are all below ZERO times the largest gradient of the block (the
+gradient of a key's bias) counts as zero, and must be so on both sides.
 
-A block's arithmetic in float64 and without dropout, whatever its code asks for.
-
-Norms and softmax of many models compute in fp32 by their own word; a proof in float64 would see their rounding.
+:class:`Exact` keeps the block in float64 and switches dropout off. Norms and softmax of many models convert to fp32
+themselves, and a proof in float64 would then see their rounding.
 """
 
 import copy
@@ -27,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import first_line
 from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.tensor.auto.coupled_parameters import Given, float_leaves
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
@@ -41,31 +41,31 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 TOLERANCE = 1e-9
 ZERO = 1e-9
 PROOF = "proof"
-"""Named as the one that gathers outputs to compare them."""
+"""The reason that is recorded for the proof's own gathers of outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """One forward and backward."""
+    """The results of one forward and backward of a block."""
 
     outputs: tuple[Tensor, ...]
     inputs: tuple[Tensor | None, ...]
-    """Gradients of the inputs that have one."""
+    """Gradients of the inputs that require one."""
     parameters: Mapping[str, Tensor | None]
     evaluated: tuple[Tensor, ...] = ()
-    """Outputs in eval mode, whose code may be another."""
+    """Outputs in eval mode, which may run other code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came out of a proof."""
+    """The result of a proof."""
 
     problem: str = ""
-    """What differs, or what the code raised; empty: the plan is right."""
+    """The first difference, or the error that the code raised; empty if the plan is right."""
     called: tuple[CollectiveCall, ...] = ()
-    """The collectives of a rank."""
+    """The collectives of one rank."""
     gathers: tuple[str, ...] = ()
-    """Functions that had to gather a view."""
+    """Functions that had to gather a global tensor."""
 
     @property
     def holds(self) -> bool:
@@ -74,9 +74,9 @@ class Verdict:
 
 
 class BlockReference:
-    """A block, uncut, and what it gives for each of ``givens``; ``prove`` compares a plan with that.
+    """An unsharded block and its results for each of ``givens``; :meth:`prove` compares a plan with them.
 
-    ``block`` has float64 parameters with random content; it is copied for every rank and not changed.
+    ``block`` has float64 parameters with random content. It is copied for every rank and stays unchanged.
     """
 
     def __init__(self, block: nn.Module, givens: Sequence[Given], used: Collection[int] | None = None) -> None:
@@ -85,7 +85,7 @@ class BlockReference:
             self._outcomes = [_both_modes(copy.deepcopy(block), given, used) for given in givens]
 
     def prove(self, plan: TensorPlan, tp: int) -> Verdict:
-        """Whether the block under ``plan`` gives the same on ``tp`` tensor ranks."""
+        """Compare the block under ``plan`` on ``tp`` tensor ranks with the unsharded block."""
         verdict = Verdict()
         for given, truth in zip(self._givens, self._outcomes, strict=True):
             verdict = self._prove(plan, tp, given, truth)
@@ -96,13 +96,13 @@ class BlockReference:
     def _prove(self, plan: TensorPlan, tp: int, given: Given, truth: BlockResult) -> Verdict:
         def body(axis: TensorAxis) -> _Rehearsed:
             mine = copy.deepcopy(self._block)
-            views = apply_plan(mine, plan, axis, ForwardPatches())
+            context = apply_plan(mine, plan, axis, ForwardPatches())
             assert isinstance(axis, SimulatedAxis)
-            with Exact(axis.index + 1):  # in a region ranks draw numbers of their own
-                outcome = _rehearse(mine, given, self._used, views)
-                partial = {name for name, p in mine.named_parameters() if p in views.partial}
-                rehearsed = _Rehearsed(outcome, list(axis.called), list(views.gathers), partial)
-                evaluated = _evaluate(mine, given, self._used, views)
+            with Exact(axis.index + 1):  # inside a region every rank draws its own random numbers
+                outcome = _rehearse(mine, given, self._used, context)
+                partial = {name for name, p in mine.named_parameters() if p in context.partial}
+                rehearsed = _Rehearsed(outcome, list(axis.called), list(context.gathers), partial)
+                evaluated = _evaluate(mine, given, self._used, context)
             return rehearsed._replace(outcome=replace(outcome, evaluated=evaluated))
 
         try:
@@ -110,7 +110,9 @@ class BlockReference:
                 ranks = run_tensor_ranks(tp, body)
         except SequenceError:
             raise
-        except Exception as error:  # whatever the block's code does with a part
+        except Exception as error:  # the block's own code may raise anything on a shard
+            if is_own_mistake(error):
+                raise
             return Verdict(f"{type(error).__name__}: {first_line(error)}")
         plan = replace(plan, partial=plan.partial | ranks[0].partial)
         problem = next(_differences(plan, truth, [rank.outcome for rank in ranks]), "")
@@ -119,7 +121,7 @@ class BlockReference:
 
 @contextmanager
 def exactly() -> Iterator[None]:
-    """Inside, this thread computes in float64 and without dropout."""
+    """Inside the context, this thread computes in float64 and without dropout."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -130,7 +132,7 @@ def exactly() -> Iterator[None]:
 
 
 class _Rehearsed(NamedTuple):
-    """What a simulated rank found."""
+    """The results of one simulated rank."""
 
     outcome: BlockResult
     called: list[CollectiveCall]
@@ -139,10 +141,11 @@ class _Rehearsed(NamedTuple):
 
 
 def _rehearse(
-    block: nn.Module, given: Given, used: Collection[int] | None, views: GlobalTensorContext | None = None
+    block: nn.Module, given: Given, used: Collection[int] | None, context: GlobalTensorContext | None = None
 ) -> BlockResult:
-    """Run it on copies of ``given`` and back from a fixed random gradient of everything float that somebody reads."""
-    fresh = _Fresh(views)
+    """Run the block on copies of ``given``, then backward from a fixed random gradient of every float output that is
+    used."""
+    fresh = _Fresh(context)
     args, kwargs = pytree.tree_map(fresh, given)
     outputs = [_plain(leaf) for leaf in float_leaves(block(*args, **kwargs), used)]
     generator = torch.Generator().manual_seed(7)
@@ -159,19 +162,19 @@ def _both_modes(block: nn.Module, given: Given, used: Collection[int] | None) ->
 
 
 def _evaluate(
-    block: nn.Module, given: Given, used: Collection[int] | None, views: GlobalTensorContext | None = None
+    block: nn.Module, given: Given, used: Collection[int] | None, context: GlobalTensorContext | None = None
 ) -> tuple[Tensor, ...]:
-    """What it gives in eval mode, which it is left in."""
-    args, kwargs = pytree.tree_map(_Fresh(views), given)
+    """The block's outputs in eval mode; the block stays in eval mode."""
+    args, kwargs = pytree.tree_map(_Fresh(context), given)
     return tuple(_plain(leaf).detach() for leaf in float_leaves(block.eval()(*args, **kwargs), used))
 
 
 class _Fresh:
-    """Copies arguments; a copy of what needs a gradient is written to as freely as the original could be."""
+    """Copies arguments. The copy of a tensor that requires a gradient is no leaf, so the block may write into it."""
 
-    def __init__(self, views: GlobalTensorContext | None) -> None:
+    def __init__(self, context: GlobalTensorContext | None) -> None:
         self.inputs: list[Tensor] = []
-        self._views = views
+        self._views = context
 
     def __call__(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -180,7 +183,7 @@ class _Fresh:
         if not leaf.requires_grad:
             return twin
         self.inputs.append(twin.requires_grad_())
-        if self._views is not None and self._views.sequence:  # as the block before gives it
+        if self._views is not None and self._views.sequence:  # the block before leaves the stream sharded
             twin = enter_stream(self._views, twin)
         return twin.clone()
 
@@ -190,7 +193,7 @@ def _plain(leaf: Tensor) -> Tensor:
 
 
 def _differences(plan: TensorPlan, truth: BlockResult, ranks: Sequence[BlockResult]) -> Iterator[str]:
-    """What differs from the truth, outputs first."""
+    """The differences from the unsharded block, outputs first."""
     gradients = [grad for grad in (*truth.inputs, *truth.parameters.values()) if grad is not None]
     largest = max((_top(grad) for grad in gradients), default=0.0)
     for rank, outcome in enumerate(ranks):
@@ -218,7 +221,7 @@ def _differences(plan: TensorPlan, truth: BlockResult, ranks: Sequence[BlockResu
 def _assembled(
     plan: TensorPlan, name: str, whole: Tensor | None, parts: Sequence[Tensor | None]
 ) -> Sequence[Tensor | None]:
-    """The gradient of the whole parameter, or each rank's where all must have it."""
+    """The gradient of the full parameter, or that of every rank for a replicated parameter that is not partial."""
     cut = plan.parameters.get(name)
     if cut is None and name not in plan.partial:
         return parts
@@ -235,7 +238,7 @@ def _assembled(
 
 
 def _wrong(mine: Tensor | None, whole: Tensor | None, largest: float) -> str:
-    """What is wrong with a value; empty: nothing. ``largest``: of all gradients of the block."""
+    """A clause that says what is wrong with a value, or "". ``largest``: over all gradients of the block."""
     if mine is None or whole is None:
         return "" if mine is None and whole is None else "is missing" if mine is None else "should not be there"
     if mine.shape != whole.shape:
@@ -270,7 +273,7 @@ _DRAWS = frozenset(
 
 
 class Exact(TorchFunctionMode):
-    """Inside, fp32 means float64 and nothing is dropped; what is drawn is that of ``seed``, in whichever thread."""
+    """Inside this mode fp32 means float64, dropout is off, and every thread draws its random numbers from ``seed``."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -285,9 +288,9 @@ class Exact(TorchFunctionMode):
             kwargs.setdefault("generator", self._generator)
         if func in _FLOAT:
             func = Tensor.double
-        if func in _GROUPED and args[0].dtype == torch.float64:  # which it does not take
+        if func in _GROUPED and args[0].dtype == torch.float64:  # torch has no float64 kernel for it
             return _grouped_mm(*args, **kwargs)
-        if func is functional.multi_head_attention_forward:  # whose inner functions this mode would not see
+        if func is functional.multi_head_attention_forward:  # this mode would not see its inner functions
             with self:
                 return multi_head_in_steps(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
@@ -299,7 +302,7 @@ class Exact(TorchFunctionMode):
 
 
 def _grouped_mm(x_SI: Tensor, weight_EIO: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
-    """Rows ``offs[e-1]:offs[e]`` of x times matrix e."""
+    """The products of rows ``offs[e-1]:offs[e]`` of x with matrix e."""
     ends = [0, *offs.tolist()]
     parts = [x_SI[start:stop] @ weight_EIO[e] for e, (start, stop) in enumerate(pairwise(ends))]
     rest = x_SI.new_zeros(x_SI.shape[0] - ends[-1], weight_EIO.shape[-1])

@@ -1,4 +1,4 @@
-"""From a block to its styles: groups, ways, proof, one after the other."""
+"""From a block to its styles: for each group of parameters the cheapest strategy that passes the proof."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,35 +13,35 @@ from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.styles import parse_style
 
 MOST = 3
-"""Numbers that are changed at once."""
+"""The most numbers that one strategy divides."""
 TRIES = 24
-"""Sets of numbers that are tried for a group."""
+"""The most sets of numbers that are tried for a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What became of one group of a block."""
+    """The decision about one group of a block."""
 
     group: CoupledParameters
     way: Strategy
-    """With "replicate": no styles."""
+    """The chosen strategy; "replicate" has no styles."""
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Looks for the cheapest right way to run the groups of ``block``, which ``truth`` was made of."""
+    """Searches the cheapest right strategy for the groups of ``block``; ``truth`` is the reference of that block."""
 
     block: nn.Module
     truth: BlockReference
     sequence: bool = False
-    """Whether the stream between regions is cut along the sequence."""
+    """Whether activations between regions are sharded along the sequence."""
 
     def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """One way for each group; each is proven beside those chosen before it.
+        """A strategy for each group, proven together with those chosen before it.
 
-        What no way is right for is tried once more beside all others: code between groups may not take what a cut
-        group gives to one that is not.
+        Groups without a right strategy are tried once more together with all others: code between groups may reject a
+        sharded input beside a replicated one.
         """
         styles: dict[str, str] = {}
         decided: dict[str, Decided] = {}
@@ -68,12 +68,12 @@ class Search:
             verdict = self._try(before, way, tp)
             if verdict.holds:
                 return Decided(group, way, _why(way, first, verdict))
-        return Decided(group, Strategy("replicate", {}), f"no way is right: {_problems(first, verdict.problem)}")
+        return Decided(group, Strategy("replicate", {}), f"no strategy is right: {_problems(first, verdict.problem)}")
 
     def _with_numbers(
         self, group: CoupledParameters, before: Mapping[str, str], plain: Strategy, problem: str, tp: int
     ) -> Decided | None:
-        """Divide a number; where that changes what is wrong, another one beside it, and so on."""
+        """Divide one number; where that changes the problem, divide a second one as well, and so on."""
         all_numbers = divisible_attributes(self.block, group, tp)
         problems: dict[tuple[Number, ...], str] = {(): problem}
         frontier: list[tuple[Number, ...]] = [()]
@@ -102,7 +102,7 @@ class Search:
 
 
 def _problems(plain: str, views: str) -> str:
-    return f"plain tensors: {plain}; views: {views}" if plain else views
+    return f"plain tensors: {plain}; global tensors: {views}" if plain else views
 
 
 def _why(way: Strategy, first: str, verdict: Verdict) -> str:
@@ -112,4 +112,4 @@ def _why(way: Strategy, first: str, verdict: Verdict) -> str:
         return f"plain tensors{gathers}"
     if way.how == "local+":
         return f"divided {', '.join(way.changes)}{gathers}"
-    return f"plain tensors: {first or 'the weight is no layer of its own'}{gathers}"
+    return f"plain tensors: {first or 'the weight is not that of a linear layer'}{gathers}"

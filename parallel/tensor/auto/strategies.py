@@ -1,13 +1,13 @@
-"""The ways in which the code of a group can run on a part, cheapest first.
+"""The strategies by which the code of a block can run on shards, and the layers that are sharded by vocabulary.
 
-local     plain tensors; linear layers with f and g. Most Hugging Face code says view(..., -1, head_dim)
-local+    the same, with some of the whole numbers that the code reads divided by the ranks
-view      the parameters show their whole shape; slower in Python, and right for any arithmetic with widths
+local     plain tensors; linear layers with f and g. Enough for code that says view(..., -1, head_dim), as most
+          Hugging Face models do
+local+    the same, with some of the whole numbers that the code reads divided by the number of ranks
+view      the parameters are global tensors and show their full shape; slower in Python, right for any use of widths
 
-Which embeddings and heads are cut by vocabulary when a plan is found automatically.
-
-Those that belong together by a tie or by their number of rows; without a head, the embedding with the most rows.
-Others (positions, token types) are small, and whole on every rank they need no sum.
+They are listed cheapest first. Embeddings and heads are sharded by vocabulary: those that belong together by a tie or
+by their number of rows, or without a head the embedding with the most rows. Other embeddings (positions, token types)
+are small; replicated, they need no sum.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,24 +19,23 @@ from torch import nn
 from engine.errors import PlanError
 from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters
 from engine.parallel.tensor.deferred_linear import is_conv1d, is_linear
-from engine.parallel.tensor.layers.vocab_parallel import check_embedding
 from engine.parallel.tensor.plan.ranges import cut_parts, runs_of
-from engine.parallel.tensor.plan.sharding_rules import head_width
+from engine.parallel.tensor.plan.sharding_rules import check_embedding, head_width
 from engine.parallel.tensor.plan.styles import write_rows
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 
 class Strategy(NamedTuple):
-    """One way: a style for each module or parameter of the group, by name in the block."""
+    """One strategy: a style for each module or parameter of the group, by its name in the block."""
 
     how: str
     styles: Mapping[str, str]
     changes: tuple[str, ...] = ()
-    """Attributes that get another value, for the table."""
+    """The attributes that get another value, for the plan's table."""
 
 
 def local(block: nn.Module, group: CoupledParameters, tp: int) -> Strategy | None:
-    """Plain tensors; None where code multiplies with a parameter that is not a layer's own."""
+    """The strategy with plain tensors; None if code multiplies with a parameter that is not a linear layer's weight."""
     weights = (*group.columns, group.row)
     owners = {_owner(name) for name in weights}
     styles = {name: "partial" for name in group.partial}
@@ -59,8 +58,12 @@ def local(block: nn.Module, group: CoupledParameters, tp: int) -> Strategy | Non
 
 
 def view(block: nn.Module, group: CoupledParameters, tp: int, partial: bool = True) -> Strategy:
-    """All that is cut shows its whole shape. Not ``partial``: a whole value between is copied where it meets a cut one,
-    which also sums the part of a gradient that reaches it on the way (a key of positions that all heads share)."""
+    """The strategy in which all sharded parameters show their full shape.
+
+    ``partial``: replicated parameters between columns and row have partial gradients. Otherwise a replicated tensor is
+    copied where it meets a sharded one, which also sums the partial gradient that reaches it there (a positional key
+    that all heads share).
+    """
     styles = {name: "partial" for name in group.partial if partial}
     for name, cut in group.cuts.items():
         styles[name] = f"{_cut_style(block, name, cut, tp)} view"
@@ -73,7 +76,7 @@ def _cut_style(block: nn.Module, name: str, cut: ParameterCut, tp: int) -> str:
 
 
 def _words(block: nn.Module, layer: str, kind: str, cut: ParameterCut, tp: int) -> str:
-    """The style of a linear layer; the width of a head that its parent names counts if nothing else is said."""
+    """The style of a linear layer; without a ``head`` word the head width that its parent names applies."""
     module = block.get_submodule(layer)
     dim = 0 if (kind == "column") != is_conv1d(module) else 1
     size = block.get_parameter(f"{layer}.weight").shape[dim]
@@ -81,7 +84,8 @@ def _words(block: nn.Module, layer: str, kind: str, cut: ParameterCut, tp: int) 
 
 
 def _extent(cut: ParameterCut, size: int, tp: int, default: int = 1) -> str:
-    """Which rows: in equal pieces, in fused equal parts, or exactly these. ``default``: rows of a head by default."""
+    """The words for the rows: even shards, fused equal parts, or exact rows. ``default``: the head width without a
+    word."""
     for unit in dict.fromkeys((default, 1)):
         for parts in (1, 2, 3):
             if _shares_heads(size, tp, parts, unit) and cut.ranges == cut_parts(size, tp, parts, unit):
@@ -99,19 +103,19 @@ def _owner(name: str) -> str:
 
 
 def _called(block: nn.Module, layer: str) -> bool:
-    """Whether the layer is called: nn.MultiheadAttention reads the weight of its own."""
+    """Whether the layer is called; nn.MultiheadAttention reads the weight of its output layer instead."""
     return not isinstance(block.get_submodule(_owner(layer)), nn.MultiheadAttention)
 
 
 class Number(NamedTuple):
-    """An attribute of a module of the block, or of its config."""
+    """An attribute of a module of the block, or of the module's config."""
 
     module: str
     attribute: str
 
 
 def divisible_attributes(block: nn.Module, group: CoupledParameters, tp: int) -> list[Number]:
-    """Whole numbers of the group's modules that the ranks can share."""
+    """The whole numbers of the group's modules that the ranks can share."""
     paths: dict[str, None] = {}
     for name in group.cuts:
         parts = name.split(".")[:-1]
@@ -123,7 +127,7 @@ def divisible_attributes(block: nn.Module, group: CoupledParameters, tp: int) ->
             continue
         read = _names_read(module)
         own = [name for name in vars(module) if _shares(module, name, tp)]
-        # functions that are given the module read its numbers too, so those that no method names come last
+        # numbers that no method names may still be read by functions that get the module; they come last
         found += [Number(path, name) for name in sorted(own, key=lambda name: name not in read)]
         if "config" in read and hasattr(module, "config"):
             found += [Number(path, f"config.{name}") for name in sorted(read) if _shares(module.config, name, tp)]
@@ -143,7 +147,7 @@ def _names_read(module: nn.Module) -> set[str]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Those of comprehensions and inner functions too."""
+    """The names in ``code``, and in its comprehensions and inner functions."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -151,7 +155,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def with_numbers(way: Strategy, chosen: Sequence[Number]) -> Strategy:
-    """The same with some numbers divided by the ranks."""
+    """The same strategy with some numbers divided by the number of ranks."""
     changed = dict(way.styles)
     for module, attribute in chosen:
         before = changed.get(module)
@@ -163,7 +167,8 @@ STYLE = "vocabulary"
 
 
 def vocabulary_styles(model: nn.Module, called: Mapping[str, nn.Module], tp: int) -> dict[str, str]:
-    """ "vocabulary" for modules of ``model`` by first name; ``called``: the embeddings that the forward calls."""
+    """The style "vocabulary" for modules of ``model``, by first name; ``called``: the embeddings that the forward
+    calls."""
     embeddings: dict[str, nn.Embedding] = {}
     for name, module in called.items():
         if isinstance(module, nn.Embedding) and _can_be_cut(module, name, tp):
@@ -201,5 +206,5 @@ def _outputs(module: nn.Module) -> int:
 
 
 def _is_head(name: str) -> bool:
-    """Whether a linear layer lies in no chain of blocks."""
+    """Whether a linear layer lies outside all chains of blocks."""
     return not any(part.isdecimal() for part in name.split("."))

@@ -1,10 +1,13 @@
-"""What an operation reads: the part of each operand that this rank needs, aligned at the last dims.
+"""The shard of each operand that this rank needs for an operation; shapes are aligned at the last dims.
 
-View                             its local, or the piece of it that is asked for
-Parameter                        its piece; the gradient is noted as partial
-plain, needs a gradient          f: the gradient is summed over the ranks, once for all uses of the object
-plain, one dim cut into blocks   its slice: the gradient is gathered, half the bytes
-plain, needs none                its piece
+    global tensor                           its local shard, or the slice of it that is needed
+    parameter                               a slice; the gradient is recorded as partial
+    plain, with a gradient                  f: the gradient is summed over the ranks, once for all uses of the object
+    plain, with a gradient, one dim         a slice: the gradient is gathered, half the bytes of a sum
+        sharded in blocks
+    plain, without a gradient               a slice
+
+A parameter that plain code uses as well counts as plain.
 """
 
 from collections.abc import Sequence
@@ -24,28 +27,28 @@ if TYPE_CHECKING:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Full shape and sets of a View or of a plain tensor."""
+    """Full shape and index sets of a global or a plain tensor."""
     if type(tensor) is GlobalTensor:
         return Layout(tensor.full, tensor.sets)
     return Layout(tensor.shape, (None,) * tensor.ndim)
 
 
 class Joined(NamedTuple):
-    """The layout of what operands make together, and how each of them is cut for it."""
+    """The layout of a result, and the index sets that each operand must have for it."""
 
     shape: Shape
     sets: Sets
     operands: tuple[Sets, ...]
 
 
-def broadcast_operands(views: "GlobalTensorContext", tensors: Sequence[Tensor], tail: int = 0) -> Joined:
+def broadcast_operands(context: "GlobalTensorContext", tensors: Sequence[Tensor], tail: int = 0) -> Joined:
     """The broadcast of the operands, and what each rank holds of all of them; the last ``tail`` dims are left out.
 
     Raises:
-        NoRuleError: some of it would be held by nobody.
+        NoRuleError: some element would have no holder.
     """
     layouts = tuple(map(layout_of, tensors))
-    return views.find(("join", tail, layouts), lambda: _join(layouts, tail))
+    return context.find(("join", tail, layouts), lambda: _join(layouts, tail))
 
 
 def _join(layouts: Sequence[Layout], tail: int) -> Joined:
@@ -54,66 +57,66 @@ def _join(layouts: Sequence[Layout], tail: int) -> Joined:
 
 
 def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
-    """``sets`` for the dims of an operand; those of one element are left for broadcasting."""
+    """``sets`` for the dims of an operand; dims of size one are left to broadcasting."""
     offset = len(sets) - len(shape)
     return tuple(sets[offset + dim] if shape[dim] != 1 else None for dim in range(len(shape) - tail))
 
 
-def part(views: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
-    """The local part of an operand whose dims are to be cut as the last of ``sets``."""
-    return fit(views, tensor, _wanted(tensor.shape, sets, 0))
+def part(context: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
+    """The shard of an operand whose dims are to be sharded as the last of ``sets``."""
+    return fit(context, tensor, _wanted(tensor.shape, sets, 0))
 
 
-def fit(views: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
-    """The local part of an operand whose first dims are to be cut as ``wanted``."""
+def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
+    """The shard of an operand whose first dims are to be sharded as ``wanted``."""
     if type(tensor) is not GlobalTensor:
-        return cut_operand_as(views, tensor, wanted)
+        return cut_operand_as(context, tensor, wanted)
     local = tensor.local
     for dim, index in enumerate(wanted):
         if index is not tensor.sets[dim]:
-            local = pick(views, local, dim, tensor.sets[dim], index)
+            local = pick(context, local, dim, tensor.sets[dim], index)
     return local
 
 
-def cut_operand_as(views: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
-    """The part of a plain tensor that ``wanted`` names for its first dims."""
-    if plain.requires_grad:
-        if isinstance(plain, nn.Parameter) and plain not in views.equal and views.sums_once(plain):
-            views.partial.add(plain)
-        elif torch.is_grad_enabled() and views.axis.size > 1:
+def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
+    """The shard of a plain tensor whose first dims are to be sharded as ``wanted``."""
+    if plain.requires_grad:  # its gradient is complete only after a sum or a gather: once a step, or here
+        if isinstance(plain, nn.Parameter) and plain not in context.equal and context.sums_once(plain):
+            context.partial.add(plain)
+        elif torch.is_grad_enabled() and context.axis.size > 1:
             cut = [dim for dim, index in enumerate(wanted) if index is not None]
             index = wanted[cut[0]] if len(cut) == 1 else None
             if index is not None and index.blocks:
-                return slice_of(plain, views.axis, cut[0], COLUMN_INPUTS)
-            plain = copied(views, plain)
+                return slice_of(plain, context.axis, cut[0], COLUMN_INPUTS)
+            plain = copied(context, plain)
     for dim, index in enumerate(wanted):
         if index is not None:
-            plain = pick(views, plain, dim, None, index)
+            plain = pick(context, plain, dim, None, index)
     return plain
 
 
-def copied(views: "GlobalTensorContext", plain: Tensor) -> Tensor:
-    """The one copy of a plain tensor, whose gradient is summed over the ranks."""
-    return views.entered(id(plain), plain, lambda passed: copy_to(plain, views.axis, passed=passed))
+def copied(context: "GlobalTensorContext", plain: Tensor) -> Tensor:
+    """The one copy of a plain tensor whose gradient is summed over the ranks."""
+    return context.entered(id(plain), plain, lambda passed: copy_to(plain, context.axis, passed=passed))
 
 
-def pick(views: "GlobalTensorContext", local: Tensor, dim: int, have: Index | None, want: Index | None) -> Tensor:
-    """The piece of ``local`` that belongs to ``want``: a view of it where its indices are evenly spaced.
+def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | None, want: Index | None) -> Tensor:
+    """The slice of ``local`` that belongs to ``want``: a view of it if its indices are evenly spaced.
 
     Raises:
         NoRuleError: this rank does not hold it.
     """
-    place = views.find(("pick", have, want), lambda: _place(have, want, views.axis.index))
+    place = context.find(("pick", have, want), lambda: _place(have, want, context.axis.index))
     if place is None:
         return local
     if isinstance(place, slice):
         return local[(slice(None),) * dim + (place,)]
-    return local.index_select(dim, on_device(views, ("pick", have, want, local.device), place, local.device))
+    return local.index_select(dim, on_device(context, ("pick", have, want, local.device), place, local.device))
 
 
-def on_device(views: "GlobalTensorContext", key: Any, places: Any, device: torch.device) -> Tensor:
-    """Indices as a tensor, kept under the key."""
-    return views.find(key, lambda: torch.as_tensor(places, device=device))
+def on_device(context: "GlobalTensorContext", key: Any, places: Any, device: torch.device) -> Tensor:
+    """Indices as a tensor on ``device``, cached under ``key``."""
+    return context.find(key, lambda: torch.as_tensor(places, device=device))
 
 
 def _place(have: Index | None, want: Index | None, rank: int) -> Any:

@@ -1,1 +1,1 @@
-"""Sharded layers, and how a plan puts them on a user's module."""
+"""Sharded layers, and how a plan puts them on a user's model."""

@@ -1,9 +1,11 @@
-"""Carry a tensor plan out on a model, and put the parts of a parameter together again.
+"""Apply a tensor plan to a model in place, and assemble full parameters from their shards.
 
-Parameters that a module's code sees as views: with the whole shape, while this rank holds a part.
+    parameters    get the data of this rank's shard; the objects, their names and ties stay
+    layers        change their class to a sharded one (``layers.linear``, ``layers.vocab_parallel``)
+    shown         the style "view": code that reads ``self.weight`` gets a global tensor with the full shape
 
-The parameter stays where it is registered, so that optimizers, hooks and checkpoints find it. What the code reads
-as ``self.weight`` is made anew at each reading, since ZeRO-3 swaps the memory of a parameter between uses.
+A shown parameter stays registered where it is, so that optimizers, hooks and checkpoints find it. The global tensor is
+made at each read, because ZeRO-3 swaps the memory of a parameter between uses.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.placeholders import placeholder
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, show_parameter
 from engine.parallel.tensor.global_tensor.index_sets import Index
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.layers.linear import (
     ColumnLayer,
     ColumnLinear,
@@ -50,12 +54,12 @@ _CONFIG = "config."
 
 
 def local_shard(full: Tensor, cut: ParameterCut, index: int) -> Tensor:
-    """What tensor rank ``index`` holds of ``full``: a new contiguous tensor. Inverse: :func:`assemble`."""
+    """The shard of ``full`` on tensor rank ``index``: a new contiguous tensor. Inverse: :func:`assemble`."""
     return local_rows(full, cut.dim, cut.ranges, index)
 
 
 def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
-    """The full tensor from every rank's part, in rank order; of a shared range the first holder's is taken."""
+    """The full tensor from every rank's shard, in rank order; a shared range is taken from its first holder."""
     taken = [0] * len(parts)
     pieces: dict[int, Tensor] = {}
     for piece in cut.ranges:
@@ -70,10 +74,10 @@ def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
 def apply_plan(
     model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches, already_cut: Collection[str] = ()
 ) -> GlobalTensorContext:
-    """Cut ``model`` in place to what this rank holds of it. Nothing is communicated.
+    """Shard ``model`` in place for this rank. Nothing is communicated.
 
-    Parameter objects stay and get new, smaller data, so that ties, optimizers and hooks hold; state-dict names
-    stay too. Works on the meta device. ``already_cut``: parameters that hold their part.
+    Parameter objects stay and get new, smaller data, so that ties, optimizers and hooks hold; state-dict names stay
+    too. Works on the meta device. ``already_cut``: parameters whose data is the shard already.
     """
     parameters = dict(model.named_parameters())
     installer = _Installer(model, plan, axis, patches)
@@ -84,12 +88,13 @@ def apply_plan(
 
 
 def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches) -> GlobalTensorContext:
-    """The same without content, for a run on shapes: no memory is taken, and ``patches`` put the weights back too."""
+    """:func:`apply_plan` without content, for a run on shapes: no memory is allocated, and ``patches`` restore the
+    weights."""
 
     def blank(name: str, full: Tensor, cut: ParameterCut) -> Tensor:
         shape = list(full.shape)
         shape[cut.dim] = cut.widths(axis.size)[axis.index]
-        return torch.zeros((), dtype=full.dtype, device=full.device).expand(shape)
+        return placeholder(shape, full.dtype, full.device)
 
     parameters = dict(model.named_parameters())
     installer = _Installer(model, plan, axis, patches)
@@ -101,7 +106,7 @@ def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: 
 
 
 def _whole_shape(parameter: Tensor, cut: ParameterCut) -> tuple[int, ...]:
-    """Also of one that holds its part already."""
+    """The full shape of a parameter, whether it holds the full tensor or its shard."""
     shape = list(parameter.shape)
     shape[cut.dim] = max(piece.stop for piece in cut.ranges)
     return tuple(shape)
@@ -110,7 +115,7 @@ def _whole_shape(parameter: Tensor, cut: ParameterCut) -> tuple[int, ...]:
 class _Installer:
     def __init__(self, model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches) -> None:
         self.plan, self.axis, self.patches = plan, axis, patches
-        self.views = GlobalTensorContext(axis, plan.sequence, plan.regather)
+        self.context = global_context(axis, plan.sequence, plan.regather)
         self.modules = dict(model.named_modules())
         self.first = {id(p): name for name, p in model.named_parameters()}
         self.regions: dict[str, Region] = {}
@@ -119,12 +124,12 @@ class _Installer:
 
     def install(self, parameters: Mapping[str, nn.Parameter]) -> GlobalTensorContext:
         """Everything but the content of parameters, which are full or hold their shard."""
-        self.views.equal.update(parameters[name] for name in self.plan.equal)
+        self.context.equal.update(parameters[name] for name in self.plan.equal)
         self.show(parameters)
         for change in self.plan.attributes:
             self.change(change)
         self.wrap_layers()
-        return self.views
+        return self.context
 
     def change(self, change: AttributeChange) -> None:
         module, attribute = self.modules[change.module], change.attribute
@@ -139,7 +144,7 @@ class _Installer:
             setattr(owner, attribute, change.value)
 
     def show(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Let code see the parameters that a plan shows as views."""
+        """Replace the attributes of parameters with the style "view" by properties that read global tensors."""
         wholes = {id(parameters[name]): name for name in self.plan.shown}
         parents: dict[int, nn.Module] = {}
         for path, module in self.modules.items():
@@ -152,11 +157,11 @@ class _Installer:
             if cuts:
                 note = f"reads {', '.join(cuts)} as global tensors, of which each tensor rank holds a shard"
                 with self.patches.changing(module, PatchLayer.TENSOR, note):
-                    module.__class__ = shown_class(type(module), cuts, self.views)
+                    module.__class__ = shown_class(type(module), cuts, self.context)
                 parent = self.modules[path.rpartition(".")[0]]
                 parents[id(parent)] = parent
         for parent in parents.values():
-            handle = parent.register_forward_hook(lambda *_: self.views.clear())
+            handle = parent.register_forward_hook(lambda *_: self.context.clear())
             self.patches.hook(parent, PatchLayer.TENSOR, handle, "forgets its global tensors at the end of its forward")
 
     def wrap_layers(self) -> None:
@@ -172,25 +177,26 @@ class _Installer:
         elif cut.kind == "row":
             prepare_row(module, self._region(cut))
         elif cut.kind == "experts":
-            prepare_experts(module, Region(self.axis, self.views))
+            prepare_experts(module, Region(self.axis, self.context))
         else:
             weight: Any = module.weight
             widths = self.plan.parameters[self.first[id(weight)]].widths(self.axis.size)
             if cut.kind == "column+gather":
-                prepare_column(module, Region(self.axis, self.views))
+                prepare_column(module, Region(self.axis, self.context))
                 prepare_gathered(module, widths)
                 return
             vocabulary = Vocabulary(self.axis, widths)
             if cut.kind == "embedding":
-                prepare_embedding(module, vocabulary, self.views)
+                prepare_embedding(module, vocabulary, self.context)
             else:
                 prepare_head(module, vocabulary)
 
     def _region(self, cut: LayerCut) -> Region:
-        return self.regions.setdefault(cut.region, Region(self.axis, self.views))
+        return self.regions.setdefault(cut.region, Region(self.axis, self.context))
 
     def _swap(self, module: nn.Module, kind: LayerKind) -> None:
-        """Make the module's class one of ours and its own. A plain library layer becomes our public class."""
+        """Change the module's class to a sharded one derived from its own; plain library layers become our public
+        classes."""
         own = type(module)
         layer, public, library = _CLASSES[kind]
         if (kind, own) not in self.classes:
@@ -209,24 +215,24 @@ _CLASSES: Mapping[LayerKind, tuple[type[nn.Module], type[nn.Module], type[nn.Mod
         "experts": (ExpertsLayer, ExpertsLayer, ExpertsLayer),
     }
 )
-"""(what is mixed in, the public class, the library class that it replaces)."""
+"""For each kind (the mixin, our public class, the library class that the public class replaces)."""
 
 
 def shown_class(
-    own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tuple[int, ...]]], views: GlobalTensorContext
+    own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tuple[int, ...]]], context: GlobalTensorContext
 ) -> type:
-    """A subclass of ``own`` whose attributes named in ``cuts`` (with their whole shapes) are views."""
-    properties = {name: _shown(name, cut, shape, views) for name, (cut, shape) in cuts.items()}
+    """A subclass of ``own`` whose attributes named in ``cuts`` (sharding, full shape) read as global tensors."""
+    properties = {name: _shown(name, cut, shape, context) for name, (cut, shape) in cuts.items()}
     return type(f"Shown{own.__name__}", (own,), properties)
 
 
-def _shown(name: str, cut: ParameterCut, shape: tuple[int, ...], views: GlobalTensorContext) -> property:
+def _shown(name: str, cut: ParameterCut, shape: tuple[int, ...], context: GlobalTensorContext) -> property:
     sets: list[Index | None] = [None] * len(shape)
-    sets[cut.dim] = Index.of_ranges(cut.ranges, views.axis.size)
+    sets[cut.dim] = Index.of_ranges(cut.ranges, context.axis.size)
 
     def read(module: nn.Module) -> Tensor | GlobalTensor:
         parameter = module._parameters[name]
         assert parameter is not None
-        return show_parameter(parameter, shape, tuple(sets), views)
+        return show_parameter(parameter, shape, tuple(sets), context)
 
     return property(read)

@@ -1,12 +1,13 @@
-"""A head whose logits wait for the loss: cross-entropy then goes through tokens in chunks and never stores them all.
+"""A language-model head with lazy logits: cross-entropy then computes them in chunks of tokens and never stores them
+all.
 
     logits = head(x)                      nothing is computed: x, weight and bias are kept
-    logits.float().view(-1, V) ...        still nothing; shapes change as code wants them (``late_rules``)
-    cross_entropy(logits, labels)         by chunks (``kernels.linear_cross_entropy``)
-    logits.argmax(-1), anything else      computes them, once, and goes on as with any tensor
+    logits.float().view(-1, V) ...        still nothing; shapes change as the code asks (``logits.lazy_logits``)
+    cross_entropy(logits, labels)         in chunks (``kernels.ops.linear_cross_entropy``)
+    logits.argmax(-1), anything else      computes the logits, once, and goes on as with any tensor
 
-The model and its loss function stay as they are. With a head cut over "tp" everything is sent that would be sent, with
-the same labels.
+The model and its loss function stay as they are. A head that is sharded over "tp" sends the same bytes with the same
+labels as without lazy logits.
 """
 
 from dataclasses import dataclass
@@ -33,22 +34,22 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class _Late:
-    """What a late head knows."""
+    """The settings of a lazy head."""
 
     vocabulary: Vocabulary
     kernels: Kernels
 
 
 class LazyLMHead(nn.Module):
-    """x [.., D] -> logits [.., V] that wait, while gradients are wanted; otherwise what the head was before gives."""
+    """x [.., D] -> lazy logits [.., V] while gradients are needed; otherwise the logits of the original head."""
 
     tensor_late: _Late
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Keep x; a cut head lets it arrive as for its product."""
+        """Keep x; a sharded head first brings x into the region, as for its product."""
         late, own = self.tensor_late, self._parameters
         weight, bias = own.get("weight"), own.get("bias")
-        planned = "multiply" in vars(self)  # as by a pipeline that splits its backward
+        planned = "multiply" in vars(self)  # a pipeline with a split backward has replaced the product
         if weight is None or planned or not _can_wait(x_D, weight, late.vocabulary.axis):
             logits: Tensor = super().forward(x_D) if isinstance(self, HeadLayer) else self.multiply(x_D)
             return logits
@@ -68,36 +69,36 @@ class LazyLMHead(nn.Module):
 
 
 class LateLinear(LazyLMHead, nn.Linear):
-    """A whole head that is a plain ``nn.Linear``."""
+    """A lazy head that is a replicated plain ``nn.Linear``."""
 
 
 def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Let the logits of ``module`` stay uncomputed until the loss reads them. Communicates nothing.
+    """Make the logits of ``module`` lazy. Communicates nothing.
 
-    ``module``: a linear layer to the vocabulary, whole on an axis of one rank (or equal on all ranks, outside tensor
-    parallelism: give an axis of size 1), or one that ``install`` has cut as a head. ``kernels`` choose how a chunk is
-    computed.
+    ``module``: a linear layer to the vocabulary. It is full on an axis of one rank (without tensor parallelism, or
+    equal on all ranks: give an axis of size 1), or ``apply_plan`` has sharded it as a head. ``kernels`` choose how a
+    chunk is computed.
 
     The caller must know:
-        - Weights are read when the loss is computed, after the module has returned. Where they are gone by then, or
-          replaced (ZeRO 3 gathers them for the module's forward only), a head must not be late.
-        - Logits that wait cannot be sent to another pipeline stage: only a head whose stage has the loss may be late.
-        - Logits that nobody has looked at when the weights are updated cannot be had any more, and say so. The
-          version of the parameter tells, so who writes past autograd must increment it.
-        - Gradients of the weight come from the loss's backward, not from the module's: hooks on the module's backward
-          do not see them; hooks on parameters do.
-        - What is no training (no gradients, a dry axis, the meta device, a function mode as in probes, compilation)
-          gets the logits as before.
+        - Weights are read when the loss is computed, after the module has returned. A head whose weights are freed or
+          replaced by then (ZeRO 3 gathers them for the module's forward only) must not be lazy.
+        - Lazy logits stay on their pipeline stage: only a head on the stage of the loss may be lazy.
+        - Lazy logits must be read before the weights are updated; a first read after that raises. The version counter
+          of the parameter tells, so code that writes past autograd must increment it.
+        - Gradients of the weight come from the loss's backward and not from the module's: hooks on the module's
+          backward miss them; hooks on parameters get them.
+        - Outside training (no gradients, a dry axis, the meta device, a function mode as in traces, compilation) the
+          head returns its logits as before.
 
     Raises:
-        PlanError: the module computes more than a matrix product, or somebody has replaced its forward.
+        PlanError: the module computes more than a matrix product, or its forward has been replaced.
     """
     fused = vars(module).get("forward")
     product = fused is None or (isinstance(fused, FusedForward) and fused.activation == "none")
     if not has_plain_forward(module) or is_conv1d(module) or not product:
         raise PlanError(
-            f"a {type(module).__name__} was given as a head whose logits may wait; only a layer with the forward of "
-            "nn.Linear can: leave this one as it is."
+            f"a {type(module).__name__} was given as a head with lazy logits, which takes a layer with the forward of "
+            "nn.Linear; leave this head as it is."
         )
     own: type[nn.Module] = type(module)
     cut = getattr(module, "tensor_vocabulary", None)
@@ -111,7 +112,7 @@ def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, pat
 def _can_wait(x: Tensor, weight: Tensor, axis: TensorAxis) -> bool:
     if axis.dry or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    # who looks at operations by name sees the same in the probe and in a run
+    # a tracer that matches operations by name must see the same in the trace and in the run
     if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
         return False
     seen = x.local if type(x) is GlobalTensor else x

@@ -1,23 +1,23 @@
-"""Linear layers cut over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
+"""Linear layers sharded over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-    y = gelu(x A) B      A is cut by columns, B by rows: one sum of x's gradient, one sum of y, per pair.
+    column    y = x A'    A sharded by outputs: x full, y sharded     backward sums x's gradient
+    row       y = x B'    B sharded by inputs: x sharded, y full      forward sums y
+    pair      y = gelu(x A') B'     one sum of y and one of x's gradient for both layers
+    gathered  a column layer that gathers its outputs, for layers without a row layer after them
+    experts   a module whose own code computes with the shards of its parameters (fused experts of an MoE)
 
-A layer of a user's model becomes one of these without leaving its object: ``adopt`` changes its class to one
-that is made of ``ColumnLayer`` or ``RowLayer`` and of the class it had, so that hooks, attributes,
-``isinstance`` and the user's own forward stay. ``ColumnLinear`` and ``RowLinear`` are for model writers.
+        full tokens  ─ f ─┐
+        full routing ─ f ─┴── the module on its shard of every expert ── g ── full y
+
+    Experts sharded by their hidden width need no routing between ranks: every rank processes all tokens.
+
+A layer of a user's model becomes one of these and stays the same object: ``apply_plan`` changes its class to one that
+derives from ``ColumnLayer`` or ``RowLayer`` and from the class it had, so hooks, attributes, ``isinstance`` and the
+user's own forward stay. ``ColumnLinear`` and ``RowLinear`` are for model writers.
 
 Weights are [out, in] as in ``nn.Linear``, or [in, out] as in Hugging Face's ``Conv1D``.
 
-Shape suffixes: I inputs, O outputs, P the part of either that this rank holds.
-
-A linear layer cut by its outputs that gives the whole: for layers without a partner that takes parts.
-
-A module whose own code computes with the parts of its parameters that a rank holds (fused experts of an MoE).
-
-    whole tokens ─ f ─┐
-    whole routing ─ f ┴── the module on its part of every expert ── g ── whole y
-
-Cutting every expert by its hidden width needs no routing between ranks: all see all tokens.
+Shape suffixes: I inputs, O outputs, P this rank's shard of either.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Whether this layer has become one of ours."""
+    """Whether this layer is one of our sharded layers."""
     return any(_ours(base) for base in type(module).__mro__)
 
 
@@ -57,33 +57,33 @@ def _ours(base: type) -> bool:
 
 
 def is_replaced(x: Tensor, kernels: Kernels) -> bool:
-    """Whether the product of a layer with ``x`` is one of ``kernels.linear``, and not the layer's own forward."""
+    """Whether a layer's product with ``x`` runs through ``kernels.ops.linear`` in place of the layer's own forward."""
     if kernels.mode == "reference" or not kernels.replaces(x.device):
         return False
-    # who looks at operations by name sees torch's own
+    # a tracer that matches operations by name must see torch's own product
     return _get_current_function_mode() is None  # type: ignore[no-untyped-call]
 
 
 class ColumnLayer(nn.Module):
-    """x [.., I], whole and equal on all ranks -> y [.., P], this rank's columns.
+    """x [.., I], full and equal on all ranks -> y [.., P], this rank's columns.
 
-    Under sequence parallelism x is a view cut along the sequence: forward gathers it, backward scatters the sum.
-    Otherwise backward sums the gradient of x over "tp" (label "column inputs"), once for all column layers of a region
-    that are given the same tensor.
+    Backward sums the gradient of x over "tp" (label "column inputs"), once for all column layers of a region that are
+    given the same tensor. Under sequence parallelism x is a global tensor sharded along the sequence: forward gathers
+    it, and backward reduce-scatters its gradient.
     """
 
     tensor_region: Region
     tensor_plain = False
     """Whether forward is a matrix product and nothing else."""
     tensor_activation: Activation | None = None
-    """What the layer does to its product beside; the module that did it does nothing then."""
+    """An activation that the layer applies to its product; the model's own activation module is then a no-op."""
 
     def forward(self, x_I: Tensor) -> Tensor:
         """Run the layer's own forward on the region's copy of x."""
         return self.tensor_region.enter(self, x_I).multiply(self)
 
     def multiply(self, x_I: Tensor) -> Tensor:
-        """The layer's own product, and the activation."""
+        """The layer's own product, followed by the fused activation."""
         kernels = self.tensor_region.axis.kernels
         if self.tensor_plain and is_replaced(x_I, kernels):
             return fused_forward(self, x_I, self.tensor_activation or "none", kernels)
@@ -91,10 +91,10 @@ class ColumnLayer(nn.Module):
 
 
 class RowLayer(nn.Module):
-    """x [.., P], this rank's part of the features -> y [.., O], whole and equal on all ranks.
+    """x [.., P], this rank's shard of the features -> y [.., O], full and equal on all ranks.
 
-    Forward sums y over "tp" (label "row outputs"); the bias, which every rank holds, is added once, afterwards.
-    Under sequence parallelism y is a view cut along the sequence: the sum is scattered.
+    Forward sums y over "tp" (label "row outputs"); the bias, which every rank holds, is added once, after the sum.
+    Under sequence parallelism y is a global tensor sharded along the sequence: the sum is reduce-scattered.
     """
 
     tensor_region: Region
@@ -108,7 +108,7 @@ class RowLayer(nn.Module):
         return plus_bias(y_O, self._parameters["bias"])
 
     def multiply(self, x_P: Tensor) -> Tensor:
-        """This rank's part of the product, without the bias."""
+        """This rank's partial product, without the bias."""
         weight: Any = self.weight
         kernels = self.tensor_region.axis.kernels
         if self.tensor_product != "own" and is_replaced(x_P, kernels):
@@ -130,14 +130,14 @@ class RowLayer(nn.Module):
 
 
 class ColumnLinear(ColumnLayer, nn.Linear):
-    """An ``nn.Linear`` that holds ``out_features / size`` of its outputs; sizes are given for the whole layer.
+    """An ``nn.Linear`` that holds ``out_features / size`` of its outputs; the arguments are full sizes.
 
-    Weights are drawn as for the whole layer, so that ranks with one seed hold parts of one matrix. Layers that
-    share an input, as query, key and value do, share it if they are given one ``region``; the row layer that
-    follows must be given the same.
+    Weights are drawn as for the full layer, so that ranks with the same seed hold shards of one matrix. Layers that
+    share an input, as query, key and value do, share it if they are given the same ``region``; the row layer that
+    follows must be given that region too.
 
     Raises:
-        PlanError: the axis does not divide ``out_features``.
+        PlanError: the number of ranks does not divide ``out_features``.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class RowLinear(RowLayer, nn.Linear):
     """An ``nn.Linear`` that holds ``in_features / size`` of its inputs; see :class:`ColumnLinear`.
 
     Raises:
-        PlanError: the axis does not divide ``in_features``.
+        PlanError: the number of ranks does not divide ``in_features``.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
 
 
 def prepare_column(module: nn.Module, region: Region) -> None:
-    """Give an already cut column layer its region and its local sizes."""
+    """Give an already sharded column layer its region and its local sizes."""
     plain = has_plain_forward(module)
     region.add(module, plain)
     module.tensor_region, module.tensor_plain = region, plain  # type: ignore[assignment]
@@ -183,7 +183,7 @@ def prepare_column(module: nn.Module, region: Region) -> None:
 
 
 def prepare_row(module: nn.Module, region: Region) -> None:
-    """Give an already cut row layer its region and its local sizes."""
+    """Give an already sharded row layer its region and its local sizes."""
     module.tensor_region = region  # type: ignore[assignment]
     weight: Any = module.weight
     plain = has_plain_forward(module)
@@ -196,14 +196,14 @@ def prepare_row(module: nn.Module, region: Region) -> None:
 
 
 def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int) -> None:
-    """Cut the weight along ``dim``, and the bias if it lies along the same, to what rank ``index`` holds."""
+    """Keep rank ``index``'s shard of the weight along ``dim``, and of the bias if it lies along the same dim."""
     for name, parameter in module.named_parameters(recurse=False):
         if name == "weight" or dim == 0:
             parameter.data = local_rows(parameter.data, dim, ranges, index)
 
 
 def local_rows(full: Tensor, dim: int, ranges: tuple[Range, ...], index: int) -> Tensor:
-    """A new contiguous tensor of the ranges of ``full`` that rank ``index`` holds, in their order."""
+    """The ranges of ``full`` that rank ``index`` holds, in order, as a new contiguous tensor."""
     return torch.cat([full.narrow(dim, r.start, r.stop - r.start) for r in ranges if index in r.holders], dim)
 
 
@@ -211,15 +211,15 @@ COLUMN_OUTPUTS = "column outputs"
 
 
 class GatheredColumnLayer(ColumnLayer):
-    """x [.., I], whole and equal on all ranks -> y [.., O], whole and equal on all ranks.
+    """x [.., I], full and equal on all ranks -> y [.., O], full and equal on all ranks.
 
-    Forward gathers y over "tp" (label "column outputs"), backward sums the gradient of x ("column inputs").
+    Forward gathers y over "tp" (label "column outputs"), backward sums the gradient of x (label "column inputs").
     """
 
     tensor_widths: tuple[int, ...]
 
     def forward(self, x_I: Tensor) -> Tensor:
-        """This rank's columns, then everybody's."""
+        """Compute this rank's columns, then gather those of all ranks."""
         region = self.tensor_region
         y_O = gather_last(super().forward(x_I), self.tensor_widths, region.axis, COLUMN_OUTPUTS)
         region.leave(x_I.device)
@@ -227,10 +227,10 @@ class GatheredColumnLayer(ColumnLayer):
 
 
 class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
-    """An ``nn.Linear`` that holds ``out_features / size`` of its outputs and gives all; see :class:`ColumnLinear`.
+    """An ``nn.Linear`` that holds ``out_features / size`` of its outputs and gathers them; see :class:`ColumnLinear`.
 
     Raises:
-        PlanError: the axis does not divide ``out_features``.
+        PlanError: the number of ranks does not divide ``out_features``.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, axis: TensorAxis) -> None:
@@ -240,21 +240,21 @@ class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
 
 
 def prepare_gathered(module: nn.Module, widths: tuple[int, ...]) -> None:
-    """Give an already cut layer what it needs beside its region."""
+    """Give an already sharded layer the widths of all ranks' outputs."""
     module.tensor_widths = widths  # type: ignore[assignment]
 
 
 class ExpertsLayer(nn.Module):
-    """Whole inputs -> whole outputs, both equal on all ranks; what the module gives is a part, and is summed.
+    """Full inputs -> full outputs, both equal on all ranks; the module's own forward returns partial sums.
 
-    Forward sums every float output over "tp" (label "row outputs"), backward the gradients of its float inputs
-    (label "column inputs").
+    Forward sums every float output over "tp" (label "row outputs"), backward the gradients of the float inputs (label
+    "column inputs").
     """
 
     tensor_region: Region
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Enter with all inputs, run the module's own forward, sum."""
+        """Bring all inputs into the region, run the module's own forward, sum its outputs."""
         region = self.tensor_region
         device = next(self.parameters()).device
 
@@ -274,6 +274,6 @@ def _is_float(leaf: Any) -> bool:
 
 
 def prepare_experts(module: nn.Module, region: Region) -> None:
-    """Give a module whose parameters are cut its region."""
+    """Give a module whose parameters are sharded its region."""
     region.add(module, plain=False)
     module.tensor_region = region  # type: ignore[assignment]

@@ -1,14 +1,14 @@
-"""What lies between the column layers and the row layer of an attention or a perceptron.
+"""The region between the column layers and the row layer of an attention or an MLP.
 
-    whole x ─ f ─┬─ query ─┐
-                 ├─ key   ─┤ region: activations are cut   row ─ g ─ whole y
-                 └─ value ─┘
+    full x ─ f ─┬─ query ─┐
+                ├─ key   ─┤ region: activations are sharded   row ─ g ─ full y
+                └─ value ─┘
 
-Two things hold for a region at once. Its column layers share one copy of their input, so that the gradient is
-summed once. And since its activations are cut, its dropout must differ between tensor ranks, while outside
-activations are equal on all of them and dropout must be equal too. For that the region takes one number from
-the CPU's generator, which agrees on all ranks, and seeds from it twice: by rank where it opens, alike where it
-closes. Nothing is counted, so a block that is run again from the same random state draws the same masks.
+A region does two things. Its column layers share one copy of their input, so that the gradient is summed once. And it
+has its own random stream: inside, activations are sharded and dropout must differ between tensor ranks; outside,
+activations are equal on all ranks and so must dropout be. The region draws one number from the CPU's generator, which
+agrees on all ranks, and seeds from it twice: by rank when it opens, and equally on all ranks when it closes. It keeps
+no counter, so a block that runs again from the same random state draws the same masks.
 """
 
 from typing import Any
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.parallel.model.rng_streams import derive_seed, seed_generators
+from engine.parallel.model.rng_streams import draw_alike, draw_apart
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import add_rows, cut_rows, gather_global, stream_dim
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.overlap.async_input_grad import Entrance, Shared, has_own_weights, share_input
 from engine.parallel.tensor.overlap.chunked_matmul import SharedInPieces, is_in_pieces, scatter_product
 from engine.parallel.tensor.tp_axis import TensorAxis
@@ -28,25 +29,25 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 class Region:
     """The shared input copies and the random streams of one region.
 
-    ``views``: what views of the model share. With ``views.sequence`` the stream outside is cut along the sequence: it
-    is gathered where it enters, and what leaves is scattered.
+    ``context``: that of the model's global tensors. With ``context.sequence`` activations outside are sharded along the
+    sequence: the input is gathered, and the output is reduce-scattered.
     """
 
-    def __init__(self, axis: TensorAxis, views: GlobalTensorContext | None = None) -> None:
+    def __init__(self, axis: TensorAxis, context: GlobalTensorContext | None = None) -> None:
         self.axis = axis
-        self._views = views or GlobalTensorContext(axis)
+        self._views = context or global_context(axis)
         self._plain: list[torch.nn.Module] = []
         self._owned = True
         """Whether every column layer is a plain matrix product, see :func:`copy_to`."""
         self._entrances: dict[int | None, Entrance] = {}
         self._folded: tuple[int, ...] | None = None
-        """The dims that the rows of what entered last were made of."""
+        """The dims that were flattened into the rows of the latest input."""
         self._entered: set[int] = set()
         self._copies: list[tuple[Tensor, Shared]] = []
         self._drawn: int | None = None
 
     def add(self, layer: torch.nn.Module, plain: bool) -> None:
-        """A column layer of this region; ``plain``: it is a matrix product and nothing else."""
+        """Add a column layer; ``plain``: it is a matrix product and nothing else."""
         self._entrances.clear()
         if plain:
             self._plain.append(layer)
@@ -56,8 +57,8 @@ class Region:
     def enter(self, layer: torch.nn.Module, x: Tensor, again: bool = False) -> Shared:
         """``x`` for a column layer: the same copy for the same tensor object until the region closes.
 
-        A layer that enters twice begins anew (recomputed activations may stop before the row layer), unless it says
-        that it comes ``again`` with another of its inputs.
+        A layer that enters a second time starts a new run of the region (recomputation may stop before the row layer),
+        unless it passes ``again`` because it enters with another of its inputs.
         """
         if not self._entered or (id(layer) in self._entered and not again):
             self._open(layer.training, x.device)
@@ -70,7 +71,7 @@ class Region:
         return shared
 
     def product(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
-        """The product of a row layer with its part of the features, summed as ``combine`` does it."""
+        """The product of a row layer with its shard of the features, summed as :meth:`combine` does."""
         own: Any = layer
         if self._views.sequence and x.ndim > 2 and own.tensor_product != "own" and has_own_weights(layer):
             rows, rest = divmod(x.shape[-2], self.axis.size)
@@ -80,10 +81,13 @@ class Region:
         return self.combine(own.multiply(x))
 
     def combine(self, y: Tensor) -> Tensor:
-        """The sum over the ranks of their ``y``, whole, or cut along the sequence as the stream is."""
+        """The sum of ``y`` over the ranks: full, or sharded along the sequence under sequence parallelism."""
         return add_rows(self._views, y, self._folded)
 
     def _share(self, x: Tensor, part: Tensor) -> Shared:
+        # x is full (a plain tensor, dim None), sharded evenly in rank order along ``dim``, or sharded in another way,
+        # which is gathered here. Rows that are large enough are gathered in chunks beside the products; everything
+        # else passes an entrance, which gathers along ``dim`` if there is one and defers the weight gradients.
         dim = None
         if type(x) is GlobalTensor:
             dim, self._folded = stream_dim(x), x.folded
@@ -99,24 +103,23 @@ class Region:
         )
 
     def leave(self, device: torch.device) -> None:
-        """The row layer has summed: what follows is whole again."""
+        """The row layer has summed: activations are equal on all ranks from here on."""
         self._close()
         if self._drawn is not None:
-            seed_generators(device, derive_seed(self._drawn, 0))
+            draw_alike(device, self._drawn)
             self._drawn = None
 
     def _open(self, training: bool, device: torch.device) -> None:
         self._close()
         self._drawn = None
         if training and self.axis.size > 1 and not self.axis.dry:
-            self._drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-            seed_generators(device, derive_seed(self._drawn, self.axis.index + 1))
+            self._drawn = draw_apart(device, self.axis.index)
 
     def _close(self) -> None:
-        """Between two forwards all attributes say what they said: none of them is a switch of the model."""
+        """Reset all attributes, so that they are equal between forwards and never count as changed model state."""
         self._forget()
         self._entered.clear()
         self._folded = None
 
-    def _forget(self) -> None:  # not `_copies.clear`, which would stay the original's in a copied model
+    def _forget(self) -> None:  # a bound `_copies.clear` would clear the original's list in a copied model
         self._copies.clear()

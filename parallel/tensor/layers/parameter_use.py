@@ -1,13 +1,12 @@
-"""A first forward with inputs of another kind than the example's, under sequence parallelism.
+"""Which parameters a forward uses, and beside which tensors: two checks that a tensor plan relies on.
 
-A parameter that meets activations cut along the sequence has on each tensor rank a part of its gradient, and the parts
-are summed once a step. If other inputs (a picture beside the text) take it to whole activations as well, that gradient
-is whole on every rank, and the sum would count it once for each.
+    OutsideReads  in the trace     a sharded parameter that code outside its layer reads: ``functional.linear(x,
+                                   self.embed.weight)`` would compute with a shard as if it were the full parameter
+    FirstUse      in training      the first forward of each kind of inputs, under sequence parallelism
 
-Cut parameters that are read by code outside their modules, which would compute with a part as if it were whole.
-
-A planned layer knows that its weight is a part and sums or gathers accordingly. ``functional.linear(x,
-self.embed.weight)`` in a block or in the code around the blocks does not, and its result would be wrong in silence.
+A parameter that meets activations sharded along the sequence has a partial gradient on each tensor rank, and the
+partial gradients are summed once a step. If other inputs than the example's (an image beside the text) apply it to full
+activations as well, that gradient is complete on every rank, and the sum would count it once per rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,11 +26,11 @@ from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.torch_function import Operation
 
 _KINDS = 1024
-"""Kinds of inputs that are remembered; with more, all are looked at anew."""
+"""The number of kinds of inputs that are remembered; beyond it all are checked anew."""
 
 
 class FirstUse:
-    """Watches the first forward of each kind of inputs; ``plan``: None without tensor parallelism."""
+    """Checks the first forward of each kind of inputs; ``plan``: None without tensor parallelism."""
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None) -> None:
         names = plan.beside if plan is not None else frozenset[str]()
@@ -39,10 +38,10 @@ class FirstUse:
         self._seen: set[object] = set()
 
     def watch(self, microbatch: Any, run: Callable[[], Any]) -> Any:
-        """What ``run`` gives; the same on all tensor ranks.
+        """The result of ``run``; an error is raised on all tensor ranks.
 
         Raises:
-            PlanError: these inputs take a parameter to whole activations that the example took to cut ones only.
+            PlanError: the inputs apply a parameter to full activations that the example applied to sharded ones only.
         """
         if not self._parameters or not torch.is_grad_enabled():
             return run()
@@ -54,9 +53,9 @@ class FirstUse:
             result = run()
         for name in reads.names:
             raise PlanError(
-                f"parameter {name!r} is used on whole activations with these inputs, but in the example on activations "
-                "cut along the sequence only, and its gradient would be wrong; give an example_batch that takes both "
-                "ways, or switch sequence_parallel off."
+                f"parameter {name!r} is used on full activations with these inputs, but the example used it only on "
+                "activations sharded along the sequence, so its gradient would be wrong; give an example_batch with "
+                "both uses, or switch sequence_parallel off."
             )
         if len(self._seen) >= _KINDS:
             self._seen.clear()
@@ -70,28 +69,28 @@ def _kind(microbatch: Any) -> object:
 
 
 class OutsideReads(TorchFunctionMode):
-    """Watches one run of the uncut model; ``names`` are the parameters found, in the order of their reading.
+    """Watches one run of the unsharded model; ``names`` are the parameters found, in the order of their first read.
 
-    Questions about shape, dtype and device are no reading: Hugging Face models ask weights for those.
+    Questions about shape, dtype and device are not reads: Hugging Face models ask weights for those.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan) -> None:
         super().__init__()
         self.names: dict[str, None] = {}
         self.plain: set[int] = set()
-        """Ids of the parameters that were read beside plain tensors alone."""
+        """Ids of the parameters that were read beside plain tensors only."""
         self._layers = [model.get_submodule(name) for name, cut in plan.layers.items() if cut.kind != "experts"]
         of_layers = {id(p) for layer in self._layers for p in layer.parameters(recurse=False)}
-        # others are shown as views, or read by code that was proven to compute with a part
+        # other sharded parameters are shown as global tensors, or their code is proven to compute with a shard
         self._cut = {
             id(p): name for name, p in model.named_parameters() if name in plan.parameters and id(p) in of_layers
         }
         self._running: list[frozenset[int]] = []
-        """The parameters of the planned layers that run, the innermost last."""
+        """The parameters of each running planned layer, the innermost layer last."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the run."""
+        """A context around the run."""
         handles: list[RemovableHandle] = []
         for layer in self._layers:
             own = frozenset(id(parameter) for parameter in layer.parameters())
@@ -120,7 +119,7 @@ class OutsideReads(TorchFunctionMode):
 
 
 class PlainReads(TorchFunctionMode):
-    """Watches a forward of the cut model for those ``parameters`` that are used beside plain tensors alone."""
+    """Watches a forward of the sharded model for those ``parameters`` that are used beside plain tensors only."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()

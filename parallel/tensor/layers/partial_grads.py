@@ -1,12 +1,12 @@
-"""Gradients of which each tensor rank has a part: one sum over the axis "tp" a step.
+"""Partial gradients: one sum over the axis "tp" per step.
 
-A parameter that all tensor ranks hold, but use on their own part of the activations (the norm of a query head,
-a key head that several ranks share), gets on each rank a part of its gradient:
+A parameter that all tensor ranks hold but use on their own shard of the activations (the norm of a query head, a key
+head that several ranks share) gets a partial gradient on each rank:
 
     key heads over tp=4     rank 0   rank 1   rank 2   rank 3
     held                     h0       h0       h1       h1
     sent                    [g0 0]   [g1 0]   [0 g2]   [0 g3]   all-reduce, label "replicated gradients"
-    taken                   g0+g1    g0+g1    g2+g3    g2+g3
+    received                g0+g1    g0+g1    g2+g3    g2+g3
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,8 @@ class PartialSums:
 
     @torch.no_grad()
     def __call__(self, grads: Mapping[str, Tensor]) -> None:
-        """``grads``: what this rank holds of each gradient. R elements travel for whole parameters of R elements."""
+        """Sum ``grads``, this rank's gradients by name, in place; an all-reduce of as many elements as the full
+        parameters."""
         by_dtype: dict[torch.dtype, list[tuple[ShardRow, Tensor]]] = {}
         for name, grad in grads.items():
             by_dtype.setdefault(grad.dtype, []).append((self._rows[name], grad))
@@ -49,7 +50,7 @@ class PartialSums:
 
 
 def _held(full: Tensor, row: ShardRow, index: int) -> tuple[int, list[Tensor]]:
-    """The dim that is cut and the pieces of ``full`` that rank ``index`` holds."""
+    """The sharded dim, and the ranges of ``full`` that rank ``index`` holds."""
     if row.dim is None:
         return 0, [full]
     dim = row.dim

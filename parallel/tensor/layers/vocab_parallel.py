@@ -1,40 +1,42 @@
-"""Embedding and head with the vocabulary cut over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
+"""Embedding and head with the vocabulary sharded over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-Vocabularies that the axis does not divide are cut into pieces of nearly equal size; nothing is padded.
+A vocabulary that the axis does not divide is sharded almost evenly; nothing is padded.
 
-Shape suffixes: V the vocabulary, W this rank's part of it, D width.
+Shape suffixes: V the vocabulary, W this rank's shard of it, D width.
 """
 
 from typing import Any
 
 from torch import Tensor, nn
 
-from engine.errors import PlanError
 from engine.parallel.tensor.collectives import EMBEDDING, gather_last, reduce_from
 from engine.parallel.tensor.deferred_linear import fused_forward, is_conv1d
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import add_rows, full, stream_dim
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.layers.linear import has_plain_forward, is_replaced, keep_rows
 from engine.parallel.tensor.logits.logit_shard import Vocabulary
 from engine.parallel.tensor.logits.sharded_logits import ShardedLogits
 from engine.parallel.tensor.overlap.async_input_grad import Entrance, share_input
 from engine.parallel.tensor.plan.ranges import cut_unevenly
+from engine.parallel.tensor.plan.sharding_rules import check_embedding
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class EmbeddingLayer(nn.Module):
-    """Ids int64 [..], whole -> vectors [.., D], whole and equal on all ranks; under sequence parallelism cut along it.
+    """Ids int64 [..], full -> vectors [.., D], full and equal on all ranks, or sharded along the sequence.
 
-    Each rank looks up the rows that it holds and gives zero for the rest; one all-reduce over "tp", label
-    "embedding". The layer's own forward runs on local ids, so it may scale what it finds.
+    Each rank looks up the rows that it holds and returns zero for the others; one all-reduce over "tp" (a
+    reduce-scatter under sequence parallelism), label "embedding". The layer's own forward runs on local ids, so it may
+    scale the vectors.
     """
 
     tensor_vocabulary: Vocabulary
     tensor_views: GlobalTensorContext
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up, blank what others hold, sum."""
+        """Look up local rows, zero those of other ranks, sum."""
         vocabulary = self.tensor_vocabulary
         local = ids - vocabulary.start
         elsewhere = (local < 0) | (local >= vocabulary.width)
@@ -45,17 +47,17 @@ class EmbeddingLayer(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """x [.., D], whole -> logits [.., V] as :class:`ShardedLogits`.
+    """x [.., D], full -> logits [.., V] as :class:`ShardedLogits`.
 
-    Forward communicates nothing; backward sums the gradient of x over "tp", label "column inputs". In a dry run
-    the logits are a plain tensor of the whole shape.
+    Forward communicates nothing; backward sums the gradient of x over "tp", label "column inputs". In a dry run the
+    logits are a plain tensor of the full shape.
     """
 
     tensor_vocabulary: Vocabulary
     tensor_owned: bool
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """This rank's columns, behind the face of all."""
+        """Compute this rank's columns of the logits and wrap them as sharded logits."""
         vocabulary = self.tensor_vocabulary
         axis = vocabulary.axis
         plain = [self] if self.tensor_owned else []
@@ -65,7 +67,7 @@ class HeadLayer(nn.Module):
         return ShardedLogits.wrap(logits_W, vocabulary)
 
     def entrance(self, x_D: Tensor) -> tuple[Tensor, Entrance]:
-        """What this rank has of x, and how all of it comes here."""
+        """This rank's x, which may be a shard of the sequence, and the entrance that makes it full."""
         dim = None
         if type(x_D) is GlobalTensor:
             dim = stream_dim(x_D)
@@ -82,10 +84,10 @@ class HeadLayer(nn.Module):
 
 
 class VocabularyEmbedding(EmbeddingLayer, nn.Embedding):
-    """An ``nn.Embedding`` that holds this rank's part of the rows; sizes are given for the whole.
+    """An ``nn.Embedding`` that holds this rank's rows; the arguments are full sizes.
 
     Raises:
-        PlanError: ``max_norm`` or another option that needs all rows at once; fewer rows than ranks.
+        PlanError: ``max_norm`` or another option that needs all rows at once.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, axis: TensorAxis, **options: Any) -> None:
@@ -97,7 +99,7 @@ class VocabularyEmbedding(EmbeddingLayer, nn.Embedding):
 
 
 class VocabularyHead(HeadLayer, nn.Linear):
-    """An ``nn.Linear`` from a width to the logits of a vocabulary; sizes are given for the whole."""
+    """An ``nn.Linear`` from a width to the logits of a vocabulary; the arguments are full sizes."""
 
     def __init__(self, in_features: int, vocabulary: int, bias: bool = False, *, axis: TensorAxis) -> None:
         super().__init__(in_features, vocabulary, bias)
@@ -106,20 +108,10 @@ class VocabularyHead(HeadLayer, nn.Linear):
         prepare_head(self, Vocabulary(axis, tuple(r.stop - r.start for r in ranges)))
 
 
-def check_embedding(module: nn.Embedding, name: str) -> None:
-    """Refuse the options that need all rows in one place."""
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, option):
-            raise PlanError(
-                f"{name} has {option} = {getattr(module, option)}, which needs all rows of the vocabulary on one rank; "
-                f'build it without, or give it the style "replicate" in parallel.tensor_plan.'
-            )
-
-
-def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, views: GlobalTensorContext | None = None) -> None:
-    """Give an already cut embedding its vocabulary and its local sizes."""
+def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: GlobalTensorContext | None = None) -> None:
+    """Give an already sharded embedding its vocabulary and its local sizes."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
-    module.tensor_views = views or GlobalTensorContext(vocabulary.axis)  # type: ignore[assignment]
+    module.tensor_views = context or global_context(vocabulary.axis)  # type: ignore[assignment]
     module.num_embeddings = vocabulary.width  # type: ignore[assignment]
     padding: Any = module.padding_idx
     if padding is not None:
@@ -128,7 +120,7 @@ def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, views: GlobalTe
 
 
 def prepare_head(module: nn.Module, vocabulary: Vocabulary) -> None:
-    """Give an already cut head its vocabulary and its local sizes."""
+    """Give an already sharded head its vocabulary and its local sizes."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_owned = has_plain_forward(module)  # type: ignore[assignment]
     if is_conv1d(module):

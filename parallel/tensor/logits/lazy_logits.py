@@ -1,11 +1,10 @@
-"""Functions that logits pass through without being computed (``logit_slice``): what a loss needs, and nothing else.
+"""Lazy logits: what they will be computed from, and the functions that they pass through without being computed.
 
-Shapes change as ``logit_rules`` say, on the hidden states; a wider dtype is noted; a loss is computed by chunks.
+    from a head      hidden states, weight and bias   computed as: their product
+    from logits      the same after a view, a slice   computed as: that function of the source's logits
 
-Logits that wait: what they will be made of, and how.
-
-head       hidden states, weight, bias          computed: their product
-derived    the same after a view, a slice ...   computed: what that makes of the source's logits, as if done then
+Functions that only change shapes act on the hidden states (``logits.rules``), a wider dtype is recorded, and a loss is
+computed in chunks. Every other function computes the logits first.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ from engine.parallel.tensor.logits.rules import CONVERSIONS, LOGIT_RULES, SHAPES
 
 
 def _widened(func: Callable[..., Any], x: LogitShard, *args: Any, **kwargs: Any) -> Any:
-    """``float`` and its like; tried on an empty tensor."""
+    """``float`` and similar conversions; the new dtype is found on an empty tensor."""
     product = x.product
     if product is None or any(isinstance(arg, LogitShard) for arg in (*args, *kwargs.values())):
         return NotImplemented
@@ -49,7 +48,7 @@ def _detached(func: Callable[..., Any], x: LogitShard) -> Any:
 
 
 def _viewed(func: Callable[..., Any], x: LogitShard, *sizes: Any, **kwargs: Any) -> Any:
-    """Where the logits will lie in memory, the hidden states need not."""
+    """``view`` acts as ``reshape``: the hidden states need not have the memory layout that the logits will have."""
     return LOGIT_RULES[func](Tensor.reshape, x, *sizes, **kwargs)
 
 
@@ -68,40 +67,41 @@ LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 
 def late_answer(func: Callable[..., Any], x: LogitShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What the rule of ``func`` makes of logits that wait and other arguments; ``NotImplemented``: compute them."""
+    """The result of the rule of ``func`` on lazy logits and other arguments; ``NotImplemented``: compute them."""
     rule = LATE_RULES.get(func)
     return NotImplemented if rule is None else rule(func, x, *args, **kwargs)
 
 
 class LogitsSource(Protocol):
-    """Logits that others are made of."""
+    """Logits that other lazy logits derive from."""
 
     @property
     def part(self) -> LogitShard:
-        """Computed."""
+        """This rank's computed shard."""
 
     @property
     def waits(self) -> bool:
-        """Whether they are not."""
+        """Whether the logits are still to be computed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyLogits:
-    """What stands behind logits until they are computed."""
+    """The recipe of lazy logits."""
 
     part: LogitShard
-    """Hidden states and a product."""
+    """The hidden states and their product with the head."""
     compute: Callable[[], LogitShard]
     source: LogitsSource | None = None
 
 
 def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
-    """Computes the logits of ``hidden``, with gradients; under no autocast, which has been done to its tensors.
+    """A function that computes the logits of ``hidden``, with gradients; autocast has been applied to its tensors
+    already.
 
-    ``weight``: the parameter, whose version tells whether it has been updated.
+    ``weight``: the parameter, whose version counter tells whether it has been updated.
 
     Raises:
-        EngineError: the weight, the bias or the hidden states have changed since.
+        EngineError: the weight, the bias or the hidden states have changed in the meantime.
     """
     product = hidden.product
     assert product is not None
@@ -115,9 +115,8 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
     def compute() -> LogitShard:
         if state() != before:
             raise EngineError(
-                "logits were looked at for the first time after the weights or hidden states that they are made of had "
-                "been written, and they are computed when looked at: look before the step, or keep "
-                "output.logits.clone()."
+                "logits were read for the first time after their weights or hidden states had changed, but lazy logits "
+                "are computed at their first read; read them before the step, or keep output.logits.clone()."
             )
         with torch.enable_grad(), torch.autocast(hidden.local.device.type, enabled=False):
             local = functional.linear(hidden.local, product.weight, product.bias)
@@ -127,14 +126,17 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
 
 
 def derived(source: LogitsSource, part: LogitShard, change: Callable[[LogitShard], Any]) -> LazyLogits:
-    """What ``change`` makes of the source's logits, in today's grad mode; ``part`` is what it made of hidden states."""
+    """The recipe for ``change`` applied to the source's logits, in the present grad mode.
+
+    ``part`` is the result of ``change`` on the hidden states.
+    """
     graded = torch.is_grad_enabled()
 
     def compute() -> LogitShard:
         logits = source.part
         with torch.set_grad_enabled(graded):
             found = change(logits)
-        assert isinstance(found, LogitShard), "logits cannot be changed as the hidden states were"
+        assert isinstance(found, LogitShard), "the rule took the hidden states but refuses the logits"
         return found
 
     return LazyLogits(part, compute, source)

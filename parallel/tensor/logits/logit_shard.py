@@ -1,13 +1,12 @@
-"""This rank's slice of logits whose vocabulary is cut over the axis "tp": what the rules for functions work on.
+"""This rank's shard of logits whose vocabulary is sharded over the axis "tp", and the operands that meet it.
 
-Logits may wait: then the slice holds the hidden states and the head that makes logits of them, and what changes shapes
-changes those of the hidden states.
+    LogitShard       what the rules for functions work on. Of lazy logits it holds the hidden states and the head that
+                     makes logits of them; functions that change shapes then change the hidden states
+    cut_operand      a bias [V] is narrowed to this rank's columns; its gradient is gathered
+    share_operand    a temperature [], [1] or [B, S, 1] is the same for all columns; its gradient is summed
 
-What meets cut logits in an elementwise operation: a part of it, or all of it, with the gradient of the whole.
-
-A bias [V] is cut to this rank's columns; its gradient is gathered. A temperature [], [1] or [B, S, 1] is the same
-for all columns; its gradient is summed. Both backwards communicate over "tp", label "logit operands". What needs no
-gradient (a mask, a constant) sends nothing.
+Both backwards communicate over "tp", label "logit operands". Operands without a gradient (masks, constants) send
+nothing.
 """
 
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from engine.kernels.dispatch import Kernels
 from engine.parallel.tensor.collectives import gather_last, refuse_second_derivatives
+from engine.parallel.tensor.global_tensor.index_sets import replaced
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 
@@ -27,13 +27,13 @@ class Vocabulary:
 
     axis: TensorAxis
     widths: tuple[int, ...]
-    """Rows by rank."""
+    """The number of vocabulary rows that each rank holds."""
     gathers: list[str] = field(default_factory=list)
-    """Functions that have asked for all of it, once each."""
+    """Names of the functions that have needed the full vocabulary, once each."""
 
     @property
     def size(self) -> int:
-        """All rows."""
+        """The number of rows on all ranks."""
         return sum(self.widths)
 
     @property
@@ -43,75 +43,75 @@ class Vocabulary:
 
     @property
     def width(self) -> int:
-        """This rank's rows."""
+        """The number of rows that this rank holds."""
         return self.widths[self.axis.index]
 
 
 class SoftmaxParts(NamedTuple):
-    """Of N tokens, without gradients, in fp32 or wider.
+    """The softmax of N tokens, without gradients, in fp32 or wider.
 
-    exp(x - largest - log_sum) is the softmax over the whole vocabulary.
+    exp(x - largest - log_sum) is the softmax over the full vocabulary.
     """
 
     largest: Tensor
-    """[N], over the whole vocabulary; 0 where that is infinite."""
+    """[N], the maximum over the full vocabulary; 0 where that is infinite."""
     log_sum: Tensor
     """[N]"""
     shares: Tensor | None
-    """[N, W], this rank's columns of the softmax, where a backward needs them."""
+    """[N, W], this rank's columns of the softmax, if a backward needs them."""
 
 
 @dataclass(slots=True)
 class SharedSoftmax:
-    """What the first loss of some logits finds out and the others use again."""
+    """The softmax that the first loss of some logits computes and the others reuse."""
 
     parts: SoftmaxParts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateProduct:
-    """The linear layer that makes logits of hidden states [.., H], when somebody wants them."""
+    """The linear layer that makes logits of hidden states [.., H] when they are needed."""
 
     weight: Tensor
     """[W, H], this rank's rows."""
     bias: Tensor | None
     dtype: torch.dtype
-    """Of the logits: that of the product, or a wider one that they were converted to."""
+    """The dtype of the logits: that of the product, or a wider one that they were converted to."""
     kernels: Kernels
 
     def detached(self) -> "LateProduct":
-        """Without gradients."""
+        """The same product without gradients."""
         bias = None if self.bias is None else self.bias.detach()
         return LateProduct(self.weight.detach(), bias, self.dtype, self.kernels)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitShard:
-    """A tensor of which dim ``dim`` is the vocabulary, and ``local`` what this rank holds of it."""
+    """A tensor whose dim ``dim`` is the vocabulary, of which this rank holds ``local``."""
 
     local: Tensor
-    """With a ``product`` the hidden states, whose width lies where the vocabulary will."""
+    """This rank's shard; with a ``product`` the hidden states, whose width stands where the vocabulary will be."""
     vocabulary: Vocabulary
     dim: int
-    """Counted from the front."""
+    """The dim of the vocabulary, counted from the front."""
     softmax: SharedSoftmax = field(default_factory=SharedSoftmax)
-    """Shared by all that have the same values in the same order of tokens."""
+    """Shared by all shards with the same values in the same order of tokens."""
     product: LateProduct | None = None
-    """For logits that are not computed yet."""
+    """Set while the logits are lazy."""
 
     @property
     def width(self) -> int:
-        """Of ``local``, in the dim of the vocabulary."""
+        """The size of ``local`` in the dim of the vocabulary."""
         return self.vocabulary.width if self.product is None else self.product.weight.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the logits."""
+        """The dtype of the logits."""
         return self.local.dtype if self.product is None else self.product.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The full shape of the logits."""
         shape = list(self.local.shape)
         shape[self.dim] = self.vocabulary.size
         return tuple(shape)
@@ -127,22 +127,22 @@ class LogitShard:
         return self.dim == self.local.dim() - 1
 
     def rows(self) -> Tensor:
-        """``local`` as [N, W], a row for each token; [N, H] while the logits wait."""
+        """``local`` as [N, W], a row for each token; [N, H] for lazy logits."""
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "LogitShard":
-        """Another local part; ``same``: with the same values in the same order of tokens."""
+        """The shard with another ``local``; ``same``: its values and the order of tokens are unchanged."""
         dim = self.dim if dim is None else dim
         softmax = self.softmax if same else SharedSoftmax()
         return LogitShard(local, self.vocabulary, dim, softmax, self.product)
 
     def detached(self) -> "LogitShard":
-        """The same without gradients."""
+        """The same shard without gradients."""
         product = None if self.product is None else self.product.detached()
         return LogitShard(self.local.detach(), self.vocabulary, self.dim, self.softmax, product)
 
     def aligned(self, other: "LogitShard") -> bool:
-        """Whether equal columns lie at equal places."""
+        """Whether both shards hold the same columns, in the same dim counted from the back."""
         mine, its = self.vocabulary, other.vocabulary
         places = self.dim - self.local.dim() == other.dim - other.local.dim()
         return places and mine.widths == its.widths and mine.axis is its.axis
@@ -152,7 +152,7 @@ OPERANDS = "logit operands"
 
 
 def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
-    """``x``, whole, used by every rank for its own columns: the gradient is summed over the ranks."""
+    """``x``, full, which every rank uses for its own columns: its gradient is summed over the ranks."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     axis.expect("all_reduce", label, x)
@@ -161,17 +161,13 @@ def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
 
 
 def cut_operand(x: Tensor, dim: int, vocabulary: Vocabulary) -> Tensor:
-    """This rank's columns of ``x``, which is whole and has the vocabulary in ``dim``; its gradient is whole again."""
+    """This rank's columns of ``x``, which is full and has the vocabulary in ``dim``; its gradient is gathered."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x.narrow(dim, vocabulary.start, vocabulary.width)
     widest = max(vocabulary.widths) * len(vocabulary.widths)
-    vocabulary.axis.expect("all_gather", OPERANDS, x.narrow(dim, 0, 1).expand(_with(x.shape, dim, widest)))
+    vocabulary.axis.expect("all_gather", OPERANDS, x.narrow(dim, 0, 1).expand(replaced(x.shape, dim, widest)))
     part: Tensor = _Cut.apply(x, dim, vocabulary)  # type: ignore[no-untyped-call]
     return part
-
-
-def _with(shape: torch.Size, dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 class _Share(torch.autograd.Function):

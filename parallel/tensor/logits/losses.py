@@ -1,11 +1,11 @@
-"""Losses of a slice of logits: what ``torch`` computes over the whole vocabulary, from this rank's columns.
+"""Losses of sharded logits: the values that ``torch`` computes over the full vocabulary, from this rank's columns.
 
     cross_entropy, nll_loss     class numbers as targets; every option but the two that torch deprecates
     logsumexp, log_softmax      over the vocabulary
     gather                      along the vocabulary: the value at each index comes from the rank that holds it
 
-Sums travel over "tp" with the label "loss". A rule that does not know an option gives ``NotImplemented``: then
-the caller gathers. Values are computed in fp32 or wider and given in the dtype that torch gives.
+Sums travel over "tp" with the label "loss". A rule returns ``NotImplemented`` for options that it does not cover, and
+the caller gathers. Values are computed in fp32 or wider and returned in the dtype that torch returns.
 
 Shape suffixes: N tokens, V the vocabulary, W this rank's columns of it.
 """
@@ -27,7 +27,7 @@ from engine.parallel.tensor.logits.parallel_cross_entropy import softmax_terms, 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """Of a loss, by torch's names."""
+    """The arguments of a loss, by torch's names."""
 
     input: Any
     target: Any
@@ -40,7 +40,7 @@ class _Options:
 
     @property
     def understood(self) -> bool:
-        """Whether the rules below give what torch gives."""
+        """Whether the rules below return what torch returns for these arguments."""
         logits, target, weight = self.input, self.target, self.weight
         return (
             isinstance(logits, LogitShard)
@@ -58,29 +58,25 @@ class _Options:
 
     @property
     def form(self) -> CrossEntropy:
-        """Without weights of classes."""
+        """The options of the loss without class weights."""
         return CrossEntropy(self.ignore_index, self.label_smoothing, cast(Reduction, self.reduction))
 
     def checked_target(self) -> Tensor:
-        """Labels [N]; 0 for those to leave out.
+        """Labels [N]; 0 for ignored ones.
 
         Raises:
-            EngineError: a label outside the vocabulary. On a GPU nobody looks, which would stop the stream.
+            EngineError: a label outside the vocabulary. On a GPU this is not checked, since it would stall the stream.
         """
         check_target(self.target, self.input.vocabulary.size, self.ignore_index)
         target: Tensor = self.target.masked_fill(self.target == self.ignore_index, 0)
         return target.reshape(-1)
 
     def reduced(self, losses_N: Tensor, target_N: Tensor) -> Tensor:
-        """Without the labels to leave out; a mean is weighted as torch does it."""
+        """The losses without ignored labels, reduced; a mean is weighted as in torch."""
         ignored_N = (self.target == self.ignore_index).reshape(-1)
-        losses_N = losses_N.masked_fill(ignored_N, 0)
-        if self.reduction == "none":
-            return losses_N.reshape(self.target.shape)
-        if self.reduction == "sum":
-            return losses_N.sum()
-        counts_N = ~ignored_N if self.weight is None else self.weight[target_N].masked_fill(ignored_N, 0)
-        return losses_N.sum() / counts_N.sum()
+        counted_N = ~ignored_N if self.weight is None else self.weight[target_N].masked_fill(ignored_N, 0)
+        found = self.form.reduced(losses_N.masked_fill(ignored_N, 0), counted_N)
+        return found.reshape(self.target.shape) if self.reduction == "none" else found
 
 
 def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +131,7 @@ def log_softmax(
     func: Callable[..., Any], input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None, **kwargs: Any
 ) -> Any:
     """``log_softmax`` over the vocabulary. Backward sums one scalar a token over "tp"."""
-    if isinstance(_stacklevel, torch.dtype):  # torch's own has no such argument
+    if isinstance(_stacklevel, torch.dtype):  # in torch.log_softmax the third argument is the dtype
         dtype = _stacklevel
     if not isinstance(input, LogitShard) or not _is_vocabulary(input, (dim,)) or kwargs:
         return NotImplemented
@@ -151,10 +147,10 @@ def log_softmax(
 
 
 def gather(func: Callable[..., Any], input: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
-    """``torch.gather`` along the vocabulary: a plain tensor of the shape of ``index``.
+    """``torch.gather`` along the vocabulary: a plain tensor with the shape of ``index``.
 
     Raises:
-        EngineError: an index outside the vocabulary. On a GPU nobody looks.
+        EngineError: an index outside the vocabulary. On a GPU this is not checked.
     """
     if (
         not isinstance(input, LogitShard)
@@ -165,7 +161,9 @@ def gather(func: Callable[..., Any], input: Any, dim: Any, index: Any, **kwargs:
         return NotImplemented
     size = input.vocabulary.size
     if index.device.type == "cpu" and bool(((index < 0) | (index >= size)).any()):
-        raise EngineError(f"an index for gather is outside the vocabulary of {size} rows; they count from 0.")
+        raise EngineError(
+            f"an index of gather is outside the vocabulary of {size} rows; give indices from 0 to {size - 1}."
+        )
     return _pick(input.local, input.dim, index, input.vocabulary)
 
 
@@ -179,7 +177,7 @@ def _is_vocabulary(logits: LogitShard, dims: Any) -> bool:
 
 
 def _given_dtype(logits: LogitShard, widens: tuple[str, ...]) -> torch.dtype:
-    """That of the logits; on devices that ``widens`` names, autocast computes in fp32 and gives that."""
+    """The dtype of the result: fp32 under autocast on devices in ``widens``, otherwise that of the logits."""
     dtype, device = logits.dtype, logits.local.device.type
     narrow = dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if narrow and device in widens and torch.is_autocast_enabled(device) else dtype

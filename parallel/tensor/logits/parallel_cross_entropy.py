@@ -1,23 +1,22 @@
-"""Softmax terms of logits whose vocabulary is cut over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
+"""Softmax terms of logits whose vocabulary is sharded over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
 
     cross-entropy   log_sum - picked              log_sum   log sum_v exp(x_v - max x)
     z-loss          (log_sum + max x)^2           picked    x_target - max x
     smoothing       log_sum sum_v w_v - weighted  weighted  sum_v w_v (x_v - max x)
 
-Maximum and terms are found on the parts and summed over the ranks with the label "loss", in fp32: the maximum in one
-all-reduce, all terms in a second one. Backward needs none: every rank has the softmax of its own columns; torch
-keeps it, kernels compute it again (``kernels.softmax_terms``) and keep two numbers a token.
-Cross-entropy takes 3 scalars a token, with label smoothing 4, a z-loss beside it none, and alone 2.
+Each rank computes maximum and terms of its shard, and they are reduced over the ranks with the label "loss", in fp32:
+the maximum in one all-reduce, all terms in a second one. Backward needs no communication: every rank has the softmax of
+its own columns. In torch it is saved; kernels recompute it (``kernels.ops.parallel_softmax``) and save two numbers per
+token. Cross-entropy sends 3 scalars per token, or 4 with label smoothing; a z-loss beside it sends nothing more, and
+alone it sends 2.
 
-The maximum is a constant for gradients: in every formula above what it adds cancels.
+The maximum is a constant for gradients: in every formula above its contributions cancel.
+
+Lazy logits take the same terms and send the same bytes: first every rank goes through its chunks of tokens, then one
+maximum and one sum for all tokens travel, and backward goes through the chunks once more. So all logits never exist at
+once. The gradient of the hidden states is summed over "tp" where they entered the head.
 
 Shape suffixes: N tokens, W this rank's columns of the vocabulary, K terms.
-
-Losses of logits that wait (``logit_slice``): by chunks of tokens, so that all logits never exist at once.
-
-The terms are those of ``loss``, and so is what travels over "tp", label "loss": one maximum and one sum for all tokens.
-Before that every rank goes through its chunks, and in backward once more; the gradient of the hidden states is summed
-over "tp" where they came to the head, as that of the logits would have made it.
 """
 
 from typing import Any, NamedTuple
@@ -44,7 +43,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Terms(NamedTuple):
-    """[N] each, in fp32 or wider, the same on all ranks, with gradients."""
+    """The terms, [N] each, in fp32 or wider, equal on all ranks, with gradients."""
 
     log_sum: Tensor
     picked: Tensor | None
@@ -52,7 +51,7 @@ class Terms(NamedTuple):
 
 
 def softmax_terms(logits: LogitShard, question: Question) -> Terms:
-    """The terms of all tokens; what the softmax that ``logits`` share knows already is not sent again."""
+    """The terms of all tokens; those that the shared softmax of ``logits`` knows already are not sent again."""
     vocabulary, shared = logits.vocabulary, logits.softmax
     question = question._replace(start=vocabulary.start)
     if logits.product is not None:
@@ -66,7 +65,7 @@ def softmax_terms(logits: LogitShard, question: Question) -> Terms:
 
 
 class _FusedTerms(torch.autograd.Function):
-    """By kernels: of the softmax nothing but two numbers a token is kept."""
+    """The terms by kernels; of the softmax only two numbers per token are saved."""
 
     @staticmethod
     def forward(
@@ -119,7 +118,7 @@ class _Terms(torch.autograd.Function):
         ctx: Any, log_sum_N: Tensor | None, picked_N: Tensor | None, weighted_N: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        if ctx.shared.parts is not None:  # the largest of them, which nobody but a backward needs
+        if ctx.shared.parts is not None:  # the largest tensor; the others serve later losses, this one only backward
             ctx.shared.parts = ctx.shared.parts._replace(shares=None)
         shares_NW, place_N1, elsewhere_N1, weight_W = ctx.saved_tensors
         grad_NW = torch.zeros_like(shares_NW) if log_sum_N is None else shares_NW * log_sum_N.unsqueeze(-1)
@@ -147,7 +146,7 @@ def _finish(
     shared: SharedSoftmax,
     graded: bool,
 ) -> tuple[SoftmaxParts, list[Tensor]]:
-    """Sum ``terms`` over the ranks, and with them what ``shared`` does not know; ``shifted_NW`` is spoiled."""
+    """Sum ``terms`` over the ranks, with the terms that ``shared`` lacks; ``shifted_NW`` is overwritten."""
     known = shared.parts
     if known is None:
         shifted_NW.exp_()
@@ -167,22 +166,22 @@ def _finish(
 
 
 class OverAxis:
-    """Terms travel over the tensor axis with the label "loss"."""
+    """Reduces terms over the tensor axis, label "loss"."""
 
     def __init__(self, axis: TensorAxis) -> None:
         self._axis = axis
 
     def largest(self, values: Tensor) -> None:
-        """The largest values of all ranks, in place."""
+        """Take the maximum over all ranks, in place."""
         self._axis.all_reduce(values, LOSS, "max")
 
     def sum(self, values: Tensor) -> None:
-        """The sums over all ranks, in place."""
+        """Sum over all ranks, in place."""
         self._axis.all_reduce(values, LOSS)
 
 
 def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question) -> LinearTerms:
-    """Terms of all tokens of logits that wait; their softmax is used again by who shares it."""
+    """The terms of all tokens of lazy logits; the softmax is stored for other losses of the same logits."""
     shared, axis = hidden.softmax, hidden.vocabulary.axis
     known = None if shared.parts is None else Softmax(*shared.parts[:2])
     conditions = Conditions(product.kernels, None if axis.size == 1 else OverAxis(axis), known)
@@ -193,7 +192,7 @@ def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question
 
 
 def summed_loss(logits: LogitShard, target_N: Tensor, form: CrossEntropy) -> Tensor | None:
-    """The loss over the tokens of a whole vocabulary, whose gradients come with it; None for other losses."""
+    """The reduced loss on an unsharded vocabulary, computed together with its gradients; None otherwise."""
     product = logits.product
     if product is None or logits.vocabulary.axis.size > 1 or form.reduction == "none":
         return None

@@ -1,7 +1,7 @@
-"""Functions that are right on a slice of the vocabulary: a :class:`Slice` comes out, and nothing is sent.
+"""Functions that are right on a shard of the vocabulary: they return a :class:`LogitShard` and send nothing.
 
-A rule is called with the function and its arguments, in which cut logits are slices. ``NotImplemented`` says that
-the function needs the whole vocabulary with these arguments.
+A rule is called with the function and its arguments, in which sharded logits are shards. It returns ``NotImplemented``
+if the function needs the full vocabulary with these arguments.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,12 +15,13 @@ from torch.utils import _pytree as pytree
 
 from engine.parallel.tensor.logits.logit_shard import LogitShard, cut_operand, share_operand
 from engine.parallel.tensor.logits.losses import gather, log_softmax, logsumexp, nll_loss, sharded_cross_entropy
+from engine.parallel.trace.torch_function import getter
 
 LogitRule = Callable[..., Any]
 
 
 def _elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """With numbers, tensors that broadcast, and other slices of the same vocabulary."""
+    """Elementwise functions of numbers, tensors that broadcast, and other shards of the same vocabulary."""
     leaves = [*args, *kwargs.values()]
     first = next(leaf for leaf in leaves if isinstance(leaf, LogitShard))
     if kwargs.get("out") is not None or not all(_fits(leaf, first) for leaf in leaves):
@@ -51,7 +52,7 @@ def _part(operand: Any, first: LogitShard) -> Any:
 
 
 def _converted(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """``to`` and its like; a slice may also be the pattern after which another tensor is made."""
+    """``to`` and similar; a shard may also be the tensor whose dtype another one takes."""
     args = tuple(arg.local if isinstance(arg, LogitShard) else arg for arg in args)
     kwargs = {name: arg.local if isinstance(arg, LogitShard) else arg for name, arg in kwargs.items()}
     if not isinstance(x, LogitShard):
@@ -71,7 +72,7 @@ def _view(func: Callable[..., Any], x: Any, *sizes: Any, **kwargs: Any) -> Any:
     shape = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
     if not x.is_last or not shape or shape.count(-1) > 1:
         return NotImplemented
-    if shape[-1] == -1:  # the vocabulary, if the others say so
+    if shape[-1] == -1:  # stands for the vocabulary if the other sizes leave exactly that
         rest = 1
         for size in shape[:-1]:
             rest *= size
@@ -93,7 +94,7 @@ def _flatten(func: Callable[..., Any], x: Any, start_dim: int = 0, end_dim: int 
 
 
 def _rearranged(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Dims in another order, dims of one row added or taken away; tried on an empty tensor of telling sizes."""
+    """Functions that reorder, add or drop dims; the new order is read off an empty tensor whose sizes name its dims."""
     if not isinstance(x, LogitShard) or any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
         return NotImplemented
     sizes = [1 if size == 1 and dim != x.dim else dim + 2 for dim, size in enumerate(x.local.shape)]
@@ -130,14 +131,14 @@ def _dims_addressed(entry: Any) -> int:
 
 
 def _split(func: Callable[..., Any], x: Any, size: Any, dim: int = 0) -> Any:
-    """In pieces along another dim than the vocabulary."""
+    """``split`` and ``chunk`` along a dim other than the vocabulary."""
     if not isinstance(x, LogitShard) or isinstance(size, Tensor) or dim % x.local.dim() == x.dim:
         return NotImplemented
     return tuple(x.now(piece) for piece in func(x.local, size, dim=dim))
 
 
 def _along(func: Callable[..., Any], x: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
-    """A part along another dim than the vocabulary; the dim itself is lost where one row is selected."""
+    """A slice along a dim other than the vocabulary; selecting one row drops the dim itself."""
     if not isinstance(x, LogitShard) or not isinstance(dim, int) or dim % x.local.dim() == x.dim:
         return NotImplemented
     local = func(x.local, dim, *args, **kwargs)
@@ -146,7 +147,7 @@ def _along(func: Callable[..., Any], x: Any, dim: int, *args: Any, **kwargs: Any
 
 
 def _functions(*names: str) -> list[Callable[..., Any]]:
-    """Of torch and of tensors, as far as they exist."""
+    """The functions of torch and methods of tensors with these names, as far as they exist."""
     found = [getattr(owner, name, None) for owner in (torch, Tensor) for name in names]
     return [function for function in found if function is not None]
 
@@ -174,7 +175,7 @@ LOGIT_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
     | dict.fromkeys(VIEWS, _view)
     | dict.fromkeys(_functions("flatten"), _flatten)
     | dict.fromkeys(_functions(*_REARRANGEMENTS), _rearranged)
-    | dict.fromkeys((getattr(Tensor, name).__get__ for name in ("T", "mT")), _rearranged)
+    | dict.fromkeys(map(getter, ("T", "mT")), _rearranged)
     | dict.fromkeys(_functions("split", "chunk"), _split)
     | dict.fromkeys(_functions("narrow", "select", "index_select"), _along)
     | {Tensor.__getitem__: _index}
@@ -186,11 +187,12 @@ LOGIT_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 
 SHAPES = tuple(func for func, rule in LOGIT_RULES.items() if rule in (_flatten, _rearranged, _split, _along, _index))
-"""Functions that look at no value."""
+"""Functions that change shapes and read no values."""
 
 
 def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What the rule of ``func`` makes of arguments in which cut logits are slices; ``NotImplemented`` without one."""
+    """The result of the rule of ``func`` on arguments in which sharded logits are shards; ``NotImplemented`` without
+    one."""
     rule = LOGIT_RULES.get(func)
     leaves = pytree.tree_leaves(args) if rule is _index else (*args, *kwargs.values())
     if rule is None or not any(isinstance(leaf, LogitShard) for leaf in leaves):

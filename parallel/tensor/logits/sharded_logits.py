@@ -1,17 +1,16 @@
-"""Logits of which every tensor rank holds a slice of the vocabulary, behind the face of an ordinary tensor.
+"""Logits of which every tensor rank holds a shard of the vocabulary, in the form of an ordinary tensor.
 
-Code that knows nothing of tensor parallelism gets them from the head. What it does with them is done on the
-slice where that is right (``logit_rules``): elementwise operations, another order of dims, losses. Anything else
-first gathers the vocabulary over "tp" (label "logits"), with gradients, and goes on with a plain tensor; the name
-of the function is kept.
+A head returns them to code that need not know about tensor parallelism. Functions that are right on a shard run on it
+(``logits.rules``): elementwise operations, another order of dims, losses. Every other function first gathers the
+vocabulary over "tp" (label "logits"), with gradients, and goes on with a plain tensor; its name is recorded.
 
-Logits may also wait (``late_head``): then nothing is computed until something other than a loss wants them. On a tensor
-axis of one rank, which they are made for only to wait, they become a plain tensor then, whatever is done with them.
+Logits may also be lazy (``layers.lazy_head``): nothing is computed until a function other than a loss reads them. On a
+tensor axis of one rank, where they exist only to be lazy, they then become a plain tensor, whatever reads them.
 
-Functions that reach Python are answered by ``__torch_function__``. The few that do not (custom autograd
-functions) see a tensor that is in the autograd graph, and gather under ``__torch_dispatch__``.
+Functions that reach Python are answered by ``__torch_function__``. The few that do not (custom autograd functions) see
+a tensor that is in the autograd graph, and gather under ``__torch_dispatch__``.
 
-Shape suffixes: V the vocabulary, W this rank's part of it.
+Shape suffixes: V the vocabulary, W this rank's shard of it.
 """
 
 import weakref
@@ -29,13 +28,14 @@ from engine.parallel.tensor.global_tensor.redistribute import full
 from engine.parallel.tensor.logits.lazy_logits import LazyLogits, derived, late_answer
 from engine.parallel.tensor.logits.logit_shard import LogitShard, Vocabulary
 from engine.parallel.tensor.logits.rules import answer
+from engine.parallel.trace.torch_function import METADATA, function_name, writes_in_place
 
 
 class ShardedLogits(Tensor):
-    """A tensor whose dim of the vocabulary is cut: this rank holds ``part``.
+    """A tensor whose vocabulary dim is sharded: this rank holds ``part``.
 
     Raises:
-        EngineError: something writes into it in place, or hangs a hook on it.
+        EngineError: a function writes into it in place, or registers a hook on it.
     """
 
     _part: LogitShard | None
@@ -45,35 +45,35 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def wrap(local_W: Tensor, vocabulary: Vocabulary) -> "ShardedLogits":
-        """The logits [.., V] of which ``local_W`` is this rank's part."""
+        """The logits [.., V] of which ``local_W`` is this rank's shard."""
         return ShardedLogits.of(LogitShard(local_W, vocabulary, local_W.dim() - 1))
 
     @staticmethod
     def of(part: LogitShard) -> "ShardedLogits":
-        """The tensor of which ``part`` is this rank's."""
+        """The logits of which ``part`` is this rank's shard."""
         wrapped: ShardedLogits = _Wrap.apply(part.local, part)  # type: ignore[no-untyped-call]
         wrapped._part = part
         return wrapped
 
     @staticmethod
     def late(hidden: LogitShard, compute: Callable[[], LogitShard]) -> "ShardedLogits":
-        """Logits of ``hidden`` states that wait for ``compute``."""
+        """Lazy logits of ``hidden`` states, computed by ``compute``."""
         return _wait(LazyLogits(hidden, compute))
 
     @property
     def part(self) -> LogitShard:
-        """What this rank holds. Logits that wait are computed, and kept if that can be differentiated."""
+        """This rank's shard. Lazy logits are computed, and the result is kept if it is differentiable."""
         if self._part is not None:
             return self._part
         assert self._waiting is not None
         part = self._waiting.compute()
-        if part.local.requires_grad or not self.requires_grad:  # below autograd nothing is made that could be kept
+        if part.local.requires_grad or not self.requires_grad:  # a result from below autograd would lack its graph
             self._part = part
         return part
 
     @property
     def waits(self) -> bool:
-        """Whether neither these logits nor those that they were made of have been computed."""
+        """Whether these logits, and those that they derive from, are still to be computed."""
         source = None if self._waiting is None else self._waiting.source
         return self._part is None and (source is None or source.waits)
 
@@ -91,16 +91,16 @@ class ShardedLogits(Tensor):
 
     @property
     def alone(self) -> bool:
-        """Whether this rank holds all of the vocabulary."""
+        """Whether this rank holds the full vocabulary."""
         return self.vocabulary.axis.size == 1
 
     @property
     def gathered(self) -> bool:
-        """Whether this object has been gathered."""
+        """Whether these logits have been gathered."""
         return self._full is not None
 
     def full(self, reason: str = "full") -> Tensor:
-        """The whole tensor, plain, with gradients: one all-gather over "tp", label "logits"."""
+        """The full tensor, plain, with gradients: one all-gather over "tp", label "logits"."""
         part, vocabulary = self.part, self.vocabulary
         local, dim = part.local, part.dim
         if self.alone:
@@ -154,16 +154,16 @@ class ShardedLogits(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.aten.detach.default:  # autograd passes the tensor on under a new name
+        if func is torch.ops.aten.detach.default:  # autograd makes an alias of the tensor
             return _renamed(args[0])
         name = func.__name__.split(".")[0]
         _refuse_writes(name, args, kwargs or {})
-        with torch.no_grad():  # this is below autograd, which has seen the wrapped tensor
+        with torch.no_grad():  # below autograd, which records the wrapped tensor
             return func(*_gathered(args, name), **_gathered(dict(kwargs or {}), name))
 
 
 def gather_logits(tree: Any) -> Any:
-    """``tree`` (lists, tuples, dicts, Hugging Face outputs) with every cut tensor in it gathered."""
+    """``tree`` (lists, tuples, dicts, Hugging Face outputs) with every sharded tensor in it gathered."""
     return _gathered(pytree.tree_map(_plain, tree, is_leaf=lambda node: type(node) is GlobalTensor), "whole")
 
 
@@ -180,12 +180,12 @@ def _found(tree: Any) -> Iterator[ShardedLogits]:
 
 
 def _is_plain(logits: Any) -> bool:
-    """Whether a plain tensor stands behind these logits already."""
+    """Whether these logits are computed and full, and so behave as the plain tensor that they wrap."""
     return isinstance(logits, ShardedLogits) and logits._part is not None and logits.alone
 
 
 def _late(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a function makes of logits that wait, without computing them."""
+    """The result of a function that lazy logits pass through without being computed, or ``NotImplemented``."""
     logits = args[0] if args else kwargs.get("input")
     if not isinstance(logits, ShardedLogits) or not logits.waits or logits._waiting is None:
         return NotImplemented
@@ -208,7 +208,7 @@ def _late(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _settle(logits: Iterator[ShardedLogits]) -> None:
-    """Compute what was made of the same logits, before something writes into them."""
+    """Compute all lazy logits that derive from the same source, before a function writes into it."""
     for one in logits:
         while one._waiting is not None and isinstance(one._waiting.source, ShardedLogits):
             one = one._waiting.source
@@ -224,7 +224,7 @@ def _to_slices(tree: Any) -> Any:
 
 
 def _from_slices(result: Any, args: tuple[Any, ...]) -> Any:
-    """Slices as tensors; one that was given is the object that was given."""
+    """``result`` with shards wrapped as tensors; a shard that was an argument becomes that argument's own object."""
     given = {id(arg.part): arg for arg in args if isinstance(arg, ShardedLogits)}
     return pytree.tree_map_only(
         LogitShard, lambda part: given[id(part)] if id(part) in given else ShardedLogits.of(part), result
@@ -232,7 +232,7 @@ def _from_slices(result: Any, args: tuple[Any, ...]) -> Any:
 
 
 class _Wrap(torch.autograd.Function):
-    """Gives the object a place in the graph, so that functions which Python does not see find gradients there."""
+    """Gives the logits a node in the autograd graph, for functions that bypass ``__torch_function__``."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, part: LogitShard) -> ShardedLogits:
@@ -246,7 +246,7 @@ class _Wrap(torch.autograd.Function):
 
 
 class _WrapLate(torch.autograd.Function):
-    """The same for logits that wait: what Python does not see computes them for itself."""
+    """The node of lazy logits; functions that bypass ``__torch_function__`` compute them for themselves."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight_WH: Tensor, bias_W: Tensor | None, part: LogitShard) -> ShardedLogits:
@@ -275,7 +275,7 @@ def _wait(waiting: LazyLogits) -> ShardedLogits:
 
 
 def _renamed(logits: ShardedLogits) -> ShardedLogits:
-    """The same without gradients, made where no function of Python's is seen."""
+    """The same logits without gradients, for ``detach`` below autograd."""
     made = _empty(logits._held)
     if logits._part is not None:
         made._part = logits._part.now(logits._part.local.detach(), same=True)
@@ -292,41 +292,22 @@ def _empty(part: LogitShard) -> ShardedLogits:
     return made
 
 
-def function_name(func: Callable[..., Any]) -> str:
-    """What a function is called; an attribute of tensors by its own name."""
-    name: str = getattr(func, "__name__", str(func))
-    owner = getattr(func, "__self__", None)
-    return getattr(owner, "__name__", name) if name == "__get__" else name
-
-
 def _writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     target = args[0] if args else None
-    writes = name == "__setitem__" or name == "__set__" or name in _HOOKS
-    writes |= name.endswith("_") and not name.endswith("__")
-    writes |= name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__int__", "__index__")
+    writes = writes_in_place(name) or name.startswith("set ") or name in _TO_THE_OBJECT
     return (writes and isinstance(target, ShardedLogits)) or isinstance(kwargs.get("out"), ShardedLogits)
 
 
 def _refuse_writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if _writes(name, args, kwargs):
         raise EngineError(
-            f"{name} was called on logits whose vocabulary is cut over the tensor ranks; they cannot be changed in "
-            "place or hooked: make a new tensor, or call engine.parallel.tensor.gather_logits on them first."
+            f"{name} was called on logits whose vocabulary is sharded over the tensor ranks, which are read-only and "
+            "take no hooks; make a new tensor, or call engine.parallel.tensor.gather_logits on them first."
         )
 
 
-def _functions_about_it() -> frozenset[Callable[..., Any]]:
-    properties = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "grad",
-                  "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "itemsize", "nbytes",
-                  "is_mps", "is_xpu", "is_nested", "output_nr", "_version")  # fmt: skip
-    methods = ("size", "dim", "numel", "nelement", "ndimension", "__len__", "is_floating_point", "is_complex",
-               "element_size", "get_device", "is_contiguous", "stride", "__hash__", "is_inference",
-               "is_signed")  # fmt: skip
-    functions = (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor)
-    return frozenset(
-        (*(getattr(Tensor, name).__get__ for name in properties), *(getattr(Tensor, n) for n in methods), *functions)
-    )
-
-
-_HOOKS = frozenset({"register_hook", "retain_grad", "register_post_accumulate_grad_hook"})
-_ABOUT_IT = _functions_about_it()
+_TO_THE_OBJECT = frozenset((
+    "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "requires_grad_", "share_memory_",
+))  # fmt: skip
+"""Functions that change the tensor object, which is not the one that lives on."""
+_ABOUT_IT = METADATA | {Tensor.__hash__}

@@ -1,1 +1,1 @@
-"""Tensor-parallel communication that runs beside matrix products."""
+"""Tensor-parallel communication that overlaps matrix products."""

@@ -1,21 +1,24 @@
-"""The sum of an input gradient over the tensor ranks, behind weight gradients (Megatron-LM: asynchronous all-reduce).
+"""The all-reduce of an input gradient, overlapped with weight gradients (Megatron-LM: async_grad_allreduce).
 
-The gradient of x is whole when the last layer that shares x has added to it, and must be summed before it leaves the
-region; the weight gradients of those layers need no sum. So they are computed while it travels:
+The gradient of x is complete when the last layer that shares x has added to it, and must be summed over the tensor
+ranks before it leaves the region. The weight gradients of those layers need no sum, so they are computed while it is in
+flight:
 
     forward    x ── arrive ── f ──┬── query            token of query ──┐
                                   ├── key              token of key   ──┤ one node for each layer, made before f
                                   └── value            token of value ──┘
     backward   dx of value, key, query    f starts the sum    dW of value, key, query    arrive waits for it
 
-Autograd runs, of the nodes that are ready, the one that was made last: the forward makes them in the order arrive,
-tokens, f, products, and backward comes out as above. A node's gradients go on at once, so that no two dW wait.
+Of the nodes that are ready, autograd runs the one that was created last. The forward creates them in the order arrive,
+tokens, f, products, and so backward runs in the order above. Each node's gradients are passed on at once, so that only
+one dW exists at a time.
 
-This is for devices on which collectives run beside compute (``TensorAxis.overlap``), and for tensors whose sum
-takes longer than launching a few more nodes. x and every dy live until their dW is done; nothing else is kept.
+This is for devices on which collectives run beside compute (``TensorAxis.overlap``), and for tensors whose sum takes
+longer than launching a few more nodes. x and every dy live until their dW is done; nothing else is kept.
 
-With ``Entrance.regather`` the forward keeps the part of x that it was given, and the gathered x goes with the forward.
-It is gathered once more, for all layers that share it: behind the input gradients, which do not need it.
+With ``Entrance.regather`` the forward keeps only this rank's shard of x, and the gathered x is freed after the forward.
+Backward gathers it once more, for all layers that share it, while the input gradients, which do not need it, are
+computed.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,26 +55,26 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """How a tensor comes to the column layers that share it; ``owned`` and ``passed`` as in :func:`copy_to`."""
+    """How a tensor reaches the column layers that share it; ``owned`` and ``passed`` as in :func:`copy_to`."""
 
     axis: TensorAxis
     owned: bool
     passed: Callable[[], None] | None = None
     dim: int | None = None
-    """Along which it is cut and must be gathered; None: every rank has all of it."""
+    """The dim along which the tensor is sharded and must be gathered; None: every rank has all of it."""
     regather: bool = False
-    """Whether what was gathered is not kept, but gathered once more for the weight gradients."""
+    """Whether the gathered tensor is freed after the forward and gathered once more for the weight gradients."""
 
 
 class Shared:
-    """The copy of a tensor that column layers multiply: ``deferrable_linear`` does it for one of them."""
+    """The copy of a tensor that column layers multiply; :meth:`multiply` runs the product of one of them."""
 
     def __init__(self, copy: Tensor, products: "tuple[_LateProduct, ...]" = ()) -> None:
         self.copy = copy
         self._products = products
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """The layer's own product, with its weight gradient put off where that is possible."""
+        """The layer's own product, with its weight gradient deferred if possible."""
         for product in self._products:
             if product.layer is layer and product.fits(self.copy):
                 return product.multiply(self.copy)
@@ -81,8 +84,9 @@ class Shared:
 
 
 def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
-    """f, for the plain products ``layers``, which may all be given the copy, or some of them."""
+    """f, for the plain products ``layers``, of which any number may be given the copy."""
     axis = entrance.axis
+    # regather needs the deferred products on every device: only they can restore x for the weight gradients
     again = _Again(entrance) if entrance.regather and entrance.dim is not None else None
     if (again is None and not _is_worth_it(x, axis)) or not _can_travel(x, axis):
         return Shared(enter_region(x, entrance))
@@ -91,6 +95,7 @@ def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> S
         again.expect(x)
     if not late or axis.dry:
         return Shared(enter_region(x, entrance))
+    # the order of these three creations is the reverse of the order in backward: see the picture above
     sum_ = _Sum(entrance.passed)
     arriving: Tensor = _Arrive.apply(x, sum_)  # type: ignore[no-untyped-call]
     products = tuple(_LateProduct(layer, _Work(again), x, axis.kernels) for layer in late)
@@ -101,7 +106,7 @@ def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> S
 
 
 def enter_region(x: Tensor, entrance: Entrance) -> Tensor:
-    """f without products that are put off."""
+    """f without deferred weight gradients."""
     if entrance.dim is None:
         return copy_to(x, entrance.axis, entrance.owned, entrance.passed)
     return gather_to(x, entrance.axis, entrance.dim, COLUMN_INPUTS, entrance.owned, entrance.passed)
@@ -117,16 +122,16 @@ def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
 
 
 def has_own_weights(layer: nn.Module) -> bool:
-    """Whether the layer multiplies by its parameters as they are, and nobody else waits for their gradients."""
+    """Whether the layer multiplies by its parameters as they are, and their gradients may be computed later."""
     parameters = layer._parameters
     if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():
-        return False  # a split backward has its own plans; computed from others (torch.nn.utils.parametrize)
+        return False  # a split backward has replaced the product, or torch.nn.utils.parametrize computes the weight
     present = [parameter for parameter in parameters.values() if parameter is not None]
     return all(p.requires_grad and p.is_leaf and not p._backward_hooks for p in present)
 
 
 class _Sum:
-    """The sum of one input gradient, between its start and the wait for it."""
+    """The pending sum of one input gradient."""
 
     def __init__(self, passed: Callable[[], None] | None) -> None:
         self._passed = passed
@@ -144,19 +149,19 @@ class _Sum:
 
 
 class _LateProduct:
-    """One layer's product, and the node that computes its weight gradient: made before the copy is."""
+    """One layer's product and the node that computes its weight gradient, which is created before the copy is."""
 
     def __init__(self, layer: nn.Module, work: "_Work", x: Tensor, kernels: Kernels) -> None:
         self.layer, self._kernels = layer, kernels
         self._weight, self._bias = layer._parameters["weight"], layer._parameters["bias"]
         self._work = work
         self._kept = None if work.again is None else x.detach()
-        # of that device, or autograd would run the node beside those of the device, in another thread
+        # on the device of x: autograd runs nodes of other devices in threads of their own, in no fixed order
         token = torch.empty(0, device=x.device)
         self._token: Tensor = _Weights.apply(token, self._work, self._weight, self._bias)  # type: ignore[no-untyped-call]
 
     def fits(self, x: Tensor) -> bool:
-        """Whether the layer still has the parameters it had."""
+        """Whether the layer still has the same parameters."""
         parameters, weight = self.layer._parameters, self._weight
         same = parameters.get("weight") is weight and parameters.get("bias") is self._bias
         return same and weight is not None and can_multiply(x, weight)
@@ -169,7 +174,7 @@ class _LateProduct:
 
 
 class _Again:
-    """A tensor that is gathered once more in a backward, for all layers that share it."""
+    """A tensor that is gathered once more in backward, for all layers that share it."""
 
     def __init__(self, entrance: Entrance) -> None:
         self._axis, self._dim = entrance.axis, entrance.dim or 0
@@ -178,18 +183,18 @@ class _Again:
         self._users = 0
 
     def expect(self, x: Tensor) -> None:
-        """Tell of it in a dry run."""
+        """Report the gather in a dry run."""
         self._axis.expect("all_gather", COLUMN_INPUTS, x.expand(self._axis.size, *x.shape))
 
     def start(self, part: Tensor) -> None:
-        """Called once for each use."""
+        """Called once for each use; the first one starts the gather."""
         self._users += 1
         if self._users == 1:
             self._dim %= part.ndim
             self._coming = self._axis.start_all_gather(part.contiguous(), COLUMN_INPUTS)
 
     def take(self) -> Tensor:
-        """For one use; the last one lets it go."""
+        """The gathered tensor, for one use; the last use frees it."""
         if self._coming is not None:
             rows, pending = self._coming
             pending.wait()
@@ -203,7 +208,7 @@ class _Again:
 
 
 class _Work:
-    """What a product's backward leaves to the node behind its token."""
+    """The weight gradient that a product's backward leaves to the node of its token."""
 
     def __init__(self, again: _Again | None) -> None:
         self.again = again
@@ -215,11 +220,11 @@ class _Work:
             if self.again is not None:
                 refuse_second_derivatives()
             return False
-        if is_executed(nodes[-1][0]):
+        if is_executed(nodes[-1][0]):  # the token's node will run after this one and take the gradients
             self._wanted = wanted
             if self.again is not None:
                 self.again.start(wanted.weight.args[0])
-        return True  # if not, nobody has asked for them
+        return True  # without the node, backward asks for no gradient of the parameters
 
     def take(self) -> tuple[Tensor | None, Tensor | None]:
         wanted, self._wanted = self._wanted, None
@@ -227,7 +232,7 @@ class _Work:
             return None, None
         weight = wanted.weight
         if self.again is not None:
-            _, dy, *more = weight.args
+            _, dy, *more = weight.args  # the first argument is the shard of x that the forward kept
             weight = partial(weight.func, self.again.take().to(dy.dtype), dy, *more)
         return weight(), None if wanted.bias is None else wanted.bias()
 

@@ -1,30 +1,26 @@
-"""Products of tensors that are cut along the sequence, in pieces: one travels while another is multiplied.
+"""Matrix products of tensors sharded along the sequence, in chunks: one chunk travels while another is multiplied.
 
     gather_multiply     x [.., S/T, I] ── gathered ── x W' [.., S, O]     backward: multiply_scatter of dy and W
-    multiply_scatter    x [.., S, P] ── x W' ── summed, cut [.., S/T, O]  backward: gather_multiply of dy and W
+    multiply_scatter    x [.., S, P] ── x W' ── reduce-scattered [.., S/T, O]      backward: gather_multiply of dy and W
 
-A piece is the same slice of every rank's rows, so its product has rows of all ranks, each to be put in its place:
+A chunk is the same slice of every rank's rows, so its product has rows of all ranks, which go to their places:
 
-    rank 0  a0 a1 | rank 1  b0 b1      piece 0: a0 b0      piece 1: a1 b1      result: a0 a1 b0 b1
+    rank 0  a0 a1 | rank 1  b0 b1      chunk 0: a0 b0      chunk 1: a1 b1      result: a0 a1 b0 b1
 
-One piece is the plain form: gather, multiply; multiply, scatter. It is taken where nothing runs beside compute or the
-tensor is small (:func:`choose_pieces`). The weight gradient is computed while the last sum of the input gradient
-travels, from the gathered input, which is kept, or gathered once more behind the input gradient (``regather``: T times
-less memory, one more all-gather). Results are those of one piece up to rounding: a BLAS may add in another order.
+One chunk is the plain form: gather, multiply; multiply, scatter. It is used where collectives do not run beside compute
+or the tensor is small (:func:`choose_pieces`, ``TensorAxis.overlap``). The weight gradient is computed while the last
+sum of the input gradient is in flight, from the gathered input, which is kept, or with ``regather`` gathered once more
+beside the input gradient (T times less memory, one more all-gather). Results equal those of one chunk up to rounding: a
+BLAS may add in another order.
 
-A ``Moves`` is what a kernel that sends by itself replaces: it would multiply a tile when its rows arrive, or send one
-when it is done, and write it where it belongs. The copies of rows into their places, the launches of every piece and
-the pieces themselves would go; the autograd functions here stay.
+In a region the first column layer gathers its input this way, and the others share the gathered rows
+(:class:`SharedInPieces`); the row layer scatters its product (:func:`scatter_product`).
 
-Shape suffixes: T tensor ranks, S the sequence, I inputs, O outputs, P the part of the inputs that this rank holds.
+A kernel that communicates by itself would replace a :class:`Moves`: it multiplies a tile when its rows arrive, or sends
+a tile when it is done, and writes it to its place. That saves the copies of rows, the launches of every chunk and the
+chunks themselves; the autograd functions here would stay.
 
-Column and row layers of a stream that is cut along the sequence, whose products run while their rows travel.
-
-    stream [.., S/T, I] ── gathered in pieces, each multiplied as it comes ── query     the gathered rows: key, value
-    parts  [.., S, P] ── multiplied in pieces, each summed and scattered meanwhile ── stream
-
-Where collectives run beside compute and the tensors are large enough (``TensorAxis.overlap``, ``overlap``); elsewhere
-layers gather or scatter at once.
+Shape suffixes: T tensor ranks, S the sequence, I inputs, O outputs, P this rank's shard of the inputs.
 """
 
 from collections.abc import Callable
@@ -51,12 +47,12 @@ from engine.parallel.tensor.overlap.async_input_grad import Shared, has_own_weig
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 MOST_PIECES = 4
-"""Each more hides less of what is left and costs launches."""
+"""Each further chunk hides less of the remaining time and costs launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How rows travel."""
+    """The axis, the label and the number of chunks of a transfer."""
 
     axis: TensorAxis
     label: str
@@ -67,20 +63,22 @@ class GatherProduct(Protocol):
     """Gathers rows and multiplies them."""
 
     def __call__(self, part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-        """(the rows of all ranks times ``matrix`` [I, O] plus ``bias``, in its dtype; these rows, as they came)."""
+        """(rows of all ranks times ``matrix`` [I, O] plus ``bias``, in the matrix's dtype; the gathered rows in
+        theirs)."""
 
 
 class ProductScatter(Protocol):
-    """Multiplies rows, and sums and scatters the product."""
+    """Multiplies rows, and reduce-scatters the product."""
 
     def __call__(
         self, whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
     ) -> Callable[[], Tensor]:
-        """What waits for this rank's rows of the sum of ``whole`` times ``matrix`` plus ``plus``, in ``dtype``."""
+        """A function that waits for this rank's rows of the sum of ``whole`` times ``matrix`` plus ``plus``, in
+        ``dtype``."""
 
 
 def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-    """:class:`GatherProduct` over the collectives of the axis."""
+    """:class:`GatherProduct` by collectives of the axis."""
     axis, label = route.axis, route.label
     if route.pieces == 1:
         whole = join_parts(axis.all_gather(part.contiguous(), label), part.ndim - 2)
@@ -102,7 +100,7 @@ def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Rou
 def product_scatter(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
-    """:class:`ProductScatter` over the collectives of the axis."""
+    """:class:`ProductScatter` by collectives of the axis."""
     sent: list[tuple[Tensor, Pending]] = []
     for index in range(route.pieces):
         rows = _product(_piece(whole, index, route), matrix, None, route).to(dtype)
@@ -116,7 +114,7 @@ def product_scatter(
         if len(sent) > 1:
             return torch.cat([part for part, _ in sent], -2)
         part = sent[0][0]
-        return part.clone() if part._is_view() else part  # in a dry run it lies in the rows
+        return part.clone() if part._is_view() else part  # a dry run returns a view of the rows
 
     return wait
 
@@ -131,49 +129,45 @@ def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) ->
 
 
 class Moves(NamedTuple):
-    """The two products whose rows travel; see the top of this file for what a kernel would replace."""
+    """The two products whose rows travel; the module's docstring says how a kernel could replace them."""
 
     gather: GatherProduct
     scatter: ProductScatter
 
 
 PLAIN_MOVES = Moves(gather_product, product_scatter)
-"""Over the collectives of the axis."""
+"""Both products by collectives of the axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pieced:
-    """How a layer multiplies rows that travel; ``label``: of its collectives, "column inputs" or "row outputs"."""
+    """The settings of a product whose rows travel; ``label``: of its collectives, "column inputs" or "row outputs"."""
 
     axis: TensorAxis
     label: str
     pieces: int | None = None
-    """None: :func:`choose_pieces`."""
+    """The number of chunks; None: :func:`choose_pieces`."""
     transposed: bool = False
     """Whether the weight is [I, O]."""
     regather: bool = False
     moves: Moves = PLAIN_MOVES
 
     def route(self, part: Tensor) -> Route:
-        """For a part of these rows.
-
-        Raises:
-            EngineError: the rows cannot be cut into so many pieces.
-        """
+        """The route for ``part``, this rank's rows."""
         pieces = choose_pieces(part.shape[-2], part.numel() * part.element_size(), part.device.type, self.axis)
         return Route(self.axis, self.label, pieces if self.pieces is None or self.axis.dry else self.pieces)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """[I, O], a view."""
+        """The weight as [I, O], a view."""
         return weight if self.transposed else weight.t()
 
     def back(self, weight: Tensor, dy: Tensor) -> Tensor:
-        """[O, I], which takes ``dy`` to the gradient of x."""
+        """The weight as [O, I], which maps ``dy`` to the gradient of x."""
         return self.matrix(weight.to(dy.dtype)).t()
 
 
 def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
-    """The most pieces, up to ``MOST_PIECES``, that divide ``rows`` and have the bytes of ``axis.overlap`` each."""
+    """The most chunks, up to ``MOST_PIECES``, that divide ``rows`` and have the bytes of ``axis.overlap`` each."""
     devices, least = axis.overlap
     if device not in devices or axis.dry or axis.size == 1:
         return 1
@@ -183,7 +177,8 @@ def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
 def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Pieced) -> tuple[Tensor, Tensor | None]:
     """x [.., S/T, I] -> (x W' + b [.., S, O], the gathered x [.., S, I] for layers that share it).
 
-    The gradients of both make that of x, which is summed and scattered. With ``regather`` there is no second result.
+    The gradients of both results add up to that of the gathered x, which is reduce-scattered. With ``regather`` the
+    second result is None.
 
     Raises:
         EngineError: ``pieces`` does not divide the rows.
@@ -199,10 +194,10 @@ def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Piec
 
 
 def multiply_scatter(x: Tensor, weight: Tensor, pieced: Pieced) -> Tensor:
-    """x [.., S, P] -> this rank's rows [.., S/T, O] of the sum of x W' over the ranks; the bias is the caller's.
+    """x [.., S, P] -> this rank's rows [.., S/T, O] of the sum of x W' over the ranks; the caller adds the bias.
 
     Raises:
-        EngineError: the ranks cannot share the rows equally, or ``pieces`` does not divide a part.
+        EngineError: the number of ranks does not divide the rows, or ``pieces`` does not divide a rank's rows.
     """
     check_parts(x, pieced.axis, -2)
     _check_pieces(split_parts(x, pieced.axis, x.ndim - 2)[0], pieced)
@@ -216,8 +211,8 @@ def _check_pieces(part: Tensor, pieced: Pieced) -> None:
     rows, pieces = part.shape[-2], pieced.pieces or 1
     if rows % pieces:
         raise EngineError(
-            f"{rows} rows of a tensor rank are to travel in {pieces} pieces, which does not divide them: choose a "
-            "number of pieces that does, or none."
+            f"the {rows} rows of a tensor rank are to travel in {pieces} pieces, but {pieces} does not divide {rows}; "
+            f"choose a number of pieces that divides {rows}, or leave it out."
         )
 
 
@@ -244,7 +239,7 @@ class _GatherMultiply(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         pieced, route, (dtype_x, dtype_y) = ctx.pieced, ctx.route, ctx.dtypes
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        if dy is None:  # only those that share the gathered x were used
+        if dy is None:  # only the layers that share the gathered x were used
             dy = weight.new_zeros(ctx.shape, dtype=dtype_y)
         coming = _start_gather(x, route) if needs_weight and pieced.regather else None
         sums = pieced.moves.scatter(dy, pieced.back(weight, dy), dwhole, dtype_x, route) if needs_x else None
@@ -296,13 +291,13 @@ def _start_gather(part: Tensor, route: Route) -> Callable[[], Tensor]:
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
-    """As a product of x would be: autocast casts no double."""
+    """The dtype in which a product of x is computed; autocast leaves float64 as it is."""
     casts = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     return torch.get_autocast_dtype(x.device.type) if casts else x.dtype
 
 
 class SharedInPieces(Shared):
-    """Gathered by the first plain product that multiplies it; the others share what that has gathered."""
+    """An input that the first plain product gathers while it multiplies; the other layers share the gathered rows."""
 
     def __init__(self, part: Tensor, axis: TensorAxis, plain: list[nn.Module]) -> None:
         self._part, self._axis, self._plain = part, axis, plain
@@ -310,13 +305,13 @@ class SharedInPieces(Shared):
 
     @property
     def copy(self) -> Tensor:  # type: ignore[override]
-        """All rows."""
+        """The gathered rows."""
         if self._whole is None:
             self._whole = gather_to(self._part, self._axis, self._part.ndim - 2, COLUMN_INPUTS)
         return self._whole
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """The layer's product with all rows."""
+        """The layer's product with the gathered rows."""
         if self._whole is None and any(layer is other for other in self._plain) and has_own_weights(layer):
             weight, bias = layer._parameters["weight"], layer._parameters["bias"]
             assert weight is not None
@@ -329,7 +324,7 @@ class SharedInPieces(Shared):
 
 
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis) -> bool:
-    """Whether ``rows`` rows of a rank, with as many bytes as ``part``, are to travel in more than one piece."""
+    """Whether ``rows`` rows of a rank, with as many bytes as ``part``, are to travel in more than one chunk."""
     size = part.numel() * part.element_size()
     return choose_pieces(rows, size, part.device.type, axis) > 1
 

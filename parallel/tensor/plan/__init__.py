@@ -1,1 +1,1 @@
-"""What is cut how: the tensor plan as data, in words, and the rules that make it."""
+"""The tensor plan: which layers are sharded how. The plan as data, the styles that describe it, and their rules."""

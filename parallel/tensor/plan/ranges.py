@@ -1,11 +1,11 @@
-"""Numbers that the tensor ranks have to share, and the sentence for one that they cannot.
+"""Which rows of a sharded dim each tensor rank holds, and the error for sizes that do not divide. Pure arithmetic.
 
-Which rows of a cut dim each tensor rank holds. Pure arithmetic.
+    8 heads over 4 ranks      0 0 1 1 2 2 3 3
+    2 kv heads over 4 ranks   0,1     2,3              each head is held by several ranks
+    fused thirds over 2       0 1 | 0 1 | 0 1          each rank holds a slice of every third
+    5 rows over 2 ranks       0 0 0 1 1                vocabularies only: the first ranks hold one row more
 
-8 heads over 4 ranks      0 0 1 1 2 2 3 3
-2 kv heads over 4 ranks   0,1     2,3              each head is held by several ranks
-fused thirds over 2       0 1 | 0 1 | 0 1          each rank holds a piece of every third
-5 rows over 2 ranks       0 0 0 1 1                vocabularies only: the first ranks hold one more
+The ranks share a size evenly, in whole heads; a plan for other sizes is refused with the tensor sizes that fit.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,17 @@ class Divisibility:
     noun: str
     count: int
     rule: str = "divide"
-    """divide: in equal shares; share: or each held by several ranks; rows: at least one each."""
+    """ "divide": equal shares; "share": equal shares, or each held by several ranks; "rows": at least one row per rank.
+    """
 
     def allows(self, tp: int) -> bool:
-        """Whether this number goes with ``tp`` ranks."""
+        """Whether ``tp`` ranks can share this number."""
         if self.rule == "rows":
             return self.count >= tp
         return self.count % tp == 0 or (self.rule == "share" and tp % self.count == 0)
 
     def complaint(self, tp: int) -> str:
-        """What is wrong with ``tp`` ranks."""
+        """The clause that says why ``tp`` ranks cannot share this number."""
         verb = {"divide": "does not divide", "share": "neither divides nor is a multiple of", "rows": "is more than"}
         return f"tensor = {tp} {verb[self.rule]} the {self.count} {self.noun} of {self.owner}"
 
@@ -42,7 +43,7 @@ def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
     """Refuse a number of ranks that one of the numbers does not allow.
 
     Raises:
-        PlanError: names the first one, and every size that all allow.
+        PlanError: names the first such number, and every tensor size that all of them allow.
     """
     wrong = next((fit for fit in fits if not fit.allows(tp)), None)
     if wrong is None:
@@ -54,10 +55,10 @@ def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
 
 
 def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range, ...]:
-    """``size`` rows as ``parts`` equal parts, each cut evenly by whole ``unit``s (heads).
+    """The ranges of ``size`` rows: ``parts`` equal parts, each sharded evenly in whole ``unit``s (heads).
 
-    Where there are fewer units than ranks, each is held by several consecutive ranks. The caller has checked
-    that the numbers divide.
+    With fewer units than ranks, each unit is held by several consecutive ranks. The caller has checked that the numbers
+    divide.
     """
     width = size // parts
     units = width // unit
@@ -70,14 +71,14 @@ def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range,
 
 
 def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
-    """``size`` rows in contiguous pieces, one for each rank; the first ``size % tp`` hold one more."""
+    """The ranges of ``size`` rows, contiguous and one per rank; the first ``size % tp`` ranks hold one row more."""
     small, more = divmod(size, tp)
     starts = [rank * small + min(rank, more) for rank in range(tp + 1)]
     return tuple(Range(starts[rank], starts[rank + 1], (rank,)) for rank in range(tp))
 
 
 def held(ranges: tuple[Range, ...], index: int) -> int:
-    """Rows that rank ``index`` holds."""
+    """The number of rows that rank ``index`` holds."""
     return sum(part.stop - part.start for part in ranges if index in part.holders)
 
 
@@ -89,7 +90,7 @@ def ranges_of(rows: Sequence[Sequence[bool]]) -> tuple[Range, ...]:
 
 
 def ranges_of_rows(rows: Sequence[Sequence[tuple[int, int]]], size: int) -> tuple[Range, ...]:
-    """The same from the runs [start, stop) of every rank."""
+    """The ranges of a dim of ``size`` rows of which rank r holds the runs [start, stop) in ``rows[r]``."""
     held_by = [[False] * size for _ in rows]
     for held_rows, runs in zip(held_by, rows, strict=True):
         for start, stop in runs:
@@ -98,7 +99,7 @@ def ranges_of_rows(rows: Sequence[Sequence[tuple[int, int]]], size: int) -> tupl
 
 
 def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
-    """By rank the runs [start, stop) that it holds; inverse of ``ranges_of_rows``."""
+    """The runs [start, stop) that each rank holds, by rank; the inverse of :func:`ranges_of_rows`."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(tp)]
     for part in sorted(ranges, key=lambda part: part.start):
         for holder in part.holders:

@@ -1,35 +1,32 @@
-"""A tensor plan from styles that the user gives: which layers are cut, which part of every parameter a rank holds.
+"""From ``parallel.tensor_plan`` to a tensor plan: the user's styles, or the path of a JSON file with them.
 
-A plan is data, made from names and shapes alone (a model on the meta device will do) and the same on every rank.
-``install`` carries it out; the shard table takes its ranges from it. Where the user says "auto", it is found instead:
-``auto``.
-
-From ``parallel.tensor_plan`` to a style for each module.
+A plan is data. It is made from names and shapes alone, so a model on the meta device will do, and it is the same on
+every rank. ``layers.apply_plan`` applies it to a model, and the shard table takes its ranges from it. For the setting
+"auto" the plan is searched instead: ``auto``.
 """
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from engine.errors import ConfigError, PlanError
+from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.styles import Style, parse_style
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 
 
 def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int, sequence: bool = False) -> TensorPlan:
-    """The plan for ``tp`` tensor ranks; reads names, shapes and attributes, communicates nothing.
+    """The plan for ``tp`` tensor ranks; reads names, shapes and attributes, and communicates nothing.
 
     ``setting`` is ``parallel.tensor_plan``: a mapping {name pattern: style}, or the path of a JSON file with one;
-    ``styles`` has the language.
+    ``plan.styles`` defines the language.
 
     Raises:
-        ConfigError: the file cannot be read as such a mapping.
+        ConfigError: the file does not hold such a mapping.
         PlanError: the plan does not fit the model, or the model does not fit ``tp``; the sizes that fit are named.
     """
     source, patterns = read_setting(setting)
@@ -42,10 +39,10 @@ EXAMPLE = '{"*.query": "column", "*.output": "row"}'
 
 
 def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
-    """(where it comes from, style by pattern).
+    """(source of the plan, style by pattern).
 
     Raises:
-        ConfigError: a file that holds no such mapping.
+        ConfigError: the file does not hold such a mapping.
     """
     return ("parallel.tensor_plan", setting) if not isinstance(setting, str) else (setting, _read_file(setting))
 
@@ -60,17 +57,20 @@ def _read_file(path: str) -> Patterns:
             f"parallel.tensor_plan = {path!r} cannot be read ({reason}); give a JSON file with {EXAMPLE}."
         ) from error
     if not (isinstance(found, dict) and found and all(isinstance(style, str) for style in found.values())):
-        raise ConfigError(f"parallel.tensor_plan = {path!r} holds no object of styles; write it as {EXAMPLE}.")
+        raise ConfigError(
+            f"parallel.tensor_plan = {path!r} must hold a JSON object from name patterns to styles; write it as "
+            f"{EXAMPLE}."
+        )
     return found
 
 
 def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
-    """The style of each module or parameter that a pattern names, by its first name.
+    """The style of each module or parameter that a pattern matches, by its first name.
 
-    A pattern that names modules means those; only one that names none is looked for among the parameters.
+    A pattern is matched against modules first, and against parameters only if it matches no module.
 
     Raises:
-        PlanError: a pattern that names nothing, two styles for one module, a style that is none.
+        PlanError: a pattern that matches nothing, two styles for one module, or an invalid style.
     """
     first: dict[int, str] = {}
     names = {
@@ -81,26 +81,19 @@ def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
         name: owned.setdefault(id(parameter), name)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
+    given = [("parallel.tensor_plan", pattern) for pattern in patterns]
+    refuse_unmatched(given, [*names, *parameters], "module and no parameter", PlanError)
     chosen: dict[str, tuple[str, Style]] = {}
     for pattern, text in patterns.items():
         style = parse_style(text)
         hits = [name for name in names if fnmatchcase(name, pattern)]
         hits = hits or [name for name in parameters if fnmatchcase(name, pattern)]
-        if not hits:
-            raise _matches_nothing(pattern, names)
         for name in hits:
             first_name = names.get(name) or parameters[name]
             other, before = chosen.setdefault(first_name, (pattern, style))
             if before != style:
                 raise PlanError(
-                    f"{first_name} is given two styles, {before.text!r} by {other!r} and {text!r} by {pattern!r}; a "
-                    "module has one: narrow one of the patterns."
+                    f"{first_name} is given two styles, {before.text!r} by {other!r} and {text!r} by {pattern!r}, but "
+                    "takes only one; narrow one of the patterns."
                 )
     return {name: style for name, (_, style) in chosen.items()}
-
-
-def _matches_nothing(pattern: str, names: Iterable[str]) -> PlanError:
-    kinds = list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names))
-    near = get_close_matches(pattern, kinds, 3, 0.4)
-    hint = f"near names are {', '.join(near)}" if near else f"the model has {', '.join(kinds[:8])}"
-    return PlanError(f"the pattern {pattern!r} of parallel.tensor_plan names no module and no parameter; {hint}.")

@@ -1,14 +1,13 @@
-"""From a style for each module to the cuts of its parameters: the rules of a tensor plan.
+"""The rules of a tensor plan: from a style for each module to the ranges of its parameters and its region.
 
-All rules are tried before the first complaint about a size, so that the error can list every tensor size that
-the whole model fits.
-
-Which column layers and which row layer belong together, from their places in the module tree.
-
-A layer's region is the innermost module around it that also holds a layer of the other kind:
+A region is the part of a block between column layers and their row layer. The region of a layer is the innermost module
+around it that also holds a layer of the other kind:
 
     blocks.0.attention.{query,key,value}  blocks.0.attention.output     -> blocks.0.attention
     blocks.0.up                           blocks.0.down                 -> blocks.0
+
+All rules are tried before the first error about a size, so that the error can list every tensor size that the whole
+model fits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,31 +18,31 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from engine.errors import PlanError
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.deferred_linear import is_conv1d, is_linear
-from engine.parallel.tensor.layers.vocab_parallel import check_embedding
 from engine.parallel.tensor.plan.ranges import Divisibility, check_fits, cut_parts, cut_unevenly, held, ranges_of_rows
 from engine.parallel.tensor.plan.styles import Style
 from engine.parallel.tensor.plan.tensor_plan import AttributeChange, LayerCut, LayerKind, ParameterCut, TensorPlan
 
 
 class _Target(NamedTuple):
-    """A parameter that a style cuts."""
+    """A parameter that a style shards."""
 
     owner: str
-    """The module that it hangs on."""
+    """The module that the parameter belongs to."""
     local: str
     dim: int
     named: str
-    """What the style was given to: the module, or the parameter."""
+    """The module or parameter that the style was given to."""
 
 
 def cut_model(
     model: nn.Module, styles: Mapping[str, Style], tp: int, source: str, sequence: bool = False
 ) -> TensorPlan:
-    """The plan that ``styles``, by first module name, make.
+    """The plan that ``styles``, by first module name, describe.
 
     Raises:
-        PlanError: a style that does not suit its module, or a model that does not fit ``tp``.
+        PlanError: a style does not suit its module, or the model does not fit ``tp``.
     """
     return replace(_Cutting(model, styles, tp).plan(source), sequence=sequence)
 
@@ -86,7 +85,7 @@ class _Cutting:
         return head_width(self.modules.get(name.rpartition(".")[0]))
 
     def _unit(self, name: str) -> int:
-        """Rows that stay together. A row layer takes what the column layers of its region give."""
+        """Rows that stay together. The inputs of a row layer are the outputs of its region's column layers."""
         if self.kinds.get(name) == "row" and not self.heads[name] and name in self.regions:
             region = self.regions[name]
             return max(self.heads[other] or 1 for other, place in self.regions.items() if place == region)
@@ -104,8 +103,8 @@ class _Cutting:
             noun = "inputs" if kind == "row" else "outputs" if kind else f"rows of dim {target.dim}"
             if size % (unit * parts):
                 raise PlanError(
-                    f"{name} has {size} {noun}, which are not {parts} equal parts of whole heads of width {unit}; "
-                    f"correct its style {style.text!r}."
+                    f"{name} has {size} {noun}, but its style {style.text!r} needs {parts} equal parts of whole heads "
+                    f"of width {unit}; correct the style."
                 )
             noun = f"heads of width {unit}" if unit > 1 else noun
             shared = kind == "column" and bool(self.heads[name])
@@ -119,14 +118,14 @@ class _Cutting:
         assert style.rows is not None
         if len(style.rows) != self.tp:
             raise PlanError(
-                f"the style {style.text!r} of {name} lists rows of {len(style.rows)} tensor ranks, but tensor is "
-                f"{self.tp}; write the rows of {self.tp} ranks, or let the plan be found again."
+                f"the style {style.text!r} of {name} lists rows for {len(style.rows)} tensor ranks, but tensor is "
+                f"{self.tp}; list the rows for {self.tp} ranks, or let the plan be found again."
             )
         held_rows = {row for runs in style.rows for start, stop in runs for row in range(start, stop)}
         if held_rows != set(range(size)):
             raise PlanError(
-                f"the rows of the style {style.text!r} of {name} are not the {size} that it has; give every row to a "
-                "rank."
+                f"the rows in the style {style.text!r} of {name} must be exactly its {size} rows; give every row to at "
+                "least one rank."
             )
 
     def _size(self, name: str) -> int:
@@ -141,7 +140,7 @@ class _Cutting:
     # parameters
 
     def _targets(self, name: str) -> Iterator[_Target]:
-        """What the style of a module or parameter cuts, its weight first."""
+        """The parameters that the style of a module or parameter shards, the weight first."""
         style, kind = self.styles[name], self.kinds.get(name)
         if style.kind == "cut":
             owner, local = (name, "weight") if name in self.modules else _split(name)
@@ -155,7 +154,7 @@ class _Cutting:
         tensor = getattr(self.modules[target.owner], target.local, None)
         if not isinstance(tensor, nn.Parameter) or target.dim >= tensor.dim():
             raise PlanError(
-                f"{target.named} is to be cut along dim {target.dim}, but there is no parameter with that dim; correct "
+                f"{target.named} is to be sharded along dim {target.dim}, but has no parameter with that dim; correct "
                 f"its style {self.styles[target.named].text!r}."
             )
         return tensor
@@ -171,8 +170,8 @@ class _Cutting:
                 cut = self._cut(name, target)
                 if cuts.setdefault(first, cut) != cut:
                     raise PlanError(
-                        f"{first} is shared by {owners[first]} and {name}, whose styles cut it in different ways; give "
-                        'them styles that agree, or "replicate" to both.'
+                        f"{first} is shared by {owners[first]} and {name}, whose styles shard it differently; give "
+                        'both the same sharding, or give both "replicate".'
                     )
                 if self.styles[name].view:
                     shown.add(first)
@@ -194,12 +193,12 @@ class _Cutting:
             for alias in (first, *others) if first in cuts else ():
                 owner, local = _split(alias)
                 if owner not in self.modules or (id(self.modules[owner]), local) in cutting:
-                    continue  # the former: another name of a module that is shared whole
+                    continue  # the owner is itself another name of a shared module, or the same module is sharded
                 if _passes_on(owner, [target.owner for target in targets if first in self._names_of(target)]):
-                    continue  # another name of what a layer inside reads (BERT's head); its own reads are found later
+                    continue  # an alias of a parameter of a layer inside (BERT's head); OutsideReads finds other reads
                 raise PlanError(
-                    f"{first} is cut, but {owner or 'the model itself'} uses the same parameter and is not; give "
-                    f'{owner or "it"} the same style, or both "replicate".'
+                    f"{first} is sharded, but {owner or 'the model itself'} uses the same parameter unsharded; give "
+                    f'{owner or "it"} the same style, or give both "replicate".'
                 )
 
     def _names_of(self, target: _Target) -> list[str]:
@@ -218,7 +217,8 @@ class _Cutting:
                 if width is not None and tuple(parameter.shape) != (width,):
                     raise PlanError(
                         f"{name}.{local} has the shape {tuple(parameter.shape)}, but partial is for norms over one "
-                        f"head of width {width}: a rank has not all heads; use tensor = 1 or replicate this attention."
+                        f"head of width {width}, since a rank holds only some of the heads; use tensor = 1 or "
+                        "replicate this attention."
                     )
                 found.add(self.names[id(parameter)][0])
         return frozenset(found)
@@ -244,7 +244,10 @@ class _Cutting:
 
     def _local_outputs(self, child: str, owner: str) -> int:
         if self.kinds.get(child) != "column":
-            raise PlanError(f"the style of {owner} names {child}, which is no column layer of the plan; correct it.")
+            raise PlanError(
+                f"the style of {owner} names {child}, but only column layers of the plan have local outputs; name one "
+                "of them."
+            )
         return held(self._cut(child, next(self._targets(child))).ranges, 0)
 
     # modules
@@ -256,12 +259,13 @@ class _Cutting:
         more = [local for local, _ in module.named_parameters() if local not in ("weight", "bias")]
         if more:
             raise PlanError(
-                f"{name} has the parameter {more[0]} besides weight and bias, and no rule to cut it; "
-                'give it the style "replicate".'
+                f"{name} has the parameter {more[0]}, but this style shards only weight and bias; give {name} the "
+                'style "replicate".'
             )
         if "forward" in vars(module):
             raise PlanError(
-                f"{name} has had its forward replaced on the object, which would pass the cut by; restore it."
+                f"{name} has a forward of its own on the module object, which would bypass the sharded layer; restore "
+                "the forward of its class."
             )
         if isinstance(self.modules[name.rpartition(".")[0]], nn.MultiheadAttention) and not view:
             raise PlanError(
@@ -274,17 +278,17 @@ class _Cutting:
 
 def _passes_on(owner: str, layers: Iterable[str]) -> bool:
     """Whether one of the layers lies inside ``owner``."""
-    return bool(owner) and any(layer.startswith(f"{owner}.") for layer in layers)
+    return bool(owner) and any(layer != owner and is_inside(layer, owner) for layer in layers)
 
 
 def head_width(module: nn.Module | None) -> int | None:
-    """Rows of a head of the layers in ``module``, if it says so."""
+    """The rows of one head of the layers in ``module``, if the module has an attribute for it."""
     widths = (getattr(module, attribute, None) for attribute in ("head_dim", "head_width"))
     return next((width for width in widths if isinstance(width, int) and width > 0), None)
 
 
 def _kind(name: str, module: nn.Module, style: Style) -> LayerKind | None:
-    """What a style makes of a module; None if it wraps nothing."""
+    """The kind of sharded layer that a style makes of a module; None if the module is not wrapped."""
     wanted = style.kind
     if wanted == "experts":
         return "experts"
@@ -313,7 +317,7 @@ def _number(name: str, module: nn.Module, attribute: str) -> int:
         value = getattr(value, part, None)
     if type(value) is not int:
         raise PlanError(
-            f"{name}.{attribute} is {value!r}, but divide, set, ratio and heads change whole numbers; correct the "
+            f"{name}.{attribute} is {value!r}, but divide, set, ratio and heads change whole numbers only; correct the "
             "name of the attribute."
         )
     return value
@@ -350,5 +354,22 @@ def _ancestors(name: str) -> Iterator[str]:
 
 
 def _alone(name: str, kind: str) -> PlanError:
-    missing = "row layer that sums what it gives" if kind == "column" else "column layer that cuts what it gets"
-    return PlanError(f'{name} is a {kind} layer, but around it there is no {missing}; add one or give it "replicate".')
+    partner = "row layer that sums its outputs" if kind == "column" else "column layer that shards its inputs"
+    return PlanError(
+        f"{name} is a {kind} layer and needs a {partner}, but no module around it holds one; add one, or give {name} "
+        '"replicate".'
+    )
+
+
+def check_embedding(module: nn.Embedding, name: str) -> None:
+    """Refuse the options that need all rows on one rank.
+
+    Raises:
+        PlanError: ``module`` has such an option.
+    """
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise PlanError(
+                f"{name} has {option} = {getattr(module, option)}, which needs all rows of the vocabulary on one rank; "
+                f'build it without {option}, or give it the style "replicate" in parallel.tensor_plan.'
+            )

@@ -1,30 +1,30 @@
-"""The words in which a tensor plan is written: ``{name pattern: style}``.
+"""The language of a tensor plan: ``{name pattern: style}``.
 
-Patterns are those of ``fnmatch`` over the names of modules, or of parameters (``*`` also crosses dots). A style is
-one of
+Patterns are those of ``fnmatch`` over the names of modules, or of parameters (``*`` also crosses dots). A style is one
+of
 
-    column            outputs in equal pieces, one for each tensor rank
-    column+gather     the same, and the outputs are gathered: for a layer that stands alone
-    row               inputs in equal pieces; outputs are summed
-    vocabulary        embedding or head by vocabulary rows
-    experts           a module whose own code computes with the parts of its parameters: its outputs are summed
-    cut:0             a parameter, or the weight of a module, along dim 0; the code that reads it sees the part
-    partial           every rank holds all of it but uses it on cut activations (a norm over one head)
-    replicate         every rank holds all of it; what no pattern names is replicated too
+    column            outputs sharded evenly, one shard for each tensor rank
+    column+gather     the same, and the outputs are gathered: for a layer without a row layer after it
+    row               inputs sharded evenly; outputs are summed over the ranks
+    vocabulary        embedding or head sharded by vocabulary rows
+    experts           a module whose own code computes with the shards of its parameters: its outputs are summed
+    cut:0             a parameter, or the weight of a module, sharded along dim 0; the code that reads it sees the shard
+    partial           every rank holds all of it but uses it on sharded activations (a norm over one head)
+    replicate         every rank holds all of it; so it is for everything that no pattern matches
 
 column, row and cut may be followed by
 
-    fused:3           three fused equal parts (query, key, value), each in equal pieces; ``column:3`` is short for it
-    head:64           pieces are whole heads of that width; where there are fewer heads than ranks (kv heads), each is
-                      held by several. Without it the width is the parent module's ``head_dim`` or ``head_width``
-    rows:0-4+8-12/4-8+12-16       exactly these rows, rank by rank; for the size of the tensor axis that it lists
-    view              the code sees the whole shape, a rank computes with its part: ``engine.parallel.tensor.views``
+    fused:3           three fused equal parts (query, key, value), each sharded evenly; ``column:3`` is short for it
+    head:64           shards are whole heads of that width; with fewer heads than ranks (kv heads), each head is held
+                      by several ranks. The default is the parent module's ``head_dim`` or ``head_width``
+    rows:0-4+8-12/4-8+12-16       exactly these rows, rank by rank; valid for the number of ranks that it lists
+    view              the code sees the full shape and a rank computes with its shard: ``tensor.global_tensor``
 
 For modules that compute with sizes, one or more of
 
     divide:a,b        the attributes a and b are whole numbers of which each rank has an equal share (at least 1)
     set:a=2           the attribute a becomes 2; ``set:config.a=2`` in a copy of the config that is the module's own
-    ratio:a=q/k       the attribute a becomes the local outputs of child q over those of child k
+    ratio:a=q/k       the attribute a becomes the local outputs of child q divided by those of child k
     heads:a=q         the attribute a becomes the number of local heads of child q; ``a?`` where it may be absent
 """
 
@@ -38,41 +38,41 @@ from engine.errors import PlanError
 LAYER_STYLES = ("column", "column+gather", "row", "vocabulary", "experts", "cut", "partial", "replicate")
 CUTTING = ("column", "column+gather", "row", "cut")
 Rows = tuple[tuple[tuple[int, int], ...], ...]
-"""By rank: the runs [start, stop) of rows that it holds, ascending."""
+"""For each rank the runs [start, stop) of rows that it holds, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """One style, read."""
+    """One parsed style."""
 
     text: str
     kind: str = "attributes"
     """One of ``LAYER_STYLES``, or "attributes"."""
     dim: int | None = None
-    """With "cut": the dim."""
+    """The sharded dim of the style "cut"."""
     parts: int = 1
     head: int | None = None
     rows: Rows | None = None
     view: bool = False
     divided: tuple[str, ...] = ()
     values: tuple[tuple[str, int], ...] = ()
-    """(attribute, its new value)."""
+    """(attribute, new value) for each ``set``."""
     ratios: tuple[tuple[str, str, str], ...] = ()
-    """(attribute, child, child)."""
+    """(attribute, child above, child below) for each ``ratio``."""
     counts: tuple[tuple[str, bool, str], ...] = ()
-    """(attribute, whether it may be absent, child)."""
+    """(attribute, whether it may be absent, child) for each ``heads``."""
 
     @property
     def changes_attributes(self) -> bool:
-        """Whether it says how a module computes."""
+        """Whether the style changes numbers that a module computes with."""
         return bool(self.divided or self.values or self.ratios or self.counts)
 
 
 def parse_style(text: str) -> Style:
-    """Read a style.
+    """Parse a style.
 
     Raises:
-        PlanError: it is not in the language above.
+        PlanError: the style is not in the language above.
     """
     style = Style(text)
     for word in text.split():
@@ -93,7 +93,7 @@ def parse_style(text: str) -> Style:
 
 
 def write_rows(rows: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """The word for exact rows."""
+    """The word of the language for exact rows."""
     return "rows:" + "/".join("+".join(f"{start}-{stop}" for start, stop in runs) for runs in rows)
 
 

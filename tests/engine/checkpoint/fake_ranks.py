@@ -70,7 +70,7 @@ def memory_hosts(size: int) -> list[MemoryHost]:
 class FakeRank:
     """What one rank would have."""
 
-    holdings: LocalTensors
+    local_tensors: LocalTensors
     optimizer: ShardedOptimizer
     made: Moments
 
@@ -81,8 +81,13 @@ class FakeRank:
 
     def held(self) -> list[Held]:
         """Weights, masters and moments."""
-        holdings = self.holdings
-        return [*holdings.weights(), *holdings.whole(), *holdings.masters(), *holdings.state(self.made)]
+        local_tensors = self.local_tensors
+        return [
+            *local_tensors.weights(),
+            *local_tensors.whole(),
+            *local_tensors.masters(),
+            *local_tensors.state(self.made),
+        ]
 
 
 @dataclass
@@ -117,10 +122,10 @@ class FakeRun:
     def save_one(self, host: MemoryHost, folder: Path, step: int, files: Files, keep: int | None) -> Path:
         """What one rank does of it."""
         rank = self.ranks[host.rank]
-        holdings, optimizer = rank.holdings, rank.optimizer
-        saver = Saver(holdings.shares, self.tensors, host, files)
-        pieces = [*holdings.masters(), *holdings.state(moments_by_bucket(optimizer))]
-        weights = [*holdings.weights(), *holdings.whole()]
+        local_tensors, optimizer = rank.local_tensors, rank.optimizer
+        saver = Saver(local_tensors.ownership, self.tensors, host, files)
+        pieces = [*local_tensors.masters(), *local_tensors.state(moments_by_bucket(optimizer))]
+        weights = [*local_tensors.weights(), *local_tensors.whole()]
         contents = Contents(step, {}, {}, {}, describe_optimizer(optimizer, self.plan.table), None, {})
         return saver.run(
             saver.snapshot(Ours(weights, {}, pieces, {}, group_scalars(optimizer)), contents), folder, keep
@@ -132,17 +137,17 @@ def fake_run(make: Callable[[], nn.Module], settings: Mapping[str, Any], example
     config = load_config(settings, _world(settings))
     model = make()
     plan = plan_run(model, config, Request(loss_fn=loss_fn, example_batch=example), example)
-    shares = SaveOwnership(plan)
+    ownership = SaveOwnership(plan)
     names = {row.name: row.name for row in plan.table}
-    ranks = [_rank(make(), plan, shares, index) for index in range(_world(settings))]
-    return FakeRun(plan, ranks, model_tensors(shares, names, {}))
+    ranks = [_rank(make(), plan, ownership, index) for index in range(_world(settings))]
+    return FakeRun(plan, ranks, model_tensors(ownership, names, {}))
 
 
 def _world(settings: Mapping[str, Any]) -> int:
     return torch.Size(settings["parallel"].values()).numel()
 
 
-def _rank(model: nn.Module, plan: Plan, shares: SaveOwnership, rank: int) -> FakeRank:
+def _rank(model: nn.Module, plan: Plan, ownership: SaveOwnership, rank: int) -> FakeRank:
     grid = Grid(plan.config.pp, plan.config.dp, plan.config.tp, rank)
     comm = Comm(grid, RecordingBackend(grid))
     buckets = place_model(model, plan, comm, CPU, TensorAxis(comm), ForwardPatches())
@@ -152,7 +157,7 @@ def _rank(model: nn.Module, plan: Plan, shares: SaveOwnership, rank: int) -> Fak
     names = [slot.name for flat in trained for slot in flat.bucket.slots]
     kinds = {f"{moment}/{name}": TensorKind("F32", ()) for moment in ("exp_avg", "exp_avg_sq") for name in names}
     made = make_moments(optimizer, Families(kinds, {"groups": []}))
-    return FakeRank(LocalTensors(shares, grid.coord(), model, buckets, optimizer.places), optimizer, made)
+    return FakeRank(LocalTensors(ownership, grid.coord(), model, buckets, optimizer.places), optimizer, made)
 
 
 def part_of(whole: Tensor, piece: Piece) -> Tensor:

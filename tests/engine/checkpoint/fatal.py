@@ -112,7 +112,7 @@ def fatal_host(fate: Fate) -> Callable[[int, int, float], TorchHostGroup]:
 def doomed(fate: Fate) -> Iterator[None]:
     """Engines that are made inside save and load through fatal files and messages."""
     with (
-        patch("engine.checkpoint.format.filesystem.Files", lambda: FatalFiles(fate)),
+        patch("engine.checkpoint.coordinator.Files", lambda: FatalFiles(fate)),
         patch("engine.parallel.comm.host_group.TorchHostGroup", fatal_host(fate)),
     ):
         yield

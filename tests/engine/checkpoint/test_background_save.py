@@ -40,7 +40,7 @@ class Gate(Files):
 def gated() -> Iterator[Gate]:
     """Engines made inside write through a closed gate."""
     gate = Gate()
-    with patch("engine.checkpoint.format.filesystem.Files", lambda: gate):
+    with patch("engine.checkpoint.coordinator.Files", lambda: gate):
         yield gate
 
 
@@ -125,7 +125,7 @@ class SlowFiles(Files):
         time.sleep(0.2)
         return super().create(path)
 
-with patch("engine.checkpoint.format.filesystem.Files", SlowFiles):
+with patch("engine.checkpoint.coordinator.Files", SlowFiles):
     kept = course(settings("dp2"))
     run = kept.__enter__()
 run.until(1)

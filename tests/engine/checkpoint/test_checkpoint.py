@@ -104,7 +104,7 @@ def test_without_optimizer_states_the_optimizer_starts_fresh(saved: Path) -> Non
 def goes_on_uncut(folder: Path) -> list[float]:
     """Tensor ranks without an example plan from the first batch."""
     with start(parallel={"data": 1, "tensor": 2}) as eng:
-        with pytest.raises(engine.EngineError, match=r"^save_checkpoint before the model is cut"):
+        with pytest.raises(engine.EngineError, match=r"^save_checkpoint was called before the model is placed"):
             eng.save_checkpoint(folder)
         assert eng.load_checkpoint(folder) == {"note": ["here", 1]}
         losses = train(eng, 2, 4)
@@ -189,7 +189,7 @@ def refusal(folder: Path, model: nn.Module | None = None, **changes: Any) -> str
 def test_another_model_is_refused_with_the_first_difference(saved: Path) -> None:
     step, remedy = saved / "step-00000002", "build the model that was saved, or load another checkpoint."
     said = refusal(saved, models.decoder(layers=3))
-    assert said == f"{step} has no 'blocks.2.norm1.weight', which this model has; {remedy}"
+    assert said == f"{step} lacks 'blocks.2.norm1.weight', which this model has; {remedy}"
     said = refusal(saved, models.decoder(layers=1))
     assert said.startswith(f"{step} has 'blocks.1.") and said.endswith(f"which this model lacks; {remedy}")
     other = models.decoder()
@@ -241,20 +241,20 @@ class Odd:
 
 def test_calls_that_cannot_be_right(tmp_path: Path, saved: Path) -> None:
     with start() as eng:
-        with pytest.raises(engine.EngineError, match=r"^save_checkpoint\(\) without a folder, and checkpoint.folder"):
+        with pytest.raises(engine.EngineError, match=r"^save_checkpoint\(\) got no folder, and checkpoint.folder"):
             eng.save_checkpoint()
-        with pytest.raises(engine.EngineError, match=r"^load_checkpoint\(\) without a folder"):
+        with pytest.raises(engine.EngineError, match=r"^load_checkpoint\(\) got no folder"):
             eng.load_checkpoint()
-        with pytest.raises(engine.EngineError, match=r"^register_for_checkpointing\(thing=...\): a Mute has no state"):
+        with pytest.raises(engine.EngineError, match=r"^register_for_checkpointing\(thing=...\): a Mute lacks state"):
             eng.register_for_checkpointing(thing=Mute())
         with pytest.raises(
-            engine.CheckpointError, match=r"^not saved: the client_state cannot be saved: .* give dicts, lists"
+            engine.CheckpointError, match=r"^not saved: the client_state cannot be saved as JSON: .* give dicts, lists"
         ):
             eng.save_checkpoint(tmp_path / "odd", {"x": float("nan")}).wait()
         eng.register_for_checkpointing(odd=Odd())
         with pytest.raises(engine.CheckpointError, match=r"^not saved: the state of 'odd' cannot be saved"):
             eng.save_checkpoint(tmp_path / "odd").wait()
-        with pytest.raises(engine.CheckpointError, match=r"has nothing of 'odd', which is registered"):
+        with pytest.raises(engine.CheckpointError, match=r"has no state of 'odd', which is registered"):
             eng.load_checkpoint(saved)
         eng.backward(loss_sum(eng(BATCHES[0]), BATCHES[0]))
         for call in (eng.save_checkpoint, eng.load_checkpoint, eng.save_pretrained):

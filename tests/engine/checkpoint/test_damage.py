@@ -82,7 +82,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def load_and_verify(trained: Trained) -> None:
     """All that a load on the same grid reads, then the rest."""
     reader, rank = StepReader(Files(), trained.step), trained.run.ranks[0]
-    loader = Loader(reader, rank.holdings, {})
+    loader = Loader(reader, rank.local_tensors, {})
     loader.check()
     loader.read_weights()
     loader.read_moments(rank.made)
@@ -137,9 +137,11 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def assert_refuses_to_go_on(trained: Trained) -> None:
-    with pytest.raises(CheckpointError, match="the weights are those of no checkpoint; load another one first"):
+    with pytest.raises(
+        CheckpointError, match="the weights are a mixture of old and new values; load another checkpoint"
+    ):
         trained.eng.train_batch(small.batch(trained.eng, 2))
-    with pytest.raises(CheckpointError, match="the weights are those of no checkpoint"):
+    with pytest.raises(CheckpointError, match="the weights are a mixture of old and new values"):
         trained.eng.save_checkpoint(trained.folder / "never")
 
 

@@ -75,7 +75,7 @@ def loads(step: Path, cell: Cell, logical: dict[str, Tensor]) -> None:
     """Every rank of the grid finds in its share, bit for bit, what was saved."""
     for rank in run_on(cell).ranks:
         rank.fill({})
-        loader = Loader(StepReader(Files(), step), rank.holdings, {})
+        loader = Loader(StepReader(Files(), step), rank.local_tensors, {})
         loader.check()
         loader.read_weights()
         loader.read_moments(rank.made)
@@ -146,11 +146,11 @@ def test_any_dtype_policy_loads_any_other(saved: str, wanted: str, logical: dict
         rank.fill(wide)
     (step, *_) = source.save(tmp_path)
     for rank in target.ranks:
-        loader = Loader(StepReader(Files(), step), rank.holdings, {})
+        loader = Loader(StepReader(Files(), step), rank.local_tensors, {})
         loader.check()
         loader.read_weights()
         loader.read_moments(rank.made)
-        masters = {held.tensor.partition("/")[2] for held in rank.holdings.masters()}
+        masters = {held.tensor.partition("/")[2] for held in rank.local_tensors.masters()}
         for held in rank.held():
             kind, name = held.tensor.split("/", 1)
             if kind == "param" and name in masters:

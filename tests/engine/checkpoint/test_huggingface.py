@@ -176,13 +176,13 @@ def test_folders_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     assert "which this model lacks" in refusal("llama", tmp_path / "longer")
     shorter: Any = models.llama(layers=1)
     shorter.save_pretrained(tmp_path / "shorter")
-    assert "has no 'model.layers.1.self_attn.q_proj.weight'" in refusal("llama", tmp_path / "shorter")
+    assert "lacks 'model.layers.1.self_attn.q_proj.weight'" in refusal("llama", tmp_path / "shorter")
     other: Any = MODELS["qwen3"]()
     other.save_pretrained(tmp_path / "other")
     assert "which this model" in refusal("llama", tmp_path / "other")
     (tmp_path / "pickled").mkdir()
     torch.save({}, tmp_path / "pickled" / "pytorch_model.bin")
-    assert "has pytorch_model.bin, which runs code when it is read" in refusal("llama", tmp_path / "pickled")
+    assert "has pytorch_model.bin, a pickle that may run code when it is read" in refusal("llama", tmp_path / "pickled")
     assert "has neither model.safetensors nor" in refusal("llama", tmp_path / "nothing")
 
 

@@ -218,4 +218,4 @@ def test_killed_before_a_load(tmp_path: Path) -> None:
     with Launch(comes_late, 2, str(tmp_path), env={"TRINE_TIMEOUT_SECONDS": "10"}) as launch:
         ended = launch.end(seconds=60)
     assert [rank.code for rank in ended] == [1, -signal.SIGKILL], ended[0].error
-    assert "EngineError: rank 0 could not meet all ranks within 10 s" in ended[0].error
+    assert "EngineError: rank 0 could not reach all ranks within 10 s" in ended[0].error

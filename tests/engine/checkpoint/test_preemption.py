@@ -1,4 +1,4 @@
-"""SIGTERM as a wish: one of several signals at once, insisted on by a later one."""
+"""SIGTERM as a request to stop: several signals at once are one request, and a later one ends the process."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.checkpoint.preemption import ONE_WISH_SECONDS, StopSignal
+from engine.checkpoint.preemption import ONE_REQUEST_SECONDS, StopSignal
 
 
 @pytest.fixture
@@ -20,13 +20,13 @@ def ended() -> Iterator[list[int]]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_signals_at_once_are_one_wish_and_a_later_one_insists(
+def test_signals_at_once_are_one_request_and_a_later_one_insists(
     ended: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stop = StopSignal()
-    for later in (0.0, 0.1, ONE_WISH_SECONDS - 0.2):  # the scheduler's, torchrun's, and torchrun's on a slow machine
+    for later in (0.0, 0.1, ONE_REQUEST_SECONDS - 0.2):  # the scheduler's, torchrun's, and torchrun's on a slow machine
         now[0] += later
         signal.raise_signal(signal.SIGTERM)
         assert stop.asked and ended == []

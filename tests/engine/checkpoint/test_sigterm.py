@@ -18,7 +18,7 @@ import engine
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.step_folders import committed
 from engine.checkpoint.format.step_reader import StepReader
-from engine.checkpoint.preemption import EXIT_CODE, ONE_WISH_SECONDS
+from engine.checkpoint.preemption import EXIT_CODE, ONE_REQUEST_SECONDS
 from tests.engine.checkpoint.lasting import Course, course, digest, settings, world_of
 from tests.launches import Ended, Launch, Line
 
@@ -142,7 +142,7 @@ class SlowFiles(Files):
 def saves_slowly(line: Line, folder: str, seconds: float) -> None:
     """Body of a rank: a save begins after update 2; then wait for the test before update 3."""
     with (
-        patch("engine.checkpoint.format.filesystem.Files", lambda: SlowFiles(line, seconds)),
+        patch("engine.checkpoint.coordinator.Files", lambda: SlowFiles(line, seconds)),
         course(settings("dp2", Path(folder))) as run,
     ):
         run.until(2)
@@ -166,7 +166,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         launch.hear("saving")
         launch.send(signal.SIGTERM)
         launch.tell("go on")
-        time.sleep(ONE_WISH_SECONDS + 1.0)
+        time.sleep(ONE_REQUEST_SECONDS + 1.0)
         assert all(process.is_alive() for process in launch.processes), "they wait for the disk"
         began = time.monotonic()
         launch.send(signal.SIGTERM)
@@ -212,7 +212,7 @@ class FullDisk(Files):
 def test_stopped_with_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with course(settings("dp1", tmp_path)) as run:
         run.until(2)
-    with patch("engine.checkpoint.format.filesystem.Files", FullDisk), course(settings("dp1", tmp_path)) as run:
+    with patch("engine.checkpoint.coordinator.Files", FullDisk), course(settings("dp1", tmp_path)) as run:
         run.eng.load_checkpoint()
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(engine.CheckpointError, match="No space left on device"):

@@ -81,7 +81,7 @@ def wrong_in_refusal(error: Exception, made: Mutant) -> Iterator[str]:
     first, *sentences = str(error).split("\n")
     if sentences:
         stated = int(first.partition(" problems in ")[0])
-        more = f": {stated - LINES} more; mend these first."
+        more = f": {stated - LINES} more; fix these first."
         if len(sentences) != stated and not (len(sentences) == LINES + 1 and sentences[-1].endswith(more)):
             yield f"{len(sentences)} lines under {first:.200}"
     for line in sentences or [first]:
@@ -93,7 +93,7 @@ def wrong_in_refusal(error: Exception, made: Mutant) -> Iterator[str]:
 
 def names(message: str, edit: Edit) -> bool:
     """Whether a line is about the edited key, or tells of it by a rule between keys, and shows what was given."""
-    if "nested too deeply or a number too long" in message:
+    if "nested too deeply, or a number is too long" in message:
         return True  # such a file is not read at all
     about = (f"{edit.path}:", f"{edit.path}.", f"{edit.path}[")
     key = edit.path.rpartition(".")[2]
@@ -237,4 +237,4 @@ def test_a_file_of_another_kind_gets_a_short_answer(tmp_path: Path) -> None:
     first, *lines = refusal(path).split("\n")
     assert time.thread_time() - started < 1, "each key used to be compared with each, and with all known ones"
     assert first == f"20000 problems in {path}:"
-    assert len(lines) == LINES + 1 and lines[-1] == f"{path}: {20_000 - LINES} more; mend these first."
+    assert len(lines) == LINES + 1 and lines[-1] == f"{path}: {20_000 - LINES} more; fix these first."

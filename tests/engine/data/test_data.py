@@ -107,8 +107,8 @@ def test_text_corpus_errors_say_what_rule_and_remedy(tmp_path: Path) -> None:
     empty, short, long = write(tmp_path, empty="", short="x" * 19, long="x" * 20)
     cases: list[tuple[list[Path], str]] = [
         ([], "No data file .* at least one.*Give --data FILE"),
-        ([tmp_path / "nope.txt"], r"nope.txt is not there; .* existing files. Check"),
-        ([tmp_path], "is not there; .* existing files. Check"),
+        ([tmp_path / "nope.txt"], r"nope.txt is missing or no file; .* existing files. Check"),
+        ([tmp_path], "is missing or no file; .* existing files. Check"),
         ([long, empty], "empty.txt is empty; .* at least 1 byte. Leave it out"),
         ([short], "19 bytes; .* at least 20.* Give a longer file"),
         ([long, long], "given 2 times; a file counts once. Give it once"),
@@ -121,7 +121,7 @@ def test_text_corpus_errors_say_what_rule_and_remedy(tmp_path: Path) -> None:
 
 def test_unknown_split_is_refused() -> None:
     wrong: Split = "test"  # type: ignore[assignment]
-    with pytest.raises(EngineError, match=r"'test' is no split .* Choose 'train' or 'validation'"):
+    with pytest.raises(EngineError, match=r"'test' is not a split .* Choose 'train' or 'validation'"):
         builtin_corpus(wrong)
 
 
@@ -180,7 +180,7 @@ def test_sampler_errors_say_what_rule_and_remedy() -> None:
     cases: list[tuple[tuple[int, ...], str]] = [
         ((0, 4), "windows = 0 is too small; .* Choose 1 or more"),
         ((9, 0), "global_batch = 0 is too small"),
-        ((9, 10, 0, 0, 4), "global_batch = 10 does not divide among data_size = 4 .* such as 12"),
+        ((9, 10, 0, 0, 4), "global_batch = 10 is not divisible by data_size = 4.* such as 12"),
         ((9, 4, 0, 2, 2), "data_rank = 2 is not among data_size = 2 .* Choose 0 to 1"),
         ((9, 4, 0, 0, 0), "data_size = 0 is too small"),
         ((9, 4, -1), "seed = -1 is out of range.* Choose 0 to"),
@@ -243,7 +243,7 @@ def test_batches_resume_where_they_were() -> None:
 
 
 def test_batches_refuse_a_short_corpus_and_a_foreign_sampler() -> None:
-    with pytest.raises(EngineError, match=r"3 tokens; .* = 4. Give more text or a smaller context"):
+    with pytest.raises(EngineError, match=r"3 tokens; .* = 4. Give more text, or choose a smaller context"):
         window_count(3, CONTEXT)
     with pytest.raises(EngineError, match="context = 0 is too small"):
         window_count(3, 0)

@@ -174,17 +174,17 @@ def test_generate_sees_the_last_context_only_and_cools_to_the_likeliest() -> Non
 
 
 def test_errors_say_what_rule_and_remedy() -> None:
-    with pytest.raises(ValueError, match=r"width = 30 does not divide among heads = 4.* such as 32"):
+    with pytest.raises(ValueError, match=r"width = 30 is not divisible by heads = 4.* such as 32"):
         DecoderConfig(width=30)
     with pytest.raises(ValueError, match=r"layers = 0 is too small; .* Choose 1 or more"):
         DecoderConfig(layers=0)
-    with pytest.raises(ValueError, match=r"dropout = 1.0 is no share .* Choose 0 up to"):
+    with pytest.raises(ValueError, match=r"dropout = 1.0 is not a probability .* Choose at least 0"):
         DecoderConfig(dropout=1.0)
-    with pytest.raises(ValueError, match=r"length 9; positions end at context = 8. Cut the input"):
+    with pytest.raises(ValueError, match=r"length 9; positions end at context = 8. Shorten the input"):
         small()(tokens(1, 9))
     with pytest.raises(ValueError, match=r"prompt is empty; .* Give at least one"):
         generate(small(), b"", 1)
     with pytest.raises(ValueError, match=r"neither can be negative. Choose 0 or more"):
         generate(small(), b"a", -1)
-    with pytest.raises(ValueError, match=r"vocabulary = 300; .* 256. Use such"):
+    with pytest.raises(ValueError, match=r"vocabulary = 300; .* 256. Use a model"):
         generate(small(replace(SMALL, vocabulary=300)), b"a", 1)

@@ -234,7 +234,7 @@ def test_a_loss_that_needs_all_logits_gathers_them_as_planned(run_ranks: RunRank
     for measured, planned, notes in run_ranks(train_with_logits, 2):
         assert measured == planned
         (note,) = [note for note in notes if "logits" in note]
-        assert re.fullmatch(r"softmax at .*test_budget\.py:\d+ needs all logits: they are gathered over tp", note)
+        assert re.fullmatch(r"softmax at .*test_budgets\.py:\d+ needs all logits: they are gathered over tp", note)
         # 61 rows of the vocabulary travel as two parts of 31
         assert measured["tp", "logits"] == (8, 8 * TOKENS * 62 * 4 // 2)
         assert ("tp", "loss") not in measured

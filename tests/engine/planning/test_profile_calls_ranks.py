@@ -62,4 +62,4 @@ def breaking(rank: int) -> str:
 def test_what_fails_on_one_rank_fails_on_all(run_ranks: RunRanks, rank: int) -> None:
     said = run_ranks(breaking, 2, rank, seconds=60)
     assert said[rank] == "ValueError: here"
-    assert said[1 - rank].startswith(f"EngineError: rank {rank} could not make ready")
+    assert said[1 - rank].startswith(f"EngineError: rank {rank} could not prepare")

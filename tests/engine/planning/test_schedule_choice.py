@@ -10,7 +10,7 @@ from engine.build.assemble import plan_run
 from engine.build.request import Request
 from engine.config import Config, load_config
 from engine.errors import PlanError, ScheduleError
-from engine.parallel.pipeline.partition.cost_model import CallCost
+from engine.parallel.pipeline.partition.auto_schedule import MicrobatchCost
 from engine.parallel.pipeline.schedule.kinds import make_schedule
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.parallel.trace.tracer import trace_model
@@ -45,7 +45,7 @@ def timeline() -> ModelTrace:
 
 
 def seconds(*, of_block: float, first: float = 1.0, kept: int = 100) -> Costs:
-    calls = [CallCost(part, part, part, kept, kept) for part in (first, *[of_block] * (BLOCKS - 1))]
+    calls = [MicrobatchCost(part, part, part, kept, kept) for part in (first, *[of_block] * (BLOCKS - 1))]
     return Costs(tuple(f"blocks.{index}" for index in range(BLOCKS)), tuple(calls), measured=True, device="cpu")
 
 

@@ -207,7 +207,9 @@ def test_rows_are_for_the_ranks_that_they_list() -> None:
     plan = found("Falcon")
     assert plan.patterns["transformer.h.*.self_attention.query_key_value"].startswith("column rows:")
     assert same_cuts(find_tensor_plan(model, plan.patterns, 2), plan)
-    with pytest.raises(PlanError, match="lists rows of 2 tensor ranks, but tensor is 4; write the rows of 4 ranks, or"):
+    with pytest.raises(
+        PlanError, match="lists rows for 2 tensor ranks, but tensor is 4; list the rows for 4 ranks, or"
+    ):
         find_tensor_plan(model, plan.patterns, 4)
 
 

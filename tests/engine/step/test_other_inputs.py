@@ -99,7 +99,7 @@ def test_parameter_that_later_inputs_take_to_whole_activations(run_ranks: RunRan
     build, batches = partial(text_and_picture, "whole"), sometimes_pictures()
     said = run_ranks(refuse, 2 * stages, build, config, batches)
     assert len(set(said)) == 1
-    assert "'norm.weight' is used on whole activations with these inputs" in said[0]
+    assert "'norm.weight' is used on full activations with these inputs" in said[0]
 
 
 def spectral() -> nn.Module:
@@ -196,4 +196,4 @@ def test_blocks_that_draw_are_planned_alike_on_all_ranks(run_ranks: RunRanks) ->
 def test_a_style_for_parts_where_activations_are_whole(run_ranks: RunRanks) -> None:
     config = settings(tensor_plan={"norm": "partial"})
     said = run_ranks(refuse, 2, partial(text_and_picture, "cut"), config, sometimes_pictures())
-    assert "'norm.bias' has the style 'partial' in parallel.tensor_plan, but the model uses it on whole" in said[0]
+    assert "'norm.bias' has the style 'partial' in parallel.tensor_plan, but the model uses it on full" in said[0]

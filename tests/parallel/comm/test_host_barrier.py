@@ -154,7 +154,7 @@ def test_a_rank_that_does_not_come_is_given_up() -> None:
     with neighbours(2, seconds=0.3) as (waiting, _):
         waiting.arrive()
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"index 1 of this axis did not come within 0\.3 s"):
+        with pytest.raises(RuntimeError, match=r"index 1 of this axis did not arrive within 0\.3 s"):
             waiting.meet()
         assert 0.2 < time.monotonic() - began < 5
 

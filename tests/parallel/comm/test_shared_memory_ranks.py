@@ -300,7 +300,7 @@ def never_comes(line: Line) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=2))
     comm = open_comm(tp=2)
     if rank == 0:
-        with pytest.raises(EngineError, match="index 1 of this axis did not come within 2 s"):
+        with pytest.raises(EngineError, match="index 1 of this axis did not arrive within 2 s"):
             comm.all_reduce(torch.ones(3), "tp", "alone").wait()
     line("over")
     line.hear()

@@ -41,10 +41,10 @@ def test_incomplete_variables_are_refused_by_name(monkeypatch: pytest.MonkeyPatc
     set_all(monkeypatch, {name: value for name, value in TORCHRUN.items() if name != missing})
     with pytest.raises(GridError, match="start with torchrun") as caught:
         read_world()
-    given, rule = str(caught.value).split(" is not: ")
-    assert given.endswith(f" is set but {missing}")
+    given, rule = str(caught.value).split(" is missing: ")
+    assert given.endswith(f" is set and {missing}")
     assert all(name in given for name in TORCHRUN)
-    assert rule.startswith("all four of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT make a distributed job")
+    assert rule.startswith("a distributed job needs all four of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT")
 
 
 @pytest.mark.parametrize("value", ["", "-1", "two", "1.0", "1 2"])

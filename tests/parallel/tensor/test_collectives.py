@@ -107,8 +107,8 @@ def test_parts_are_equal_or_refused_before_anything_is_sent(function: Collective
         return ""
 
     message = (
-        "dim -2 of a tensor [2, 7, 3] is to be cut into 2 equal parts, one for each tensor rank, and 2 does not "
-        "divide 7: make it a multiple of 2, for example by padding."
+        "dim -2 of a tensor of shape [2, 7, 3] is to be sharded evenly over 2 tensor ranks, but 2 does not divide 7; "
+        "make it a multiple of 2, for example by padding."
     )
     assert run_tensor_ranks(2, body) == [message] * 2
 

@@ -145,7 +145,7 @@ def test_products_of_cut_layers_are_triton_kernels(layer: str, monkeypatch: pyte
         launched.append((*a.shape, b.shape[1]))
         return own(a, b, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(launches, "multiply", multiply)
+    monkeypatch.setattr(launches, "launch_matmul", multiply)
     run_tensor_ranks(2, partial(on_rank, layer=layer, activation="none", mode="triton", way="late"))
     rows, part = 8, HIDDEN // 2
     forward = [(rows, WIDTH, part), (rows, part, WIDTH)]

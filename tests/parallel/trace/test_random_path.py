@@ -52,7 +52,7 @@ def test_layerdrop_is_refused_in_training_however_rare(keep: Keep) -> None:
         seen(model)
     message = str(caught.value)
     assert message.startswith(f"{__file__}:") and "chooses the path of the forward by a random number" in message
-    assert "comes to a call of unit" in message and "switch that off (layerdrop 0)" in message
+    assert "reaches a call of unit" in message and "switch that off (layerdrop 0)" in message
     assert torch.equal(torch.get_rng_state(), state)
     assert len(seen(model.eval()).calls) == 9, "evaluation has one path"
 

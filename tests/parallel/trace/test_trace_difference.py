@@ -65,12 +65,12 @@ def double(i: int, x: Tensor, y: Tensor, x0: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("turn", "said"),
     [
-        (no_add, "comes to a call of unit 'blocks.4' where it came to add at "),
-        (one_more, "comes to mul at "),
-        (other_operand, "comes to add at "),
-        (other_shape, "comes to __getitem__ at "),
-        (detached, "comes to detach at "),
-        (double, "comes to double at "),
+        (no_add, "reaches a call of unit 'blocks.4' where it reached add at "),
+        (one_more, "reaches mul at "),
+        (other_operand, "reaches add at "),
+        (other_shape, "reaches __getitem__ at "),
+        (detached, "reaches detach at "),
+        (double, "reaches double at "),
     ],
 )
 def test_the_first_event_that_differs_is_named(turn: Turn, said: str) -> None:
@@ -92,9 +92,9 @@ def test_calls_that_end_early_or_late() -> None:
     logits = trace_model(model, lambda: model(batch[:, :-1]))
     assert (
         trace_difference(whole, logits)
-        == f"ends where it came to {whole.glue[-2].name} at {whole.glue[-2].place} before"
+        == f"ends where it reached {whole.glue[-2].name} at {whole.glue[-2].place} before"
     )
-    assert (trace_difference(logits, whole) or "").startswith("goes on with flatten at ")
+    assert (trace_difference(logits, whole) or "").startswith("continues with flatten at ")
 
 
 def test_another_dtype_or_result_is_shown() -> None:
@@ -113,12 +113,12 @@ def test_another_dtype_or_result_is_shown() -> None:
     frozen = trace_model(model, lambda: run_own(model, batch))
     model.embed.requires_grad_(True)
     assert trace_difference(trace_model(model, lambda: run_own(model, batch)), frozen) == (
-        "comes to a call of unit 'embed', which gives torch.float32 (2, 5, 8) without gradient where it gave "
+        "reaches a call of unit 'embed', which gives torch.float32 (2, 5, 8) without gradient where it gave "
         "torch.float32 (2, 5, 8) before"
     )
     assert trace_difference(
         trace_model(model, lambda: model(batch)), trace_model(model, lambda: (model(batch), 1))
-    ) == ("returns something else than before")
+    ) == ("returns other values than before")
 
 
 class Clamping(Own):

@@ -313,14 +313,14 @@ def test_a_leak_that_opening_cannot_cure() -> None:
     model, program = chain(Leaking, lambda block, x: block(x) + block.kept)
     with pytest.raises(
         PlanError,
-        match=rf"^add at {HERE}:\d+ reads a tensor that unit '0' made and did not return, so that no stage can send it",
+        match=rf"^add at {HERE}:\d+ reads a tensor that unit '0' made and did not return, so no stage can send it",
     ):
         trace_model(model, program)
 
 
 def test_an_object_that_hides_tensors() -> None:
     model, program = chain(Returning, lambda block, x: block(x).tensor)
-    with pytest.raises(PlanError, match=r"^unit '0' returns a Holder that holds tensors of the model and is no pytree"):
+    with pytest.raises(PlanError, match=r"^unit '0' returns a Holder that holds tensors of the model and is not a py"):
         trace_model(model, program)
     own = Own(layers=2)
     with pytest.raises(PlanError, match=r"^the program returns a Holder that holds tensors of the model"):

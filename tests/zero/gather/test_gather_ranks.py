@@ -244,21 +244,20 @@ def test_parameters_keep_their_shape_and_full_parameters_their_value(run_ranks: 
             == f"Parameter of shape ({VOCABULARY}, 16) and torch.float32, sharded over the data ranks (ZeRO 3)"
         )
         expected = (
-            f"parameter '{name}' is sharded over 2 data ranks (ZeRO 3) and whole only while the engine runs the model; "
-            f"read or write it inside `with eng.full_parameters('{name}'):`, on all ranks."
+            f"parameter '{name}' is sharded over 2 data ranks (ZeRO 3) and is gathered only while the engine runs the "
+            f"model; read or write it inside `with eng.full_parameters('{name}'):`, on all ranks."
         )
         for what in ("sum", "state_dict", "write", "hidden again"):
             assert seen[what] == expected
         assert seen["names"] == (["head.bias", "head.weight"] if name.startswith("head") else ["embed.weight"])
-        assert (
-            seen["train inside"]
-            == "a step inside full_parameters, which holds them open; leave its `with` block first."
+        assert seen["train inside"] == (
+            "a step cannot run inside full_parameters, which keeps parameters gathered; leave its `with` block first."
         )
         assert seen["closed"] == (
-            f"parameter '{name}' is sharded over 2 data ranks (ZeRO 3) and its engine is closed; take "
-            "eng.full_state_dict() before that."
+            f"parameter '{name}' is sharded over 2 data ranks (ZeRO 3) and its engine is closed; call "
+            "eng.full_state_dict() before closing it."
         )
-        assert seen["nothing"].startswith("full_parameters('nose.*') matches no parameter;")
+        assert seen["nothing"].startswith("full_parameters: 'nose.*' matches no parameter;")
         assert seen["different"].startswith("full_parameters: data ranks have written different values into ")
 
 
@@ -284,8 +283,8 @@ def inside() -> str:
 
 def test_full_parameters_inside_a_forward(run_ranks: RunRanks) -> None:
     told = (
-        "full_parameters inside a forward, where parameters are whole while their module runs; call it between steps, "
-        "or read them in the module that has them."
+        "full_parameters was called inside a forward, where parameters are gathered while their module runs; call it "
+        "between steps, or read them in the module that owns them."
     )
     assert run_ranks(inside, 2) == [told, told]
 

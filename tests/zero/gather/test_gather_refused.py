@@ -33,7 +33,7 @@ def test_steps_and_states_inside_full_parameters_are_refused_on_every_stage(
     run_ranks: RunRanks, grid: dict[str, int]
 ) -> None:
     for told in run_ranks(opened, 2 * grid.get("pipeline", 1), grid):
-        end = " inside full_parameters, which holds them open; leave its `with` block first."
+        end = " cannot run inside full_parameters, which keeps parameters gathered; leave its `with` block first."
         assert told == [what + end for what in ("a step", "a step", "full_state_dict")]
 
 
@@ -210,5 +210,5 @@ def closed() -> list[str]:
 
 def test_a_closed_engine_says_that_it_is(run_ranks: RunRanks) -> None:
     for state, parameters in run_ranks(closed, 2):
-        assert state == "full state was asked for after close(): this engine is over; make a new one."
-        assert parameters == "gather check was asked for after close(): this engine is over; make a new one."
+        assert state == "full state was called after close(), which ends this engine; initialize a new one."
+        assert parameters == "gather check was called after close(), which ends this engine; initialize a new one."

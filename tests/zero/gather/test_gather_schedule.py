@@ -4,16 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.zero.gather.gather_schedule import EVERYWHERE, GatherOrder, Pass, count_gathers, gather_order
+from engine.parallel.pipeline.schedule.actions import Action
+from engine.zero.gather.gather_schedule import EVERYWHERE, GatherOrder, count_gathers, gather_order
 from engine.zero.layout import Item, Turn, build_layout
 
-F, B = Pass("forward"), Pass("backward")
+F, B = Action.parse("0F0"), Action.parse("0B0")
 
 
 def order_of(*users: tuple[int | Turn, ...], frozen: tuple[int, ...] = (), fed: bool = False) -> GatherOrder:
     """One parameter for each set of groups that use it; ``frozen`` are indices into ``users``."""
     items = [
-        Item(f"p{number}", (100,), "float32", gathers=turns(*groups), trainable=number not in frozen)
+        Item(name=f"p{number}", shape=(100,), dtype="float32", gathers=turns(*groups), trainable=number not in frozen)
         for number, groups in enumerate(users)
     ]
     return gather_order(build_layout(items, 2, 1), (0,) if fed else ())
@@ -28,7 +29,7 @@ def names(order: GatherOrder, indices: frozenset[int]) -> set[str]:
     return {slot.name for index in indices for slot in order.buckets[index].slots}
 
 
-def times(order: GatherOrder, *passes: Pass, pinned: frozenset[int] = frozenset()) -> tuple[int, dict[str, int]]:
+def times(order: GatherOrder, *passes: Action, pinned: frozenset[int] = frozenset()) -> tuple[int, dict[str, int]]:
     """Calls, and by name how often a bucket is gathered."""
     found = count_gathers(order, passes, pinned)
     return found.calls, {bucket.slots[0].name: n for bucket, n in zip(order.buckets, found.times, strict=True)}
@@ -96,7 +97,7 @@ USERS = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(USERS, st.lists(st.sampled_from((F, B)), min_size=1, max_size=8))
 def test_no_more_is_whole_than_a_group_and_what_is_shared(
-    users: list[tuple[int | Turn, ...]], passes: list[Pass]
+    users: list[tuple[int | Turn, ...]], passes: list[Action]
 ) -> None:
     order = order_of(*users, fed=True)
     for bucket, spec in enumerate(order.buckets):
@@ -112,8 +113,8 @@ def test_no_more_is_whole_than_a_group_and_what_is_shared(
 
 @pytest.mark.parametrize("limit", [0, 10**9])
 def test_buckets_of_sharded_parameters_are_groups_whatever_the_bucket_size(limit: int) -> None:
-    items = [Item(f"p{number}", (1000,), "float32", gathers=turns(number // 3)) for number in range(6)]
-    items.append(Item("frozen", (10,), "float32", gathers=turns(1), trainable=False))
+    items = [Item(name=f"p{number}", shape=(1000,), dtype="float32", gathers=turns(number // 3)) for number in range(6)]
+    items.append(Item(name="frozen", shape=(10,), dtype="float32", gathers=turns(1), trainable=False))
     layout = build_layout(items, 2, max(limit, 1))
     assert [[slot.name for slot in bucket.slots] for bucket in layout.buckets] == [
         ["p5", "p4", "p3"],
@@ -126,8 +127,8 @@ def test_buckets_of_sharded_parameters_are_groups_whatever_the_bucket_size(limit
 def test_tied_owners_lay_their_bucket_out_alike_whatever_their_groups() -> None:
     def layout(groups: tuple[int, int]) -> list[list[str]]:
         items = [
-            Item("a", (10,), "float32", ties=(0, 1), gathers=turns(groups[0])),
-            Item("b", (20,), "float32", ties=(0, 1), gathers=turns(groups[1])),
+            Item(name="a", shape=(10,), dtype="float32", ties=(0, 1), gathers=turns(groups[0])),
+            Item(name="b", shape=(20,), dtype="float32", ties=(0, 1), gathers=turns(groups[1])),
         ]
         return [[slot.name for slot in bucket.slots] for bucket in build_layout(items, 2, 1).buckets]
 

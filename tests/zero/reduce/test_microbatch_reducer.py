@@ -17,7 +17,7 @@ from engine.parallel.grid import Axis, Grid
 from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
 from engine.zero.layout import Item, build_layout
 from engine.zero.reduce.microbatch_reducer import BUFFERS, MicrobatchReducer
-from engine.zero.reduce.reducer import Backward
+from engine.zero.reduce.reducer import Backward, ReducerSetup
 from tests.zero.reduce.test_step_reducer import Stack, straight, x
 from tests.zero.rig import plain_grads
 
@@ -59,7 +59,7 @@ class Rig:
     ) -> None:
         named = dict(model.named_parameters())
         items = [
-            Item(name, tuple(p.shape), "float32", **marks.get(name.split(".")[1], {}))
+            Item(name=name, shape=tuple(p.shape), dtype="float32", **marks.get(name.split(".")[1], {}))
             for name, p in named.items()
         ]  # fmt: skip
         self.layout = build_layout(items, ranks, 1)
@@ -68,7 +68,7 @@ class Rig:
         self.backend = Watching(grid)
         self.comm = Comm(grid, self.backend)
         self.calls: list[list[str]] = []
-        self.reducer = MicrobatchReducer(self.buckets, named, self.comm, None, microbatches, self._double)
+        self.reducer = MicrobatchReducer(ReducerSetup(self.buckets, named, self.comm, None, self._double), microbatches)
         self.model = model
 
     def _double(self, grads: Mapping[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis, Grid
 from engine.zero.flat_buckets import Ownership, allocate
 from engine.zero.layout import Item, build_layout
-from engine.zero.reduce.reducer import Backward
+from engine.zero.reduce.reducer import Backward, ReducerSetup
 from engine.zero.reduce.step_reducer import GradientReducer
 from tests.zero.rig import Rig, Setting, build, plain_grads
 
@@ -191,7 +191,7 @@ def test_an_extra_use_after_the_reduction_is_refused_by_name() -> None:
     rig = build(Stack(), Setting())
     rig.step(partial(through_checkpoint, rig.model, x(0)))
     with (
-        pytest.raises(EngineError, match=r"'layers\.3\.weight' got a gradient after .* call it the same number"),
+        pytest.raises(EngineError, match=r"'layers\.3\.weight' got a gradient after .* use it the same number"),
         rig.reducer.backward(Backward(last=True)),
     ):
         torch.autograd.backward(twice_through_checkpoint(rig.model, x(0)))
@@ -343,7 +343,10 @@ def test_late_buckets_wait_for_finish_and_are_summed_around_their_reduction(stag
     names = [name for name, _ in model.named_parameters()]
     marks: dict[str, dict[str, Any]] = {names[-1]: {"partial": True}, names[1]: {"ties": (0, 2)}}
     setting = Setting(ranks=1, stage=stage)
-    items = [Item(name, tuple(p.shape), "float32", **marks.get(name, {})) for name, p in model.named_parameters()]
+    items = [
+        Item(name=name, shape=tuple(p.shape), dtype="float32", **marks.get(name, {}))
+        for name, p in model.named_parameters()
+    ]
     layout = build_layout(items, 1, 1)
     parameters = dict(model.named_parameters())
     buckets = allocate(layout, parameters, Ownership(0, 1, stage > 0), torch.device("cpu"))
@@ -355,7 +358,7 @@ def test_late_buckets_wait_for_finish_and_are_summed_around_their_reduction(stag
         for grad in grads.values():
             grad.mul_(2)
 
-    reducer = GradientReducer(buckets, parameters, comm, setting.wire, scatter=stage > 0, sum_partial=double)
+    reducer = GradientReducer(ReducerSetup(buckets, parameters, comm, setting.wire, double), scatter=stage > 0)
     rig = Rig(model, comm, layout, buckets, reducer)
     for number in range(2):  # the second step reduces while backward runs
         rig.step(partial(straight, model, x(number)), partial(straight, model, x(number + 5)))

@@ -1,6 +1,6 @@
-"""Scaled dot product attention on parts, and the function behind nn.MultiheadAttention in steps that have rules.
+"""Attention on shards: scaled dot product attention, nn.MultiheadAttention in steps that have rules, and rotary.
 
-Queries, keys and values [.., heads, length, head size] may be cut along all dims but the last two.
+Queries, keys and values [.., heads, length, head size] may be sharded along all dims but the last two.
 """
 
 import inspect
@@ -26,81 +26,81 @@ if TYPE_CHECKING:
 _ATTENTION_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def attention_rule(views: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
+def attention_rule(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
     """``F.scaled_dot_product_attention``.
 
     Raises:
-        NoRuleError: positions or the head size are cut.
+        NoRuleError: positions or the head size are sharded.
     """
     options = dict(zip(_ATTENTION_NAMES, args, strict=False)) | options
     query, key, value, mask = (options.pop(name, None) for name in _ATTENTION_NAMES[:4])
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if any(index is not None for tensor in tensors for index in layout_of(tensor).sets[-2:]):
-        raise NoRuleError("positions are cut")
+        raise NoRuleError("positions are sharded")
     if options.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
-        return _grouped(views, func, (query, key, value, mask), options)
+        return _grouped(context, func, (query, key, value, mask), options)
     options.pop("enable_gqa", None)
-    joined = broadcast_operands(views, tensors, tail=2)
-    parts = [fit(views, tensor, own) for tensor, own in zip(tensors, joined.operands, strict=True)]
-    local = _attend(views, func, parts, options, joined.sets)
+    joined = broadcast_operands(context, tensors, tail=2)
+    parts = [fit(context, tensor, own) for tensor, own in zip(tensors, joined.operands, strict=True)]
+    local = _attend(context, func, parts, options, joined.sets)
     shape = (*joined.shape[:-2], query.shape[-2], value.shape[-1])
-    return GlobalTensor(local, shape, joined.sets, views)
+    return GlobalTensor(local, shape, joined.sets, context)
 
 
-def fused_attention(views: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """``kernels.library.attention``, which is the function above."""
+def fused_attention(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
+    """``kernels.ops.vendor_ops.attention``, which comes to :func:`attention_rule` through torch's function."""
     return attend(*args, **options)
 
 
 def _attend(
-    views: "GlobalTensorContext", func: Function, parts: list[Tensor], options: dict[str, Any], sets: Sets
+    context: "GlobalTensorContext", func: Function, parts: list[Tensor], options: dict[str, Any], sets: Sets
 ) -> Tensor:
     attend: Any = func
     if draws_alone(sets, options.get("dropout_p", 0.0)):
-        with views.own_draws(parts[0].device):
+        with context.own_draws(parts[0].device):
             return attend(*parts, **options)  # type: ignore[no-any-return]
     return attend(*parts, **options)  # type: ignore[no-any-return]
 
 
-def _grouped(views: "GlobalTensorContext", func: Function, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Key and value heads that several query heads share."""
+def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Attention in which several query heads share a key and value head."""
     query, key, value, mask = tensors
     times = query.shape[-3] // key.shape[-3]
-    parts = _matching_groups(views, (query, key, value), times)
+    parts = _matching_groups(context, (query, key, value), times)
     if parts is None:
         key, value = (torch.repeat_interleave(tensor, times, dim=-3) for tensor in (key, value))
-        return attention_rule(views, func, query, key, value, mask, **(options | {"enable_gqa": False}))
+        return attention_rule(context, func, query, key, value, mask, **(options | {"enable_gqa": False}))
     sets = query.sets[:-2]
     if mask is not None:
-        parts.append(fit(views, mask, broadcast_operands(views, [query, mask], tail=2).operands[1]))
-    local = _attend(views, func, parts, options, sets)
-    return GlobalTensor(local, (*query.full[:-1], value.full[-1]), query.sets, views)
+        parts.append(fit(context, mask, broadcast_operands(context, [query, mask], tail=2).operands[1]))
+    local = _attend(context, func, parts, options, sets)
+    return GlobalTensor(local, (*query.full[:-1], value.full[-1]), query.sets, context)
 
 
-def _matching_groups(views: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
-    """The parts, if every rank holds the key heads of its query heads and no others."""
+def _matching_groups(context: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
+    """The shards, if every rank holds exactly the key heads of its query heads; otherwise None."""
     if any(type(tensor) is not GlobalTensor for tensor in tensors):
         return None
     query, key, value = tensors
     shared = key.sets[-3]
     if shared is None or key.sets != value.sets or (query.full[:-3], query.sets[:-3]) != (key.full[:-3], key.sets[:-3]):
         return None
-    heads = views.find(("repeat", shared, times), lambda: repeated(shared, times, interleaved=True))
+    heads = context.find(("repeat", shared, times), lambda: repeated(shared, times, interleaved=True))
     return [query.local, key.local, value.local] if heads == query.sets[-3] else None
 
 
 _MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
 
 
-def multi_head(views: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+def multi_head(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
     """``F.multi_head_attention_forward``."""
     return multi_head_in_steps(*args, **kwargs)
 
 
 def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
-    """``F.multi_head_attention_forward`` in functions that a mode or a view can follow.
+    """``F.multi_head_attention_forward`` in functions that a function mode or a global tensor can follow.
 
-    Inputs [length, batch, width], or without batch; one q, k, v weight or three.
+    Inputs [length, batch, width], or without batch; one weight for q, k, v or three.
 
     Raises:
         NoRuleError: keys and values have biases, or are given.
@@ -126,7 +126,7 @@ def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
         causal = bool(a.is_causal and a.key_padding_mask is None)
         out = functional.scaled_dot_product_attention(query, key, value, None if causal else mask, dropout, causal)
         weights = None
-    # rows by batch, then length: the sum may stay cut along the length
+    # batch before length in the rows, so that the sum may stay sharded along the length
     out = functional.linear(out.transpose(1, 2).flatten(2), a.out_proj_weight, a.out_proj_bias).transpose(0, 1)
     if not batched:
         out, weights = out.squeeze(1), None if weights is None else weights.squeeze(0)
@@ -134,7 +134,7 @@ def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
 
 
 def _project(a: SimpleNamespace, inputs: list[Tensor]) -> list[Tensor]:
-    """Queries, keys, values [length, batch, width]; in one product where they have one input."""
+    """Queries, keys and values [length, batch, width]; in one product if they have one input."""
     biases = (None,) * 3 if a.in_proj_bias is None else a.in_proj_bias.chunk(3)
     if a.use_separate_proj_weight:
         weights = (a.q_proj_weight, a.k_proj_weight, a.v_proj_weight)
@@ -148,7 +148,7 @@ def _project(a: SimpleNamespace, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def _mask(a: SimpleNamespace, query: Tensor) -> Any:
-    """To be added to the scores [batch, heads, queries, keys]."""
+    """The mask that is added to the scores [batch, heads, queries, keys]."""
     mask = _additive(a.attn_mask, query.dtype)
     if mask is not None and mask.ndim == 3:
         mask = mask.view(-1, a.num_heads, *mask.shape[1:])
@@ -174,8 +174,12 @@ def _with_weights(a: SimpleNamespace, tensors: tuple[Any, ...], dropout: float) 
     return weights @ value, weights.mean(dim=1) if a.average_attn_weights else weights
 
 
-def rotary_rule(views: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, *angles_and_form: Any) -> Any:
-    """Each rank turns the heads that it holds; what is plain stays so."""
+def rotary_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, *angles_and_form: Any) -> Any:
+    """Each rank rotates the heads that it holds; plain q or k stays plain.
+
+    q and k may be sharded differently along heads, but equally along batch and positions; otherwise, or with angles
+    that are sharded or require a gradient, the steps of the reference run, which have rules.
+    """
     cos, sin, form, kernels = angles_and_form
     length = 3 - form.heads_dim
     cuts = [layout_of(x).sets for x in (q, k)]
@@ -185,6 +189,6 @@ def rotary_rule(views: "GlobalTensorContext", func: Function, q: Tensor, k: Tens
         return rotary_reference(q, k, cos, sin, form)
     ((batch, positions),) = shared
     wanted = (batch if cos.shape[0] != 1 else None, positions, None)
-    angles = (fit(views, angle, wanted) for angle in (cos, sin))
+    angles = (fit(context, angle, wanted) for angle in (cos, sin))
     made = func(*(x.local if type(x) is GlobalTensor else x for x in (q, k)), *angles, form, kernels)
     return tuple(like(x, local) if type(x) is GlobalTensor else local for x, local in zip((q, k), made, strict=True))

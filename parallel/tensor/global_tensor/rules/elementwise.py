@@ -1,17 +1,17 @@
-"""Dropout: what only this rank holds is dropped by numbers of its own, what all hold alike.
+"""Functions that work element by element, dtype conversions, and dropout.
 
-    held once       own numbers, between two seedings
-    held by all     the same numbers everywhere: generators agree
-    held by some    every rank draws the mask of the whole, and takes its part
+    f(x_AB, y_B)      x sharded along A: its shard meets all of y, and the result is sharded as x
+    f_(x, y)          the shard of x is written in place; y is sliced to fit it, and gathered first if necessary
+    x.type_as(y)      y gives a dtype and nothing else
 
-The same two seedings as in ``region``, around each draw: every number that is drawn in between belongs to a part, and
-afterwards all ranks go on as one.
+Dropout takes its random numbers by who holds the elements:
 
-Functions that work element by element, and the choice of a dtype.
+    held by one rank      numbers of its own, between two seedings
+    held by all ranks     equal numbers: generators agree
+    held by some ranks    every rank draws the mask of the full tensor and takes its slice
 
-f(x_AB, y_B)      x cut along A: y is used whole, x's part as it is; the result is cut as x
-f_(x, y)          the part of x is written in place; y is cut to fit it, gathered first if it must be
-x.type_as(y)      y gives a dtype and nothing else
+The two seedings are those of a region (``layers.parallel_region``), here around each draw: every number in between
+belongs to a shard, and afterwards generators agree on all ranks.
 """
 
 from contextlib import nullcontext
@@ -22,52 +22,52 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.errors import EngineError
-from engine.parallel.tensor.global_tensor.fallback import rule_name
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, follow_grad, like
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets, held_once
 from engine.parallel.tensor.global_tensor.operands import broadcast_operands, fit, part
 from engine.parallel.tensor.global_tensor.redistribute import full
+from engine.parallel.trace.torch_function import function_name
 
 if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 
 
 def dropout(
-    views: "GlobalTensorContext",
+    context: "GlobalTensorContext",
     func: Function,
     input: Any,
     p: float = 0.5,
     training: bool | None = None,
     inplace: bool = False,
 ) -> Any:
-    """``F.dropout`` and ``F.alpha_dropout``; ``torch.dropout`` takes no default and no ``inplace``."""
+    """``F.dropout`` and ``F.alpha_dropout``; :func:`dropout_` has the signatures of ``torch``."""
     if training is None:
-        training = func.__name__ == "dropout"  # of torch.nn.functional; its alpha_dropout does nothing by default
-    return drop(views, func, input, (p, training), inplace)
+        training = func.__name__ == "dropout"  # the default of F.dropout; F.alpha_dropout's default is False
+    return drop(context, func, input, (p, training), inplace)
 
 
 def dropout_(
-    views: "GlobalTensorContext",
+    context: "GlobalTensorContext",
     func: Function,
     input: Any,
     p: float,
     training: bool | None = None,
     train: bool = False,
 ) -> Any:
-    """The forms of ``torch``."""
-    return drop(views, func, input, (p, train if training is None else training), None)
+    """``torch.dropout`` and ``torch.alpha_dropout``, which have no ``inplace`` and no defaults."""
+    return drop(context, func, input, (p, train if training is None else training), None)
 
 
 def drop(
-    views: "GlobalTensorContext", func: Function, input: Any, how: tuple[float, bool], inplace: bool | None
+    context: "GlobalTensorContext", func: Function, input: Any, how: tuple[float, bool], inplace: bool | None
 ) -> Any:
-    """Run ``func(input, *how)``.
+    """Run ``func(input, *how)``; ``how`` is (probability, training).
 
     Raises:
-        NoRuleError: several ranks hold some of it, and no mask would do.
+        NoRuleError: several ranks, but not all, hold some elements, and the function is no product with a mask.
     """
     if type(input) is not GlobalTensor:
-        raise NoRuleError("no view")
+        raise NoRuleError("no global tensor")
     extra = {} if inplace is None else {"inplace": inplace}
     try:
         alone = draws_alone(input.sets, how[0] if how[1] else 0.0)
@@ -76,15 +76,15 @@ def drop(
             raise
         mask = functional.dropout(input.local.new_ones(input.full), *how)
         return input.mul_(mask) if inplace else input * mask
-    with views.own_draws(input.device) if alone else nullcontext():
-        return elementwise(views, func, input, *how, **extra)
+    with context.own_draws(input.device) if alone else nullcontext():
+        return elementwise(context, func, input, *how, **extra)
 
 
 def draws_alone(sets: Sets, p: float) -> bool:
-    """Whether a rank draws by itself for a part that is cut so: False where nothing is drawn, or all draw alike.
+    """Whether a rank draws its own numbers for a shard; False if nothing is drawn, or all ranks draw equal numbers.
 
     Raises:
-        NoRuleError: several ranks hold some of it, not all.
+        NoRuleError: several ranks, but not all, hold some elements.
     """
     if p == 0.0 or not any(index is not None for index in sets):
         return False
@@ -93,8 +93,8 @@ def draws_alone(sets: Sets, p: float) -> bool:
     return True
 
 
-def elementwise(views: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Broadcast and run on parts."""
+def elementwise(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+    """Broadcast the operands and run on shards."""
     if not kwargs:
         first: Any = args[0]
         other: Any = args[1] if len(args) == 2 else None
@@ -105,31 +105,31 @@ def elementwise(views: "GlobalTensorContext", func: Function, *args: Any, **kwar
     elif kwargs.get("out") is not None:
         raise NoRuleError("out")
     elif kwargs.get("inplace") is True:
-        return in_place(views, func, *args, **kwargs)
-    return _broadcast(views, func, args, kwargs)
+        return in_place(context, func, *args, **kwargs)
+    return _broadcast(context, func, args, kwargs)
 
 
-def _broadcast(views: "GlobalTensorContext", func: Function, args: Any, kwargs: Any) -> GlobalTensor:
+def _broadcast(context: "GlobalTensorContext", func: Function, args: Any, kwargs: Any) -> GlobalTensor:
     tensors = _tensors(args, kwargs)
-    joined = broadcast_operands(views, tensors)
-    parts = [fit(views, tensor, own) for tensor, own in zip(tensors, joined.operands, strict=True)]
-    return GlobalTensor(_call(func, args, kwargs, parts), joined.shape, joined.sets, views)
+    joined = broadcast_operands(context, tensors)
+    parts = [fit(context, tensor, own) for tensor, own in zip(tensors, joined.operands, strict=True)]
+    return GlobalTensor(_call(func, args, kwargs, parts), joined.shape, joined.sets, context)
 
 
-def in_place(views: "GlobalTensorContext", func: Function, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Write into the part of ``target``.
+def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write into the shard of ``target``.
 
     Raises:
-        EngineError: the part is a copy of what plain code would write into.
+        EngineError: the shard is a copy of the memory that plain code would write into.
     """
     if type(target) is not GlobalTensor:
         raise NoRuleError("a plain tensor is written")
-    check_memory(target, rule_name(func))
+    check_memory(target, function_name(func))
     tensors = _tensors(args, kwargs)
     for tensor in tensors:
         if torch.broadcast_shapes(tensor.shape, target.full) != target.full:  # type: ignore[no-untyped-call]
             raise NoRuleError("more than is written")
-    others = [_fit(views, tensor, target.sets, rule_name(func)) for tensor in tensors]
+    others = [_fit(context, tensor, target.sets, function_name(func)) for tensor in tensors]
     out = _call(func, (target, *args), kwargs, [target.local, *others])
     if out is target.local:
         follow_grad(target)
@@ -138,16 +138,20 @@ def in_place(views: "GlobalTensorContext", func: Function, target: Any, *args: A
 
 
 def check_memory(target: GlobalTensor, name: str) -> None:
-    """Raise where writing into ``target`` would not write into the tensor that it was taken from."""
+    """Refuse a write into ``target`` that would miss the tensor that it was sliced from.
+
+    Raises:
+        EngineError: the shard of ``target`` is a copy.
+    """
     if target.copied:
         raise EngineError(
-            f"{name} writes in place into a piece of a tensor that is cut over tensor ranks, and this rank holds a "
-            f"copy of that piece: write x = {name.strip('_')}(x, ...) instead, which makes a new tensor."
+            f"{name} writes in place into a slice of a tensor that is sharded over tensor ranks, but this rank holds a "
+            f"copy of that slice; write x = {name.strip('_')}(x, ...), which makes a new tensor."
         )
 
 
-def cast_like(views: "GlobalTensorContext", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """``given`` in another dtype or on another device, perhaps those of another tensor."""
+def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
+    """``given`` with another dtype or on another device, possibly those of another tensor."""
     args = tuple(other.local if type(other) is GlobalTensor else other for other in args)
     kwargs = {key: other.local if type(other) is GlobalTensor else other for key, other in kwargs.items()}
     if type(given) is GlobalTensor:
@@ -155,11 +159,11 @@ def cast_like(views: "GlobalTensorContext", func: Function, given: Any, *args: A
     return func(given, *args, **kwargs)
 
 
-def where(views: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """A choice; the form with one argument asks for places."""
+def where(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+    """``where`` with three arguments; with one it returns positions that depend on content."""
     if len(args) + len(kwargs) == 1:
         raise NoRuleError("places depend on content")
-    return elementwise(views, func, *args, **kwargs)
+    return elementwise(context, func, *args, **kwargs)
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
@@ -178,12 +182,12 @@ def _alike(first: Any, other: Any) -> bool:
     )
 
 
-def _fit(views: "GlobalTensorContext", tensor: Tensor, sets: Sets, name: str) -> Tensor:
+def _fit(context: "GlobalTensorContext", tensor: Tensor, sets: Sets, name: str) -> Tensor:
     try:
-        return part(views, tensor, sets)
+        return part(context, tensor, sets)
     except NoRuleError:
         assert type(tensor) is GlobalTensor
-        return part(views, full(tensor, name), sets)
+        return part(context, full(tensor, name), sets)
 
 
 def _call(func: Function, args: Any, kwargs: Any, parts: list[Tensor]) -> Any:

@@ -1,12 +1,12 @@
-"""Matrix products.
+"""Matrix products on shards: linear, matmul, addmm, einsum, grouped products, embedding.
 
-Every dim of every operand gets a letter; operands are cut to what each rank holds of all of them:
+Every dim of every operand gets a letter; operands are narrowed to what each rank holds of all of them:
 
-    x_BSI  w_OI  ->  y_BSO     w cut along O    y is cut along O                                column
-                               w cut along I    each rank has a part of the sum over I          row: parts are added
-                               x cut along S    y is cut along S, w's gradient is a part        sequence
-                               x along S, w     (S of rank 0, O of rank 1) would be held by
-                               along O          nobody: x is made whole first                   column after sequence
+    x_BSI  w_OI  ->  y_BSO     w sharded along O   y is sharded along O                                column
+                               w sharded along I   each rank has a partial sum over I                  row
+                               x sharded along S   y is sharded along S, w's gradient is partial       sequence
+                               x along S, w        (S of rank 0, O of rank 1) would have no holder:    column after
+                               along O             x is gathered first                                 sequence
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EinsumSpec(NamedTuple):
-    """Which dim of which operand meets which, by letters; letters that ``out`` lacks are summed over."""
+    """Which dims of the operands meet, by letters; letters that ``out`` lacks are summed over."""
 
     operands: tuple[str, ...]
     out: str
@@ -38,63 +38,63 @@ class EinsumSpec(NamedTuple):
 
 class _Plan(NamedTuple):
     operands: tuple[Sets, ...]
-    """How each operand is cut."""
+    """The index sets that each operand must have."""
     shape: Shape
     sets: Sets
     summed: bool
-    """Whether every rank has a part of the sum only."""
+    """Whether every rank has a partial sum only."""
 
 
 def multiply_parts(
-    views: "GlobalTensorContext",
+    context: "GlobalTensorContext",
     tensors: Sequence[Tensor],
     product: EinsumSpec,
     run: Callable[..., Tensor],
     bias: Tensor | None = None,
 ) -> GlobalTensor | Tensor:
-    """``run`` on the parts of ``tensors``, and the sum over the ranks where it is needed. ``bias`` has the last dim.
+    """``run`` on the shards of ``tensors``, summed over the ranks if necessary. ``bias`` has the result's last dim.
 
     Raises:
-        NoRuleError: no way to cut this product.
+        NoRuleError: the operands cannot be sharded for this product.
     """
     layouts = tuple(map(layout_of, tensors))
     try:
-        plan = views.find(("product", product, layouts), lambda: _plan(layouts, product))
-    except NoRuleError:
-        return multiply_parts(views, _with_whole(views, tensors), product, run, bias)
-    parts = [part(views, tensor, sets) for tensor, sets in zip(tensors, plan.operands, strict=True)]
+        plan = context.find(("product", product, layouts), lambda: _plan(layouts, product))
+    except NoRuleError:  # gather one operand and try again; a product of full activations always has a plan
+        return multiply_parts(context, _with_whole(context, tensors), product, run, bias)
+    parts = [part(context, tensor, sets) for tensor, sets in zip(tensors, plan.operands, strict=True)]
     folded = tensors[0].folded if type(tensors[0]) is GlobalTensor else None
     if plan.summed:
-        return plus_bias(add_rows(views, run(*parts), folded), bias)
+        return plus_bias(add_rows(context, run(*parts), folded), bias)
     if bias is not None:
         if bias.shape[-1] not in (1, plan.shape[-1]):
             raise NoRuleError("sizes do not agree")
-        parts.append(part(views, bias, plan.sets))
-    out = GlobalTensor(run(*parts), plan.shape, plan.sets, views)
+        parts.append(part(context, bias, plan.sets))
+    out = GlobalTensor(run(*parts), plan.shape, plan.sets, context)
     if len(plan.shape) == 2:
         out.folded = folded
     return out
 
 
 def plus_bias(out: GlobalTensor | Tensor, bias: Tensor | None) -> GlobalTensor | Tensor:
-    """``out``, which is nobody else's, with the bias added."""
+    """``out``, which no other code holds, with the bias added."""
     if bias is None:
         return out
     if type(bias) is GlobalTensor and type(out) is not GlobalTensor:
         return out + bias
-    return out.add_(bias)  # it is ours, and keeps its dtype under autocast
+    return out.add_(bias)  # in place, which also keeps its dtype under autocast
 
 
-def _with_whole(views: "GlobalTensorContext", tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The operands, the first one that is cut and no parameter made whole.
+def _with_whole(context: "GlobalTensorContext", tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The operands, with the first one gathered that is sharded and not a parameter.
 
     Raises:
-        NoRuleError: there is none.
+        NoRuleError: there is no such operand.
     """
     for place, tensor in enumerate(tensors):
         if type(tensor) is GlobalTensor and any(tensor.sets) and not isinstance(tensor.local, nn.Parameter):
-            if not views.sequence:
-                views.note_gather("matrix product")
+            if not context.sequence:
+                context.note_gather("matrix product")
             return [*tensors[:place], gather_global(tensor), *tensors[place + 1 :]]
     raise NoRuleError("parameters that do not fit")
 
@@ -111,7 +111,7 @@ def _plan(layouts: Sequence[Layout], product: EinsumSpec) -> _Plan:
                 cut[letter] = common(cut.get(letter), index)
     summed = [letter for letter, index in cut.items() if index is not None and letter not in product.out]
     if not covers(cut.values()):
-        raise NoRuleError("held by nobody")
+        raise NoRuleError("an element without a holder")
     if summed:
         _sum_once(cut, product.out)
     operands = tuple(tuple(cut[letter] for letter in letters) for letters in product.operands)
@@ -120,10 +120,14 @@ def _plan(layouts: Sequence[Layout], product: EinsumSpec) -> _Plan:
 
 
 def _sum_once(cut: dict[str, Index | None], out: str) -> None:
-    """Every term of the sum at one rank, all of the result at each."""
+    """Check that every term of the sum is on one rank and every rank has a partial sum of the full result.
+
+    Raises:
+        NoRuleError: a term is on several ranks and cannot be left to one, or the result itself is sharded.
+    """
     letters = [letter for letter, index in cut.items() if index is not None]
     if any(letter in out for letter in letters):
-        raise NoRuleError("parts of a part")
+        raise NoRuleError("partial sums of a shard")
     first = cut[letters[0]]
     if len(letters) == 1 and first is not None:
         cut[letters[0]] = first if first.once else first.owned
@@ -131,18 +135,18 @@ def _sum_once(cut: dict[str, Index | None], out: str) -> None:
         raise NoRuleError("several ranks have a term")
 
 
-def linear_rule(views: "GlobalTensorContext", func: Function, input: Any, weight: Any, bias: Any = None) -> Any:
-    """``input`` [.., I], ``weight`` [O, I] or [I], ``bias`` [O]."""
+def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weight: Any, bias: Any = None) -> Any:
+    """``functional.linear``: ``input`` [.., I], ``weight`` [O, I] or [I], ``bias`` [O]."""
     rows = "abcdefgh"[: input.ndim - 1]
     columns = "O" if weight.ndim == 2 else ""
     product = EinsumSpec((rows + "I", columns + "I"), rows + columns)
-    return multiply_parts(views, (input, weight), product, functional.linear, bias)
+    return multiply_parts(context, (input, weight), product, functional.linear, bias)
 
 
 def fused_linear(
-    views: "GlobalTensorContext", func: Function, x: Any, weight: Any, *rest: Any, residual: Any = None
+    context: "GlobalTensorContext", func: Function, x: Any, weight: Any, *rest: Any, residual: Any = None
 ) -> Any:
-    """``kernels.linear``; what follows the product follows its sum over the ranks."""
+    """``kernels.ops.linear.linear``; activation and residual come after the sum over the ranks."""
     bias, form, kernels = rest
     rows, plain = "abcdefgh"[: x.ndim - 1], replace(form, activation="none")
     product = EinsumSpec((rows + "I", "IO" if form.transposed else "OI"), rows + "O")
@@ -150,19 +154,19 @@ def fused_linear(
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return fused(x, weight, bias, plain, kernels)
 
-    y = ACTIVATIONS[form.activation](multiply_parts(views, (x, weight), product, run, bias))
+    y = ACTIVATIONS[form.activation](multiply_parts(context, (x, weight), product, run, bias))
     return y if residual is None else y + residual
 
 
-def matmul(views: "GlobalTensorContext", func: Function, input: Any, other: Any = None, **named: Any) -> Any:
+def matmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any = None, **named: Any) -> Any:
     """``matmul``, ``mm``, ``bmm``, ``mv``, ``dot``, with or without leading dims."""
     other = other if other is not None else next(iter(named.values()))
-    return multiply_parts(views, (input, other), _matmul_letters(input.ndim, other.ndim), torch.matmul)
+    return multiply_parts(context, (input, other), _matmul_letters(input.ndim, other.ndim), torch.matmul)
 
 
-def rmatmul(views: "GlobalTensorContext", func: Function, input: Any, other: Any) -> Any:
+def rmatmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any) -> Any:
     """``other @ input``."""
-    return matmul(views, func, other, input)
+    return matmul(context, func, other, input)
 
 
 def _matmul_letters(left: int, right: int) -> EinsumSpec:
@@ -174,7 +178,7 @@ def _matmul_letters(left: int, right: int) -> EinsumSpec:
 
 
 def addmm(
-    views: "GlobalTensorContext",
+    context: "GlobalTensorContext",
     func: Function,
     input: Any,
     first: Any = None,
@@ -190,8 +194,8 @@ def addmm(
     left = [tensor for tensor in (first, second, *named.values()) if tensor is not None]
     product = _matmul_letters(left[0].ndim, left[1].ndim)
     if alpha == 1 and beta == 1 and product.out == "MN" and input.ndim == 1 and type(input) is not GlobalTensor:
-        return multiply_parts(views, left, product, _add_product, input)
-    out = multiply_parts(views, left, product, torch.matmul)
+        return multiply_parts(context, left, product, _add_product, input)
+    out = multiply_parts(context, left, product, torch.matmul)
     out = out * alpha if alpha != 1 else out
     return out if beta == 0 else out + (input * beta if beta != 1 else input)
 
@@ -200,13 +204,13 @@ def _add_product(first: Tensor, second: Tensor, bias: Tensor | None = None) -> T
     return torch.mm(first, second) if bias is None else torch.addmm(bias, first, second)
 
 
-def einsum(views: "GlobalTensorContext", func: Function, equation: Any, *operands: Any) -> Any:
-    """Letters as given; an ellipsis stands for leading dims."""
+def einsum(context: "GlobalTensorContext", func: Function, equation: Any, *operands: Any) -> Any:
+    """``einsum`` with its own letters; an ellipsis stands for leading dims."""
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise NoRuleError("numbers for letters")
     product = _letters(equation.replace(" ", ""), [tensor.ndim for tensor in tensors])
-    return multiply_parts(views, tensors, product, lambda *parts: torch.einsum(equation, *parts))
+    return multiply_parts(context, tensors, product, lambda *parts: torch.einsum(equation, *parts))
 
 
 def _letters(equation: str, dims: list[int]) -> EinsumSpec:
@@ -224,26 +228,31 @@ def _letters(equation: str, dims: list[int]) -> EinsumSpec:
 
 
 def grouped_mm(
-    views: "GlobalTensorContext", func: Function, mat_a: Any, mat_b: Any, *, offs: Any = None, **options: Any
+    context: "GlobalTensorContext", func: Function, mat_a: Any, mat_b: Any, *, offs: Any = None, **options: Any
 ) -> Any:
-    """Rows grouped by expert: ``mat_a`` [S, I], ``mat_b`` [E, I, O], ``offs`` [E] the ends of the groups of rows."""
+    """Products of groups of rows with one matrix per expert.
+
+    ``mat_a`` [S, I], ``mat_b`` [E, I, O], ``offs`` [E]: the ends of the groups of rows.
+    """
     if mat_a.ndim != 2 or mat_b.ndim != 3 or options.get("bias") is not None or type(offs) is GlobalTensor:
         raise NoRuleError("another form")
     if any(layout_of(tensor).sets[0] is not None for tensor in (mat_a, mat_b)):
-        raise NoRuleError("rows or experts are cut")
+        raise NoRuleError("rows or experts are sharded")
     product = EinsumSpec(("SI", "EIO"), "SO")
-    return multiply_parts(views, (mat_a, mat_b), product, lambda a, b: func(a, b, offs=offs, **options))
+    return multiply_parts(context, (mat_a, mat_b), product, lambda a, b: func(a, b, offs=offs, **options))
 
 
-def embedding(views: "GlobalTensorContext", func: Function, input: Any, weight: Any, *args: Any, **options: Any) -> Any:
-    """Rows of a table [V, H] that may be cut along H; the indices may be cut."""
+def embedding(
+    context: "GlobalTensorContext", func: Function, input: Any, weight: Any, *args: Any, **options: Any
+) -> Any:
+    """Rows of a table [V, H] that may be sharded along H; the indices may be sharded too."""
     table = layout_of(weight)
     if table.sets[0] is not None or args[1:2] not in ((), (None,)) or options.get("max_norm") is not None:
-        raise NoRuleError("rows are cut, or written")
+        raise NoRuleError("rows are sharded, or written")
     ids = layout_of(input)
     sets = (*ids.sets, table.sets[1])
     if not covers(sets):
-        raise NoRuleError("held by nobody")
-    rows = part(views, input, ids.sets)
-    out = func(rows, part(views, weight, table.sets), *args, **options)
-    return GlobalTensor(out, (*ids.shape, table.shape[1]), sets, views)
+        raise NoRuleError("an element without a holder")
+    rows = part(context, input, ids.sets)
+    out = func(rows, part(context, weight, table.sets), *args, **options)
+    return GlobalTensor(out, (*ids.shape, table.shape[1]), sets, context)

@@ -1,4 +1,4 @@
-"""What can be answered from the part, and what asks for a shape only."""
+"""Functions that need the shard's metadata or the full shape, gradients of global tensors, and hooks on them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,26 +11,26 @@ if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 
 
-def of_part(views: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Ask the parts, of which the answer holds for all: dtype, device."""
+def of_part(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+    """Ask the shards, when the answer holds for the full tensors too: dtype, device."""
     args = tuple(value.local if type(value) is GlobalTensor else value for value in args)
     return func(*args, **{key: value.local if type(value) is GlobalTensor else value for key, value in kwargs.items()})
 
 
-def blank(views: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """``zeros_like`` and the like: a plain tensor of the full shape."""
+def blank(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """``zeros_like`` and similar: a plain tensor of the full shape."""
     if type(input) is not GlobalTensor:
         raise NoRuleError("of a plain tensor")
     return func(input.local.detach().new_empty(1).expand(input.full), *args, **kwargs)
 
 
-def size_of(views: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """Elements of the whole, where torch's function asks and not the method."""
+def size_of(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
+    """``torch.numel``: the number of elements of the full tensor."""
     return input.numel()
 
 
-def strides(views: "GlobalTensorContext", func: Function, input: Any, dim: int | None = None) -> Any:
-    """Those of the whole, once gathered."""
+def strides(context: "GlobalTensorContext", func: Function, input: Any, dim: int | None = None) -> Any:
+    """The strides that the full tensor has once it is gathered."""
     steps = [1]
     for size in reversed(input.full[1:]):
         steps.insert(0, steps[0] * max(size, 1))
@@ -38,40 +38,40 @@ def strides(views: "GlobalTensorContext", func: Function, input: Any, dim: int |
     return found if dim is None else found[dim]
 
 
-def gradient(views: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """``x.grad``: the part's, as a View."""
-    return None if input.local.grad is None else GlobalTensor(input.local.grad, input.full, input.sets, views)
+def gradient(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
+    """``x.grad``: the gradient of the shard, as a global tensor."""
+    return None if input.local.grad is None else GlobalTensor(input.local.grad, input.full, input.sets, context)
 
 
-def part_of(views: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
+def part_of(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
     """``detach``, ``data``: the same elements outside the graph, in the same memory."""
     made = like(input, func(input.local, *args))
     made.copied = input.copied
     return made
 
 
-def tell_part(views: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """``retain_grad``, ``requires_grad_``: said to the part."""
+def tell_part(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
+    """``retain_grad``, ``requires_grad_``: applied to the shard."""
     func(input.local, *args)
     follow_grad(input)
     return input if func.__name__.endswith("_") else None
 
 
-def register_hook(views: "GlobalTensorContext", func: Function, input: Any, hook: Any) -> Any:
-    """``hook`` is given the gradient as a View, and may return another.
+def register_hook(context: "GlobalTensorContext", func: Function, input: Any, hook: Any) -> Any:
+    """``hook`` gets the gradient as a global tensor, and may return another one.
 
     Raises:
-        NoRuleError: several ranks hold some of it, so that what arrives is no gradient but a part of one.
+        NoRuleError: several ranks hold some elements, so that the incoming gradient is partial.
     """
     if not held_once(input.sets):
         raise NoRuleError("gradients are parts")
 
     def on_part(grad: Tensor) -> Tensor | None:
-        found = hook(GlobalTensor(grad, input.full, input.sets, views))
+        found = hook(GlobalTensor(grad, input.full, input.sets, context))
         if found is None:
             return None
         if type(found) is not GlobalTensor or found.sets != input.sets:
-            found = GlobalTensor(grad.new_zeros(grad.shape), input.full, input.sets, views).add_(found)
+            found = GlobalTensor(grad.new_zeros(grad.shape), input.full, input.sets, context).add_(found)
         return found.local  # type: ignore[no-any-return]
 
     return func(input.local, on_part)

@@ -1,15 +1,11 @@
-"""Layer norm and RMS norm.
+"""Layer norm and RMS norm: torch's functions, and our own operators (``kernels.ops.norm``).
 
-Over uncut dims each rank normalises what it holds, and the gradients of weight and bias are parts. Over a cut dim (the
-norm of all query heads together) the statistics are summed: one number a token for RMS norm, two for layer norm.
+    normalised dims full       each rank normalises its shard; gradients of weight and bias are partial
+    a normalised dim sharded   statistics are summed (the norm of all query heads together): one number per token for
+                               RMS norm, two for layer norm
 
-Our own operators (``engine.kernels``) on parts, so that their kernels run there.
-
-    norm, add_norm     each rank normalises what it holds, where the width is whole
-    rotary             heads may be cut otherwise for q and k; positions and sequences alike for both
-    gated, activate    by element: ``elementwise`` is their rule
-
-What is cut otherwise takes the steps of the reference, which have rules.
+Our operators run their kernels on shards in the first case; in the second the steps of the reference run, which have
+rules.
 """
 
 import math
@@ -30,23 +26,23 @@ if TYPE_CHECKING:
 
 
 def layer_norm(
-    views: "GlobalTensorContext", func: Function, input: Any, normalized_shape: Any, *affine: Any, **named: Any
+    context: "GlobalTensorContext", func: Function, input: Any, normalized_shape: Any, *affine: Any, **named: Any
 ) -> Any:
-    """``weight`` and ``bias`` may be whole or cut as the normalised dims."""
+    """``weight`` and ``bias`` may be full, or sharded as the normalised dims."""
     weight, bias, eps = _affine(affine, named, ("weight", "bias", "eps"), (None, None, 1e-5))
     dims = _dims(input, normalized_shape)
     sets = input.sets[-len(dims) :]
     if any(sets):
         mean, spread = mean_and_variance(_wide(input), dims)
         return _scaled(func, input, (_wide(input) - mean) * torch.rsqrt(spread + eps), weight, bias)
-    weight, bias = (None if given is None else part(views, given, sets) for given in (weight, bias))
+    weight, bias = (None if given is None else part(context, given, sets) for given in (weight, bias))
     return like(input, func(input.local, normalized_shape, weight, bias, eps))
 
 
 def rms_norm(
-    views: "GlobalTensorContext", func: Function, input: Any, normalized_shape: Any, *affine: Any, **named: Any
+    context: "GlobalTensorContext", func: Function, input: Any, normalized_shape: Any, *affine: Any, **named: Any
 ) -> Any:
-    """``weight`` may be whole or cut as the normalised dims."""
+    """``weight`` may be full, or sharded as the normalised dims."""
     weight, eps = _affine(affine, named, ("weight", "eps"), (None, None))
     dims = _dims(input, normalized_shape)
     sets = input.sets[-len(dims) :]
@@ -56,7 +52,9 @@ def rms_norm(
         return _scaled(
             func, input, wide * torch.rsqrt(square + (torch.finfo(input.dtype).eps if eps is None else eps)), weight
         )
-    return like(input, func(input.local, normalized_shape, None if weight is None else part(views, weight, sets), eps))
+    return like(
+        input, func(input.local, normalized_shape, None if weight is None else part(context, weight, sets), eps)
+    )
 
 
 def _affine(given: Any, named: Any, names: tuple[str, ...], defaults: tuple[Any, ...]) -> list[Any]:
@@ -64,51 +62,51 @@ def _affine(given: Any, named: Any, names: tuple[str, ...], defaults: tuple[Any,
     return [values[name] for name in names]
 
 
-def _dims(view: Any, normalized_shape: Any) -> tuple[int, ...]:
-    if type(view) is not GlobalTensor:
+def _dims(x: Any, normalized_shape: Any) -> tuple[int, ...]:
+    if type(x) is not GlobalTensor:
         raise NoRuleError("a plain tensor is normalised")
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    if view.full[-len(shape) :] != shape:
+    if x.full[-len(shape) :] != shape:
         raise NoRuleError("sizes do not agree")
-    return tuple(range(view.ndim - len(shape), view.ndim))
+    return tuple(range(x.ndim - len(shape), x.ndim))
 
 
-def _wide(view: GlobalTensor) -> GlobalTensor:
-    """At least 32 bits: statistics of fewer lose too much."""
-    return like(view, view.local.float()) if view.local.dtype in (torch.float16, torch.bfloat16) else view
+def _wide(x: GlobalTensor) -> GlobalTensor:
+    """``x`` in at least 32 bits; statistics in fewer bits lose too much."""
+    return like(x, x.local.float()) if x.local.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _scaled(func: Function, view: GlobalTensor, normal: Any, weight: Tensor | None, bias: Tensor | None = None) -> Any:
+def _scaled(func: Function, x: GlobalTensor, normal: Any, weight: Tensor | None, bias: Tensor | None = None) -> Any:
     normal = normal if weight is None else normal * weight
     normal = normal if bias is None else normal + bias
-    return normal.to(func(view.local.detach().new_zeros(1), (1,)).dtype)  # which autocast may choose
+    return normal.to(func(x.local.detach().new_zeros(1), (1,)).dtype)  # which autocast may choose
 
 
-def norm_rule(views: "GlobalTensorContext", func: Function, x: Tensor, *affine_and_form: Any) -> Any:
-    """Of the last dim; ``weight`` and ``bias`` may be whole or cut as it."""
+def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine_and_form: Any) -> Any:
+    """``norm`` over the last dim; ``weight`` and ``bias`` may be full, or sharded as that dim."""
     weight, bias, form, kernels = affine_and_form
     sets = layout_of(x).sets[-1:]
-    weight, bias = _cut(views, weight, sets), None if bias is None else _cut(views, bias, sets)
+    weight, bias = _cut(context, weight, sets), None if bias is None else _cut(context, bias, sets)
     if type(x) is not GlobalTensor or any(sets):
         return norm_reference(x, weight, bias, form)
     return like(x, func(x.local, weight.local, None if bias is None else bias.local, form, kernels))
 
 
 def add_norm_rule(
-    views: "GlobalTensorContext", func: Function, x: Tensor, residual: Tensor, *affine_and_form: Any
+    context: "GlobalTensorContext", func: Function, x: Tensor, residual: Tensor, *affine_and_form: Any
 ) -> Any:
-    """The norm of the sum, and the sum."""
+    """``add_norm``: the norm of the sum, and the sum."""
     (weight, bias), form, kernels = affine_and_form
-    joined = broadcast_operands(views, (x, residual))
+    joined = broadcast_operands(context, (x, residual))
     if any(joined.sets[-1:]) or x.shape != residual.shape:
         stream = x + residual
         return norm_operator(stream, weight, bias, form, kernels), stream
-    parts = [fit(views, tensor, own) for tensor, own in zip((x, residual), joined.operands, strict=True)]
-    local = _cut(views, weight, (None,)).local, None if bias is None else _cut(views, bias, (None,)).local
+    parts = [fit(context, tensor, own) for tensor, own in zip((x, residual), joined.operands, strict=True)]
+    local = _cut(context, weight, (None,)).local, None if bias is None else _cut(context, bias, (None,)).local
     made = func(*parts, local, form, kernels)
-    return tuple(GlobalTensor(one, joined.shape, joined.sets, views) for one in made)
+    return tuple(GlobalTensor(one, joined.shape, joined.sets, context) for one in made)
 
 
-def _cut(views: "GlobalTensorContext", affine: Tensor, sets: Sets) -> GlobalTensor:
-    """A weight or bias as the width is cut; the gradient of a plain one is noted as partial."""
-    return GlobalTensor(part(views, affine, sets), affine.shape, sets, views)
+def _cut(context: "GlobalTensorContext", affine: Tensor, sets: Sets) -> GlobalTensor:
+    """A weight or bias sharded as the width; the gradient of a plain one is recorded as partial."""
+    return GlobalTensor(part(context, affine, sets), affine.shape, sets, context)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 
 
-def moved(view: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool = False) -> GlobalTensor:
-    """A View of the same elements."""
-    made = GlobalTensor(local, full, sets, view.views)
-    made.copied = view.copied or copied
+def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool = False) -> GlobalTensor:
+    """A global tensor of the same elements as ``x``."""
+    made = GlobalTensor(local, full, sets, x.views)
+    made.copied = x.copied or copied
     return made
 
 
@@ -41,7 +41,7 @@ def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
 
 
 def reshape(
-    views: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, shape: Any = None, size: Any = None
+    context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, shape: Any = None, size: Any = None
 ) -> Any:
     """``view`` and ``reshape``; ``view`` of a dtype has no rule."""
     if sizes and isinstance(sizes[0], torch.dtype):
@@ -49,26 +49,26 @@ def reshape(
     return to_shape(input, infer_size(input.numel(), given_sizes(sizes, shape=shape, size=size)))
 
 
-def reshape_as(views: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
-    """``view_as`` and ``reshape_as``; ``other`` gives its shape only."""
+def reshape_as(context: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
+    """``view_as`` and ``reshape_as``; only the shape of ``other`` is used."""
     if type(input) is not GlobalTensor:
         return input.reshape(other.shape)
     return to_shape(input, tuple(other.shape))
 
 
-def to_shape(view: GlobalTensor, shape: Shape) -> GlobalTensor:
+def to_shape(x: GlobalTensor, shape: Shape) -> GlobalTensor:
     """The elements in row-major order, in another shape."""
-    views = view.views
-    if shape == view.full:
-        return moved(view, view.local.view_as(view.local), view.full, view.sets)
-    layout = Layout(view.full, view.sets)
-    made, local = views.find(("reshape", layout, shape), lambda: _reshape_plan(layout, shape, views.axis.index))
+    context = x.views
+    if shape == x.full:
+        return moved(x, x.local.view_as(x.local), x.full, x.sets)
+    layout = Layout(x.full, x.sets)
+    made, local = context.find(("reshape", layout, shape), lambda: _reshape_plan(layout, shape, context.axis.index))
     try:
-        out = moved(view, view.local.view(local), made.shape, made.sets)
-    except RuntimeError:  # the part lies otherwise in memory than the whole would
-        out = moved(view, view.local.reshape(local), made.shape, made.sets, copied=True)
-    if len(shape) == 2 and view.ndim > 2 and shape[1] == view.full[-1]:
-        out.folded = tuple(view.full[:-1])
+        out = moved(x, x.local.view(local), made.shape, made.sets)
+    except RuntimeError:  # the shard's strides do not allow the view that the full tensor would allow
+        out = moved(x, x.local.reshape(local), made.shape, made.sets, copied=True)
+    if len(shape) == 2 and x.ndim > 2 and shape[1] == x.full[-1]:
+        out.folded = tuple(x.full[:-1])
     return out
 
 
@@ -77,44 +77,44 @@ def _reshape_plan(layout: Layout, shape: Shape, rank: int) -> tuple[Layout, Shap
     return made, local_shape(made, rank)
 
 
-def permute(views: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Dims in another order."""
+def permute(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
+    """``permute``: dims in another order."""
     return ordered(input, tuple(positive_dim(dim, input.ndim) for dim in given_sizes(sizes, dims=dims)))
 
 
-def ordered(view: GlobalTensor, dims: tuple[int, ...]) -> GlobalTensor:
-    """Dims in the order ``dims``."""
-    full, sets = tuple(view.full[dim] for dim in dims), tuple(view.sets[dim] for dim in dims)
-    return moved(view, view.local.permute(dims), full, sets)
+def ordered(x: GlobalTensor, dims: tuple[int, ...]) -> GlobalTensor:
+    """The tensor with its dims in the order ``dims``."""
+    full, sets = tuple(x.full[dim] for dim in dims), tuple(x.sets[dim] for dim in dims)
+    return moved(x, x.local.permute(dims), full, sets)
 
 
 def transpose(
-    views: "GlobalTensorContext",
+    context: "GlobalTensorContext",
     func: Function,
     input: Any,
     dim0: int | None = None,
     dim1: int | None = None,
     **names: int,
 ) -> Any:
-    """Two dims change places; ``swapaxes`` names them ``axis0`` and ``axis1``."""
+    """``transpose`` and ``swapaxes``, which names its dims ``axis0`` and ``axis1``."""
     a, b = (dim0, dim1) if dim0 is not None and dim1 is not None else (names["axis0"], names["axis1"])
     dims = list(range(input.ndim))
     dims[a], dims[b] = dims[b], dims[a]
     return ordered(input, tuple(dims))
 
 
-def last_two(views: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """``t``, ``T``, ``mT``: the last two dims change places."""
-    return input if input.ndim < 2 else transpose(views, func, input, -1, -2)
+def last_two(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
+    """``t``, ``mT``: the last two dims swapped."""
+    return input if input.ndim < 2 else transpose(context, func, input, -1, -2)
 
 
-def reversed_dims(views: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """``T`` of more than two dims."""
+def reversed_dims(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
+    """``T``: all dims reversed."""
     return ordered(input, tuple(reversed(range(input.ndim))))
 
 
-def movedim(views: "GlobalTensorContext", func: Function, input: Any, source: Any, destination: Any) -> Any:
-    """Dims at other places."""
+def movedim(context: "GlobalTensorContext", func: Function, input: Any, source: Any, destination: Any) -> Any:
+    """``movedim``: dims moved to other positions."""
     ends = [
         (source,) if isinstance(source, int) else source,
         (destination,) if isinstance(destination, int) else destination,
@@ -125,27 +125,27 @@ def movedim(views: "GlobalTensorContext", func: Function, input: Any, source: An
     return ordered(input, tuple(by_place[dim] if dim in by_place else left.pop(0) for dim in range(input.ndim)))
 
 
-def flatten(views: "GlobalTensorContext", func: Function, input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    """Neighbouring dims become one."""
+def flatten(context: "GlobalTensorContext", func: Function, input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """``flatten``: neighbouring dims become one."""
     start, end, full = positive_dim(start_dim, input.ndim), positive_dim(end_dim, input.ndim), tuple(input.full)
     return to_shape(input, (*full[:start], math.prod(full[start : end + 1]), *full[end + 1 :]))
 
 
-def unflatten(views: "GlobalTensorContext", func: Function, input: Any, dim: int, sizes: Any) -> Any:
-    """One dim becomes several."""
+def unflatten(context: "GlobalTensorContext", func: Function, input: Any, dim: int, sizes: Any) -> Any:
+    """``unflatten``: one dim becomes several."""
     dim, full = positive_dim(dim, input.ndim), tuple(input.full)
     return to_shape(input, (*full[:dim], *infer_size(full[dim], given_sizes((tuple(sizes),))), *full[dim + 1 :]))
 
 
-def unsqueeze(views: "GlobalTensorContext", func: Function, input: Any, dim: int) -> Any:
-    """A new dim of one."""
+def unsqueeze(context: "GlobalTensorContext", func: Function, input: Any, dim: int) -> Any:
+    """``unsqueeze``: a new dim of size one."""
     dim = positive_dim(dim, input.ndim + 1)
     full, sets = input.full, input.sets
     return moved(input, input.local.unsqueeze(dim), (*full[:dim], 1, *full[dim:]), (*sets[:dim], None, *sets[dim:]))
 
 
-def squeeze(views: "GlobalTensorContext", func: Function, input: Any, dim: Any = None) -> Any:
-    """Without dims of one."""
+def squeeze(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None) -> Any:
+    """``squeeze``: dims of size one removed."""
     dims = (
         range(input.ndim)
         if dim is None
@@ -157,29 +157,29 @@ def squeeze(views: "GlobalTensorContext", func: Function, input: Any, dim: Any =
     return moved(input, local, tuple(input.full[d] for d in kept), tuple(input.sets[d] for d in kept))
 
 
-def expand(views: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, size: Any = None) -> Any:
-    """Dims of one, and new ones in front, repeated without memory."""
+def expand(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, size: Any = None) -> Any:
+    """``expand``: dims of size one, and new ones in front, repeated without memory."""
     return to_expanded(input, given_sizes(sizes, size=size))
 
 
-def expand_as(views: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
-    """The same; ``other`` gives its shape only."""
+def expand_as(context: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
+    """``expand_as``; only the shape of ``other`` is used."""
     return to_expanded(input, tuple(other.shape)) if type(input) is GlobalTensor else input.expand(other.shape)
 
 
-def to_expanded(view: GlobalTensor, sizes: Shape) -> GlobalTensor:
-    """The View with ``sizes``, where -1 keeps a dim."""
-    new = len(sizes) - view.ndim
-    kept = zip(sizes[new:], view.full, strict=True) if new >= 0 else ()
+def to_expanded(x: GlobalTensor, sizes: Shape) -> GlobalTensor:
+    """The global tensor with ``sizes``, where -1 keeps a dim."""
+    new = len(sizes) - x.ndim
+    kept = zip(sizes[new:], x.full, strict=True) if new >= 0 else ()
     if new < 0 or -1 in sizes[:new] or any(old not in (1, size) and size != -1 for size, old in kept):
         raise NoRuleError("sizes do not agree")
-    full = tuple(view.full[dim - new] if size == -1 else size for dim, size in enumerate(sizes))
-    sets = (*(None,) * new, *view.sets)
-    return moved(view, view.local.expand(local_shape(Layout(full, sets), view.views.axis.index)), full, sets)
+    full = tuple(x.full[dim - new] if size == -1 else size for dim, size in enumerate(sizes))
+    sets = (*(None,) * new, *x.sets)
+    return moved(x, x.local.expand(local_shape(Layout(full, sets), x.views.axis.index)), full, sets)
 
 
-def repeat(views: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, repeats: Any = None) -> Any:
-    """Every dim so many times, as a whole."""
+def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, repeats: Any = None) -> Any:
+    """``repeat``: every dim as a whole, so many times."""
     times = given_sizes(sizes, repeats=repeats)
     new = len(times) - input.ndim
     full = (1,) * new + tuple(input.full)
@@ -187,18 +187,18 @@ def repeat(views: "GlobalTensorContext", func: Function, input: Any, *sizes: Any
         index if index is None or times[dim] == 1 else repeated(index, times[dim], interleaved=False)
         for dim, index in enumerate((*(None,) * new, *input.sets))
     )
-    return GlobalTensor(input.local.repeat(times), tuple(map(int.__mul__, full, times)), sets, views)
+    return GlobalTensor(input.local.repeat(times), tuple(map(int.__mul__, full, times)), sets, context)
 
 
 def repeat_interleave(
-    views: "GlobalTensorContext", func: Function, input: Any, repeats: Any, dim: int | None = None, **named: Any
+    context: "GlobalTensorContext", func: Function, input: Any, repeats: Any, dim: int | None = None, **named: Any
 ) -> Any:
-    """Every element of a dim so many times."""
+    """``repeat_interleave``: every index of a dim so many times."""
     if dim is None or not isinstance(repeats, int):
         raise NoRuleError("unequal times")
     dim = positive_dim(dim, input.ndim)
     full, sets, index = list(input.full), list(input.sets), input.sets[dim]
     full[dim] *= repeats
     if index is not None:
-        sets[dim] = views.find(("repeat", index, repeats), lambda: repeated(index, repeats, interleaved=True))
-    return GlobalTensor(input.local.repeat_interleave(repeats, dim), tuple(full), tuple(sets), views)
+        sets[dim] = context.find(("repeat", index, repeats), lambda: repeated(index, repeats, interleaved=True))
+    return GlobalTensor(input.local.repeat_interleave(repeats, dim), tuple(full), tuple(sets), context)

@@ -1,12 +1,9 @@
-"""Tensors side by side: cat, stack.
+"""Functions that slice tensors, and functions that concatenate them.
 
-cat([k_0, k_1], dim)   cut along another dim: the same in each
-                       cut along dim: each rank joins what it holds of every piece
-
-Functions that take pieces of a tensor.
-
-qkv.split(C, dim=2)    every rank keeps what it holds of each third
-x[:, -1]               one position of a cut sequence: its holder sends it to all
+qkv.split(C, dim=2)      every rank keeps what it holds of each third
+x[:, -1]                 one position of a sharded sequence: its holder sends it to all ranks
+cat([k_0, k_1], dim)     sharded along another dim: the sharding stays
+                         sharded along dim: each rank concatenates what it holds of every operand
 """
 
 from collections.abc import Iterator
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
-from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, Sets
+from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, replaced
 from engine.parallel.tensor.global_tensor.layout import (
     Layout,
     checked,
@@ -35,75 +32,67 @@ if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 
 
-def cat(views: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0, **named: Any) -> Any:
-    """One behind the other along ``dim``."""
+def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0, **named: Any) -> Any:
+    """``cat`` along ``dim``."""
     dim = named.get("axis", dim)
     tensors = [tensor for tensor in tensors if tensor.ndim > 1 or tensor.shape[0] > 0]  # torch skips empty ones
     dim = positive_dim(dim, tensors[0].ndim)
     layouts = [layout_of(tensor) for tensor in tensors]
-    made = views.find(("cat", dim, *layouts), lambda: _joined(layouts, dim, views.axis.size))
-    locals_ = [part(views, t, _along(made.sets, dim, own.sets[dim])) for t, own in zip(tensors, layouts, strict=True)]
-    return GlobalTensor(torch.cat(locals_, dim), made.shape, made.sets, views)
+    made = context.find(("cat", dim, *layouts), lambda: _joined(layouts, dim, context.axis.size))
+    locals_ = [
+        part(context, t, replaced(made.sets, dim, own.sets[dim])) for t, own in zip(tensors, layouts, strict=True)
+    ]
+    return GlobalTensor(torch.cat(locals_, dim), made.shape, made.sets, context)
 
 
-def stack(views: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """One behind the other along a new dim."""
+def stack(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
+    """``stack`` along a new dim."""
     dim = positive_dim(dim, tensors[0].ndim + 1)
-    return cat(views, func, [tensor.unsqueeze(dim) for tensor in tensors], dim)
+    return cat(context, func, [tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
 def _joined(layouts: list[Layout], dim: int, ranks: int) -> Layout:
-    others = [Layout(_with(own.shape, dim, 1), _along(own.sets, dim, None)) for own in layouts]
+    others = [Layout(replaced(own.shape, dim, 1), replaced(own.sets, dim, None)) for own in layouts]
     rest = join_layouts(others)
     index = concatenated([(own.shape[dim], own.sets[dim]) for own in layouts], ranks)
-    return checked(_with(rest.shape, dim, sum(own.shape[dim] for own in layouts)), _along(rest.sets, dim, index))
+    return checked(replaced(rest.shape, dim, sum(own.shape[dim] for own in layouts)), replaced(rest.sets, dim, index))
 
 
-def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _along(sets: Sets, dim: int, index: Index | None) -> Sets:
-    return (*sets[:dim], index, *sets[dim + 1 :])
-
-
-def span(view: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
-    """A slice of one dim; a single element that not all ranks hold is sent to all, and is plain."""
-    views, index = view.views, view.sets[dim]
-    bounds = taken.indices(view.full[dim])
+def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
+    """A slice of one dim; a single element that only some ranks hold is sent to all ranks and becomes plain."""
+    context, index = x.views, x.sets[dim]
+    bounds = taken.indices(x.full[dim])
     if bounds[2] < 1:
         raise NoRuleError("backwards")
     chosen = range(*bounds)
-    shape = (*view.full[:dim], len(chosen), *view.full[dim + 1 :])
+    shape = replaced(x.full, dim, len(chosen))
     if index is None:
-        return moved(view, view.local[(slice(None),) * dim + (taken,)], shape, view.sets)
-    if len(chosen) == view.full[dim]:
-        return moved(view, view.local.view_as(view.local), shape, view.sets)
+        return moved(x, x.local[(slice(None),) * dim + (taken,)], shape, x.sets)
+    if len(chosen) == x.full[dim]:
+        return moved(x, x.local.view_as(x.local), shape, x.sets)
     if len(chosen) < 2:
-        return _sent(view, dim, chosen)
-    old, new = views.find(("span", index, bounds), lambda: sliced(index, np.arange(*bounds)))
-    local = pick(views, view.local, dim, index, old)
-    return moved(
-        view, local, shape, (*view.sets[:dim], new, *view.sets[dim + 1 :]), copied=not _shares(local, view.local)
-    )
+        return _sent(x, dim, chosen)
+    old, new = context.find(("span", index, bounds), lambda: sliced(index, np.arange(*bounds)))
+    local = pick(context, x.local, dim, index, old)
+    return moved(x, local, shape, replaced(x.sets, dim, new), copied=not _shares(local, x.local))
 
 
 def _shares(piece: Tensor, local: Tensor) -> bool:
     return piece is local or piece._is_view()
 
 
-def _sent(view: GlobalTensor, dim: int, chosen: range) -> Tensor:
-    views, index = view.views, view.sets[dim]
+def _sent(x: GlobalTensor, dim: int, chosen: range) -> Tensor:
+    context, index = x.views, x.sets[dim]
     assert index is not None
     held = [np.intersect1d(own, np.array(chosen, dtype=np.int64)) for own in index.ranks]
-    local = pick(views, view.local, dim, index, Index(held, index.size))
+    local = pick(context, x.local, dim, index, Index(held, index.size))
     new = Index([np.arange(len(own)) for own in held], len(chosen))
-    shape = (*view.full[:dim], len(chosen), *view.full[dim + 1 :])
-    return full(GlobalTensor(local, shape, (*view.sets[:dim], new, *view.sets[dim + 1 :]), views), "select")
+    shape = replaced(x.full, dim, len(chosen))
+    return full(GlobalTensor(local, shape, replaced(x.sets, dim, new), context), "select")
 
 
-def narrow(views: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int) -> Any:
-    """So many elements of a dim from one on."""
+def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int) -> Any:
+    """``narrow``: ``length`` elements of a dim from ``start``."""
     dim = positive_dim(dim, input.ndim)
     first = int(start) + (input.full[dim] if start < 0 else 0)
     if not 0 <= first <= first + int(length) <= input.full[dim]:
@@ -111,8 +100,8 @@ def narrow(views: "GlobalTensorContext", func: Function, input: Any, dim: int, s
     return span(input, dim, slice(first, first + int(length)))
 
 
-def select(views: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
-    """One element of a dim."""
+def select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
+    """``select``: one element of a dim."""
     dim = positive_dim(dim, input.ndim)
     place = positive_dim(int(index), input.full[dim])
     if input.sets[dim] is not None:
@@ -121,68 +110,68 @@ def select(views: "GlobalTensorContext", func: Function, input: Any, dim: int, i
     return _without(input, dim, input.local.select(dim, place))
 
 
-def _without(view: GlobalTensor, dim: int, local: Tensor) -> GlobalTensor:
-    return moved(view, local, view.full[:dim] + view.full[dim + 1 :], view.sets[:dim] + view.sets[dim + 1 :])
+def _without(x: GlobalTensor, dim: int, local: Tensor) -> GlobalTensor:
+    return moved(x, local, x.full[:dim] + x.full[dim + 1 :], x.sets[:dim] + x.sets[dim + 1 :])
 
 
-def unbind(views: "GlobalTensorContext", func: Function, input: Any, dim: int = 0) -> Any:
-    """All elements of a dim one by one."""
+def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int = 0) -> Any:
+    """``unbind``: all elements of a full dim, one by one."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         raise NoRuleError("one element")
     return tuple(_without(input, dim, local) for local in input.local.unbind(dim))
 
 
-def split(views: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Pieces of one size, or of the given ones; the function and the methods name the second argument differently."""
-    view, sizes, dim = _split_arguments(*args, **kwargs)
-    length = view.full[dim]
+def split(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+    """``split`` into slices of one size or of given sizes; the name of its second argument varies."""
+    x, sizes, dim = _split_arguments(*args, **kwargs)
+    length = x.full[dim]
     if (sizes < 1) if isinstance(sizes, int) else (sum(sizes) != length):
         raise NoRuleError("sizes do not agree")
     if isinstance(sizes, int):
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
-    return _cut_at(view, dim, np.cumsum([0, *sizes]).tolist())
+    return _cut_at(x, dim, np.cumsum([0, *sizes]).tolist())
 
 
 def _split_arguments(*args: Any, dim: int = 0, **kwargs: Any) -> tuple[GlobalTensor, Any, int]:
     left = [*args, *(kwargs[key] for key in ("tensor", "self", "input") if key in kwargs)]
-    view: GlobalTensor = left[0]
+    x: GlobalTensor = left[0]
     dim = left[2] if len(left) > 2 else dim
     sizes = left[1] if len(left) > 1 else next(value for key, value in kwargs.items() if key.startswith("split_size"))
-    return view, sizes, positive_dim(dim, view.ndim)
+    return x, sizes, positive_dim(dim, x.ndim)
 
 
-def _cut_at(view: GlobalTensor, dim: int, borders: list[int]) -> tuple[GlobalTensor | Tensor, ...]:
-    return tuple(span(view, dim, slice(a, b)) for a, b in pairwise(borders))
+def _cut_at(x: GlobalTensor, dim: int, borders: list[int]) -> tuple[GlobalTensor | Tensor, ...]:
+    return tuple(span(x, dim, slice(a, b)) for a, b in pairwise(borders))
 
 
-def chunk(views: "GlobalTensorContext", func: Function, input: Any, chunks: int, dim: int = 0) -> Any:
-    """So many pieces of one size, the last perhaps smaller."""
+def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: int, dim: int = 0) -> Any:
+    """``chunk``: so many slices of one size, of which the last may be smaller."""
     if chunks < 1:
-        raise NoRuleError("no pieces")
+        raise NoRuleError("no slices")
     size = -(-input.full[positive_dim(dim, input.ndim)] // chunks)
-    return split(views, func, input, size, dim)
+    return split(context, func, input, size, dim)
 
 
 def tensor_split(
-    views: "GlobalTensorContext", func: Function, input: Any, indices_or_sections: Any, dim: int = 0
+    context: "GlobalTensorContext", func: Function, input: Any, indices_or_sections: Any, dim: int = 0
 ) -> Any:
-    """So many pieces, the first perhaps larger by one; or at borders."""
+    """``tensor_split``: so many slices, of which the first may be larger by one; or slices between given borders."""
     dim = positive_dim(dim, input.ndim)
     length = input.full[dim]
     if isinstance(indices_or_sections, Tensor):
         raise NoRuleError("borders depend on content")
     if isinstance(indices_or_sections, int):
         small, more = divmod(length, indices_or_sections)
-        return split(views, func, input, [small + (n < more) for n in range(indices_or_sections)], dim)
+        return split(context, func, input, [small + (n < more) for n in range(indices_or_sections)], dim)
     borders = [0, *indices_or_sections, length]
     if borders != sorted(borders):
         raise NoRuleError("borders in another order")
     return _cut_at(input, dim, borders)
 
 
-def getitem(views: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
-    """Integers, slices, None, an ellipsis, and one tensor of places along an uncut dim."""
+def getitem(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
+    """Indexing with integers, slices, None, an ellipsis, and one tensor of positions along a full dim."""
     if type(input) is not GlobalTensor:
         raise NoRuleError("a plain tensor is indexed")
     index = index if isinstance(index, tuple) else (index,)
@@ -192,14 +181,14 @@ def getitem(views: "GlobalTensorContext", func: Function, input: Any, index: Any
     out: Any = input
     dim = 0
     for place, item in enumerate(items):
-        if type(out) is not GlobalTensor:  # a single element was sent to all
+        if type(out) is not GlobalTensor:  # span has sent a single element to all ranks
             return out[(slice(None),) * dim + tuple(items[place:])]
-        out, dim = _index_one(views, out, dim, item)
+        out, dim = _index_one(context, out, dim, item)
     return out
 
 
 def _complete(index: tuple[Any, ...], dims: int) -> Iterator[Any]:
-    """Without the ellipsis."""
+    """The index with its ellipsis spelled out."""
     used = sum(item is not None and item is not Ellipsis for item in index)
     if any(isinstance(item, bool) for item in index) or used > dims:
         raise NoRuleError("an index of another kind")
@@ -210,30 +199,30 @@ def _complete(index: tuple[Any, ...], dims: int) -> Iterator[Any]:
             yield item
 
 
-def _index_one(views: "GlobalTensorContext", view: GlobalTensor, dim: int, item: Any) -> tuple[Any, int]:
+def _index_one(context: "GlobalTensorContext", x: GlobalTensor, dim: int, item: Any) -> tuple[Any, int]:
     if item is None:
-        return unsqueeze(views, unsqueeze, view, dim), dim + 1
+        return unsqueeze(context, unsqueeze, x, dim), dim + 1
     if isinstance(item, slice):
-        whole = item.indices(view.full[dim]) == (0, view.full[dim], 1)
-        return (view if whole else span(view, dim, item)), dim + 1
+        whole = item.indices(x.full[dim]) == (0, x.full[dim], 1)
+        return (x if whole else span(x, dim, item)), dim + 1
     if isinstance(item, int):
-        return select(views, select, view, dim, item), dim
+        return select(context, select, x, dim, item), dim
     if isinstance(item, list | np.ndarray):
-        item = torch.as_tensor(item, device=view.device)
-    return _taken(view, dim, item), dim + item.ndim
+        item = torch.as_tensor(item, device=x.device)
+    return _taken(x, dim, item), dim + item.ndim
 
 
-def index_select(views: "GlobalTensorContext", func: Function, input: Any, dim: int, index: Any) -> Any:
-    """Places along an uncut dim."""
+def index_select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: Any) -> Any:
+    """``index_select`` along a full dim."""
     if type(input) is not GlobalTensor or (isinstance(index, Tensor) and index.ndim != 1):
         raise NoRuleError("a plain tensor is indexed")
     return _taken(input, positive_dim(dim, input.ndim), index)
 
 
-def _taken(view: GlobalTensor, dim: int, places: Any) -> GlobalTensor:
+def _taken(x: GlobalTensor, dim: int, places: Any) -> GlobalTensor:
     integers = type(places) is Tensor and places.dtype in (torch.int64, torch.int32)
-    if not integers or view.sets[dim] is not None:
-        raise NoRuleError("places along a cut dim, or masks")
-    local = view.local[(slice(None),) * dim + (places,)]
-    full = (*view.full[:dim], *places.shape, *view.full[dim + 1 :])
-    return GlobalTensor(local, full, (*view.sets[:dim], *(None,) * places.ndim, *view.sets[dim + 1 :]), view.views)
+    if not integers or x.sets[dim] is not None:
+        raise NoRuleError("positions along a sharded dim, or masks")
+    local = x.local[(slice(None),) * dim + (places,)]
+    full = (*x.full[:dim], *places.shape, *x.full[dim + 1 :])
+    return GlobalTensor(local, full, (*x.sets[:dim], *(None,) * places.ndim, *x.sets[dim + 1 :]), x.views)

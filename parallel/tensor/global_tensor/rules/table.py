@@ -1,6 +1,6 @@
-"""Which rule a torch function has. The table is made once."""
+"""The table of rules: which rule each torch function has. It is built once."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +14,8 @@ from engine.kernels.ops.gated_unit import gated
 from engine.kernels.ops.linear import linear as fused
 from engine.kernels.ops.norm import add_norm, norm
 from engine.kernels.ops.rotary import rotary
+from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, Rules, TensorRule
+from engine.parallel.tensor.global_tensor.fallback import gathered
 from engine.parallel.tensor.global_tensor.rules import (
     attention,
     elementwise,
@@ -24,8 +26,8 @@ from engine.parallel.tensor.global_tensor.rules import (
     shapes,
     slicing,
 )
-
-TensorRule = Callable[..., Any]
+from engine.parallel.tensor.tp_axis import TensorAxis
+from engine.parallel.trace.torch_function import getter
 
 _ELEMENTWISE = """
     abs absolute acos add addcdiv addcmul angle arccos arcsin arctan asin atan atan2 bitwise_and bitwise_not
@@ -53,7 +55,7 @@ _IN_PLACE_FUNCTIONAL = "relu_ elu_ selu_ celu_ leaky_relu_ hardtanh_ threshold_"
 
 
 def _named(*names: str) -> Iterator[Any]:
-    """The functions and methods of these names."""
+    """The functions of torch and methods of tensors with these names."""
     for name in names:
         for owner in (Tensor, torch):
             if callable(found := getattr(owner, name, None)):
@@ -67,23 +69,18 @@ def _in_functional(*names: str) -> Iterator[Any]:
                 yield found
 
 
-def _get(name: str) -> Any:
-    """The question for an attribute of a tensor."""
-    return getattr(Tensor, name).__get__
-
-
 def _answered() -> Iterator[tuple[TensorRule, Any]]:
     asked = "is_floating_point is_complex is_signed element_size get_device result_type is_contiguous is_inference"
     yield from ((metadata.of_part, function) for function in _named(*asked.split()))
     for name in "itemsize is_meta is_sparse layout is_quantized is_cpu is_nested".split():  # noqa: SIM905
-        yield metadata.of_part, _get(name)
+        yield metadata.of_part, getter(name)
     likes = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
     news = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
     yield from ((metadata.blank, function) for function in _named(*likes, *news))
     yield metadata.size_of, torch.numel
     yield metadata.strides, Tensor.stride
-    yield metadata.gradient, _get("grad")
-    yield from ((metadata.part_of, function) for function in (*_named("detach"), _get("data")))
+    yield metadata.gradient, getter("grad")
+    yield from ((metadata.part_of, function) for function in (*_named("detach"), getter("data")))
     yield from ((metadata.tell_part, function) for function in (Tensor.retain_grad, Tensor.requires_grad_))
     yield metadata.register_hook, Tensor.register_hook
 
@@ -128,8 +125,8 @@ def _shaped() -> Iterator[tuple[TensorRule, Any]]:
     ):
         yield from ((rule, function) for function in _named(*names))
     yield slicing.split, torch.functional.split
-    yield shapes.last_two, _get("mT")
-    yield shapes.reversed_dims, _get("T")
+    yield shapes.last_two, getter("mT")
+    yield shapes.reversed_dims, getter("T")
 
 
 def _multiplied() -> Iterator[tuple[TensorRule, Any]]:
@@ -175,4 +172,9 @@ def _table() -> Mapping[Any, TensorRule]:
     return MappingProxyType({function: rule for part in parts for rule, function in part})
 
 
-TENSOR_RULES = _table()
+TENSOR_RULES = Rules(by_function=_table(), fallback=gathered)
+
+
+def global_context(axis: TensorAxis, sequence: bool = False, regather: bool = False) -> GlobalTensorContext:
+    """A new context of global tensors with all rules; see :class:`GlobalTensorContext`."""
+    return GlobalTensorContext(axis, TENSOR_RULES, sequence, regather)

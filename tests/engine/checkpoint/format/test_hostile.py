@@ -15,7 +15,8 @@ from engine.checkpoint.format.step_reader import ReadRequest, StepReader
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.format.hostile import ATTACKS, HARMLESS, bomb_of, make
 from tests.engine.checkpoint.test_crash import run_of
-from tests.test_architecture import ROOT, name_of, product_files
+from tests.structure import ROOT
+from tests.test_architecture import name_of, product_files
 from tests.zero import small
 
 MEMORY = 64 << 20
@@ -61,7 +62,7 @@ def test_a_reader_makes_no_runs_of_a_shape_that_is_not_the_wanted_one(tmp_path: 
     (sound,) = run_of(1).save(tmp_path / "sound")
     make(bomb_of("exp_avg/up.weight", [1 << 31, 1 << 31], [1, [[0, 1 << 31]]]), sound, tmp_path / "run")
     reader = StepReader(Files(), tmp_path / "run" / sound.name)
-    with pytest.raises(CheckpointError, match=r"of which .* is no piece"):
+    with pytest.raises(CheckpointError, match=r"and .* is not a piece of it"):
         reader.read([ReadRequest("exp_avg/up.weight", Part((53, 11)).whole(), memoryview(bytearray(4 * 583)))])
 
 

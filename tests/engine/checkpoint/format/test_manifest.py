@@ -36,9 +36,17 @@ def manifests(draw: st.DrawFn) -> Manifest:
     )  # fmt: skip
     objects = st.dictionaries(NAMES, ANY, max_size=2)
     return Manifest(
-        draw(st.integers(0, 2**63 - 1)), draw(NAMES), tensors, files, checksum, draw(st.dictionaries(NAMES, NAMES)),
-        draw(objects), draw(objects), draw(objects), draw(ANY),
-    )  # fmt: skip
+        step=draw(st.integers(0, 2**63 - 1)),
+        attempt=draw(NAMES),
+        tensors=tensors,
+        files=files,
+        checksum=checksum,
+        aliases=draw(st.dictionaries(NAMES, NAMES)),
+        info=draw(objects),
+        progress=draw(objects),
+        optimizer=draw(objects),
+        user=draw(ANY),
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,16 +66,22 @@ def sound() -> dict[str, Any]:
     ]
     tensor = StoredTensor(TensorKind("F32", shape), tuple(pieces))
     files = {"model/a.safetensors": 5000, "optim/b.safetensors": 4800}
-    manifest = Manifest(7, "ab12", {"param/w": tensor}, files, Checksum("crc32", 4096, "0" * 64, 4104))
+    manifest = Manifest(
+        step=7,
+        attempt="ab12",
+        tensors={"param/w": tensor},
+        files=files,
+        checksum=Checksum("crc32", 4096, "0" * 64, 4104),
+    )
     value: dict[str, Any] = json.loads(to_json(manifest))
     return value
 
 
 W = ("tensors", "param/w")
 CHANGES: list[tuple[tuple[str | int, ...], Any, str]] = [
-    (("format",), "other", "format 'other'; this reads"),
+    (("format",), "other", "format 'other', and this engine reads"),
     (("format",), 3, "format is 3"),
-    (("version",), "2.0", r"version '2.0'; this engine reads 1.x"),
+    (("version",), "2.0", r"version '2.0', and this engine reads 1.x"),
     (("version",), "10.0", "version '10.0'"),
     (("version",), 1.0, "version is 1.0"),
     (("step",), -1, "step is -1"),
@@ -88,38 +102,38 @@ CHANGES: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("files", 0, "bytes"), 2**63, "bytes is"),
     (("checksum",), None, "checksum is None"),
     (("checksum", "algorithm"), "md5", "algorithm 'md5' is unknown"),
-    (("checksum", "block_bytes"), 0, "block_bytes 0"),
-    (("checksum", "block_bytes"), 4097, "block_bytes 4097"),
+    (("checksum", "block_bytes"), 0, "block_bytes is 0 where a power of 2"),
+    (("checksum", "block_bytes"), 4097, "block_bytes is 4097 where"),
     (("checksum", "block_bytes"), 1 << 30, "block_bytes"),
     ((*W, "dtype"), "F31", "dtype 'F31' is unknown"),
     ((*W, "dtype"), "BF16", "signature"),
-    ((*W, "shape"), [6, 4], "not in the part"),
-    ((*W, "shape"), [2**31, 2**31, 2**31], "beyond any tensor"),
+    ((*W, "shape"), [6, 4], "outside the part"),
+    ((*W, "shape"), [2**31, 2**31, 2**31], "too large for any tensor"),
     ((*W, "shape"), "24", "where a list belongs"),
     ((*W, "pieces"), [], "hold 0 elements and do not cover its 24 exactly once"),
     ((*W, "pieces"), None, "pieces is None"),
-    ((*W, "pieces", 0), None, "is None where dict belongs"),
-    ((*W, "pieces", 0, "file"), 2, "file number 2 of 2"),
+    ((*W, "pieces", 0), None, "is None where a dict belongs"),
+    ((*W, "pieces", 0, "file"), 2, "file number 2 is not below 2"),
     ((*W, "pieces", 0, "file"), -1, "file is -1"),
     ((*W, "pieces", 0, "file"), True, "file is True"),
     ((*W, "pieces", 0, "key"), 1, "key is 1"),
     ((*W, "pieces", 0, "flat"), [0], "elements"),
-    ((*W, "pieces", 0, "flat"), [0, 13], "not in the part"),
-    ((*W, "pieces", 0, "flat"), [12, 0], "not in the part"),
+    ((*W, "pieces", 0, "flat"), [0, 13], "outside the part"),
+    ((*W, "pieces", 0, "flat"), [12, 0], "outside the part"),
     ((*W, "pieces", 0, "flat"), [0, 11], "do not cover"),
     ((*W, "pieces", 0, "flat"), [1, 12], "do not cover"),
     ((*W, "pieces", 0, "rows"), None, "do not cover"),
-    ((*W, "pieces", 0, "rows"), [0], "rows are no"),
-    ((*W, "pieces", 0, "rows"), [2, [[0, 1]]], "rise inside shape"),
-    ((*W, "pieces", 0, "rows"), [0, []], "rise inside shape"),
-    ((*W, "pieces", 0, "rows"), [0, [[0, 1], [0, 1]]], "rise inside shape"),
-    ((*W, "pieces", 0, "rows"), [0, [[2, 3], [0, 1]]], "rise inside shape"),
-    ((*W, "pieces", 0, "rows"), [0, [[0, 1], [2, 5]]], "rise inside shape"),
-    ((*W, "pieces", 0, "rows"), [0, [[0, 1, 2]]], "rise inside shape"),
-    ((*W, "pieces", 0, "rows"), [0, [[0, 1], []]], "rise inside shape"),
+    ((*W, "pieces", 0, "rows"), [0], "rows are not"),
+    ((*W, "pieces", 0, "rows"), [2, [[0, 1]]], "ascending ranges inside shape"),
+    ((*W, "pieces", 0, "rows"), [0, []], "ascending ranges inside shape"),
+    ((*W, "pieces", 0, "rows"), [0, [[0, 1], [0, 1]]], "ascending ranges inside shape"),
+    ((*W, "pieces", 0, "rows"), [0, [[2, 3], [0, 1]]], "ascending ranges inside shape"),
+    ((*W, "pieces", 0, "rows"), [0, [[0, 1], [2, 5]]], "ascending ranges inside shape"),
+    ((*W, "pieces", 0, "rows"), [0, [[0, 1, 2]]], "ascending ranges inside shape"),
+    ((*W, "pieces", 0, "rows"), [0, [[0, 1], []]], "ascending ranges inside shape"),
     ((*W, "pieces", 0, "rows"), [0, [[0, 2]]], "do not cover"),
     (("aliases",), [], r"aliases is \[\]"),
-    (("aliases", "x"), 1, "no string"),
+    (("aliases", "x"), 1, "not a string"),
     (("progress",), None, "progress is None"),
     (("optimizer",), [], "optimizer is"),
     (("info",), 1, "info is 1"),
@@ -158,7 +172,9 @@ def test_the_signature_knows_names_shapes_and_dtypes_of_the_model() -> None:
 
     def with_tensor(name: str, kind: TensorKind) -> str:
         whole = StoredTensor(kind, (StoredPiece("model/a", "w", Part(kind.shape).whole()),))
-        return Manifest(1, "a", {name: whole}, {"model/a": 1}, one.checksum).signature
+        return Manifest(
+            step=1, attempt="a", tensors={name: whole}, files={"model/a": 1}, checksum=one.checksum
+        ).signature
 
     assert with_tensor("param/w", TensorKind("F32", (4, 6))) == one.signature
     others = [

@@ -13,8 +13,8 @@ from engine.errors import ScheduleError
 from engine.parallel.pipeline.partition.auto_schedule import (
     PLAIN_FIRST,
     Machine,
+    MicrobatchCost,
     ScheduleDecision,
-    StageCost,
     choose,
     peak_bytes,
 )
@@ -22,8 +22,8 @@ from engine.parallel.pipeline.schedule.actions import parse_schedule
 from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
 from engine.parallel.pipeline.schedule.simulate import Cost, StageTimes, peak_live, simulate
 
-Cuts = dict[int, Sequence[StageCost] | str]
-EVEN = StageCost(1.0, 1.0, 1.0, 1000, 1000)
+Cuts = dict[int, Sequence[MicrobatchCost] | str]
+EVEN = MicrobatchCost(1.0, 1.0, 1.0, 1000, 1000)
 MEMORY = 10**9
 
 
@@ -32,7 +32,7 @@ def even(ranks: int, *virtual: int, **changes: Any) -> Cuts:
     whole = replace(EVEN, **changes)
     f, i, w = whole.forward_seconds, whole.input_seconds, whole.weight_seconds
     return {
-        v: [StageCost(f / v, i / v, w / v, whole.kept_bytes // v, whole.kept_bytes // v)] * (ranks * v)
+        v: [MicrobatchCost(f / v, i / v, w / v, whole.kept_bytes // v, whole.kept_bytes // v)] * (ranks * v)
         for v in virtual or (1,)
     }
 
@@ -155,7 +155,7 @@ def test_the_ranking_in_words() -> None:
 def test_equal_stages_are_held_as_often_as_activations_live(kind: str, ranks: int, virtual: int) -> None:
     virtual = max(SCHEDULE_KINDS[kind].fewest, min(virtual, SCHEDULE_KINDS[kind].most or virtual))
     schedule = make_schedule(kind, ranks, 2 * ranks + 1, virtual)
-    stages = [StageCost(1, 1, 1, 7, 7)] * schedule.stages
+    stages = [MicrobatchCost(1, 1, 1, 7, 7)] * schedule.stages
     assert peak_bytes(schedule, stages) == tuple(7 * live for live in peak_live(schedule))
 
 

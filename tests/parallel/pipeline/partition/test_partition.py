@@ -193,13 +193,13 @@ def test_split_names_the_calls_that_start_stages() -> None:
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        (["blocks.1"], "parallel.split names 1 calls, but 3 stages begin at 2; name the call that starts each stage"),
+        (["blocks.1"], "parallel.split names 1 calls, but 3 stages need 2; name the call that starts each stage"),
         (
             ["blocks.1", "block.2"],
-            "parallel.split: 'block.2' is no unit that the forward calls; near names are blocks.2",
+            "parallel.split: the forward calls no unit 'block.2'; similar names are blocks.2",
         ),
-        (["blocks.2", "blocks.1"], "parallel.split: 'blocks.1' does not come after the one before it; name calls in"),
-        (["embed", "blocks.1"], "parallel.split: 'embed' is the first call of all; name calls in"),
+        (["blocks.2", "blocks.1"], "parallel.split: 'blocks.1' does not come after the entry before it; name calls in"),
+        (["embed", "blocks.1"], "parallel.split: 'embed' is the first call of the forward; name calls in"),
         (["blocks.1", "blocks.2:1"], "parallel.split: 'blocks.2:1' asks for call 1 of 'blocks.2', which is called 1 "),
         (["blocks.1", "blocks.2:x"], "parallel.split: 'blocks.2:x' asks for call x of 'blocks.2'"),
     ],

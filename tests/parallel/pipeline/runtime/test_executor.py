@@ -34,6 +34,10 @@ from tests.parallel.pipeline.zoo import CASES, WIDTH, Case, Own, run_own, tokens
 MICROBATCHES = 5
 
 
+def _split(model: nn.Module) -> SplitBackward:
+    return SplitBackward(model, ForwardPatches())
+
+
 class RankJob:
     """The stages of one rank of a play as the executor sees them."""
 
@@ -119,9 +123,7 @@ def test_any_schedule_gives_every_gradient_of_the_uncut_model(name: str, stages:
 def test_ranks_of_several_stages_and_split_backwards_give_every_gradient(name: str, kind: str) -> None:
     schedule = make_schedule(kind, 2, MICROBATCHES, 1 if kind == "zb-h1" else 2)
     ranks = schedule.rank_of_stage
-    play, timeline, batches, model = prepared(
-        name, schedule.stages, ranks, lambda model: SplitBackward(model, ForwardPatches())
-    )
+    play, timeline, batches, model = prepared(name, schedule.stages, ranks, _split)
     jobs = [RankJob(play, rank, timeline, batches) for rank in range(2)]
     held = play_in_process(schedule, jobs)
     losses, expected = whole(play.case, model, batches)
@@ -159,9 +161,7 @@ class Legs(Own):
 def test_a_gradient_that_stages_of_one_rank_share_is_added_to_none(kind: str) -> None:
     schedule = make_schedule(kind, 2, MICROBATCHES, 2)
     case = Case(partial(Legs, layers=4), run_own, tokens)
-    play, timeline, batches, model = prepared(
-        case, schedule.stages, schedule.rank_of_stage, lambda model: SplitBackward(model, ForwardPatches())
-    )
+    play, timeline, batches, model = prepared(case, schedule.stages, schedule.rank_of_stage, _split)
     play_in_process(schedule, [RankJob(play, rank, timeline, batches) for rank in range(2)])
     assert_same(play.gradients(), whole(case, model, batches)[1], exact=False)
 
@@ -229,7 +229,7 @@ def test_receives_are_offered_early_and_sends_waited_for_when_they_are_released(
 
     play, timeline, _, _ = prepared("decoder", 3)
     actions = one_f_one_b(3, 3).per_rank[1]
-    Executor(transport).run(RankSchedule(actions, ((), (), (0,), (), (1,), (2,))), Job())
+    Executor(transport).run(RankSchedule(actions, actions, ((), (), (0,), (), (1,), (2,))), Job())
     assert log.events == [
         "offer 0 from 0", "offer 1 from 0", "arrived 0", "F0", "send 0 to 2",
         "offer 2 from 2", "arrived 1", "F1", "send 1 to 2",

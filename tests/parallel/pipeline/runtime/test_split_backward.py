@@ -162,5 +162,7 @@ def test_what_is_written_while_it_waits_is_not_used() -> None:
     with waiting.leaving(leftover):
         model(torch.randn(3, WIDTH).requires_grad_()).sum().backward()
     model(torch.randn(3, WIDTH))
-    with pytest.raises(EngineError, match=r"what the gradient of 'layer\.weight' waits for was written in place"):
+    with pytest.raises(
+        EngineError, match=r"a tensor saved for the deferred gradient of 'layer\.weight' was written in place"
+    ):
         leftover.compute(lambda name, gradient: None)

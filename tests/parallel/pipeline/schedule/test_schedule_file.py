@@ -23,5 +23,5 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"^schedule no\.txt: No such file or directory; give the path"):
         read_schedule("no.txt")
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ScheduleError, match="is no text; give a file of actions"):
+    with pytest.raises(ScheduleError, match="is not a text file; give a file of actions"):
         read_schedule(str(tmp_path / "a.txt"))

@@ -232,8 +232,8 @@ def test_the_words_of_a_refusal(text: str, sentence: str) -> None:
 ])  # fmt: skip
 def test_messages_are_taken_in_the_order_in_which_they_are_sent(text: str, pair: tuple[str, str]) -> None:
     assert refusal(parse_schedule(text, "mine"), receives_ahead=None) == (
-        f"schedule mine has {pair[0]} where stage 0 has {pair[1]}: messages between two stages are taken in the order "
-        "in which they are sent; let all stages take microbatches in the same order."
+        f"schedule mine has {pair[0]} where stage 0 has {pair[1]}: messages between two stages are received in the "
+        "order in which they are sent; let all stages take microbatches in the same order."
     )
 
 

@@ -106,7 +106,7 @@ class Doubled(torch.autograd.Function):
 def test_what_no_way_can_run_is_replicated() -> None:
     found = only(Spread())
     assert found.way.how == "replicate" and found.way.styles == {}
-    assert found.why.startswith("no way is right: plain tensors: output 0 on rank 0 is off by")
+    assert found.why.startswith("no strategy is right: plain tensors: output 0 on rank 0 is off by")
 
 
 def test_one_group_is_replicated_beside_others_that_are_cut() -> None:

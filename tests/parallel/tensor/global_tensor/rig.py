@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, show_parameter
 from engine.parallel.tensor.global_tensor.index_sets import Index, Sets
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.thread_ranks import SimulatedAxis, run_tensor_ranks
 from engine.parallel.tensor.tp_axis import TensorAxis
 
@@ -106,7 +106,7 @@ def _outputs(result: Any) -> list[Tensor]:
 
 def run_rank(program: Program, given: Mapping[str, Given], axis: TensorAxis, sequence: bool = False) -> Found:
     """Forward and backward of one rank."""
-    views = GlobalTensorContext(axis, sequence)
+    views = global_context(axis, sequence)
     leaves: dict[str, Tensor] = {}
     arguments: dict[str, Any] = {}
     for name, one in given.items():

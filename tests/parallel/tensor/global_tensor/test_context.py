@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, show_parameter
 from engine.parallel.tensor.global_tensor.index_sets import Index
 from engine.parallel.tensor.global_tensor.redistribute import full
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
 from engine.parallel.tensor.tp_axis import Expected, TensorAxis
 from tests.parallel.tensor.global_tensor.rig import normal
@@ -23,7 +23,7 @@ linear: Callable[..., Any] = functional.linear
 
 def test_a_view_in_a_tree_is_its_part() -> None:
     def body(axis: TensorAxis) -> None:
-        views = GlobalTensorContext(axis)
+        views = global_context(axis)
         view = GlobalTensor(torch.ones(2, 6), (2, 12), (None, Index.even_blocks(12, 2)), views)
         leaves, spec = tree_flatten({"a": [view, 3]})
         assert type(leaves[0]) is Tensor and leaves[0] is view.local and leaves[1] == 3
@@ -44,7 +44,7 @@ def test_a_view_in_a_tree_is_its_part() -> None:
 
 def test_a_plain_tensor_enters_once_until_its_gradient_has_passed() -> None:
     def body(axis: TensorAxis) -> list[int]:
-        views = GlobalTensorContext(axis)
+        views = global_context(axis)
         index = Index.even_blocks(12, 2)
         w = show_parameter(nn.Parameter(torch.randn(6, 4)), (12, 4), (index, None), views)
         x = torch.randn(3, 4, requires_grad=True)
@@ -69,7 +69,7 @@ def test_a_plain_tensor_enters_once_until_its_gradient_has_passed() -> None:
 
 def test_nothing_is_kept_once_the_code_lets_go() -> None:
     def body(axis: TensorAxis) -> None:
-        views = GlobalTensorContext(axis, sequence=True)
+        views = global_context(axis, sequence=True)
         index = Index.even_blocks(8, 2)
         local = torch.randn(3, 4, 5, requires_grad=True)
         x = GlobalTensor(local * 1, (3, 8, 5), (None, index, None), views)
@@ -86,7 +86,7 @@ def test_nothing_is_kept_once_the_code_lets_go() -> None:
 
 def test_a_parameter_is_read_when_it_is_used() -> None:
     def body(axis: TensorAxis) -> None:
-        views = GlobalTensorContext(axis)
+        views = global_context(axis)
         parameter = nn.Parameter(torch.zeros(0))
         w = show_parameter(parameter, (12, 4), (Index.even_blocks(12, 2), None), views)
         x: Any = normal(3, 4).float()
@@ -101,7 +101,7 @@ def test_a_parameter_is_read_when_it_is_used() -> None:
 
 def test_a_parameter_that_plain_code_uses_too_is_summed_at_each_use() -> None:
     def body(axis: TensorAxis) -> tuple[Tensor, int]:
-        views = GlobalTensorContext(axis)
+        views = global_context(axis)
         weight = nn.Parameter(torch.arange(12.0).view(4, 3))
         views.equal.add(weight)
         x = GlobalTensor(torch.ones(2, 3), (4, 3), (Index.even_blocks(4, 2), None), views)
@@ -117,7 +117,7 @@ def test_a_parameter_that_plain_code_uses_too_is_summed_at_each_use() -> None:
 def test_a_dry_run_tells_all_collectives_and_makes_none() -> None:
     def body(axis: TensorAxis) -> list[Expected]:
         seen: list[Expected] = []
-        views = GlobalTensorContext(axis, sequence=True)
+        views = global_context(axis, sequence=True)
         axis.listener = seen.append
         index = Index.even_blocks(8, 2)
         with axis.dry_run():
@@ -144,7 +144,7 @@ def test_a_dry_run_tells_all_collectives_and_makes_none() -> None:
 
 def test_one_rank_alone() -> None:
     def body(axis: TensorAxis) -> None:
-        views = GlobalTensorContext(axis, sequence=True)
+        views = global_context(axis, sequence=True)
         x = GlobalTensor(torch.randn(2, 4, requires_grad=True), (2, 4), (None, None), views)
         out = torch.fft.fft(linear(torch.relu(x), torch.randn(3, 4))).real
         assert type(out) is Tensor
@@ -155,7 +155,7 @@ def test_one_rank_alone() -> None:
 
 def test_autocast_reaches_the_parts() -> None:
     def body(axis: TensorAxis) -> None:
-        views = GlobalTensorContext(axis)
+        views = global_context(axis)
         index = Index.even_blocks(12, 2)
         x = torch.randn(3, 4, requires_grad=True)
         w = show_parameter(nn.Parameter(torch.randn(6, 4)), (12, 4), (index, None), views)

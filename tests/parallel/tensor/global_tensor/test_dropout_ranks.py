@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import checkpoint
 
-from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.tensor.global_tensor.rig import index
 from tests.parallel.tensor.sharded import open_comm
@@ -31,7 +31,7 @@ class Drawn(NamedTuple):
 def draw(kind: str | None, function: str) -> Drawn:
     """Body of a rank."""
     comm = open_comm()
-    views = GlobalTensorContext(TensorAxis(comm))
+    views = global_context(TensorAxis(comm))
     sets = (None, None if kind is None else index(kind, 96, 2), None, None)
     size = 96 if sets[1] is None else sets[1].counts[views.axis.index]
     ones = GlobalTensor(torch.ones(2, size, 4, 4, requires_grad=True), (2, 96, 4, 4), sets, views)

@@ -10,9 +10,9 @@ from torch.nn import functional
 from torch.utils import checkpoint
 
 from engine.errors import EngineError
-from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import Index
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
 from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.tensor.global_tensor.rig import KINDS, Given, compare, normal, run
@@ -110,7 +110,7 @@ class Same(torch.autograd.Function):
 
 @pytest.mark.parametrize("function", [Doubled, Halved, Same])
 def test_an_autograd_function_is_refused_where_its_gradient_would_be_lost(function: Any) -> None:
-    message = rf"^autograd.Function {function.__name__} was given a tensor that is cut over tensor ranks"
+    message = rf"^autograd.Function {function.__name__} was given a tensor that is sharded over tensor ranks"
     with pytest.raises(EngineError, match=message):
         run(lambda x: function.apply(x), {"x": x()}, 2)
 
@@ -151,7 +151,7 @@ def test_backward_of_a_view_is_that_of_the_whole() -> None:
     def body(axis: TensorAxis) -> Tensor:
         leaf = torch.ones(2, 12, 12, dtype=torch.float64, requires_grad=True)
         index = Index.even_blocks(24, 2)
-        view = GlobalTensor(leaf * leaf, (2, 24, 12), (None, index, None), GlobalTensorContext(axis))
+        view = GlobalTensor(leaf * leaf, (2, 24, 12), (None, index, None), global_context(axis))
         torch.autograd.backward(view, weights, retain_graph=True)
         (view * 1).sum().backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None

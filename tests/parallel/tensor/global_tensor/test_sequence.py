@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.redistribute import full, scatter_stream
+from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
 from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.tensor.global_tensor.rig import Given, compare, normal
@@ -115,7 +115,7 @@ def test_positions_that_are_picked_out_of_the_stream() -> None:
 
 def test_a_layer_that_is_called_twice_sees_a_cut_stream_twice() -> None:
     def body(axis: TensorAxis) -> tuple[Tensor, Tensor]:
-        views = GlobalTensorContext(axis, sequence=True)
+        views = global_context(axis, sequence=True)
         x = normal(B, T, C).requires_grad_()
         weight = nn.Parameter(normal(C, C))
         stream = scatter_stream(views, x * 1)

@@ -155,22 +155,22 @@ def refusals() -> None:
         with pytest.raises(EngineError) as caught:
             write(logits)
         assert str(caught.value) == (
-            f"{name} was called on logits whose vocabulary is cut over the tensor ranks; they cannot be changed in "
-            "place or hooked: make a new tensor, or call engine.parallel.tensor.gather_logits on them first."
+            f"{name} was called on logits whose vocabulary is sharded over the tensor ranks, which are read-only and "
+            "take no hooks; make a new tensor, or call engine.parallel.tensor.gather_logits on them first."
         ), name
     with pytest.raises(EngineError):
         iadd(logits)
     with pytest.raises(EngineError) as caught:
         functional.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(0) + SIZE)
     assert str(caught.value) == (
-        f"a label is outside the vocabulary of {SIZE} rows; labels count from 0, and those to leave out are -100."
+        f"a label is outside the vocabulary of {SIZE} rows; labels count from 0, and -100 marks those to ignore."
     )
     loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     with pytest.raises(EngineError) as caught:
         torch.autograd.grad(loss, local, create_graph=True)
     assert str(caught.value) == (
-        "backward was called with create_graph = True; layers that are cut over tensor ranks have first derivatives "
-        "only: set parallel.tensor to 1."
+        "backward was called with create_graph = True, but layers that are sharded over tensor ranks have first "
+        "derivatives only; set parallel.tensor to 1."
     )
     comm.close()
 

@@ -10,11 +10,11 @@ from torch.nn import functional
 
 from engine.errors import EngineError
 from engine.kernels.dispatch import Kernels
+from engine.parallel.tensor.layers.planned_traffic import find_logit_use
 from engine.parallel.tensor.logits.logit_shard import Vocabulary
 from engine.parallel.tensor.logits.sharded_logits import ShardedLogits, gather_logits
 from engine.parallel.tensor.plan.ranges import cut_unevenly
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
-from engine.parallel.tensor.planned_traffic import find_logit_use
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.tracer import trace_model
@@ -271,11 +271,11 @@ def wrong(axis: TensorAxis) -> None:
         with pytest.raises(EngineError) as caught:
             use()
         assert str(caught.value) == (
-            "a label is outside the vocabulary of 11 rows; labels count from 0, and those to leave out are -100."
+            "a label is outside the vocabulary of 11 rows; labels count from 0, and -100 marks those to ignore."
         )
     with pytest.raises(EngineError) as caught:
         logits.gather(-1, labels[..., None])
-    assert str(caught.value) == "an index for gather is outside the vocabulary of 11 rows; they count from 0."
+    assert str(caught.value) == "an index of gather is outside the vocabulary of 11 rows; give indices from 0 to 10."
     with pytest.raises(EngineError, match="first derivatives only"):
         torch.autograd.grad(logits.logsumexp(-1).sum(), local, create_graph=True)
 
@@ -377,7 +377,7 @@ def test_the_plan_of_a_loss_is_what_it_sends(name: str, inside: bool) -> None:
     expected = sorted((call.op, call.label, call.bytes) for call in planned.sent)
     assert run_tensor_ranks(tp, run) == [expected] * tp
     assert [where.split(" at ")[0] for where in planned.gathers] == gathers
-    assert all("test_logit_losses.py:" in where for where in planned.gathers)
+    assert all("test_losses.py:" in where for where in planned.gathers)
 
 
 def _labels(size: int) -> Tensor:

@@ -265,12 +265,12 @@ def test_pieces_are_chosen_by_size_and_divide_the_rows() -> None:
 def test_what_cannot_be_cut_is_refused_before_anything_is_sent() -> None:
     def body(axis: TensorAxis) -> None:
         weight = torch.zeros(OUT, IN)
-        message = "4 rows of a tensor rank are to travel in 3 pieces, which does not divide them"
+        message = "the 4 rows of a tensor rank are to travel in 3 pieces, but 3 does not divide 4"
         with pytest.raises(EngineError, match=message):
             gather_multiply(torch.zeros(4, IN), weight, None, Pieced(axis, COLUMN_INPUTS, 3))
         with pytest.raises(EngineError, match=message):
             multiply_scatter(torch.zeros(4 * SIZE, IN), weight, Pieced(axis, ROW_OUTPUTS, 3))
-        with pytest.raises(EngineError, match=r"dim -2 of a tensor \[7, 6\] is to be cut into 2 equal parts"):
+        with pytest.raises(EngineError, match=r"dim -2 of a tensor of shape \[7, 6\] is to be sharded evenly"):
             multiply_scatter(torch.zeros(7, IN), weight, Pieced(axis, ROW_OUTPUTS))
         assert isinstance(axis, SimulatedAxis) and not axis.called
 

@@ -109,7 +109,7 @@ def test_a_plan_from_a_mapping_and_from_a_file(tmp_path: Path) -> None:
 def test_one_rank_cuts_nothing_but_still_reads_the_patterns() -> None:
     assert not find_tensor_plan(nano(), NANO, 1).layers
     assert not find_tensor_plan(Pair(), PAIR, 1).parameters
-    assert "names no module" in refusal(Pair(), PAIR | {"upp": "column"}, 1)
+    assert "matches no module" in refusal(Pair(), PAIR | {"upp": "column"}, 1)
 
 
 # sizes
@@ -132,12 +132,13 @@ def test_sizes_that_do_not_fit_list_those_that_do() -> None:
     assert refusal(few, {"*.up": "column", "*.down": "row", "rows": "vocabulary"}, 4) == (
         "tensor = 4 is more than the 3 vocabulary rows of rows; choose a size that fits the whole model: 1, 2, 3."
     )
-    assert refusal(Pair(), PAIR | {"": "replicate"}, 2).startswith("the pattern '' of parallel.tensor_plan names no")
+    assert refusal(Pair(), PAIR | {"": "replicate"}, 2).startswith("parallel.tensor_plan: '' matches no module")
 
 
 def test_heads_that_do_not_make_up_the_outputs() -> None:
     assert refusal(Pair(), {"up": "column head:5", "down": "row"}) == (
-        "up has 12 outputs, which are not 1 equal parts of whole heads of width 5; correct its style 'column head:5'."
+        "up has 12 outputs, but its style 'column head:5' needs 1 equal parts of whole heads of width 5; correct the "
+        "style."
     )
 
 
@@ -146,17 +147,19 @@ def test_heads_that_do_not_make_up_the_outputs() -> None:
 
 def test_a_pattern_that_names_nothing() -> None:
     assert refusal(models.decoder(), {"blocks.*.attention.querry": "column"}) == (
-        "the pattern 'blocks.*.attention.querry' of parallel.tensor_plan names no module and no parameter; near names "
-        "are blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.value."
+        "parallel.tensor_plan: 'blocks.*.attention.querry' matches no module and no parameter; similar names are "
+        "blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.query.bias; a pattern matches whole "
+        "names, and * stands for anything."
     )
     assert refusal(Pair(), {"zzz": "row"}) == (
-        "the pattern 'zzz' of parallel.tensor_plan names no module and no parameter; the model has up, down, norm."
+        "parallel.tensor_plan: 'zzz' matches no module and no parameter; the model has up, down, norm, up.weight, "
+        "up.bias, down.weight, down.bias, norm.weight; a pattern matches whole names, and * stands for anything."
     )
 
 
 def test_two_styles_for_one_module() -> None:
     assert refusal(Pair(), {"u*": "column", "*p": "row"}) == (
-        "up is given two styles, 'column' by 'u*' and 'row' by '*p'; a module has one: narrow one of the patterns."
+        "up is given two styles, 'column' by 'u*' and 'row' by '*p', but takes only one; narrow one of the patterns."
     )
 
 
@@ -176,8 +179,8 @@ def test_files_that_hold_no_plan(tmp_path: Path) -> None:
     for text, said in (
         (None, "cannot be read (No such file or directory); give a JSON file with"),
         ("{", "cannot be read (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); give"),
-        ('{"a": 3}', "holds no object of styles; write it as"),
-        ("[]", "holds no object of styles; write it as"),
+        ('{"a": 3}', "must hold a JSON object from name patterns to styles; write it as"),
+        ("[]", "must hold a JSON object from name patterns to styles; write it as"),
     ):
         path = tmp_path / "plan.json"
         if text is not None:
@@ -196,15 +199,15 @@ def test_styles_on_the_wrong_module() -> None:
         '"replicate".'
     )
     assert refusal(Pair(), {"up": "column"}) == (
-        "up is a column layer, but around it there is no row layer that sums what it gives; add one or give it "
-        '"replicate".'
+        "up is a column layer and needs a row layer that sums its outputs, but no module around it holds one; add one, "
+        'or give up "replicate".'
     )
-    assert "no column layer that cuts what it gets" in refusal(Pair(), {"down": "row"})
+    assert "needs a column layer that shards its inputs" in refusal(Pair(), {"down": "row"})
     assert refusal(Pair(), PAIR | {"norm": "divide:eps"}).startswith(
         "norm.eps is 1e-05, but divide, set, ratio and heads"
     )
     assert refusal(in_model(Pair()), {"*.up": "column", "*.down": "row", "block": "ratio:count=up/down"}) == (
-        "the style of block names block.down, which is no column layer of the plan; correct it."
+        "the style of block names block.down, but only column layers of the plan have local outputs; name one of them."
     )
 
 
@@ -212,12 +215,13 @@ def test_modules_that_pass_the_cut_by() -> None:
     model = Pair()
     model.up.forward = model.down.forward  # type: ignore[method-assign]
     assert refusal(model, PAIR) == (
-        "up has had its forward replaced on the object, which would pass the cut by; restore it."
+        "up has a forward of its own on the module object, which would bypass the sharded layer; restore the forward "
+        "of its class."
     )
     model = Pair()
     model.up.register_parameter("scale", nn.Parameter(torch.ones(1)))
     assert refusal(model, PAIR) == (
-        'up has the parameter scale besides weight and bias, and no rule to cut it; give it the style "replicate".'
+        'up has the parameter scale, but this style shards only weight and bias; give up the style "replicate".'
     )
     attention = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 8)})
     assert "lies in an nn.MultiheadAttention" in refusal(attention, {"a.out_proj": "row", "up": "column"})
@@ -227,11 +231,11 @@ def test_ties_must_be_cut_alike() -> None:
     model = Pair(8, 8)
     model.down.weight = model.up.weight
     assert refusal(model, PAIR) == (
-        "up.weight is shared by up and down, whose styles cut it in different ways; give them styles that agree, or "
-        '"replicate" to both.'
+        "up.weight is shared by up and down, whose styles shard it differently; give both the same sharding, or give "
+        'both "replicate".'
     )
     assert refusal(models.decoder(tied=True), {"tokens": "vocabulary"}) == (
-        "tokens.weight is cut, but head uses the same parameter and is not; give head the same style, or both "
+        "tokens.weight is sharded, but head uses the same parameter unsharded; give head the same style, or give both "
         '"replicate".'
     )
 
@@ -239,8 +243,8 @@ def test_ties_must_be_cut_alike() -> None:
 def test_embeddings_that_need_all_rows() -> None:
     model = nn.ModuleDict({"rows": nn.Embedding(9, 4, max_norm=1.0)})
     assert refusal(model, {"rows": "vocabulary"}) == (
-        "rows has max_norm = 1.0, which needs all rows of the vocabulary on one rank; build it without, or give it "
-        'the style "replicate" in parallel.tensor_plan.'
+        "rows has max_norm = 1.0, which needs all rows of the vocabulary on one rank; build it without max_norm, or "
+        'give it the style "replicate" in parallel.tensor_plan.'
     )
 
 
@@ -249,5 +253,5 @@ def test_a_norm_over_all_heads_is_not_partial() -> None:
     model.model.layers[0].self_attn.q_norm = nn.LayerNorm(32)  # type: ignore[union-attr, index]
     assert refusal(model, written_plan(model)) == (
         "model.layers.0.self_attn.q_norm.weight has the shape (32,), but partial is for norms over one head of width "
-        "8: a rank has not all heads; use tensor = 1 or replicate this attention."
+        "8, since a rank holds only some of the heads; use tensor = 1 or replicate this attention."
     )

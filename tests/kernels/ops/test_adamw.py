@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.dispatch import Kernels, Mode
-from engine.kernels.optim.adamw import AdamRun, DeviceDecision, adamw_, adamw_reference_
+from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_, adamw_reference_
 from engine.kernels.optim.stochastic_rounding import Lines, StochasticRounding
 from engine.kernels.optim.update_rules import AdamRule
 from engine.parallel.model.rng_streams import derive_seed

@@ -1,13 +1,13 @@
-"""Adam and AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019) on a flat run of weights, decided on the device.
+"""Adam and AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019) on flat runs of weights, decided on the device.
 
-    g = gradient factor                                    factor: one over the loss scale and weight, times clipping
+    g = gradient factor                                    factor: clipping over the loss scale and the weight
     g = g + wd w  (Adam)     or     w = w - lr wd w  (AdamW)
     m = m + (1 - beta1) (g - m)      v = v + (1 - beta2) (g^2 - v)
     w = w - lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
 
-All in fp32 (fp64 for fp64), rounded once at the end. Whether there is an update at all is a scalar on the device too,
-so that the host waits for nothing. With a master the narrow weights, a slice of the buffer that is gathered next, are
-written in the same pass; what a user has written into them since the last update goes into the master first.
+All arithmetic is in fp32 (fp64 for fp64), rounded once at the end. Whether the update happens at all is a scalar on the
+device, so that the host never waits. If the weights are masters, the same pass writes the narrow weights, a slice of
+the buffer that is gathered next; values that a user has written there since the last update reach the master first.
 """
 
 from dataclasses import dataclass
@@ -22,30 +22,30 @@ from engine.kernels.optim.update_rules import AdamRule
 
 @dataclass(frozen=True, slots=True)
 class DeviceDecision:
-    """What the device has decided about an update: two fp64 scalars on it."""
+    """Decision of the device about an update: two fp64 scalars in its memory."""
 
     factor: Tensor
-    """What gradients are multiplied with."""
+    """Factor that gradients are multiplied by."""
     go: Tensor
-    """0: nothing is updated."""
+    """0 skips the update; every other value makes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdamRun:
-    """A run of elements; all tensors contiguous, of one size."""
+    """Tensors of a run of elements: contiguous and of equal size."""
 
     weights: Tensor
-    """fp32 (fp64), or bf16 that is rounded stochastically."""
+    """Weights to update: fp32 (fp64), or bf16 with stochastic rounding."""
     gradient: Tensor
     first: Tensor
     second: Tensor
-    """Moments: in the dtype of the weights; of bf16 weights in fp32 or bf16."""
+    """Second moment. Both moments have the dtype of the weights; for bf16 weights they are fp32 or bf16."""
     narrow: Tensor | None = None
-    """Weights in the dtype of the computation, where ``weights`` are their master."""
+    """Weights in the dtype of the computation, if ``weights`` are their masters."""
 
 
 def fits_adamw_kernel(weights: Tensor, kernels: Kernels) -> bool:
-    """Whether a kernel is to update runs of these weights."""
+    """Return whether the Triton kernel updates runs of these weights."""
     fitting = weights.dtype in (torch.float32, torch.bfloat16) and kernels.replaces(weights.device)
     return fitting and weights.numel() > 0 and kernels.triton("adamw", weights, _width(weights))
 
@@ -58,9 +58,9 @@ def adamw_(
     kernels: Kernels,
     rounding: StochasticRounding | None = None,
 ) -> None:
-    """Update number ``step`` (from 1) in place, if the decision is to go; ``rounding``: of bf16 weights.
+    """Make update number ``step`` (from 1) in place, if the decision is to go; ``rounding`` applies to bf16 weights.
 
-    Optimizers are not differentiated and never compiled with a model, so this is no operator of torch.
+    Optimizers are neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
     """
     if not fits_adamw_kernel(run.weights, kernels):
         adamw_reference_(run, rule, step, decision, rounding)
@@ -74,7 +74,7 @@ def adamw_(
 def adamw_reference_(
     run: AdamRun, rule: AdamRule, step: int, decision: DeviceDecision, rounding: StochasticRounding | None = None
 ) -> None:
-    """The same in plain torch."""
+    """PyTorch reference of :func:`adamw_`."""
     wide = torch.promote_types(run.weights.dtype, torch.float32)
     (beta1, beta2), w = rule.betas, run.weights.to(wide)
     if run.narrow is not None:
@@ -97,5 +97,5 @@ def adamw_reference_(
 
 
 def _width(weights: Tensor) -> int:
-    """A power of two: runs of nearly one size are decided alike."""
+    """Return the size rounded down to a power of two, so that runs of nearly equal size share one dispatch choice."""
     return 1 << (weights.numel().bit_length() - 1)

@@ -1,6 +1,7 @@
-"""The sum of squares of flat tensors, in fp64: neither 1e30 nor 1e-30 is lost, and the same bits come twice.
+"""Sum of squares of flat tensors, in fp64: 1e30 does not overflow, 1e-30 does not underflow, and runs are bitwise
+equal.
 
-What is not counted, because another rank counts it, adds nothing unless it is not finite: then the sum is not a number.
+Parts that do not count, because another rank counts them, add 0; if such a part has a non-finite value, the sum is NaN.
 """
 
 from collections.abc import Sequence
@@ -11,13 +12,13 @@ from torch import Tensor
 from engine.kernels.dispatch import Kernels
 
 _PIECE = 1 << 20
-"""Elements that the reference sums at a time: torch widens all that it sums before it sums."""
+"""Elements that the reference sums at a time, because torch converts all of its input to fp64 before it sums."""
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tensor:
-    """One fp64 scalar on the device of the parts; (values, whether they count) each, flat and contiguous.
+    """Return one fp64 scalar on the device of ``parts``: pairs of (values, whether they count), flat and contiguous.
 
-    Never differentiated and never compiled with a model, so this is no operator of torch.
+    The sum is neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
     """
     ours = [_fits(values, kernels) for values, _ in parts]
     rest = [part for part, yes in zip(parts, ours, strict=True) if not yes]
@@ -32,7 +33,7 @@ def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tens
 
 
 def squared_norm_reference(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """The same in plain torch."""
+    """PyTorch reference of :func:`squared_norm`."""
     norms = [
         torch.linalg.vector_norm(piece, dtype=torch.float64) * (1.0 if counts else 0.0)
         for values, counts in parts

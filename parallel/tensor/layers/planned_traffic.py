@@ -1,13 +1,10 @@
-"""What the sharded layers of a model send, found from one run of the cut model on shapes.
+"""The bytes that a tensor plan makes a rank send, counted from runs of the model on shapes.
 
-While the pipeline's probe runs the model, it is cut to the shapes that a rank holds, over an axis that communicates
-nothing and tells what it would have sent; every collective of a backward is told in the forward that asks for it.
-Recomputation repeats the collectives of a forward as far as it goes.
-
-What becomes of the logits after the head, found by doing it again on shapes.
-
-The glue that touches logits runs once more on meta tensors, by the rules that the run itself follows, over an axis
-that notes what it is asked to send. So the budget and the run cannot differ in a rule.
+layers    the tracer runs the model with the shapes that one rank holds, over a dry axis that reports every
+          collective; collectives of backward are reported by the forward that causes them. Recomputation
+          repeats the collectives of a forward up to the last tensor that backward needs.
+logits    the glue operations after the head run once more on meta tensors, under the same rules as in training,
+          so that the traffic of the loss is counted by the code that causes it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,8 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from engine.errors import first_line
 from engine.parallel.comm.traffic import Op, Tally, Traffic, sent_bytes
 from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.model.user_code import call_user_code, is_own_mistake
 from engine.parallel.tensor.collectives import LOGITS
 from engine.parallel.tensor.layers.apply_plan import apply_shapes
 from engine.parallel.tensor.layers.parameter_use import OutsideReads
@@ -39,17 +39,17 @@ class Sent:
     """One collective of a forward and its backward."""
 
     module: str
-    """The innermost module that was running, or the last one that had run."""
+    """The innermost running module; outside all modules the one that ran last."""
     what: Expected
     repeated: bool = False
-    """Recomputation of its block makes it once more."""
+    """Whether recomputation of the module's block repeats it."""
 
 
 class TrafficRecorder:
-    """Runs a model as a plan cuts it, on shapes, and notes what it would send.
+    """Runs a model as a plan shards it, on shapes, and records what it would send.
 
-    ``recomputed``: modules whose activations are recomputed, by name. Recomputation stops when the last tensor
-    that backward needs is there, so a collective of a forward is repeated only if something after it saves one.
+    ``recomputed``: modules whose activations are recomputed, by name. Recomputation stops at the last tensor that
+    backward needs, so a collective is repeated only if a tensor is saved after it.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan, recomputed: Mapping[str, nn.Module], tp: int) -> None:
@@ -61,51 +61,51 @@ class TrafficRecorder:
         self._last = ""
         self._saved = 0
         self._pending: list[tuple[int, int]] = []
-        """(index of a collective, tensors saved until then) inside the running recomputed module."""
+        """(index of a collective, number of tensors saved before it) in the running recomputed module."""
         self._partial: set[int] = set()
 
     @property
     def sent(self) -> tuple[Sent, ...]:
-        """Of the last run, in its order."""
+        """The collectives of the last run, in order."""
         return tuple(self._sent)
 
     @property
     def read_outside(self) -> tuple[str, ...]:
-        """Cut parameters that code outside their modules reads."""
+        """Names of sharded parameters that code outside their modules reads."""
         return tuple(self._reads.names)
 
     @property
     def partial(self) -> frozenset[str]:
-        """Whole parameters that met cut activations: each rank has a part of their gradient."""
+        """Names of replicated parameters that met sharded activations, so that each rank has a partial gradient."""
         return frozenset(name for name, p in self._model.named_parameters() if id(p) in self._partial)
 
     @property
     def used_both_ways(self) -> frozenset[str]:
-        """Those that met whole activations too, in code that no style speaks of."""
+        """Names of replicated parameters that met sharded and full activations, in code that no style covers."""
         both = self._partial & self._reads.plain
         names = (name for name, p in self._model.named_parameters() if id(p) in both)
         return frozenset(names) - self._plan.partial
 
     @property
     def used_one_way(self) -> frozenset[str]:
-        """Those that met no whole activations."""
+        """Names of replicated parameters that met sharded activations only."""
         one = self._partial - self._reads.plain
         return frozenset(name for name, p in self._model.named_parameters() if id(p) in one)
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """Inside, the model has the shapes that a tensor rank holds."""
+        """Inside the context, the model has the shapes that a tensor rank holds."""
         patches = ForwardPatches()
-        views = apply_shapes(self._model, self._plan, self._axis, patches)
+        context = apply_shapes(self._model, self._plan, self._axis, patches)
         try:
             yield
         finally:
-            self._partial = {id(parameter) for parameter in views.partial}
+            self._partial = {id(parameter) for parameter in context.partial}
             patches.remove()
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Around one run of the model; an earlier one is forgotten."""
+        """A context around one run of the model; records of an earlier run are discarded."""
         self._sent.clear()
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
@@ -123,7 +123,7 @@ class TrafficRecorder:
                 self._running.clear()
 
     def _note(self, what: Expected) -> None:
-        if what.label == LOGITS:  # of shapes only: what becomes of logits is seen afterwards
+        if what.label == LOGITS:  # an artefact of the dry run; find_logit_use counts what happens to logits
             return
         if not what.backward:
             self._pending.append((len(self._sent), self._saved))
@@ -151,7 +151,7 @@ class TrafficRecorder:
 
 
 def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> dict[int, Tally]:
-    """What each call of the timeline makes a tensor rank send for one microbatch, forward and backward."""
+    """The traffic of a tensor rank for one microbatch, forward and backward, for each call of the timeline."""
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(timeline.calls):
         calls.setdefault(call.unit, []).append(index)
@@ -160,7 +160,7 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> di
         by_module.setdefault(item.module, []).append(item)
     tallies: dict[int, Tally] = {}
     for module, items in by_module.items():
-        places = next((calls[unit] for unit in calls if module == unit or module.startswith(f"{unit}.")), [0])
+        places = next((calls[unit] for unit in calls if is_inside(module, unit)), [0])
         for number, item in enumerate(items):
             tally = tallies.setdefault(places[number * len(places) // len(items)], Tally())
             for _ in range(1 + item.repeated):
@@ -170,15 +170,19 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> di
 
 @dataclass(frozen=True, slots=True)
 class LogitUse:
-    """What a tensor rank sends for the logits of one microbatch, and for whom they are whole."""
+    """The traffic of a tensor rank for the logits of one microbatch, and the functions that need the full logits."""
 
     sent: tuple[Expected, ...]
     gathers: tuple[str, ...]
-    """Function, file and line."""
+    """Function, file and line of each gather."""
+    unknown: tuple[str, ...] = ()
+    """Function, file and line of each operation that could not be replayed, with the reason: what its results send is
+    missing in ``sent``."""
 
 
 def loss_traffic(use: LogitUse, tp: int) -> Tally:
-    """What becomes of the logits after the head: a vocabulary-parallel loss, or a gather by whoever needs all."""
+    """The traffic of the logits after the head: a vocabulary-parallel loss, or a gather for functions that need them
+    all."""
     return Tally([_traffic(sent.label, sent.op, sent.bytes, tp) for sent in use.sent])
 
 
@@ -187,30 +191,33 @@ def _traffic(label: str, op: Op, payload: int, tp: int) -> Traffic:
 
 
 def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
-    """Replay the glue of ``timeline`` that reads what the heads of ``plan`` give."""
+    """Replay the glue of ``timeline`` that reads the outputs of the heads of ``plan``."""
     told: list[Expected] = []
     axis = DryAxis(tp, told.append)
     logits = {number: _wrap(timeline, number, size, axis) for number, size in _made_by_heads(plan, timeline)}
     gathers: list[str] = []
+    unknown: list[str] = []
     for glue in timeline.glue:
         leaves = tree_leaves(glue.arguments, is_leaf=_is_tensor)
         if logits.keys() & {leaf.source for leaf in leaves if isinstance(leaf, Sample)}:
             before = len(told)
-            _replay(glue, timeline, logits)
+            problem = _replay(glue, timeline, logits)
             if any(sent.op == "all_gather" and not sent.backward for sent in told[before:]):
                 gathers.append(f"{glue.name} at {glue.place}")
-    return LogitUse(tuple(told), tuple(dict.fromkeys(gathers)))
+            elif problem:
+                unknown.append(f"{glue.name} at {glue.place} ({problem})")
+    return LogitUse(tuple(told), tuple(dict.fromkeys(gathers)), tuple(dict.fromkeys(unknown)))
 
 
 def _made_by_heads(plan: TensorPlan, timeline: ModelTrace) -> Iterator[tuple[int, int]]:
-    """(value, rows of the vocabulary) of every output of a head, or of a unit that holds one and passes it on."""
+    """(value, vocabulary size) for each output of a head, or of a unit that holds a head and returns its logits."""
     kinds = {name: cut.kind for name, cut in plan.layers.items() if cut.kind in ("head", "embedding")}
-    tables = (plan.parameters.get(f"{name}.weight") for name in kinds)  # a tied one goes by its first name
+    tables = (plan.parameters.get(f"{name}.weight") for name in kinds)  # a tied table is listed by its first name
     sizes = {max(piece.stop for piece in table.ranges) for table in tables if table}
     heads = [name for name, kind in kinds.items() if kind == "head"]
     for call in timeline.calls:
-        inside = any(name.startswith(f"{call.unit}.") for name in heads)
-        for number in call.output.values() if inside or call.unit in heads else ():
+        has_head = any(is_inside(name, call.unit) for name in heads)
+        for number in call.output.values() if has_head else ():
             shape = timeline.values[number].shape
             if shape and (call.unit in heads or shape[-1] in sizes):
                 yield number, shape[-1]
@@ -223,24 +230,33 @@ def _wrap(timeline: ModelTrace, number: int, size: int, axis: TensorAxis) -> Sha
     return ShardedLogits.wrap(local, Vocabulary(axis, widths))
 
 
-def _replay(glue: Glue, timeline: ModelTrace, logits: dict[int, ShardedLogits]) -> None:
-    """Run one operation; what of its results is cut is added to ``logits``."""
+def _replay(glue: Glue, timeline: ModelTrace, logits: dict[int, ShardedLogits]) -> str:
+    """Run one glue operation; those of its results that are still sharded are added to ``logits``.
+
+    Returns:
+        Why it is not known which results are sharded, in one line; empty if it is known.
+    """
+    problem = ""
     outputs = [leaf.value if isinstance(leaf, FromValue) else None for leaf in glue.output.leaves]
     made = [timeline.values[number] for number in glue.makes]
     args, kwargs = tree_map(lambda leaf: _stand_in(leaf, logits), glue.arguments, is_leaf=_is_tensor)
     with torch.set_grad_enabled(any(value.grad for value in made)):
+        assert glue.function is not None
         try:
-            assert glue.function is not None
-            found = tree_flatten(glue.function(*args, **kwargs))[0]
-        except Exception:  # a shape that depends on content, or a function that meta tensors do not have
+            found = tree_flatten(call_user_code(glue.function, args, kwargs))[0]
+        except Exception as error:  # the shape depends on content, or the function has no meta implementation
+            if is_own_mistake(error):
+                raise
             source = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedLogits))
             keeps = glue.name == "__getitem__" and not source.gathered
+            problem = "" if keeps else first_line(error)
             found = [
                 _of_shape(source, timeline.values[number].shape) if keeps and number else None for number in outputs
             ]
     for number, result in zip(outputs, found, strict=False):
         if number is not None and isinstance(result, ShardedLogits):
             logits[number] = result.to(timeline.values[number].dtype)  # type: ignore[assignment]
+    return problem
 
 
 def _of_shape(source: ShardedLogits, shape: tuple[int, ...]) -> ShardedLogits:
@@ -250,7 +266,7 @@ def _of_shape(source: ShardedLogits, shape: tuple[int, ...]) -> ShardedLogits:
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Sample | FreeTensor)  # tuples, which are no structure here
+    return isinstance(leaf, Sample | FreeTensor)  # named tuples, which tree functions would otherwise open
 
 
 def _stand_in(leaf: Any, logits: dict[int, ShardedLogits]) -> Any:
