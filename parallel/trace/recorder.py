@@ -225,7 +225,7 @@ class Recorder(TorchFunctionMode):
             if storage._cdata not in weighed:
                 weighed.add(storage._cdata)
                 sizes.append(storage.nbytes())
-            return saved
+            return saved.detach()  # an output saved as it is would refer to its own node, and keep the graph
 
         with saved_tensors_hooks(pack, lambda saved: saved):
             yield

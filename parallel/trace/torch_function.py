@@ -227,19 +227,22 @@ def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]
     A function mode does not see ``apply``; its backward would be lost in a stage that starts inside it.
     """
     original = torch.autograd.Function.__dict__["apply"]
+    watcher = [show]  # modules that torch imports meanwhile keep this ``apply``: afterwards it must show, and keep, nothing
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         def function(*args: Any, **kwargs: Any) -> Any:
             return call_user_code(original.__get__(None, cls), args, kwargs)
 
         function.__name__ = f"apply:{cls.__name__}"
-        return show(function, args, kwargs)
+        return watcher[0](function, args, kwargs) if watcher else function(*args, **kwargs)
 
+    del show
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        watcher.clear()
 
 
 def checks_content(name: str) -> bool:

@@ -131,7 +131,7 @@ class TrafficRecorder:
 
     def _pack(self, saved: Tensor) -> Tensor:
         self._saved += 1
-        return saved
+        return saved.detach()  # an output saved as it is would refer to its own node, and keep the graph and the model
 
     def _enter(self, name: str, *_: object) -> None:
         self._running.append(name)
