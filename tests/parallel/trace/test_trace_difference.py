@@ -118,7 +118,7 @@ def test_another_dtype_or_result_is_shown() -> None:
     )
     assert trace_difference(
         trace_model(model, lambda: model(batch)), trace_model(model, lambda: (model(batch), 1))
-    ) == ("returns something else than before")
+    ) == ("returns other values than before")
 
 
 class Clamping(Own):
