@@ -4,8 +4,7 @@
     eng = engine.initialize(model, "config.json")
     report = eng.train_batch(batch)
 
-Names are imported when they are first used: configuration, planning and ``--help`` do not pay for
-importing torch.
+Names are imported on first use, so that the configuration and ``--help`` do not import torch.
 """
 
 from importlib import import_module

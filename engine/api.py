@@ -47,20 +47,20 @@ def initialize(
 ) -> Engine:
     """Put ``model`` on the grid that ``config`` describes.
 
-    Starts the process group (NCCL on GPUs, gloo otherwise) unless it runs; without torchrun, a run of one process.
+    Starts the process group (NCCL on GPUs, gloo otherwise) unless one exists; a run without torchrun has one process.
 
     Args:
         model: a module, or a callable that builds one; every rank passes the same weights.
         config: a dict, the path of a JSON file, or a :class:`Config`.
-        loss_fn: ``(output, batch) -> loss``, a 0-dim mean or (sum, weight); None: the model's output has it.
-        example_batch: one microbatch, or its shapes (meta tensors do). Tensor and pipeline parallelism look at it;
-            without it they wait for the first batch, and the plan is not known before.
+        loss_fn: ``(output, batch) -> loss``, a 0-dim mean or (sum, weight); None: the model's output contains the loss.
+        example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
+            the plan; without it the plan is made when the first batch arrives.
         optimizer: ``params -> torch.optim.Optimizer``, in place of the configured one.
         lr_scheduler: ``update -> factor`` or ``optimizer -> LRScheduler``.
 
     Raises:
-        ConfigError, GridError, PlanError: one sentence a problem, before any communication, except for
-            ranks that were given different models or configurations.
+        ConfigError, GridError, PlanError: one sentence per problem. They are raised before any communication, except
+            for ranks that were given different models or configurations.
     """
     world = read_world()
     resolved = load_config(config, world.size)
@@ -102,7 +102,7 @@ def _initialize(model: nn.Module, config: Config, request: Request, world: World
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """What a plan is made from once processes have met."""
+    """Input of a plan after the process group is open."""
 
     model: nn.Module
     config: Config
@@ -111,7 +111,7 @@ class _Joined:
     device: torch.device
 
     def plan(self, known: Plan | None, example: Batch, problem: Exception | None) -> Plan:
-        """The plan, made now unless it is known; ``problem``, or one that comes up, is raised on all ranks."""
+        """Return the known plan or make it now; ``problem``, or an error while planning, is raised on all ranks."""
         costs = Costs.from_bytes(self._measured(example, problem)) if needs_profiling(self.config) else None
         with all_or_none(self.comm, self.device):
             if problem is not None:

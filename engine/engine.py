@@ -1,4 +1,4 @@
-"""The engine: calls the parts in order, computes nothing itself.
+"""The engine: the user's interface to a run; it calls the parts in order and computes nothing itself.
 
 train_batch    complete the build (first batch) -> StepRunner.train -> report -> checkpoint if it is time
 """
@@ -41,8 +41,8 @@ BuildRuntime = Callable[[Batch, Exception | None], RankRuntime]
 class Engine:
     """A model on its grid. Made by :func:`engine.initialize`; a context manager that closes itself.
 
-    Where a plan needs to see a batch and none was given, the parts are built when the first one comes. An engine that
-    is dropped without ``close`` gives back the same when it is collected.
+    If a plan needs a batch and no example was given, the parts are built when the first batch arrives. An engine that
+    is dropped without ``close`` releases its resources when Python collects it.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Engine:
         resources.add(self._reports.close)
 
     def complete(self, example: Batch, problem: Exception | None = None) -> None:
-        """Build what is missing, for microbatches like ``example``. Collective; ``initialize`` calls it.
+        """Build the missing parts, for microbatches like ``example``. Collective; ``initialize`` calls it.
 
-        ``problem``: why this rank has no example. It is raised here, and all other ranks raise too.
+        ``problem``: the reason why this rank has no example. It is raised here, and all other ranks raise too.
         """
         if self._built is None:
             entries = state_entries(self._model)
@@ -79,14 +79,14 @@ class Engine:
     def _runtime(self) -> RankRuntime:
         if self._built is None:
             raise EngineError(
-                "the model is not cut before the first batch is seen; pass example_batch=... to engine.initialize, or "
-                "train a batch first."
+                "the plan needs a batch, and no batch has been given yet; pass example_batch=... to engine.initialize, "
+                "or train a batch first."
             )
         return self._built
 
     @property
     def plan(self) -> Plan:
-        """What every rank holds and sends."""
+        """The plan: what every rank holds, does and sends."""
         return self._runtime.plan
 
     @property
@@ -96,12 +96,12 @@ class Engine:
 
     @property
     def grid(self) -> Grid:
-        """This rank's place among all."""
+        """The grid, with this rank's position."""
         return self._grid
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters live."""
+        """The device of the parameters."""
         return self._device
 
     @property
@@ -116,26 +116,26 @@ class Engine:
 
     @property
     def step_count(self) -> int:
-        """Updates made; skipped steps do not count."""
+        """Number of updates; skipped steps do not count."""
         return self._update.made
 
     @property
     def skipped_steps(self) -> int:
-        """Steps whose gradient was not finite."""
+        """Number of steps that were skipped because the gradient was not finite."""
         return self._update.skipped
 
     @property
     def lr(self) -> float:
-        """Rate of the first group in the next update."""
+        """Learning rate of the first group in the next update."""
         return self._runtime.learning_rate.at(self._update.made)
 
     @property
     def sent(self) -> Tally:
-        """Everything this rank has sent so far, by axis and label."""
+        """Traffic of this rank so far, by axis and label."""
         return self._comm.tally.copy()
 
     def explain(self, module: str = "") -> str:
-        """What runs around a module of the model, from outside to inside, one line a patch: pipeline stage, gather,
+        """List the patches around a module of the model, outside to inside, one line per patch: pipeline stage, gather,
         recomputation, casts, sharding, kernel; modules around it first, then those in it.
 
         Args:
@@ -150,10 +150,10 @@ class Engine:
             hint = f"did you mean {near[0]!r}?" if near else "give a name of model.named_modules()."
             raise EngineError(f"explain({module!r}): the model has no module of that name; {hint}")
         lines = self._runtime.patches.explain(self._model, module)
-        return "\n".join(lines) or f"{module or 'the model'}: runs as it is, with nothing of the engine around it"
+        return "\n".join(lines) or f"{module or 'the model'}: runs as it is, without a patch of the engine"
 
     def timeline(self) -> StepTimeline:
-        """When each rank of this pipeline did what in the last ``train_batch``; collective over axis pp.
+        """The measured timeline of this pipeline's ranks in the last ``train_batch``; collective over axis pp.
 
         ``draw`` shows it beside what ``simulate(plan.schedule)`` of ``engine.parallel.pipeline`` predicts.
         """
@@ -176,14 +176,16 @@ class Engine:
         dp, a digest of the batch over the replica and six scalars over the world.
 
         Raises:
-            EngineError: a bad batch, or another than its replica's: all ranks raise, each its own error, and
-                nothing is updated. Without tensor and pipeline ranks and sharded parameters the same holds for whatever
-                else goes wrong. With them, a rank that fails in the middle raises at once and the job is over. Too many
-                skipped steps in a row (``watchdog.max_skipped_steps``): all ranks raise the same.
+            EngineError: the batch is bad, or differs from that of its replica: all ranks raise, each its own error, and
+                nothing is updated. Without tensor ranks, pipeline ranks and sharded parameters, the same holds for any
+                other failure; with them, a rank that fails during the schedule raises at once and the job ends. After
+                too many skipped steps in a row (``watchdog.max_skipped_steps``) all ranks raise the same error.
         """
         self._refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
-            raise EngineError("train_batch under torch.no_grad, where nothing is learned; call it outside.")
+            raise EngineError(
+                "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
+            )
         batch = self._completed(batch)
         return self._report(self._runner.train(batch))
 
@@ -197,7 +199,7 @@ class Engine:
     def eval_batch(
         self, batch: Batch | Iterator[Batch], return_output: bool = False
     ) -> StepReport | tuple[StepReport, Any]:
-        """Loss of a batch without a step, every module in eval mode, no random number drawn for keeps.
+        """Loss of a batch without a step, with every module in eval mode; the random state is restored.
 
         With ``return_output``: (report, model output of rank 0's share, None on other ranks).
         """
@@ -227,15 +229,17 @@ class Engine:
         last forward through the engine.
 
         Raises:
-            EngineError: more backwards than ``gradient_accumulation_steps``, or no scalar.
+            EngineError: more backwards than ``gradient_accumulation_steps``, or a loss that is not a scalar.
         """
         self._refuse_pipeline("backward(loss)")
         if self._built is None:
-            raise EngineError("backward(loss) before eng(batch): there is nothing to go back through; call it first.")
+            raise EngineError(
+                "backward(loss) before eng(batch): there is no forward to differentiate; call eng(batch) first."
+            )
         self._runner.backward(loss)
 
     def step(self) -> StepReport | None:
-        """Update after the last microbatch of a step; in between it does nothing and returns None.
+        """Update after the last microbatch of a step; after any other microbatch do nothing and return None.
 
         Raises:
             EngineError: no backward was called in this step.
@@ -253,7 +257,7 @@ class Engine:
         Other ranks get an empty dict. Masters are gathered bucket by bucket over dp, then row by row over tp and pp.
 
         Raises:
-            EngineError: inside ``full_parameters`` with sharded parameters, which takes in what is written at its end.
+            EngineError: inside ``full_parameters`` with sharded parameters, whose changes take effect at its end.
         """
         if self._runtime.gatherer is not None:
             self._runtime.gatherer.refuse_opened("full_state_dict")
@@ -261,11 +265,12 @@ class Engine:
 
     @contextmanager
     def full_parameters(self, pattern: str = "*") -> Iterator[dict[str, nn.Parameter]]:
-        """Inside, the parameters whose names match are whole over dp, to be read and written in place.
+        """Inside, the parameters whose names match are full over dp, and may be read and written in place.
 
-        Gives those of this rank's stage by name; tensor ranks have their part of each. Without sharded parameters
-        (ZeRO 0-2) they always are. Collective, all ranks alike: with ZeRO 3 one batch of gathers over dp, label
-        "parameters", and at the end comparisons of what the ranks have written, 8 bytes a bucket and parameter.
+        Yields the parameters of this rank's stages by name; tensor ranks have their shard of each. Without sharded
+        parameters (ZeRO 0-2) they are always full. Collective, with the same pattern on all ranks: ZeRO 3 makes one
+        batch of gathers over dp, label "parameters", and at the end compares what the ranks have written, 8 bytes per
+        bucket and parameter.
 
         Raises:
             EngineError: inside a forward; no parameter matches; data ranks have written different values.
@@ -282,18 +287,18 @@ class Engine:
             yield parameters
 
     def register_for_checkpointing(self, **things: Any) -> None:
-        """Save and load these too, such as ``data=sampler``: ``state_dict`` is JSON and the same on every rank."""
+        """Save and load other objects too, such as ``data=sampler``; its ``state_dict`` is JSON, equal on all ranks."""
         self._checkpoints.register(things)
 
     def save_checkpoint(self, folder: Path_ | None = None, client_state: Any = None) -> PendingSave:
         """Begin a checkpoint ``folder/step-N``; returns once this rank's share is copied. Collective.
 
-        It appears when all ranks have written and every tensor is there, or not at all; ``wait()`` on the result
-        blocks until then and raises if it failed, which is logged in any case. Weights travel over a host group.
+        It appears once all ranks have written and every tensor is complete, or not at all; ``wait()`` on the result
+        blocks until then and raises if the save failed, which is also logged. Weights are sent over a host group.
 
         Args:
-            folder: of the run; None: ``checkpoint.folder``, where the newest ``checkpoint.keep`` stay.
-            client_state: any JSON, rank 0's is kept; ``load_checkpoint`` returns it.
+            folder: folder of the run; None: ``checkpoint.folder``, which keeps the newest ``checkpoint.keep``.
+            client_state: any JSON value; that of rank 0 is saved, and ``load_checkpoint`` returns it.
         """
         self._refuse_unfinished("save_checkpoint")
         return self._checkpoints.save(folder, client_state if client_state is not None else {})
@@ -301,35 +306,37 @@ class Engine:
     def load_checkpoint(
         self, folder: Path_ | None = None, *, load_module_only: bool = False, load_optimizer_states: bool = True
     ) -> Any:
-        """Go on from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
+        """Continue from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
-        Returns its client state, or None if there is no checkpoint. Every block that is read is checked. Load the
-        module only: weights and buffers; without optimizer states, the optimizer starts fresh and the rest goes on.
+        Returns its client state, or None if there is no checkpoint. Every block that is read is checked. With
+        ``load_module_only``, only weights and buffers are loaded; without ``load_optimizer_states``, everything else is
+        loaded and the optimizer starts fresh.
 
         Raises:
-            CheckpointError: damage: file, tensor, the last good one; another model: the first difference. On all ranks.
+            CheckpointError: the checkpoint is damaged (names file, tensor and the last good checkpoint), or belongs to
+                another model (names the first difference). Raised on all ranks.
         """
         self._refuse_unfinished("load_checkpoint")
         return self._checkpoints.load(folder, load_module_only, load_optimizer_states, self._update)
 
     def save_pretrained(self, folder: Path_) -> None:
-        """Write weights (as computed with) and configuration for ``transformers``' ``from_pretrained``. Collective."""
+        """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective."""
         self._refuse_unfinished("save_pretrained")
         self._checkpoints.save_pretrained(folder)
 
     def close(self) -> None:
-        """Wait for the checkpoint under way, take every patch off the model, close logs and groups. The engine is over.
+        """End the engine: wait for a pending checkpoint, remove every patch from the model, close logs and groups.
 
         Classes, attributes and hooks of the model's modules are then what they were before ``initialize``; parameters
         keep what this rank holds: shards where they are sharded, placeholders for what other stages hold.
-        Groups are destroyed on this rank, whenever others do it. The process group itself lives until the interpreter
-        exits: other engines may use it.
+        Groups are destroyed on this rank, independently of other ranks. The process group itself lives until the
+        interpreter exits: other engines may use it.
 
-        An engine that is dropped instead is closed when Python collects it, except that nobody waits for the checkpoint
-        under way: it is written to its end in its thread.
+        An engine that is dropped instead is closed when Python collects it, except that nothing waits for a pending
+        checkpoint, whose thread finishes writing it.
         """
         try:
-            self._checkpoints.close()  # raises where a save has failed and that stops the run
+            self._checkpoints.close()  # raises if a failed save stops the run
         finally:
             self._resources.close()
 
@@ -353,7 +360,7 @@ class Engine:
             self._runner.refuse_unfinished(call)
 
     def _completed(self, batch: Batch | Iterator[Batch]) -> Batch | Iterator[Batch]:
-        """``batch``; the first one completes the build, and gives its microbatches again."""
+        """``batch`` itself; the first batch completes the build and is returned as an iterator of its microbatches."""
         if self._built is not None:
             return batch
         seen, problem = take_batch(batch, self._config, self._comm, self._device)

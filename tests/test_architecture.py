@@ -14,8 +14,8 @@ from tests.structure import LAYERS, ROOT, Structure, cycles
 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
-        "errors", "config", "optim", "precision", "program", "planning", "step", "checkpoint", "reporting", "build",
-        "data", "models", "engine", "api", "verify",
+        "errors", "resources", "config", "optim", "precision", "program", "planning", "step", "checkpoint", "reporting",
+        "build", "data", "models", "engine", "api", "verify",
     ),
     "engine.checkpoint": (
         "format", "contents", "full_state", "preemption", "huggingface", "load", "run_state", "resume", "rank_report",
@@ -62,12 +62,28 @@ CRUMBS = {
     "engine.kernels.gpu.squared_norm": "a GPU kernel, imported only where Triton runs it",
     "engine.kernels.ops.squared_norm": "a public operator",
     "engine.launch.train_options": "answers --help without torch",
+    "engine.parallel.tensor.global_tensor.fallback": "what happens to every function that the table of rules lacks",
     "engine.parallel.pipeline.report.measured": "the report of a run; its importer is the engine itself",
 }
 """Files of fewer than 60 lines with one importer, and why they do not live in it."""
 OPERATORS_WITH_KERNELS = {"squared_norm"}
 """Names that stand twice: a public operator and the launch of its GPU kernel."""
 FILES_IN_A_FOLDER = 12
+
+# (file, function) -> who hears of any exception that this function neither raises nor keeps for a later raise.
+BROAD_HANDLERS = {
+    ("engine/checkpoint/save.py", "_on_first"): "every rank is sent the sentence, and raises it",
+    ("engine/checkpoint/save.py", "_report"): "rank 0 is sent the sentence, and every rank raises it",
+    ("engine/planning/analysis.py", "_order_of_calls"): "a note of the plan",
+    ("engine/planning/profile_calls.py", "run"): "a note of the plan",
+    ("engine/planning/tensor_plan_proof.py", "_prove_unit"): "a note of the plan",
+    ("engine/planning/tensor_plan_search.py", "_material_of_shorter"): "a note of the plan",
+    ("engine/planning/tensor_plan_search.py", "take"): "a reason in the table of the tensor plan",
+    ("parallel/comm/agreement.py", "raise_together"): "every rank raises the sentence that it makes of it",
+    ("parallel/kernel_injection/equivalence.py", "agrees"): "nobody: a trial asks whether a module can be replaced",
+    ("parallel/tensor/auto/equivalence.py", "_prove"): "the verdict, which is a reason in the table, or a PlanError",
+    ("parallel/tensor/layers/planned_traffic.py", "_replay"): "a note of the plan",
+}
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +203,69 @@ def too_large(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Itera
     count = len([name for name in given if name not in ("self", "cls")])
     if count > 6 and key not in MANY_PARAMETERS and name_of(path) not in DATA_OF_OPTIMIZERS:
         yield f"{key} has {count} parameters, the ceiling is 6"
+
+
+def test_no_exception_is_swallowed_in_silence() -> None:
+    """What catches any exception raises, keeps it for a later raise, or is listed with whoever hears of it."""
+    silent = set()
+    for path in product_files():
+        tree, name = ast.parse(path.read_text(encoding="utf-8")), name_of(path)
+        silent |= {
+            (name, function) for function, handler in handlers(tree) if is_broad(handler) and not is_heard(handler)
+        }
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        quiet = [call for call in calls if ast.unparse(call.func).endswith("suppress")]
+        kinds = {ast.unparse(kind) for call in quiet for kind in call.args}
+        assert not kinds & {"Exception", "BaseException"}, name
+    assert silent == set(BROAD_HANDLERS)
+
+
+def handlers(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.ExceptHandler]]:
+    """Each handler, with the innermost function around it."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ExceptHandler):
+            yield function, node
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        yield from handlers(node, node.name if inside else function)  # type: ignore[attr-defined]
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    """Whether it catches any exception."""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in kinds)
+
+
+def is_heard(handler: ast.ExceptHandler) -> bool:
+    """Whether it ends by a raise, or gives the exception itself a name that outlives it."""
+    last, kept = handler.body[-1], list[ast.expr | None]()
+    for node in handler.body:
+        if isinstance(node, ast.Assign | ast.Return):
+            kept += node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+    return isinstance(last, ast.Raise) or any(isinstance(e, ast.Name) and e.id == handler.name for e in kept)
+
+
+@pytest.mark.parametrize(
+    ("body", "silent"),
+    [
+        ("pass", True),
+        ("print(error)", True),
+        ("if error.args: raise", True),
+        ("problem = str(error)", True),
+        ("problem = error", False),
+        ("made, self.problem = None, error", False),
+        ("return error", False),
+        ("tidy(); raise", False),
+        ("raise ValueError() from error", False),
+    ],
+)
+def test_what_counts_as_swallowed(body: str, silent: bool) -> None:
+    for kind in ("Exception", "BaseException", "(OSError, Exception)"):
+        tree = ast.parse(f"def work():\n try: pass\n except {kind} as error:\n  {body}")
+        ((name, handler),) = handlers(tree)
+        assert name == "work" and is_broad(handler) and is_heard(handler) is not silent
+    ((_, bare),) = handlers(ast.parse("try: pass\nexcept: pass"))
+    ((_, narrow),) = handlers(ast.parse("try: pass\nexcept OSError: pass"))
+    assert is_broad(bare) and not is_broad(narrow)
 
 
 def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -24,7 +24,7 @@ from engine.kernels.ops.squared_norm import squared_norm as sum_of_squares
 from engine.zero.layout import Bucket, FlatLayout, Slot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlatBucket:
     """Tensors of one bucket on this rank."""
 
@@ -75,7 +75,7 @@ class FlatBucket:
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:
-    """The part of a bucket's [elements] that belongs to one parameter, in its shape."""
+    """Return the part of a bucket's [elements] that belongs to one parameter, in the parameter's shape."""
     return flat[slot.start : slot.stop].view(slot.shape)
 
 
@@ -148,7 +148,19 @@ def _reserve(
     grads = zeros(held if trainable else slice(0, 0), wide)
     master = zeros(owned, wide) if wide != dtype else None
     members = tuple(parameters[slot.name] for slot in bucket.slots)
-    return FlatBucket(bucket, params, kept, grads, held, owned, shard, master, members, views, who.sharded_parameters)
+    return FlatBucket(
+        bucket=bucket,
+        params=params,
+        kept=kept,
+        grads=grads,
+        held=held,
+        owned=owned,
+        shard=shard,
+        master=master,
+        parameters=members,
+        views=views,
+        sharded=who.sharded_parameters,
+    )
 
 
 def gradient_squared_norm(buckets: Sequence[FlatBucket], kernels: Kernels) -> Tensor:

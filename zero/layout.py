@@ -94,7 +94,7 @@ class Segment:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
     """One contiguous piece of the layout; one collective moves it."""
 
@@ -225,7 +225,16 @@ def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
     kind, elements = members[0], _aligned(max(end, 1), ALIGNMENT * ranks)
     gathers = tuple(sorted({turn for item in members for turn in item.gathers}))
     stages = tuple(sorted({stage for item in members for stage in item.stages}))
-    return Bucket(index, kind.dtype, tuple(slots), elements, kind.ties, kind.partial, gathers, stages)
+    return Bucket(
+        index=index,
+        dtype=kind.dtype,
+        slots=tuple(slots),
+        elements=elements,
+        ties=kind.ties,
+        partial=kind.partial,
+        gathers=gathers,
+        stages=stages,
+    )
 
 
 def _elements(items: Iterable[Item]) -> int:

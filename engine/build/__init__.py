@@ -1,1 +1,1 @@
-"""From a plan to live parts on this rank."""
+"""Build: validate a request, change the model as planned, and assemble the :class:`RankRuntime` of this rank."""

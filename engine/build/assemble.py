@@ -1,4 +1,4 @@
-"""From a plan to live parts on this rank: the one place that knows all parts."""
+"""Assembles the runtime of this rank from a plan; the only module that knows all parts."""
 
 import hashlib
 import json
@@ -65,7 +65,7 @@ def plan_run(model: nn.Module, config: Config, request: Request, example: Batch,
 
 
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
-    """What the calls of this run cost on ``device``; see :func:`engine.planning.profile_calls.profile_run`."""
+    """The costs of this run's calls on ``device``; see :func:`engine.planning.profile_calls.profile_run`."""
     program = Program(model, request.loss_fn, make_precision(config, model), torch.device("cpu"))
     return profile_run(program, example, config, stages_wanted(config), device)
 
@@ -73,7 +73,7 @@ def measure_model(model: nn.Module, config: Config, request: Request, example: B
 def build(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Check that all ranks were given the same, then place parameters, patches and optimizer."""
+    """Check that all ranks were given equal input, then place parameters, install patches and make the optimizer."""
     check_equal(model, plan, comm, device)
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
     axis = _connect(plan, comm, kernels, device)
@@ -124,9 +124,9 @@ def build(
 
 @torch.no_grad()
 def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Refuse ranks that were given different configurations, models or weights, or plan differently.
+    """Refuse ranks that were given different configurations, models or weights, or that made different plans.
 
-    One all-gather of four hashes; only when the weights differ a second one finds the first parameter.
+    One all-gather of four hashes; only if the weights differ, a second one finds the first parameter.
     """
     config = plan.config
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -139,7 +139,9 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
     hashes = [_hash(text) for text in texts]
     gathered = gather_from_all(torch.stack(hashes), comm, device)
     if others := _differing(gathered, 0):
-        raise ConfigError(f"rank 0 and rank {others[0]} were given different configurations; pass the same to all.")
+        raise ConfigError(
+            f"rank 0 and rank {others[0]} were given different configurations; pass the same one on every rank."
+        )
     if others := _differing(gathered, 1):
         raise PlanError(
             f"rank 0 and rank {others[0]} were given different models (names, shapes, dtypes or requires_grad); build "
@@ -147,8 +149,8 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
         )
     if others := _differing(gathered, 3):
         raise PlanError(
-            f"rank 0 and rank {others[0]} would cut the model at different places, because their first batches differ; "
-            "pass the same example_batch to engine.initialize on every rank."
+            f"rank 0 and rank {others[0]} would partition or shard the model differently, because their first batches "
+            "differ; pass the same example_batch to engine.initialize on every rank."
         )
     if _differing(gathered, 2):
         table = gather_from_all(sums, comm, device)
@@ -170,7 +172,7 @@ def _hash(data: bytes) -> Tensor:
 
 
 def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> TensorAxis:
-    """Open what the plan communicates over, and agree on the kernels that sharded layers use. Collective."""
+    """Open the groups and links of the plan, and agree on the kernels that sharded layers use. Collective."""
     for stages in plan.tie_owners:
         comm.connect(stages)
     comm.link(plan.links)
@@ -213,7 +215,7 @@ def _reducer(model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBuc
 def _gatherer(
     model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], patches: ForwardPatches
 ) -> ParameterGatherer | None:
-    """What gathers sharded parameters (ZeRO 3), put on the modules that read them; None where they are whole."""
+    """The gatherer of sharded parameters (ZeRO 3), with hooks on the modules that read them; None below ZeRO 3."""
     gathers = plan.gathers(comm.grid.coord())
     if gathers is None or plan.gather_groups is None:
         return None

@@ -1,6 +1,7 @@
-"""What takes the place of forwards of the user's model before it is planned: operators of ours, and compiled blocks.
+"""Changes of the model's forwards: the engine's operators, fused activations, lazy heads, compiled blocks.
 
-Both are there before anything looks at the model, so that a plan sees what a run does. ``remove`` undoes them.
+``change_forwards`` runs before the model is traced, so that the plan sees the forwards of the run; the other functions
+run after the model is placed. ``ForwardPatches.remove`` undoes all of them.
 """
 
 from collections.abc import Iterable
@@ -29,29 +30,29 @@ from engine.planning.budgets import shards_parameters
 
 @dataclass(frozen=True, slots=True)
 class ForwardChanges:
-    """What was put on the forwards of a model before it was planned."""
+    """Changes of a model's forwards that were made before planning."""
 
     kernels: Kernels = REFERENCE
     replacements: tuple[Replacement, ...] = ()
     heads: tuple[str, ...] = ()
-    """Layers whose logits stay uncomputed until the loss reads them."""
+    """Names of heads whose logits are lazy: computed when the loss reads them."""
 
 
 def _check_kernels(config: Config, device: torch.device) -> None:
     if config.kernels == "triton" and not runs_triton(device):
         raise ConfigError(
-            f"kernels 'triton' on {device.type}: Triton and a GPU are needed to run them; pip install triton where "
-            "there is a GPU, or set kernels to 'auto', which takes them where it can."
+            f"kernels 'triton' on {device.type}: Triton kernels need a GPU and the package triton; pip install triton "
+            "on a machine with a GPU, or set kernels to 'auto', which uses Triton only where it runs."
         )
 
 
 def change_forwards(model: nn.Module, config: Config, device: torch.device, patches: ForwardPatches) -> ForwardChanges:
-    """Put operators on the modules that compute the same, and compile blocks, as the configuration says.
+    """Patch modules with equivalent operators of the engine, and compile blocks, as the configuration says.
 
-    Nothing is communicated; all ranks do the same.
+    Nothing is communicated; all ranks make the same changes.
 
     Raises:
-        ConfigError: kernels "triton" where they cannot run; nothing to compile.
+        ConfigError: kernels "triton" on a device that cannot run them; ``compile`` for a model without blocks.
     """
     _check_kernels(config, device)
     kernels = Kernels(config.kernels)
@@ -60,7 +61,7 @@ def change_forwards(model: nn.Module, config: Config, device: torch.device, patc
     for _, put_on in found:
         put_on(patches)
     replacements = tuple(replacement for replacement, _ in found)
-    # at ZeRO 3 the weights have gone when the loss is computed
+    # at ZeRO 3 the weight of a head is freed before the loss is computed
     heads = tuple(find_heads(model)) if replaces and not shards_parameters(config) else ()
     late = tuple(Replacement(name, "loss", "logits in chunks of tokens, never all") for name in heads)
     if config.compile:
@@ -69,13 +70,12 @@ def change_forwards(model: nn.Module, config: Config, device: torch.device, patc
 
 
 def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None:
-    """Let all ranks choose by the GPU of rank 0: ranks of one step must not differ in what they run, and some of it
-    decides what is sent.
+    """Let all ranks choose kernels by the GPU of rank 0.
 
-    Collective where "auto" chooses on GPUs.
+    All ranks must run the same kernels, because some kernels decide what is sent. Collective for "auto" on GPUs.
 
     Raises:
-        ConfigError: rank 0 has Triton and this rank has not; on all ranks.
+        ConfigError: rank 0 can run Triton and another rank cannot; raised on all ranks.
     """
     if kernels.mode != "auto" or device.type != "cuda":
         return
@@ -83,14 +83,14 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
     with all_or_none(comm, device):
         if card and not runs_triton(device):
             raise ConfigError(
-                "kernels 'auto': rank 0 has Triton and this rank has not; install the same on every node, or set "
-                "kernels to 'reference'."
+                "kernels 'auto': rank 0 can run Triton, but this rank cannot; install the same packages on every node, "
+                "or set kernels to 'reference'."
             )
     kernels.card = card
 
 
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
-    """One kernel for linear layers and the activation after them, where the layer is whole or cut by columns."""
+    """Run a linear layer and its activation in one kernel, if the layer is full or sharded by columns."""
     for found in changes.replacements:
         layer = model.get_submodule(found.module)
         if found.activation != "none" and (isinstance(layer, ColumnLayer) or not is_cut(layer)):
@@ -98,7 +98,7 @@ def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: Forward
 
 
 def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, patches: ForwardPatches) -> None:
-    """Leave the logits of ``heads`` uncomputed until their loss, where the head is here, and whole or cut as a head."""
+    """Make the logits of ``heads`` lazy, for heads on this rank that are full or sharded by vocabulary."""
     modules = [module for module in map(model.get_submodule, heads) if isinstance(module, nn.Linear)]
     for module in modules:
         if not is_expanded(module.weight) and (axis.size == 1 or isinstance(module, HeadLayer)):
@@ -106,7 +106,7 @@ def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, pa
 
 
 def leave_out_of_compilation(model: nn.Module, names: Iterable[str], patches: ForwardPatches) -> None:
-    """Let torch.compile pass over these modules: layers that communicate, which is nothing that could be compiled."""
+    """Exclude these modules from torch.compile: they communicate, which cannot be compiled."""
     for module in map(model.get_submodule, names):
         forward = vars(module).get("forward")
         own = forward.__func__ if isinstance(forward, MethodType) else type(module).forward
@@ -115,7 +115,7 @@ def leave_out_of_compilation(model: nn.Module, names: Iterable[str], patches: Fo
 
 
 def _compile(model: nn.Module, patches: ForwardPatches) -> None:
-    """Compile every block that its owner has not compiled."""
+    """Compile every block that the user has not compiled."""
     units = find_units(model)
     blocks = [units.modules[name] for name in units.blocks]
     if not blocks:

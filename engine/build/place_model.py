@@ -1,4 +1,4 @@
-"""The user's module is cut to what this rank holds, and its parameters move into flat buckets."""
+"""Places the user's module on this rank: shards it, and moves its parameters into flat buckets."""
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ from engine.zero.flat_buckets import FlatBucket, Ownership, fill, reserve
 
 
 def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
-    """The user's module, built under the configured seed when a callable is given.
+    """The user's module; a callable is called under the configured seed.
 
     Raises:
-        PlanError: neither a module nor a callable that returns one.
+        PlanError: ``source`` is neither a module nor a callable that returns one.
     """
     model: object = source
     if not isinstance(source, nn.Module):
@@ -38,7 +38,7 @@ def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Modul
 def place_model(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, patches: ForwardPatches
 ) -> tuple[FlatBucket, ...]:
-    """Cut the model to what this rank holds, and move that into flat buckets: trained ones, then frozen ones."""
+    """Reduce the model to this rank's shards and stages, in flat buckets: trained buckets first, then frozen ones."""
     coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
     rows = {row.name: row for row in plan.table.held_by(coord.pp)}
     cuts = plan.tensor.parameters if plan.tensor else {}

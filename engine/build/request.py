@@ -1,4 +1,4 @@
-"""What the user gave ``initialize`` beside the model and the configuration."""
+"""Arguments of ``initialize`` beside the model and the configuration."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,13 +17,13 @@ ModelSource = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for, beside the model and the configuration."""
+    """Arguments of ``initialize``, and the changes already made to the model."""
 
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerArgument | None = None
     example_batch: Batch = None
     changes: ForwardChanges = field(default_factory=ForwardChanges)
-    """What was put on the model's forwards before it was planned."""
+    """Changes of the model's forwards that were made before planning."""
     patches: ForwardPatches = field(default_factory=ForwardPatches)
-    """Owns everything that is put on the model."""
+    """Owns every patch of the model."""

@@ -1,4 +1,4 @@
-"""What can be refused before anything is communicated."""
+"""Validation of a request before any communication."""
 
 from functools import partial
 from typing import Any
@@ -18,13 +18,13 @@ from engine.reporting.sinks import check_sinks
 
 
 def prepare(model: nn.Module, config: Config, request: Request) -> None:
-    """Refuse what can be refused without seeing a batch and without communication."""
+    """Refuse what is wrong without a batch and without communication; switch off the model's key-value cache."""
     _refuse_unbuilt(config)
     zero = config.zero_optimization
     if zero.reduce == "microbatch" and zero.stage < 2:
         raise ConfigError(
-            f"zero_optimization.reduce 'microbatch' with stage {zero.stage}: it keeps gradients as shards, which is "
-            "stage 2; set stage to 2, or reduce to 'step'."
+            f"zero_optimization.reduce 'microbatch' with stage {zero.stage}: only stages 2 and 3 keep gradients as "
+            "shards; set stage to 2, or reduce to 'step'."
         )
     if (zero.gather == "step" or zero.keep_gathered_bytes) and zero.stage < 3:
         what = "gather 'step'" if zero.gather == "step" else "keep_gathered_bytes"
@@ -34,37 +34,39 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
         )
     if config.parallel.sequence_parallel_regather and not config.parallel.sequence_parallel:
         raise ConfigError(
-            "parallel.sequence_parallel_regather true without sequence_parallel: nothing is gathered; set "
-            "sequence_parallel too, or leave it out."
+            "parallel.sequence_parallel_regather true without sequence_parallel: only sequence parallelism "
+            "gathers again; set sequence_parallel too, or leave it out."
         )
     _check_master(config.bf16, request)
     find_operators(config.activation_checkpointing)
     recomputed_blocks(model, config.activation_checkpointing)
     check_sinks(config.monitor)
     if config.optimizer is None and request.optimizer is None:
-        raise ConfigError("optimizer: null, and none was given in code; name one, or pass optimizer=... in code.")
+        raise ConfigError(
+            "optimizer: null, and no optimizer was passed to initialize; name one in the config, or pass optimizer=...."
+        )
     _refuse_shared_memory(model)
     _check_example(request.example_batch)
     if needs_example(config) and request.example_batch is None:
-        check_settings(model, config)  # the plan, which would say it, is made when the first batch comes
+        check_settings(model, config)  # the plan, which would find the mistake, waits for the first batch
     _switch_cache_off(model, request.patches)
 
 
 def _check_master(bf16: Bf16Config, request: Request) -> None:
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
         raise ConfigError(
-            "bf16.bf16_optimizer_states true with an fp32 master: the master is the larger part; set "
+            "bf16.bf16_optimizer_states true with an fp32 master, which is the larger part of the state; set "
             "bf16.bf16_master_weights_and_grads too, or leave it out."
         )
     if bf16.enabled and bf16.bf16_master_weights_and_grads and request.optimizer is not None:
         raise ConfigError(
-            "bf16.bf16_master_weights_and_grads true with an optimizer given in code: it would round every update to "
-            "nearest and lose the small ones; name AdamW, Adam, SGD or Lion in the config, or leave it out."
+            "bf16.bf16_master_weights_and_grads true with an optimizer passed in code, which rounds every update to "
+            "nearest and so loses small ones; name AdamW, Adam, SGD or Lion in the config, or leave it out."
         )
 
 
 def _refuse_unbuilt(config: Config) -> None:
-    """Refuse what the configuration can say and this version cannot do."""
+    """Refuse settings that the configuration knows and this version does not implement."""
     if (device := config.zero_optimization.offload_optimizer.device) != "none":
         raise ConfigError(
             f"zero_optimization.offload_optimizer.device {device!r}: this version keeps optimizer state on the device; "
@@ -81,7 +83,7 @@ def _check_example(example: Batch) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Two parameters over one memory would be taken apart by the flat buckets without a word."""
+    """Refuse two parameters over the same memory, which flat buckets would silently separate."""
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta or not parameter.numel():
@@ -95,7 +97,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 def _switch_cache_off(model: nn.Module, patches: ForwardPatches) -> None:
-    """Hugging Face models build a key-value cache in every forward unless each config says no."""
+    """Set ``use_cache`` to False in each Hugging Face config; the forwards would build a key-value cache otherwise."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:

@@ -15,7 +15,7 @@ from engine.checkpoint.format.filesystem import Files, resolved
 from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
-from engine.checkpoint.resume import LoadRequest, Resume, agreed, find_checkpoint, start_weights
+from engine.checkpoint.resume import LoadRequest, Resume, find_checkpoint, loading, start_weights
 from engine.checkpoint.run_state import RunState
 from engine.checkpoint.writer import CheckpointWriter, PendingSave
 from engine.config import Config
@@ -222,11 +222,14 @@ class CheckpointCoordinator:
 
     def _begin(self, request: LoadRequest, update: Update) -> Any:
         """Restore the state that needs no model; the tensors are loaded once the model is built."""
-        reader = agreed(self._group(), lambda: StepReader(self._files, request.step), request.step, str)
+        with loading(self._group(), request.step):
+            reader = StepReader(self._files, request.step)
         if not request.module_only:
             state = self._trainer_state(update)
-            agreed(self._group(), lambda: state.check(reader), request.step, str)
-            agreed(self._group(), lambda: state.restore(reader), request.step, str)
+            with loading(self._group(), request.step):
+                state.check(reader)
+            with loading(self._group(), request.step):
+                state.restore(reader)
         self._request = replace(request, begun=not request.module_only)
         return reader.manifest.user
 

@@ -7,9 +7,10 @@ Before each arrow all ranks agree that the part before it succeeded; otherwise a
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.checkpoint.contents.optimizer_state import (
     Families,
@@ -29,10 +30,10 @@ from engine.checkpoint.huggingface import PretrainedFolder
 from engine.checkpoint.load import Loader, TensorSource, share_moments, share_weights
 from engine.checkpoint.run_state import RunState
 from engine.errors import CheckpointError, EngineError
-from engine.parallel.comm.host_group import HostGroup, announce, collect
+from engine.parallel.comm.agreement import raise_together
+from engine.parallel.comm.host_group import HostGroup, announce
 
 logger = logging.getLogger("trine")
-_Value = TypeVar("_Value")
 
 
 def find_checkpoint(folder: Path, host: HostGroup, files: Files) -> Path | None:
@@ -86,15 +87,19 @@ class Resume:
                 difference. The same on all ranks.
         """
         run = self._run
-        reader = self._agreed(self._open)
+        with loading(self._host, self._step, self._advice):
+            reader = self._open()
         loader = Loader(reader, run.local_tensors, run.buffers)
-        self._agreed(lambda: self._check(reader, loader), damage=False)
+        with loading(self._host, self._step):  # what fails here is another model, and no damage
+            self._check(reader, loader)
         self.touched = True
-        made = self._agreed(lambda: self._read(reader, loader))
+        with loading(self._host, self._step, self._advice):
+            made = self._read(reader, loader)
         share_weights(run.runtime.buckets, run.comm)
         if self._states:
             share_moments(run.local_tensors, made, run.comm)
-        self._agreed(lambda: self._restore(reader))
+        with loading(self._host, self._step, self._advice):
+            self._restore(reader)
         self.touched = False
         return reader.manifest.user
 
@@ -161,10 +166,6 @@ class Resume:
         if manifest.info.get("places") == run.runtime.plan.places:
             run.runtime.buffers.restore(written)
 
-    def _agreed(self, action: Callable[[], _Value], damage: bool = True) -> _Value:
-        """Run ``action`` on all ranks; ``damage``: a failure means a damaged checkpoint, so advise another one."""
-        return agreed(self._host, action, self._step, self._advice if damage else str)
-
     def _advice(self) -> str:
         """The newest sound checkpoint beside this one; reads and verifies it in full."""
         files = self._run.files
@@ -178,54 +179,35 @@ class Resume:
         return " There is no other good checkpoint beside it."
 
 
-def agreed(host: HostGroup, action: Callable[[], _Value], step: Path, advice: Callable[[], str]) -> _Value:
-    """Run ``action`` on this rank; return its result only if it succeeded on all ranks.
+def loading(host: HostGroup, step: Path, advice: Callable[[], str] = str) -> AbstractContextManager[None]:
+    """Around a part of a load: it succeeds on all ranks, or all raise the first problem of any, followed by ``advice``.
 
     Raises:
-        CheckpointError: the first problem of any rank; the same on all ranks.
+        CheckpointError: names ``step``.
     """
-    result: _Value | None = None
-    problem = ""
-    try:
-        result = action()
-    except EngineError as error:
-        problem = str(error) if str(step) in str(error) else f"{step}: {error}"
-    except Exception as error:  # any failure: the other ranks wait for an answer
-        problem = f"{step} cannot be loaded: {type(error).__name__}, {error}."
-    raise_together(host, problem, advice)
-    return result  # type: ignore[return-value]  # without a problem on any rank, this one has a result
 
+    def describe(error: Exception) -> str:
+        if not isinstance(error, EngineError):
+            return f"{step} cannot be loaded: {type(error).__name__}, {error}."
+        return str(error) if str(step) in str(error) else f"{step}: {error}"
 
-def raise_together(host: HostGroup, problem: str, advice: Callable[[], str]) -> None:
-    """Raise the first problem of any rank on all ranks, followed by the ``advice`` of rank 0."""
-    first = ""
-    try:
-        texts = collect(host, problem.encode(errors="backslashreplace"))
-        first = next((text.decode() for text in texts or [] if text), "")
-        first += advice() if first else ""
-    except EngineError as lost:
-        if host.rank:
-            raise
-        first = str(lost)
-    first = announce(host, first.encode(errors="backslashreplace")).decode()
-    if first:
-        raise CheckpointError(first)
+    return raise_together(host, describe, advice)
 
 
 def start_weights(run: RunState, host: HostGroup, folder: Path) -> None:
     """Load ``checkpoint.init_from``: the weights of a Hugging Face folder or of a checkpoint. Collective."""
-    problem = ""
-    try:
+
+    def describe(error: Exception) -> str:
+        if isinstance(error, EngineError):
+            return f"checkpoint.init_from: {error}"
+        return f"checkpoint.init_from {folder}: {type(error).__name__}, {error}."
+
+    with raise_together(host, describe):
         source = _weights_of(run, folder)
         kinds = source.kinds
         loader = Loader(source, run.local_tensors, {n: b for n, b in run.buffers.items() if n in kinds})
         loader.check()
         loader.read_weights()
-    except EngineError as error:
-        problem = f"checkpoint.init_from: {error}"
-    except Exception as error:  # any failure: the other ranks wait for an answer
-        problem = f"checkpoint.init_from {folder}: {type(error).__name__}, {error}."
-    raise_together(host, problem, str)
     share_weights(run.runtime.buckets, run.comm)
 
 

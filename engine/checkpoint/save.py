@@ -257,9 +257,17 @@ class Saver:
             checksum = self._write_checksums(written, merged)
             attempt = written.name.rpartition("-")[2]
             manifest = Manifest(
-                contents.step, attempt, tensors, merged.files, checksum, contents.aliases, contents.info,
-                contents.progress, {**contents.optimizer, "numbers": merged.numbers}, contents.user,
-            )  # fmt: skip
+                step=contents.step,
+                attempt=attempt,
+                tensors=tensors,
+                files=merged.files,
+                checksum=checksum,
+                aliases=contents.aliases,
+                info=contents.info,
+                progress=contents.progress,
+                optimizer={**contents.optimizer, "numbers": merged.numbers},
+                user=contents.user,
+            )
             write_manifest(self._files, written, manifest)
             step = commit(self._files, written, contents.step)
         self._held.close()

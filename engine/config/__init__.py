@@ -110,7 +110,7 @@ class Config:
     monitor: MonitorConfig = setting(MonitorConfig(), Section(cls=MonitorConfig))
     """Destinations of the figures of each step."""
     watchdog: WatchdogConfig = setting(WatchdogConfig(), Section(cls=WatchdogConfig))
-    """Reactions to a rank that waits too long, and to a run that has stopped learning."""
+    """Reactions to a run that has stopped learning."""
     notes: tuple[str, ...] = ()
     """One line for each DeepSpeed key that was accepted without effect."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.config import Config
 from engine.config.reader import Section, Sections, Typed, settings
-from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, Real, Rule, Text, TextMap
+from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, Real, Rule, Text, TextMap, Unbuilt
 
 Schema = dict[str, Any]
 
@@ -40,6 +40,8 @@ def _section(cls: type[Any]) -> Schema:
 
 
 def _rule(rule: Rule) -> Schema:
+    if isinstance(rule, Unbuilt):
+        return {"type": "null"}
     body = _shape(rule)
     if rule.null and body.get("type") == "object":
         return {**body, "type": ["object", "null"]}

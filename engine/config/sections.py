@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from engine.config.reader import Section, Sections, setting, stored
-from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, OperatorName, Real, Rule, Text, TextMap
+from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, OperatorName, Real, Rule, Text, TextMap, Unbuilt
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v", "auto")
 SIZE = Int(low=1)
@@ -358,9 +358,11 @@ class MonitorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchdogConfig:
-    """Reactions to a rank that waits too long, and to a run that has stopped learning."""
+    """Reactions to a run that has stopped learning."""
 
-    timeout_seconds: float = setting(60.0, Real(above=0))
-    """Seconds without progress after which every rank reports where it is."""
+    timeout_seconds: None = setting(None, Unbuilt(
+        why="would have no effect, since this version has no watchdog that looks at time",
+        remedy="leave it out, max_skipped_steps works without it"))  # fmt: skip
+    """Not built yet, only null is accepted: seconds without progress after which every rank reports where it is."""
     max_skipped_steps: int = setting(100, Int(low=0, remedy="give a whole number, 0 never stops the run"))
     """Skipped steps in a row, because of non-finite gradients, that stop the run; 0 never stops it."""

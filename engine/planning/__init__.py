@@ -1,1 +1,1 @@
-"""From configuration and model to a :class:`Plan`: what every rank holds, sends and does. Needs no process group."""
+"""Planning: a :class:`Plan` of what every rank holds, sends and does, made without a process group."""

@@ -1,4 +1,4 @@
-"""The budgets of a plan: state and traffic of every rank, as formulas. Counters must meet them exactly."""
+"""The budgets of a plan: formulas for the state and traffic of every rank, which the counters must equal exactly."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from engine.zero.gather.gather_schedule import GatherOrder, count_gathers
 from engine.zero.layout import FlatLayout
 
 CONTROL_SCALARS = 6
-"""fp64 values that one step sums over all ranks: loss, weight, norm squared, tokens, problems, wishes to stop."""
+"""fp64 values that one step sums over all ranks: loss, weight, norm squared, tokens, problems, stop requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank holds between steps and sends in one step."""
+    """State of one rank between steps, and its traffic in one step."""
 
     coord: Coord
     parameters: int
-    """Elements of the parameters that take part in forward here, without padding."""
+    """Elements of the parameters that take part in forward on this rank, without padding."""
     state_bytes: Mapping[str, int]
-    """Bytes by kind: parameters, frozen parameters, gradients, master, optimizer."""
+    """Bytes for each kind of state: parameters, frozen parameters, gradients, master, optimizer."""
     traffic: tuple[Traffic, ...]
 
 
@@ -41,15 +41,18 @@ class GatherPlan:
     order: GatherOrder
     passes: tuple[Action, ...]
     pinned: frozenset[int]
-    """Buckets that stay whole over all passes."""
+    """Buckets that stay gathered over all passes."""
     sizes: tuple[int, ...]
-    """Bytes of each bucket when it is whole."""
+    """Bytes of each full bucket."""
 
 
 def state_bytes(
     layout: FlatLayout, frozen: tuple[tuple[ShardRow, int], ...], precision: Precision, config: Config, moments: int
 ) -> dict[str, int]:
-    """What a rank holds between steps. ``frozen``: rows in no bucket, with the elements held here."""
+    """Bytes that a rank holds between steps, by kind.
+
+    ``frozen``: frozen rows outside of all buckets, each with the elements that this rank holds.
+    """
     state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
     share = config.dp if config.zero_optimization.stage else 1
     parts = config.dp if shards_parameters(config) else 1
@@ -69,17 +72,17 @@ def state_bytes(
 
 
 def reduces_each_microbatch(config: Config) -> bool:
-    """Whether gradients are kept as shards, and reduced after every microbatch."""
+    """Gradients are reduced after every microbatch, and only their shards are kept."""
     return config.zero_optimization.stage >= 2 and config.zero_optimization.reduce == "microbatch"
 
 
 def shards_parameters(config: Config) -> bool:
-    """Whether a rank keeps its shard of the parameters only."""
+    """A rank keeps only its shard of the parameters between their uses."""
     return config.zero_optimization.stage == 3 and config.dp > 1
 
 
 def gather_traffic(plan: GatherPlan, ranks: int) -> Tally:
-    """Sharded parameters over dp: a batch for each group and pass, of what is not whole already."""
+    """Gathers of sharded parameters over dp: one batch per gather group and pass, of the buckets not yet gathered."""
     gathers = count_gathers(plan.order, plan.passes, plan.pinned)
     moved = [
         times * sent_bytes("all_gather", size, ranks) for size, times in zip(plan.sizes, gathers.times, strict=True)
@@ -88,7 +91,7 @@ def gather_traffic(plan: GatherPlan, ranks: int) -> Tally:
 
 
 def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:
-    """Gradients and parameters over dp, partial gradients over tp, tied ones over pp."""
+    """Traffic of gradients and parameters over dp, partial gradients over tp, and tied gradients over pp."""
     ranks, sharded, tally = config.dp, config.zero_optimization.stage > 0, Tally()
     op: Op = "reduce_scatter" if sharded else "all_reduce"
     for bucket in layout.buckets:
@@ -116,9 +119,9 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
 
 
 def stage_traffic(stage: StagePlan, values: tuple[Value, ...], ranks: Sequence[int], microbatches: int) -> Tally:
-    """What a stage sends to other ranks in a step: values forward, gradients of what it received backward.
+    """Traffic of a stage in a step: values to later stages, and gradients of the values that it received.
 
-    ``ranks``: the rank of every stage; what stays on one does not travel.
+    ``ranks``: the pipeline rank of every stage; a value between two stages of one rank is not sent.
     """
     here = ranks[stage.stage]
     forward = [values[number].bytes for number, to in stage.sends.items() for other in to if ranks[other] != here]
@@ -133,7 +136,7 @@ def stage_traffic(stage: StagePlan, values: tuple[Value, ...], ranks: Sequence[i
 
 
 def control_traffic(config: Config, world: int) -> Tally:
-    """The control sum over the world, and the check that all ranks of a replica were given the same batch."""
+    """Traffic of the control sum over the world and of the batch check over each replica."""
     tally, replica = Tally(), config.pp * config.tp
     if world > 1:
         tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", CONTROL_SCALARS * 8, world)))
@@ -143,7 +146,7 @@ def control_traffic(config: Config, world: int) -> Tally:
 
 
 def scale_tally(tally: Tally, count: int) -> Tally:
-    """The same so many times over."""
+    """``tally`` with calls and bytes multiplied by ``count``."""
     return Tally(Traffic(row.axis, row.label, row.calls * count, row.bytes * count) for row in tally.rows())
 
 

@@ -1,8 +1,7 @@
-"""One look at a run before it starts: the timeline of one microbatch, without memory and without processes.
+"""The trace of one example microbatch before the run starts: one forward on shapes, without memory or processes.
 
-What more than data parallelism needs, values that cross stages and the sizes of what sharded layers send, is
-read off one forward on shapes. The model is seen as it will run: in the dtype of the computation, recording
-gradients, before anything is cut.
+It tells which values cross stages and how many bytes sharded layers send. The model is traced as it will run: in the
+dtypes of the computation and with gradients recorded, but before its own parameters are sharded or partitioned.
 """
 
 from collections.abc import Iterator
@@ -30,12 +29,12 @@ def trace_example(
     watch: TrafficRecorder | None = None,
     material: Material | None = None,
 ) -> ModelTrace:
-    """The timeline of one training microbatch; ``watch`` sees what sharded layers would send.
+    """The trace of one training microbatch; ``watch`` records the traffic of sharded layers.
 
-    ``material`` is filled with what measuring needs.
+    ``material`` receives the arguments of every call, for measurements.
 
     Raises:
-        PlanError: the model cannot be followed; says what it does and where.
+        PlanError: the model cannot be traced; says what it does and where.
     """
     microbatch = map_tensors(example, _real)
     there = program.on(torch.device("cpu"))
@@ -44,19 +43,19 @@ def trace_example(
         with watch.run() if watch else nullcontext():
             return tuple(there.forward(microbatch).loss)
 
-    # cut first: what keeps fp32 hangs on the layers that a run has
+    # shard first: keep_fp32 wraps the forwards of the layers that the run has
     with torch.enable_grad(), watch.cut() if watch else nullcontext(), run_dtypes(program.model, program.precision):
         return trace_model(program.model, run, stages=stages, material=material)
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Shapes are enough for an example; a meta tensor stands for zeros."""
+    """The tensor on the CPU; a meta tensor, which gives only a shape, becomes zeros."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.cpu()
 
 
 @contextmanager
 def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Inside, parameters and buffers have the dtypes of the run, and islands of fp32 cast. Only shapes may be used."""
+    """Inside, tensors have the dtypes of the run, and ``keep_fp32`` modules cast. Parameters may be placeholders."""
     patches = ForwardPatches()
     keep_in_fp32(model, precision.kept.modules, precision.compute, patches)
     data: list[tuple[Any, Tensor]] = []

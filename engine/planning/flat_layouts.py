@@ -1,6 +1,6 @@
-"""The flat layouts of a plan: which parameters each rank lays out, and which of them share buckets.
+"""The flat layouts of a plan: the parameters that each rank lays out, and the buckets that they share.
 
-A bucket holds what the same stages of a rank use and, where parameters are sharded, the same gather groups.
+The parameters of one bucket are used by the same stages of a rank and, if they are sharded, in the same gather groups.
 """
 
 from collections.abc import Sequence
@@ -22,23 +22,23 @@ from engine.zero.layout import FlatLayout, Item, Turn, build_layout
 
 @dataclass(frozen=True)
 class Users:
-    """Of all parameters of a model."""
+    """Where each parameter of a model is used: stages and gather groups."""
 
     stages_of_rank: tuple[tuple[int, ...], ...]
     cut: Partition | None
     timeline: ModelTrace | None
     gathers: GatherGroups | None
-    """None where parameters are whole on every rank."""
+    """None where parameters are full on every data rank."""
 
     def stages(self, row: ShardRow, pp: int) -> tuple[int, ...]:
-        """The stages of a rank that use a parameter; nothing where the rank has one stage."""
+        """The stages of a rank that use a parameter; empty if the rank has only one stage."""
         here = self.stages_of_rank[pp]
         if self.cut is None or len(here) == 1:
             return ()
         return tuple(stage for stage in here if row.name in self.cut.stages[stage].parameters)
 
     def turns(self, row: ShardRow, pp: int) -> tuple[Turn, ...]:
-        """When a rank needs a sharded parameter whole; nothing where parameters are not sharded."""
+        """The turns (stage, gather group) in which a rank needs a full parameter; empty without sharded parameters."""
         if self.gathers is None:
             return ()
         groups = self.gathers.of_parameter[row.name]
@@ -47,11 +47,11 @@ class Users:
         stages = self.stages(row, pp) or self.stages_of_rank[pp]
         turns = [Turn(stage, group) for stage in stages for group in groups]
         called = [turn for turn in turns if turn in self._called]
-        return tuple(called or turns[:1])  # what nobody calls is gathered all the same, once
+        return tuple(called or turns[:1])  # a parameter of modules that no call reaches is still gathered, once
 
     @cached_property
     def _called(self) -> frozenset[Turn]:
-        """Every group in every stage that calls one of its modules."""
+        """Every turn (stage, gather group) whose stage calls a module of the group."""
         if self.gathers is None:
             return frozenset()
         groups = enumerate(self.gathers.modules)
@@ -73,7 +73,7 @@ class Users:
 def flat_layouts(
     table: ShardTable, config: Config, precision: Precision, users: Users
 ) -> dict[tuple[int, int], FlatLayout]:
-    """By (pipeline coordinate, tensor coordinate)."""
+    """The flat layout of every (pipeline coordinate, tensor coordinate)."""
     return {
         (pp, tp): build_layout(
             _items(table.held_by(pp), (pp, tp), precision, users),
@@ -86,7 +86,7 @@ def flat_layouts(
 
 
 def _items(rows: Sequence[ShardRow], where: tuple[int, int], precision: Precision, users: Users) -> list[Item]:
-    """What is laid out at a (pipeline, tensor) coordinate: trained rows; where parameters are sharded, frozen ones."""
+    """The items of a (pipeline, tensor) coordinate: trained rows and, if parameters are sharded, frozen rows."""
     pp, tp = where
     items = []
     for row in rows:
@@ -94,17 +94,17 @@ def _items(rows: Sequence[ShardRow], where: tuple[int, int], precision: Precisio
         if row.trainable or (users.gathers is not None and dtype in SHARDED_DTYPES):
             items.append(
                 Item(
-                    row.name,
-                    row.local_shape(tp),
-                    str(dtype).removeprefix("torch."),
-                    row.group,
-                    row.counted(pp, tp),
-                    row.owners if row.trainable and len(row.owners) > 1 else (),
-                    row.trainable and row.partial,
-                    users.turns(row, pp),
-                    row.trainable,
-                    users.stages(row, pp),
-                    row.copies(tp) if pp == row.owners[0] else (),
+                    name=row.name,
+                    shape=row.local_shape(tp),
+                    dtype=str(dtype).removeprefix("torch."),
+                    group=row.group,
+                    counted=row.counted(pp, tp),
+                    ties=row.owners if row.trainable and len(row.owners) > 1 else (),
+                    partial=row.trainable and row.partial,
+                    gathers=users.turns(row, pp),
+                    trainable=row.trainable,
+                    stages=users.stages(row, pp),
+                    copies=row.copies(tp) if pp == row.owners[0] else (),
                 )
             )
     return items
@@ -113,4 +113,4 @@ def _items(rows: Sequence[ShardRow], where: tuple[int, int], precision: Precisio
 SHARDED_DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
 )  # fmt: skip
-"""What every backend gathers; a frozen parameter of another dtype stays whole on every rank."""
+"""Dtypes that every backend gathers; a frozen parameter of another dtype stays full on every rank."""

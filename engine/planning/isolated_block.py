@@ -1,7 +1,7 @@
-"""One unit of a model outside it: a copy with random content that computes as it will in the run.
+"""A block of a model in isolation: a copy with random content, in float64 for proofs, or as in the run for timing.
 
-The copy has memory of its own, on the device of the run and in its dtypes. What a unit reads beside its own
-parameters and what it is given is not there: ``reads_elsewhere`` says of a call whether it does.
+A copy for timing has its own memory, on the device and in the dtypes of the run. A call that reads more than its unit's
+parameters and buffers and its own arguments cannot run on a copy; ``reads_elsewhere`` finds those calls.
 """
 
 import copy
@@ -23,7 +23,9 @@ from engine.parallel.activation_checkpointing.selective import SavedActivations,
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.torch_checkpoint import open_checkpoints
+from engine.parallel.model.user_code import call_user_code
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
+from engine.parallel.tensor.auto.coupled_parameters import Given
 from engine.parallel.trace.model_trace import Arguments, Call, Sample
 from engine.precision.dtypes import Precision
 from engine.precision.fp32_modules import keep_in_fp32
@@ -33,26 +35,28 @@ _PLAIN = bool | int | float | str | None
 
 
 class Seconds(NamedTuple):
-    """One forward and backward."""
+    """Duration of one forward and backward."""
 
     forward: float
     inputs: float
-    """Of the backward, without the weight gradients that can wait."""
+    """Seconds of the backward without the weight gradients that can be deferred."""
     weights: float
-    """Of those."""
+    """Seconds of the deferred weight gradients."""
 
 
 class BlockBytes(NamedTuple):
-    """What a microbatch holds."""
+    """Memory that a microbatch holds."""
 
     kept: int
-    """From forward to backward."""
+    """Bytes held from forward to backward."""
     left: int
-    """From there until the weight gradients that can wait are done."""
+    """Bytes held from backward until the deferred weight gradients are computed."""
 
 
 class IsolatedBlock:
-    """A copy of unit ``name``, ready to run with what its calls are given; by ``selective``, if it is recomputed so.
+    """A copy of unit ``name``, ready to run with the arguments of its calls.
+
+    ``selective``: how the unit is recomputed, if the run recomputes it selectively.
 
     Raises:
         PlanError: a closure over the model runs in place of the forward of one of its modules.
@@ -67,11 +71,11 @@ class IsolatedBlock:
         selective: Selective | None = None,
     ) -> None:
         self._device = device
-        self._module = copy_block(model, name, precision, device)
+        self._module = _copy_block(model, name, precision, device)
         patches = self._patches = ForwardPatches()
         self._waiting = SplitBackward(self._module, patches)
-        islands = [path for path in precision.kept.modules if is_inside(path, name)]
-        keep_in_fp32(self._module, [path[len(name) + 1 :] for path in islands], precision.compute, patches)
+        modules = [path for path in precision.kept.modules if is_inside(path, name)]
+        keep_in_fp32(self._module, [path[len(name) + 1 :] for path in modules], precision.compute, patches)
         self._weights = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         self._started: list[SavedActivations] = []
         if selective is not None:
@@ -83,9 +87,10 @@ class IsolatedBlock:
         return self._run(_Given(arguments, self._device), nullcontext())[0]
 
     def weigh(self, arguments: Arguments) -> tuple[Seconds, BlockBytes]:
-        """Run once, and note what forward saves for backward and what that leaves, each storage once.
+        """Run once; also count the bytes that forward saves for backward and that backward leaves deferred.
 
-        Parameters, buffers and what depends on the batch alone do not count: all calls share them.
+        Each storage counts once. Parameters, buffers and tensors that depend on the batch alone do not count, because
+        all calls share them.
         """
         given = _Given(arguments, self._device)
         shared = (*self._module.parameters(), *self._module.buffers(), *given.free)
@@ -102,12 +107,14 @@ class IsolatedBlock:
         return seconds, BlockBytes(sum(sizes.values()) + kept, left)
 
     def _run(self, given: "_Given", around_forward: AbstractContextManager[Any]) -> tuple[Seconds, int, int]:
-        """Its seconds, what selective recomputation keeps, what waits."""
+        """Run once: (seconds, bytes that selective recomputation keeps, bytes of the deferred weight gradients)."""
         waits = DeferredWeightGrads()
         with torch.enable_grad(), open_checkpoints(recompute=True):
+            # The same split as in a schedule with split backwards: inputs first, deferred weight gradients after.
+            # A schedule without the split pays the sum of both.
             begun = self._now()
             with around_forward:
-                output = self._module.forward(*given.args, **given.kwargs)
+                output = call_user_code(self._module.forward, given.args, given.kwargs)
             forward = self._now() - begun
             kept = sum(outputs.bytes for outputs in self._started)
             self._started.clear()
@@ -117,7 +124,7 @@ class IsolatedBlock:
         return Seconds(forward, inputs, self._now() - begun), kept, left
 
     def close(self) -> None:
-        """Let the copy go: its modules and what was put on them name each other."""
+        """Release the copy at once: modules and patches form a cycle, which only the garbage collector would free."""
         self._patches.remove()
         vars(self._module).pop("forward", None)
 
@@ -129,7 +136,7 @@ class IsolatedBlock:
         ones = [torch.ones_like(root) for root in roots]
         begun = self._now()
         with self._waiting.leaving(waits):
-            torch.autograd.backward(roots, ones)  # as in a run: gradients asked for by ``grad`` do not wait
+            torch.autograd.backward(roots, ones)  # as in a run; autograd.grad would defer no weight gradient
         seconds = self._now() - begun
         for leaf in leaves:
             leaf.grad = None
@@ -143,17 +150,17 @@ class IsolatedBlock:
 
 @dataclass
 class _Given:
-    """Arguments with content: random for values, as it was for all else."""
+    """Arguments of a call with content: random for traced values, copied for other tensors, unchanged for the rest."""
 
     arguments: Arguments
     device: torch.device
     inputs: list[Tensor] = field(default_factory=list)
-    """The leaves whose gradient is asked for."""
+    """Leaves that need a gradient."""
     free: list[Tensor] = field(default_factory=list)
-    """What depends on the batch alone."""
+    """Tensors that depend on the batch alone."""
 
     def __post_init__(self) -> None:
-        self.args, self.kwargs = pytree.tree_map(self._fill, self.arguments, is_leaf=is_sample)
+        self.args, self.kwargs = pytree.tree_map(self._fill, self.arguments, is_leaf=_is_sample)
 
     def _fill(self, leaf: Any) -> Any:
         if isinstance(leaf, Sample):
@@ -161,7 +168,7 @@ class _Given:
             if not leaf.grad:
                 return tensor
             self.inputs.append(tensor.requires_grad_())
-            return tensor.clone()  # a unit may write into what it is given, and into a leaf nobody may
+            return tensor.clone()  # a unit may write into its arguments; autograd forbids writing into a leaf
         if isinstance(leaf, Tensor):
             self.free.append(_elsewhere(leaf, leaf.dtype, self.device))
             return self.free[-1]
@@ -169,19 +176,20 @@ class _Given:
 
 
 def reads_elsewhere(model: nn.Module, call: Call, arguments: Arguments) -> bool:
-    """Whether a call reads parameters of other units, or values that are not among its arguments."""
+    """The call reads parameters of other units, or values that are not among its arguments."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     known: set[int | str] = {names[id(parameter)] for parameter in model.get_submodule(call.unit).parameters()}
-    leaves = pytree.tree_leaves(arguments, is_leaf=is_sample)
+    leaves = pytree.tree_leaves(arguments, is_leaf=_is_sample)
     known |= {leaf.source for leaf in leaves if isinstance(leaf, Sample)}
     return not known.issuperset((*call.parameters, *call.inputs))
 
 
 def signatures(model: nn.Module, units: Sequence[str], arguments: Sequence[Arguments]) -> list[object]:
-    """For each call, what it is and is given: calls with equal signatures take the same time.
+    """One signature per call; calls with equal signatures take the same time.
 
-    That is the classes, sizes and plain attributes of the unit, and the shapes of what it is given. An attribute
-    that says which layer of a chain this is tells nothing: the last number in the name of the unit, give or take.
+    A signature consists of the classes, tensor shapes and plain attributes of the unit, and of the shapes of its
+    arguments. Attributes that number the layers of a chain are left out: those whose distance to the last number in
+    the unit's name is the same in all units of the class.
     """
     settings = {name: _settings(model.get_submodule(name)) for name in units}
     numbering = _numbering(model, settings)
@@ -195,7 +203,7 @@ def signatures(model: nn.Module, units: Sequence[str], arguments: Sequence[Argum
 
 
 _Setting = tuple[str, str]
-"""Path of a module in its unit, and name of an attribute; without one, what is said is its class."""
+"""Path of a module in its unit, and name of an attribute; an empty name stands for the class of the module."""
 
 
 def _settings(unit: nn.Module) -> dict[_Setting, object]:
@@ -207,7 +215,7 @@ def _settings(unit: nn.Module) -> dict[_Setting, object]:
 
 
 def _numbering(model: nn.Module, settings: Mapping[str, Mapping[_Setting, object]]) -> set[tuple[type, _Setting]]:
-    """By class of unit: the attributes that in all of its units have the same distance from the number in the name."""
+    """(class of unit, attribute) pairs whose distance to the number in the unit's name is the same in all units."""
     distances: dict[tuple[type, _Setting], set[object]] = {}
     for name, values in settings.items():
         number = next((int(part) for part in reversed(name.split(".")) if part.isdecimal()), None)
@@ -226,16 +234,51 @@ def _shapes(arguments: Arguments) -> object:
             return tuple(leaf.shape), leaf.dtype
         return leaf if isinstance(leaf, _PLAIN) else type(leaf)
 
-    leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_sample)
+    leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_sample)
     return str(spec), tuple(map(describe, leaves))
 
 
-def is_sample(node: object) -> bool:
-    """Whether a node of a call's arguments stands for a tensor."""
+def _is_sample(node: object) -> bool:
+    """The node of a call's arguments stands for a traced value."""
     return isinstance(node, Sample)
 
 
-def copy_block(model: nn.Module, name: str, precision: Precision, device: torch.device) -> nn.Module:
+def float64_block(
+    model: nn.Module, name: str, precision: Precision, calls: Sequence[Arguments]
+) -> tuple[nn.Module, list[Given]]:
+    """A float64 copy of unit ``name`` with random parameters, and the arguments of its ``calls`` with content.
+
+    Raises:
+        PlanError: a closure over the model runs in place of the forward of one of its modules.
+    """
+    block = _copy_block(model, name, precision, torch.device("cpu")).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            scale = 0.1 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise * scale + (1.0 if parameter.dim() < 2 else 0.0))
+            parameter.requires_grad_(True)
+    return block, [_float64_content(arguments, generator) for arguments in calls]
+
+
+def _float64_content(arguments: Arguments, generator: torch.Generator) -> Given:
+    def fill(leaf: Any) -> Any:
+        if isinstance(leaf, Sample):
+            if not leaf.dtype.is_floating_point:
+                return torch.zeros(leaf.shape, dtype=leaf.dtype)
+            content = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+            return content.requires_grad_(leaf.grad)
+        if isinstance(leaf, Tensor):
+            tensor = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.detach().cpu()
+            return tensor.double() if tensor.is_floating_point() else tensor.clone()
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    args, kwargs = pytree.tree_map(fill, arguments, is_leaf=_is_sample)
+    return args, kwargs
+
+
+def _copy_block(model: nn.Module, name: str, precision: Precision, device: torch.device) -> nn.Module:
     """A copy of unit ``name`` on ``device`` that shares nothing with the model; parameters have random content.
 
     Raises:
@@ -245,8 +288,10 @@ def copy_block(model: nn.Module, name: str, precision: Precision, device: torch.
     for path, module in unit.named_modules():
         if isinstance(vars(module).get("forward"), FunctionType):
             raise PlanError(f"the forward of {path or name!r} is a closure, which computes with the model itself.")
+    # deepcopy would follow references out of the unit, to its parent or to shared tensors, and copy those too. With
+    # all parameters of the model in the memo it copies none of them; parameters outside of the unit become meta.
     own = {id(tensor) for tensor in (*unit.parameters(), *unit.buffers())}
-    # what deepcopy finds here is not copied; a tensor under several names stays one tensor
+    # deepcopy takes these in place of the originals; a tensor under several names stays one tensor
     memo: dict[int, Any] = {}
     for path, parameter in model.named_parameters():
         dtype = precision.frozen(path, parameter.dtype)
@@ -260,7 +305,7 @@ def copy_block(model: nn.Module, name: str, precision: Precision, device: torch.
 
 
 def _elsewhere(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A copy, with random content where there is none."""
+    """A copy on ``device``; a meta tensor gets random content."""
     if tensor.is_meta:
         return _random(torch.empty(tensor.shape, dtype=dtype, device=device))
     return tensor.detach().to(device, dtype, copy=True)
@@ -268,7 +313,7 @@ def _elsewhere(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tens
 
 @torch.no_grad()
 def _random(tensor: Tensor) -> Tensor:
-    """Small normal numbers; 1 for booleans, where it means that nothing is masked, and 0 for what else knows none."""
+    """Fill in place: True for booleans (no mask hides a token), 0 for integers and 8-bit floats, else small normals."""
     if tensor.is_meta:
         return tensor
     if tensor.dtype == torch.bool:

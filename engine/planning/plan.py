@@ -1,7 +1,7 @@
-"""The plan: what every rank holds, does and sends. Printed without processes, executed as it is.
+"""The plan: state, actions and traffic of every rank. It is made without processes and executed as it is.
 
-Built from shapes alone, so a model on the meta device will do. The banner prints it, the engine takes
-its cut, schedule and layout from it, and the measured bytes are compared with it.
+A plan is built from shapes alone, so the model may be on the meta device. The banner prints it, the engine takes its
+partition, schedule and layouts from it, and measured bytes are compared with it.
 """
 
 from collections.abc import Mapping
@@ -49,35 +49,35 @@ from engine.zero.layout import FlatLayout
 from engine.zero.optim.sharded_optimizer import GroupOptions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Grid, shard table, flat layouts, cut, schedule and budgets of one run."""
+    """Grid, shard table, flat layouts, partition, schedule and budgets of one run."""
 
     config: Config
     table: ShardTable
     layouts: Mapping[tuple[int, int], FlatLayout]
-    """By (pipeline coordinate, tensor coordinate)."""
+    """The flat layout of every (pipeline coordinate, tensor coordinate)."""
     groups: tuple[GroupOptions, ...]
     precision: Precision
     schedule: Schedule
     moments: int | None
-    """Optimizer values per element; None when the optimizer is the user's and we cannot know."""
+    """Optimizer values per element; None for the user's own optimizer, whose state is unknown."""
     notes: tuple[str, ...]
     tensor: TensorPlan | None = None
-    """Which layers the tensor axis cuts."""
+    """How layers are sharded over tp; None without tensor parallelism."""
     timeline: ModelTrace | None = None
-    """Of the example; None where only data parallelism is asked, or tensor parallelism of a model that cannot be
-    followed."""
+    """The trace of the example; None if no example was needed, or if a model cannot be traced and needs no
+    pipeline."""
     cut: Partition | None = None
-    """Which stage computes what; None without a pipeline."""
+    """The partition into stages; None without a pipeline."""
     tensor_traffic: Mapping[int, Tally] = field(default_factory=dict)
-    """By stage: what a tensor rank sends over tp for one microbatch."""
+    """Traffic of a tensor rank over tp for one microbatch, by stage."""
     gather_groups: GatherGroups | None = None
-    """Which modules gather their parameters together; None where parameters are not sharded."""
+    """Modules that gather their parameters together; None if parameters are not sharded."""
     decision: ScheduleDecision | None = None
-    """Why this schedule; None where the configuration names it."""
+    """Reasons for the schedule that "auto" chose; None if the configuration names it."""
     replacements: tuple[Replacement, ...] = ()
-    """Modules whose forwards go through operators of ours."""
+    """Modules whose forwards run the engine's operators."""
 
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
@@ -88,23 +88,23 @@ class Plan:
         return self.layouts[coord.pp, coord.tp]
 
     def owner_of_buffer(self, name: str) -> int:
-        """The pipeline rank that runs the module of a buffer; free code runs on every stage, the first among them."""
+        """The pipeline rank with the current copy of a buffer: the last that writes it or runs its module."""
         if self.cut is None or self.timeline is None:
             return 0
         return self.schedule.rank_of_stage[self.cut.stage_of_buffer(self.timeline, name)]
 
     @cached_property
     def evaluation(self) -> Schedule:
-        """The forwards alone."""
+        """The schedule of an evaluation: forwards only."""
         return forward_only(self.schedule.stages_of_rank, self.config.accumulation)
 
     @property
     def last_rank(self) -> int:
-        """The pipeline rank that has the last stage, and with it the loss."""
+        """The pipeline rank that runs the last stage, and so computes the loss."""
         return self.schedule.rank_of_stage[-1]
 
     def is_last(self, parameter: str) -> bool:
-        """Whether the stage that has the loss has this parameter."""
+        """The last stage, which computes the loss, owns this parameter."""
         return self.cut is None or self.schedule.stages - 1 in self.cut.owners.get(parameter, ())
 
     def stages(self, pp: int) -> tuple[int, ...]:
@@ -113,17 +113,17 @@ class Plan:
 
     @property
     def places(self) -> str:
-        """Which pipeline rank runs what, in words that are equal where it is."""
+        """Partition and stage placement as text; two plans place stages alike if and only if it is equal."""
         return "" if self.cut is None else f"{self.cut.boundaries} on {self.schedule.stages_of_rank}"
 
     @property
     def tie_owners(self) -> tuple[tuple[int, ...], ...]:
-        """Every set of pipeline ranks that own parameters together, in one order for all ranks."""
+        """Every set of pipeline ranks that own tied parameters, in the same order on all ranks."""
         return tuple(sorted({row.owners for row in self.table if len(row.owners) > 1}))
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Every way that a message takes; one from each pipeline rank to the first, which collects the full state."""
+        """All point-to-point links: between stages that exchange values, and to pp rank 0, which gathers full state."""
         links = {state_link(rank, 0) for rank in range(1, self.config.pp)}
         for plan in self.cut.stages if self.cut is not None else ():
             for other in plan.receives.values():
@@ -134,7 +134,7 @@ class Plan:
         return tuple(sorted(links))
 
     def rank(self, rank: int) -> RankPlan:
-        """What ``rank`` holds and sends; pure arithmetic."""
+        """State and traffic of ``rank``; pure arithmetic."""
         coord = self.grid(rank).coord()
         rows = self.table.held_by(coord.pp)
         held = sum(held_elements(row, coord.tp) for row in rows)
@@ -145,7 +145,7 @@ class Plan:
         return RankPlan(coord, held, state, self._traffic(coord))
 
     def gathers(self, coord: Coord) -> GatherPlan | None:
-        """When a position gathers its sharded parameters; None where they are not sharded."""
+        """The gathers of sharded parameters at a position; None if parameters are not sharded."""
         if self.gather_groups is None:
             return None
         zero, layout, stages = self.config.zero_optimization, self.layout(coord), self.stages(coord.pp)
@@ -155,7 +155,7 @@ class Plan:
         return GatherPlan(order, self.schedule.passes(coord.pp), order.pinned(limit, sizes), sizes)
 
     def _is_fed(self, stage: int) -> bool:
-        """Whether something that comes before this stage is trained."""
+        """An earlier stage has trained parameters, so this stage computes gradients of its inputs."""
         if self.cut is None:
             return False
         trained = {row.name for row in self.table if row.trainable}
@@ -177,53 +177,65 @@ class Plan:
 
 
 def stages_wanted(config: Config) -> int:
-    """Stages that the model is cut into; with "auto", which then chooses, as many as ranks."""
+    """Number of stages to trace for; "auto", which chooses later, starts with one per pipeline rank."""
     return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
 
 
-def build_plan(config: Config, wish: PlanRequest) -> Plan:
-    """Plan a run of ``wish.program.model`` under a resolved configuration. Reads shapes, dtypes and names only.
+def build_plan(config: Config, request: PlanRequest) -> Plan:
+    """Plan a run of ``request.program.model`` under a resolved configuration. Reads shapes, dtypes and names only.
 
     Raises:
         ConfigError: a pattern in the optimizer groups matches nothing.
         PlanError: no trainable parameter, one whose dtype cannot be trained, sizes that tensor ranks cannot
-            share, or a model that cannot be cut into stages.
+            share, or a model that cannot be partitioned into stages.
         ScheduleError: the schedule does not exist or does not fit.
     """
-    model = wish.program.model
+    model = request.program.model
     assigned, groups = assign_groups(model, config.optimizer)
     precision = make_precision(config, model)
     if not assigned:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")
-    wished = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
-    sight = analyze(config, wish, wished.stages if wished else config.pp)
-    schedule = sight.decision.schedule if sight.decision else wished or _schedule(config)
-    table = build_table(model, assigned, _division(config, sight, schedule))
-    calls = [call.unit for call in sight.timeline.calls] if sight.timeline else []
+    requested = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
+    analysis = analyze(config, request, requested.stages if requested else config.pp)
+    schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
+    table = build_table(model, assigned, _division(config, analysis, schedule))
+    calls = [call.unit for call in analysis.timeline.calls] if analysis.timeline else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
-    notes = [*_notes(model, config, precision), *sight.notes]
-    users = Users(schedule.stages_of_rank, sight.cut, sight.timeline, gathers)
+    notes = [*_notes(model, config, precision), *analysis.notes]
+    users = Users(schedule.stages_of_rank, analysis.cut, analysis.timeline, gathers)
     return Plan(
-        config, table, flat_layouts(table, config, precision, users), groups, precision, schedule,
-        None if wish.own_optimizer else _moments(config), tuple(notes),
-        sight.tensor, sight.timeline, sight.cut, sight.traffic, gathers, sight.decision, wish.replacements,
-    )  # fmt: skip
+        config=config,
+        table=table,
+        layouts=flat_layouts(table, config, precision, users),
+        groups=groups,
+        precision=precision,
+        schedule=schedule,
+        moments=None if request.own_optimizer else _moments(config),
+        notes=tuple(notes),
+        tensor=analysis.tensor,
+        timeline=analysis.timeline,
+        cut=analysis.cut,
+        tensor_traffic=analysis.traffic,
+        gather_groups=gathers,
+        decision=analysis.decision,
+        replacements=request.replacements,
+    )
 
 
-def _division(config: Config, sight: Analysis, schedule: Schedule) -> Division:
-    stages = sight.cut.owners if sight.cut else {}
+def _division(config: Config, analysis: Analysis, schedule: Schedule) -> Division:
+    stages = analysis.cut.owners if analysis.cut else {}
     ranks = schedule.rank_of_stage
     return Division(
         tp=config.tp,
-        cuts=sight.tensor.parameters if sight.tensor else {},
-        partial=sight.tensor.partial if sight.tensor else (),
+        cuts=analysis.tensor.parameters if analysis.tensor else {},
+        partial=analysis.tensor.partial if analysis.tensor else (),
         owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
-        in_glue=sight.timeline.read_by_glue if sight.timeline else (),
+        in_glue=analysis.timeline.read_by_glue if analysis.timeline else (),
     )
 
 
 def check_settings(model: nn.Module, config: Config) -> None:
-    """Refuse, before any batch is seen, what ``build_plan`` would refuse for any batch."""
+    """Refuse, before the first batch, the settings that ``build_plan`` would refuse for any batch."""
     assign_groups(model, config.optimizer)
     make_precision(config, model)
     _schedule(config)
@@ -232,17 +244,17 @@ def check_settings(model: nn.Module, config: Config) -> None:
 
 
 def _schedule(config: Config) -> Schedule:
-    """The training schedule, proven before anything is built.
+    """The training schedule, checked before anything is built.
 
     Raises:
-        ScheduleError: unknown, stuck, or not for these stages and microbatches.
+        ScheduleError: the schedule is unknown, would deadlock, or has other stages or microbatches than the run.
     """
     kind, ranks, microbatches = config.parallel.schedule, config.pp, config.accumulation
     if kind == "auto":
-        kind = "1f1b"  # of one stage; where there are several, they are seen before it is chosen
+        kind = "1f1b"  # with one pipeline rank; with several, analyze() has chosen a schedule
     if not kind.endswith(ENDINGS):
         schedule = make_schedule(kind, ranks, microbatches, config.parallel.virtual_stages)
-        if ranks == 1:  # nobody to wait for: any kind is a plain loop
+        if ranks == 1:  # one rank waits for nobody, so every kind is a plain loop
             schedule = make_schedule("1f1b", 1, microbatches)
         check(schedule)
         return schedule

@@ -1,13 +1,13 @@
-"""Seconds of a model's calls, measured before the run: each distinct call once, alone, on the device of the run.
+"""Profiling before the run: seconds of each distinct call of a model, in isolation, on the device of the run.
 
-    look      what each call of a unit is given
-    group     calls of alike units with alike arguments share one measurement
-    alone     a copy of that one unit with random content: all the memory that measuring takes
-    time      forward | backward without the weight gradients that can wait (``weights``) | those
+    trace     record the arguments of each call of a unit
+    group     calls of equal units with equal argument shapes share one measurement
+    isolate   copy the unit with random content; the copy is all the memory that a measurement takes
+    time      forward, backward without the weight gradients that can be deferred, and those weight gradients
 
-At most LIMIT_SECONDS: groups with the most FLOPs are measured first, and none is begun after that time; each has a
-warm-up and up to 5 repeats within its share of what is left, of which the median counts. What was not measured, or
-does not run alone, has its FLOPs times the mean seconds per FLOP of what was.
+Profiling takes about LIMIT_SECONDS: groups with the most FLOPs are measured first, and none starts after that time.
+Each group has a warm-up and up to 5 repeats within its share of the time that is left; the median counts. A call that
+was not measured costs its FLOPs times the mean seconds per FLOP of the measured calls.
 """
 
 import json
@@ -28,6 +28,7 @@ from engine.parallel.activation_checkpointing.selective import Selective
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.parallel.model.side_effects import restoring_state
+from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.pipeline.partition.auto_schedule import MicrobatchCost
 from engine.parallel.pipeline.partition.cost_model import by_call, flop_costs, glue_flops, values_bytes
 from engine.parallel.trace.model_trace import Arguments, Call, Material, ModelTrace
@@ -40,46 +41,46 @@ from engine.program.program import Program
 LIMIT_SECONDS = 3.0
 _REPEATS = 5
 _LINKS: Mapping[str, tuple[float, float]] = MappingProxyType({"cuda": (20e-6, 100e9), "cpu": (200e-6, 1e9)})
-"""Seconds until a message begins and bytes a second: a GPU to one of its node, a process to another by gloo.
-Rough figures; a transfer is short beside a stage, or the stages are too small."""
+"""(seconds of latency, bytes per second) between GPUs of one node, and between processes over gloo.
+Rough figures suffice: a transfer is short compared with a stage, unless the stages are too small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the calls of a model cost in a run; the same on every rank."""
+    """Costs of the calls of a model in a run; the same on every rank."""
 
     units: tuple[str, ...]
-    """The unit of each call."""
+    """Name of the unit of each call."""
     calls: tuple[MicrobatchCost, ...]
     measured: bool
-    """False: FLOPs in place of seconds."""
+    """False: the costs are FLOPs, not seconds."""
     notes: tuple[str, ...] = ()
     device: str = ""
-    """Kind of device it was measured on."""
+    """Type of the device that was measured; empty if none was."""
 
     def transfer_seconds(self, count: float) -> float:
-        """An estimate for ``count`` bytes to the next rank; 0 where nothing was measured, to compare with FLOPs."""
+        """Estimated seconds to send ``count`` bytes to the next rank; 0 if the costs are FLOPs."""
         latency, bytes_a_second = _LINKS.get(self.device, _LINKS["cpu"])
         return latency + count / bytes_a_second if self.measured else 0.0
 
     def to_bytes(self) -> bytes:
-        """For other ranks; every number comes back as it was."""
+        """Serialize for other ranks; ``from_bytes`` restores every number exactly."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Costs":
-        """What ``to_bytes`` gave."""
+        """Restore the result of ``to_bytes``."""
         read = json.loads(data)
         calls = tuple(MicrobatchCost(**call) for call in read["calls"])
         return cls(tuple(read["units"]), calls, read["measured"], tuple(read["notes"]), read["device"])
 
-    def check(self, timeline: ModelTrace) -> None:
-        """Refuse costs of other calls.
+    def check(self, trace: ModelTrace) -> None:
+        """Refuse costs that were measured for other calls.
 
         Raises:
-            PlanError: the calls of ``timeline`` are not those that were measured.
+            PlanError: the calls of ``trace`` differ from the measured ones.
         """
-        if self.units != tuple(call.unit for call in timeline.calls):
+        if self.units != tuple(call.unit for call in trace.calls):
             raise PlanError(
                 "this rank's model calls other units than the one that rank 0 measured; build the same model on every "
                 "rank, and pass the same example_batch."
@@ -87,86 +88,86 @@ class Costs:
 
 
 def needs_profiling(config: Config) -> bool:
-    """Whether the plan depends on measured seconds."""
+    """The plan depends on measured seconds."""
     return config.pp > 1 and (config.parallel.balance == "time" or config.parallel.schedule == "auto")
 
 
-def flop_costs_only(timeline: ModelTrace) -> Costs:
-    """Costs without a measurement: FLOPs."""
+def flop_costs_only(trace: ModelTrace) -> Costs:
+    """Costs in FLOPs, without a measurement."""
     note = "no call was measured, so that FLOPs stand for seconds"
-    return Costs(tuple(call.unit for call in timeline.calls), flop_costs(timeline), measured=False, notes=(note,))
+    return Costs(tuple(call.unit for call in trace.calls), flop_costs(trace), measured=False, notes=(note,))
 
 
 def profile_run(program: Program, example: Batch, config: Config, stages: int, device: torch.device) -> Costs:
-    """Measure the calls of one training microbatch on ``device``. Nothing is communicated, and nothing changed.
+    """Measure the calls of one training microbatch on ``device``, without communication; the model is unchanged.
 
-    ``stages``: as in the plan, so that both see the same calls.
+    ``stages``: as in the plan, so that both trace the same calls.
 
     Raises:
-        PlanError: the model cannot be followed.
+        PlanError: the model cannot be traced.
     """
     material = Material()
-    timeline = trace_example(program, example, stages, material=material)
+    trace = trace_example(program, example, stages, material=material)
     settings = config.activation_checkpointing
     partly, recomputed = selective_blocks(program.model, settings), recomputed_blocks(program.model, settings)
     selective = Selective(find_operators(settings))
-    ways = {call.unit: selective for call in timeline.calls if _lies_in(call.unit, partly)}
-    found = measure_calls(program.model, timeline, material, (program.precision, device), ways)
+    ways = {call.unit: selective for call in trace.calls if _lies_in(call.unit, partly)}
+    found = measure_calls(program.model, trace, material, (program.precision, device), ways)
     calls = tuple(
-        _recomputed(cost, values_bytes(timeline, index)) if _lies_in(call.unit, recomputed) else cost
-        for index, (call, cost) in enumerate(zip(timeline.calls, found.calls, strict=True))
+        _recomputed(cost, values_bytes(trace, index)) if _lies_in(call.unit, recomputed) else cost
+        for index, (call, cost) in enumerate(zip(trace.calls, found.calls, strict=True))
     )
     return replace(found, calls=calls)
 
 
 def measure_calls(
     model: nn.Module,
-    timeline: ModelTrace,
+    trace: ModelTrace,
     material: Material,
     run: tuple[Precision, torch.device],
     ways: Mapping[str, Selective] = MappingProxyType({}),
 ) -> Costs:
-    """Measure the calls of ``timeline``, with ``material`` from the same probe, as they run in ``run``.
+    """Measure the calls of ``trace``, with its ``material``, in the precision and on the device of ``run``.
 
-    ``ways``: the units that are recomputed selectively; no other is recomputed.
+    ``ways``: units that are recomputed selectively; no other unit is recomputed here.
     """
     _, device = run
-    units = tuple(call.unit for call in timeline.calls)
+    units = tuple(call.unit for call in trace.calls)
     begun = perf_counter()
     with restoring_state(nn.Module(), device), keyed_generators(device, 0):
-        measuring = _Measuring(model, timeline, run, ways)
+        measuring = _Measuring(model, trace, run, ways)
         measuring.run(material.arguments)
-    calls = _completed(timeline, measuring.measured)
+    calls = _completed(trace, measuring.measured)
     notes = _notes(measuring.failed, measuring.kinds, f"{device} in {perf_counter() - begun:.1f} s")
     if calls is None:
         notes = (*notes, "no call with FLOPs could be measured, so that FLOPs stand for seconds")
-    kept = by_call(timeline, material.kept_by_glue)
+    kept = by_call(trace, material.kept_by_glue)
     costs = [
         replace(cost, kept_bytes=cost.kept_bytes + kept.get(index, 0))
-        for index, cost in enumerate(calls or flop_costs(timeline))
+        for index, cost in enumerate(calls or flop_costs(trace))
     ]
     return Costs(units, tuple(costs), calls is not None, notes, device.type)
 
 
 class _Measuring:
-    """The groups of alike calls, one after the other."""
+    """Measures the groups of equal calls, one after the other."""
 
     def __init__(
         self,
         model: nn.Module,
-        timeline: ModelTrace,
+        trace: ModelTrace,
         run: tuple[Precision, torch.device],
         ways: Mapping[str, Selective],
     ) -> None:
         self.measured: dict[int, MicrobatchCost] = {}
         self.failed: dict[str, str] = {}
-        """By unit: why it was not measured."""
+        """Reason why a unit was not measured, by its name."""
         self.kinds = 0
-        self._model, self._timeline, self._run, self._ways = model, timeline, run, ways
+        self._model, self._trace, self._run, self._ways = model, trace, run, ways
 
     def run(self, given: Sequence[Arguments]) -> None:
-        """Measure as many as the time allows."""
-        calls = self._timeline.calls
+        """Measure as many groups as the time allows."""
+        calls = self._trace.calls
         groups: dict[object, list[int]] = {}
         for index, signature in enumerate(signatures(self._model, [call.unit for call in calls], given)):
             groups.setdefault(signature, []).append(index)
@@ -176,7 +177,9 @@ class _Measuring:
             call, left = calls[group[0]], end - perf_counter()
             try:
                 cost = self._measure(call, given[group[0]], left / (len(members) - number))
-            except Exception as error:  # whatever a unit does that is not in its place
+            except Exception as error:  # the unit's own code may raise anything outside its model; a note says it
+                if is_own_mistake(error):
+                    raise
                 self.failed[call.unit] = first_line(error)
             else:
                 self.measured |= dict.fromkeys(group, cost)
@@ -193,7 +196,7 @@ class _Measuring:
 
 def _measure(alone: IsolatedBlock, given: Arguments, seconds: float) -> MicrobatchCost:
     begun = perf_counter()
-    warm, size = alone.weigh(given)  # its time counts only where that was all there is
+    warm, size = alone.weigh(given)  # the warm-up; its time counts only if there was none for a repeat
     runs: list[Seconds] = []
     while len(runs) < _REPEATS and perf_counter() - begun < seconds:
         runs.append(alone.time(given))
@@ -201,18 +204,18 @@ def _measure(alone: IsolatedBlock, given: Arguments, seconds: float) -> Microbat
     return MicrobatchCost(forward, inputs, weights, size.kept, size.left)
 
 
-def _completed(timeline: ModelTrace, measured: Mapping[int, MicrobatchCost]) -> tuple[MicrobatchCost, ...] | None:
-    """With FLOPs at the mean speed of what was measured, for the calls that were not, and for glue."""
-    flops = sum(timeline.calls[index].flops for index in measured)
+def _completed(trace: ModelTrace, measured: Mapping[int, MicrobatchCost]) -> tuple[MicrobatchCost, ...] | None:
+    """Add estimates for glue and for unmeasured calls: their FLOPs at the mean speed of the measured calls."""
+    flops = sum(trace.calls[index].flops for index in measured)
     if not flops:
         return None
     known = measured.values()
     forward = sum(cost.forward_seconds for cost in known) / flops
     inputs = sum(cost.input_seconds for cost in known) / flops
     weights = sum(cost.weight_seconds for cost in known) / flops
-    shapes, glue = flop_costs(timeline), glue_flops(timeline)
+    shapes, glue = flop_costs(trace), glue_flops(trace)
     calls = []
-    for index, call in enumerate(timeline.calls):
+    for index, call in enumerate(trace.calls):
         cost = measured.get(index, replace(shapes[index], forward_seconds=0.0, input_seconds=0.0, weight_seconds=0.0))
         extra = glue.get(index, 0) + (0 if index in measured else call.flops + 1)
         calls.append(
@@ -236,7 +239,7 @@ def _notes(failed: Mapping[str, str], kinds: int, where: str) -> tuple[str, ...]
 
 
 def _recomputed(cost: MicrobatchCost, inputs: int) -> MicrobatchCost:
-    """With its forward once more in backward, and only what it was given kept."""
+    """The cost under full recomputation: backward repeats the forward, and only the inputs are kept."""
     return replace(cost, input_seconds=cost.input_seconds + cost.forward_seconds, kept_bytes=inputs)
 
 

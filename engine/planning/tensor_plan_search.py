@@ -1,9 +1,9 @@
-"""The automatic tensor plan of a model: its distinct blocks, each alone with random content, cut and proven.
+"""The automatic tensor plan of a model: each distinct block is isolated, sharded and proven on random content.
 
-    look       what each call of a unit is given, for a short example and for a shorter one
-    group      calls of alike units with alike arguments need one search
-    search     ``engine.parallel.tensor.auto`` on a float64 copy of one unit
-    spread     the styles of that unit for all units like it, as patterns
+    trace      record the arguments of each call of a unit, for a short example and for a shorter one
+    group      calls of equal units with equal argument shapes need one search
+    search     run ``engine.parallel.tensor.auto`` on a float64 copy of one unit
+    spread     give the styles of that unit to all equal units, as patterns
 
 Nothing is communicated. Every rank finds the same plan, since all random content comes from fixed seeds.
 """
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils import _pytree as pytree
 
 from engine.errors import PlanError, first_line
 from engine.parallel.model.name_patterns import is_inside, starred
 from engine.parallel.model.side_effects import restoring_state
 from engine.parallel.model.torch_checkpoint import open_checkpoints, spread_checkpoints
-from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters, Given, GradientSparsity
+from engine.parallel.model.user_code import is_own_mistake
+from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters, GradientSparsity
 from engine.parallel.tensor.auto.equivalence import BlockReference, exactly
 from engine.parallel.tensor.auto.search import Decided, Search
 from engine.parallel.tensor.auto.strategies import vocabulary_styles
@@ -32,41 +32,41 @@ from engine.parallel.tensor.global_tensor.redistribute import SequenceError
 from engine.parallel.tensor.plan.resolve import match_styles
 from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
-from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace, Sample
+from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace
 from engine.planning.example_trace import trace_example
-from engine.planning.isolated_block import copy_block, is_sample, signatures
+from engine.planning.isolated_block import float64_block, signatures
 from engine.program.batch import Batch, map_tensors, named_tensors, take_rows
 from engine.program.program import Program
 
 ROWS = 2
 LENGTH = 16
-"""At most this much of the example is looked at: zero patterns and proofs do not depend on size."""
+"""Rows and tokens of the example that are traced at most; zero patterns and proofs do not depend on size."""
 _SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16)
-"""Sizes of the tensor axis that are tried to say which would do."""
+"""Sizes of the tensor axis that an error may propose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One of a kind of units, what its kind is called with, and the others of it."""
+    """One unit of a group of equal units, with the arguments of their calls and the names of all."""
 
     name: str
     arguments: tuple[Arguments, ...]
-    """Of the example, and of a shorter one if the model takes it."""
+    """Arguments for the example, and for a shorter one if the model takes it."""
     alike: tuple[str, ...]
     used: frozenset[int]
-    """The leaves of its output that somebody reads, of any call."""
+    """Leaves of the output that other code reads, in any call of the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class CalledModules:
-    """The ids of the modules that are called."""
+    """Ids of the modules that a forward calls."""
 
     all: set[int] = field(default_factory=set)
     counting: set[int] = field(default_factory=set)
-    """Embeddings that are given positions, one after the other."""
+    """Ids of embeddings whose input is consecutive positions."""
 
     def note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A call."""
+        """Forward pre-hook: note the call of ``module``."""
         self.all.add(id(module))
         if isinstance(module, nn.Embedding) and args and _counts(args[0]):
             self.counting.add(id(module))
@@ -76,65 +76,32 @@ def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False)
     """The plan for ``tp`` tensor ranks.
 
     Raises:
-        PlanError: the model cannot be followed, or the ranks cannot share its widths; says which sizes they can.
+        PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
     """
-    with _alike(program.model):
+    with search_conditions(program.model):
         with calls_of_modules() as called:
-            units, timeline = distinct_units(program, example, tp)
-        words = _vocabularies(program.model, timeline, called, tp)
+            found = distinct_units(program, example, tp)
+        words = _vocabularies(program.model, found.trace, called, tp)
         search = _Search(program, tp, sequence, dict(words))
-        for unit in units:
+        for unit in found.units:
             search.take(unit)
     styles = search.styles
     patterns = as_patterns(program.model, styles)
     read = match_styles(program.model, patterns)
     plan = cut_model(program.model, read, tp, "found by zero patterns, proven", sequence)
-    return replace(plan, patterns=patterns, reasons=tuple(search.reasons))
-
-
-def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> None:
-    """Prove a plan that the user has written, block by block; one that does not run alone is left out.
-
-    Raises:
-        PlanError: a block would compute something else; names it, what differs, and its styles.
-    """
-    try:
-        with _alike(program.model):
-            units, _ = distinct_units(program, example, tp)
-    except PlanError:  # a model that cannot be followed has no blocks that could be taken out
-        return
-    styles = match_styles(program.model, plan.patterns)
-    for unit in units:
-        # logits of a cut head are no part of a block's output: the loss knows what to do with them
-        within = {name: style for name, style in styles.items() if is_inside(name, unit.name)}
-        inner = {_inside(unit.name, name): style for name, style in within.items() if style.kind != "vocabulary"}
-        if not inner:
-            continue
-        try:
-            with exactly():
-                block, givens = alone(program, unit)
-                truth = BlockReference(block.train(), givens, unit.used)
-        except Exception:  # whatever a unit does that is not in its place
-            continue
-        verdict = truth.prove(cut_model(block, inner, tp, plan.source, plan.sequence), tp)
-        if not verdict.holds:
-            listed = ", ".join(f"{name or unit.name} {style.text!r}" for name, style in inner.items())
-            raise PlanError(
-                f"parallel.tensor_plan is wrong in {unit.name}: {verdict.problem}; correct its styles ({listed}), or "
-                'let them be found with "auto".'
-            )
+    return replace(plan, patterns=patterns, reasons=tuple(search.reasons), notes=found.notes)
 
 
 @dataclass
 class _InTheOpen:
-    """Every checkpoint runs as if there were none."""
+    """A checkpoint handler that runs every region without recomputation."""
 
     inside: bool = False
     regions: list[dict[str, Any]] = field(default_factory=list)
 
 
 @contextmanager
-def _alike(model: nn.Module) -> Iterator[None]:
+def search_conditions(model: nn.Module) -> Iterator[None]:
     """Around a search: reading a weight may change it (spectral norm), and what draws draws alike on all ranks."""
     # a backward runs what it recomputes outside the arithmetic of a proof
     with (
@@ -146,17 +113,33 @@ def _alike(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _inside(unit: str, name: str) -> str:
+def local_name(unit: str, name: str) -> str:
+    """Name inside ``unit`` of something with the name ``name`` in the model; empty for the unit itself."""
     return name[len(unit) + 1 :]
 
 
-def distinct_units(program: Program, example: Batch, tp: int) -> tuple[list[Unit], ModelTrace]:
-    """The distinct units of a model that have more than one layer; and the timeline of the example."""
+@dataclass(frozen=True, slots=True)
+class DistinctUnits:
+    """The units that a search or a proof covers."""
+
+    units: tuple[Unit, ...]
+    trace: ModelTrace
+    """Trace of the example."""
+    notes: tuple[str, ...]
+    """One sentence if the units are known for one length of text only."""
+
+
+def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
+    """The distinct units of a model that have more than one layer.
+
+    Raises:
+        PlanError: the model cannot be followed.
+    """
     first = _short(example, ROWS, LENGTH - LENGTH % tp)
     material = Material()
-    timeline = trace_example(program, first, 1, material=material)
-    shorter = _material_of_shorter(program, first, timeline, tp)
-    names = [call.unit for call in timeline.calls]
+    trace = trace_example(program, first, 1, material=material)
+    shorter, why = _material_of_shorter(program, first, trace, tp)
+    names = [call.unit for call in trace.calls]
     kinds: dict[object, list[int]] = {}
     for index, signature in enumerate(signatures(program.model, names, material.arguments)):
         kinds.setdefault(signature, []).append(index)
@@ -168,32 +151,33 @@ def distinct_units(program: Program, example: Batch, tp: int) -> tuple[list[Unit
         seen.update(alike)
         if alike and next(module.children(), None) is not None:
             arguments = (material.arguments[index], *(shorter.arguments[index : index + 1] if shorter else ()))
-            units.append(Unit(names[index], arguments, alike, _used(timeline, indices)))
-    return units, timeline
+            units.append(Unit(names[index], arguments, alike, _used(trace, indices)))
+    notes = (f"the tensor plan is proven for one length of text only, because {why}",) if why else ()
+    return DistinctUnits(tuple(units), trace, notes)
 
 
-def _used(timeline: ModelTrace, calls: Sequence[int]) -> frozenset[int]:
-    read = {number for value in timeline.values for number in value.inputs} | set(timeline.result.values())
-    read |= {number for call in timeline.calls for number in call.inputs}
-    outputs = [leaf for index in calls for leaf in enumerate(timeline.calls[index].output.leaves)]
+def _used(trace: ModelTrace, calls: Sequence[int]) -> frozenset[int]:
+    read = {number for value in trace.values for number in value.inputs} | set(trace.result.values())
+    read |= {number for call in trace.calls for number in call.inputs}
+    outputs = [leaf for index in calls for leaf in enumerate(trace.calls[index].output.leaves)]
     return frozenset(place for place, leaf in outputs if isinstance(leaf, FromValue) and leaf.value in read)
 
 
-def _vocabularies(model: nn.Module, timeline: ModelTrace, called: CalledModules, tp: int) -> dict[str, str]:
-    """Not those whose weight other code reads: a head that nobody calls, an embedding that glue multiplies with."""
-    units = {call.unit: model.get_submodule(call.unit) for call in timeline.calls}
+def _vocabularies(model: nn.Module, trace: ModelTrace, called: CalledModules, tp: int) -> dict[str, str]:
+    """Vocabulary styles by name, except for layers whose weight other code reads (uncalled heads, glue products)."""
+    units = {call.unit: model.get_submodule(call.unit) for call in trace.calls}
     inside = {f"{u}.{n}".rstrip("."): m for u, unit in units.items() for n, m in unit.named_modules()}
     inside = {name: module for name, module in inside.items() if id(module) not in called.counting}
     styles = vocabulary_styles(model, inside, tp)
     layers = {name: model.get_submodule(name) for name in styles}
-    passed_by = {id(model.get_parameter(name)) for name in timeline.read_by_glue}
+    passed_by = {id(model.get_parameter(name)) for name in trace.read_by_glue}
     passed_by |= {id(m.weight) for m in layers.values() if is_linear(m) and id(m) not in called.all}
     return {name: style for name, style in styles.items() if id(layers[name].weight) not in passed_by}
 
 
 @contextmanager
 def calls_of_modules() -> Iterator[CalledModules]:
-    """Filled with what is called inside."""
+    """Inside, the result collects the modules that are called."""
     called = CalledModules()
     hook = register_module_forward_pre_hook(called.note)
     try:
@@ -205,12 +189,12 @@ def calls_of_modules() -> Iterator[CalledModules]:
 def _counts(ids: Any) -> bool:
     if not isinstance(ids, Tensor) or not ids.ndim or ids.shape[-1] < 2:
         return False
-    with torch._C.DisableTorchFunction():  # who follows the forward is not to see this look at it
+    with torch._C.DisableTorchFunction():  # hidden from a tracer of the forward
         return torch.equal(ids, ids[..., :1] + torch.arange(ids.shape[-1], device=ids.device))
 
 
 def _short(example: Batch, rows: int, length: int) -> Batch:
-    """A part of an example: fewer rows, and where it is text, fewer tokens."""
+    """A smaller example: fewer rows, and fewer tokens of text."""
     text = {t.shape[1] for _, t in named_tensors(example) if t.ndim >= 2 and not t.is_floating_point()}
 
     def cut(tensor: Tensor) -> Tensor:
@@ -222,18 +206,24 @@ def _short(example: Batch, rows: int, length: int) -> Batch:
     return map_tensors(take_rows(example, 0, rows), cut)
 
 
-def _material_of_shorter(program: Program, example: Batch, timeline: ModelTrace, tp: int) -> Material | None:
+def _material_of_shorter(program: Program, example: Batch, trace: ModelTrace, tp: int) -> tuple[Material | None, str]:
+    """Arguments of the units for a shorter text; or the reason why a text has no shorter one."""
     lengths = [t.shape[1] for _, t in named_tensors(example) if t.ndim >= 2 and not t.is_floating_point()]
     if not lengths:
-        return None
+        return None, ""
     length = max(min(lengths) // 2 // tp * tp, tp)
+    if length >= max(lengths):
+        return None, f"an example of {max(lengths)} tokens cannot be shortened for {tp} tensor ranks"
     material = Material()
     try:
         seen = trace_example(program, _short(example, ROWS, length), 1, material=material)
-    except Exception:  # not every model takes every length
-        return None
-    same = [call.unit for call in seen.calls] == [call.unit for call in timeline.calls]
-    return material if same and length < max(lengths) else None
+    except Exception as error:  # not every model takes every length
+        if is_own_mistake(error):
+            raise
+        return None, f"the model does not run with {length} tokens: {first_line(error)}"
+    if [call.unit for call in seen.calls] != [call.unit for call in trace.calls]:
+        return None, f"the model calls other modules with {length} tokens"
+    return material, ""
 
 
 @dataclass
@@ -247,13 +237,15 @@ class _Search:
     reasons: list[Reason] = field(default_factory=list)
 
     def take(self, unit: Unit) -> None:
-        """Find the styles of one kind of units."""
+        """Find the styles of a group of equal units."""
         try:
             with exactly():
-                block, givens = alone(self.program, unit)
+                block, givens = float64_block(self.program.model, unit.name, self.program.precision, unit.arguments)
                 patterns = GradientSparsity(block.eval(), givens[0], self._whole(unit), unit.used)
                 truth = BlockReference(block.train(), givens, unit.used)
-        except Exception as error:  # whatever a unit does that is not in its place
+        except Exception as error:  # the unit's own code may raise anything outside its model; the table says it
+            if is_own_mistake(error):
+                raise
             why = f"does not run alone: {first_line(error)}"
             modules = [self.program.model.get_submodule(name) for name in unit.alike]
             size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
@@ -282,7 +274,7 @@ class _Search:
 
     def _whole(self, unit: Unit) -> list[str]:
         """Parameters of the unit that the vocabulary cuts, by name in it."""
-        return [f"{_inside(unit.name, name)}.weight" for name in self.styles if is_inside(name, unit.name)]
+        return [f"{local_name(unit.name, name)}.weight" for name in self.styles if is_inside(name, unit.name)]
 
     def _groups(self, unit: Unit, patterns: GradientSparsity) -> tuple[CoupledParameters, ...]:
         groups = patterns.groups(self.tp)
@@ -298,7 +290,7 @@ class _Search:
     def _refuse_if_others_fit(
         self, unit: Unit, patterns: GradientSparsity, group: CoupledParameters, search: Search
     ) -> None:
-        """What no number of ranks can cut is replicated; what only this one cannot is refused."""
+        """Refuse a replicated group that another size of the tensor axis could shard; keep it if none could."""
         fits = []
         for size in _SIZES:
             with exactly():
@@ -306,7 +298,7 @@ class _Search:
             try:
                 if same and search.decide(same, size)[0].way.how != "replicate":
                     fits.append(size)
-            except SequenceError:  # this size does not divide the example's sequence, which nobody asked it to
+            except SequenceError:  # this size does not divide the sequence of the example, so it says nothing
                 continue
         if fits:
             raise self._does_not_fit(unit, patterns, group, fits)
@@ -323,40 +315,6 @@ class _Search:
         )
 
 
-def alone(program: Program, unit: Unit) -> tuple[nn.Module, list[Given]]:
-    """A float64 copy of a unit with random weights, and its arguments with content.
-
-    Raises:
-        PlanError: it reads what is not its own, or a closure runs in place of its forward.
-    """
-    device, model = torch.device("cpu"), program.model
-    block = copy_block(model, unit.name, program.precision, device).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in block.parameters():
-            scale = 0.1 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(noise * scale + (1.0 if parameter.dim() < 2 else 0.0))
-            parameter.requires_grad_(True)
-    return block, [_content(arguments, generator) for arguments in unit.arguments]
-
-
-def _content(arguments: Arguments, generator: torch.Generator) -> Given:
-    def fill(leaf: Any) -> Any:
-        if isinstance(leaf, Sample):
-            if not leaf.dtype.is_floating_point:
-                return torch.zeros(leaf.shape, dtype=leaf.dtype)
-            content = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
-            return content.requires_grad_(leaf.grad)
-        if isinstance(leaf, Tensor):
-            tensor = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.detach().cpu()
-            return tensor.double() if tensor.is_floating_point() else tensor.clone()
-        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-
-    args, kwargs = pytree.tree_map(fill, arguments, is_leaf=is_sample)
-    return args, kwargs
-
-
 def _layer(name: str) -> str:
     return name.removesuffix(".weight")
 
@@ -366,7 +324,7 @@ def _pattern_of(names: Sequence[str]) -> str:
 
 
 def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """The same with one pattern for names that differ in numbers only, where no other name fits it."""
+    """``styles`` with one pattern for names that differ in numbers only, if the pattern matches no other name."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, str] = {}

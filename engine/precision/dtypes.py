@@ -1,4 +1,4 @@
-"""Which dtype what is kept in: computation, accumulation, master, moments, wire.
+"""Dtypes of a run: computation, accumulation, master, moments, wire.
 
 fp32            parameters as given (fp32 or fp64), gradients and moments likewise, no second copy
 bf16, fp16      parameters in 16 bits, gradients summed in fp32, fp32 master and moments (Kalamkar et al. 2019,
@@ -36,9 +36,9 @@ class Widths(NamedTuple):
 
     compute: torch.dtype
     sums: torch.dtype
-    """Of accumulated gradients."""
+    """Dtype of accumulated gradients."""
     master: torch.dtype | None
-    """Of the second copy of the weights; None where there is none."""
+    """Dtype of the master, a second copy of the weights; None if there is no master."""
     moments: torch.dtype
 
 
@@ -49,19 +49,19 @@ class Precision:
     compute: torch.dtype | None
     """Dtype of parameters and floating inputs in forward; None leaves both as given."""
     wire: torch.dtype | None
-    """Dtype of gradients while they are reduced; None is the dtype of accumulation."""
+    """Dtype of gradients while they are reduced; None: the dtype of accumulation."""
     kept: KeptFp32 = field(default_factory=KeptFp32)
-    """What stays in fp32 all the same."""
+    """Modules and tensors that stay in fp32."""
     master: bool = True
     """Narrow parameters have an fp32 master, and gradients are summed in fp32."""
     narrow_moments: bool = False
-    """Without a master: moments are kept in the dtype of the parameter."""
+    """Without a master: moments have the dtype of the parameter."""
 
     def parameter(self, name: str, given: torch.dtype) -> torch.dtype:
         """Dtype in which the parameter ``name`` takes part in forward.
 
         Raises:
-            PlanError: a dtype that this run cannot train.
+            PlanError: this run cannot train a parameter of this dtype.
         """
         if not given.is_floating_point:
             raise PlanError(
@@ -72,28 +72,28 @@ class Precision:
             return self.frozen(name, given)
         if given not in (torch.float32, torch.float64):
             raise PlanError(
-                f"parameter {name!r} is {str(given).removeprefix('torch.')} and the run is fp32: set bf16.enabled, "
+                f"parameter {name!r} is {str(given).removeprefix('torch.')}, but the run is fp32; set bf16.enabled, "
                 "or give the model as float32 (model.float())."
             )
         return given
 
     def frozen(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Dtype of a parameter that is not trained; what is not floating stays."""
+        """Dtype of a frozen parameter; types other than floating stay as given."""
         if self.compute is None or not given.is_floating_point:
             return given
         return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.compute
 
     def buffer(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Dtype of a buffer: floating ones follow the parameters, as ``Module.to(dtype)`` does it."""
+        """Dtype of a buffer: floating buffers follow the parameters, as with ``Module.to(dtype)``."""
         wide = any(fnmatchcase(name, pattern) for pattern in _ALWAYS_WIDE)
         return given if wide else self.frozen(name, given)
 
     def input(self, value: Tensor) -> Tensor:
-        """A model input in the dtype of the computation; integers stay."""
+        """A model input in the dtype of the computation; integers stay as given."""
         return value.to(self.compute) if self.compute is not None and value.is_floating_point() else value
 
     def widths(self, dtype_name: str) -> Widths:
-        """What belongs to a parameter whose dtype in forward has this name."""
+        """Dtypes that belong to a parameter whose dtype in forward has this name."""
         narrow: torch.dtype = getattr(torch, dtype_name)
         wide = torch.promote_types(narrow, torch.float32)
         if narrow == wide:
@@ -104,10 +104,10 @@ class Precision:
 
 
 def make_precision(config: Config, model: nn.Module) -> Precision:
-    """Read the dtypes out of a configuration.
+    """The dtypes that a configuration asks for.
 
     Raises:
-        ConfigError: ``keep_fp32`` names what is not there.
+        ConfigError: a pattern of ``keep_fp32`` matches no module, or splits a shared tensor.
     """
     kept = find_fp32_modules(model, config.keep_fp32)
     wire = _WIRE[config.communication_data_type] if config.communication_data_type else None
@@ -125,16 +125,16 @@ def place_rest(
     absent: Collection[str] = (),
     placed: Collection[str] = (),
 ) -> None:
-    """Move what the flat buckets do not hold, frozen parameters and buffers, to its device and dtype.
+    """Move buffers and frozen parameters outside of flat buckets to their device and dtype.
 
-    ``absent`` parameters belong to other stages: of them only shape and dtype stay. ``placed`` ones are in buckets.
+    ``absent`` parameters belong to other stages and become placeholders; ``placed`` parameters are in buckets.
     """
     for name, parameter in model.named_parameters():
         narrow = precision.frozen(name, parameter.dtype)
         if name in absent:
             parameter.data = placeholder(parameter.shape, narrow, parameter.device)
         elif not parameter.requires_grad and name not in placed:
-            parameter.data = parameter.data.to(device, narrow).contiguous()  # as in buckets
+            parameter.data = parameter.data.to(device, narrow).contiguous()  # as parameters in buckets are
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             dtype = precision.buffer(f"{path}.{name}" if path else name, buffer.dtype)

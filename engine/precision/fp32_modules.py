@@ -1,9 +1,9 @@
-"""Islands of fp32 in a bf16 or fp16 model: modules that ``keep_fp32`` names, with all that is below them.
+"""Modules that stay in fp32 in a bf16 or fp16 model: those that ``keep_fp32`` names, and their submodules.
 
     bf16 --> | to fp32 -> the module's own forward, parameters in fp32 -> to bf16 | --> bf16
 
-The casts are part of the module's ``forward``, so that whatever looks at the module from outside (stages of a
-pipeline, recomputation, hooks) sees values in the dtype of the computation.
+The casts are part of the module's ``forward``, so that code around the module (pipeline stages,
+recomputation, hooks) sees values in the dtype of the computation.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -22,12 +22,12 @@ from engine.parallel.model.name_patterns import is_inside, refuse_unmatched
 
 @dataclass(frozen=True, slots=True)
 class KeptFp32:
-    """What stays in fp32."""
+    """Modules and tensors that stay in fp32."""
 
     modules: tuple[str, ...] = ()
-    """The outermost modules that the patterns name, every object once."""
+    """Names of the outermost modules that the patterns match; each module object once."""
     tensors: frozenset[str] = frozenset()
-    """Parameters and buffers in them, under every name that they have."""
+    """Names of the parameters and buffers in these modules, including all aliases."""
 
 
 def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
@@ -62,7 +62,7 @@ def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) 
 def keep_in_fp32(
     model: nn.Module, names: Collection[str], compute: torch.dtype | None, patches: ForwardPatches
 ) -> None:
-    """Cast the inputs of these modules to fp32 and their outputs back to ``compute``; None: nothing is cast."""
+    """Cast the inputs of these modules to fp32 and their outputs back to ``compute``; do nothing if it is None."""
     if compute is None:
         return
     note = f"runs in fp32: inputs are cast from {str(compute).removeprefix('torch.')}, and outputs back"
@@ -77,10 +77,12 @@ def _in_fp32(module: nn.Module, own: Callable[..., Any] | None, compute: torch.d
 
     def narrow(value: Any) -> Any:
         wide = isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() > 0
-        return value.to(compute) if wide else value  # a loss loses digits and gains nothing
+        return (
+            value.to(compute) if wide else value
+        )  # a 0-dim loss stays fp32: narrowing costs digits and saves no memory
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # looked up in every call: tensor parallelism changes the class
+        # look the forward up in every call, because tensor parallelism changes the class
         run = own or type(module).forward.__get__(module)
         inputs, options = pytree.tree_map(widen, (args, kwargs))
         return pytree.tree_map(narrow, run(*inputs, **options))

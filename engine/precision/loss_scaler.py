@@ -1,8 +1,8 @@
 """The loss scale of fp16 training (Micikevicius et al. 2018, section 3.2), pure Python; DeepSpeed's rules and names.
 
-Small gradients vanish in fp16, so backward runs on a loss times a scale, which the update divides out. A
-dynamic scale doubles after a window of good steps and halves when gradients overflow; an overflow is forgiven
-``hysteresis`` - 1 times first. The step of an overflow is skipped either way.
+Small gradients vanish in fp16, so backward runs on a loss times a scale, and the update divides by the scale.
+A dynamic scale doubles after a window of good steps and halves when gradients overflow, except that the first
+``hysteresis`` - 1 overflows are forgiven. A step with an overflow is skipped in both cases.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from engine.config.sections import Fp16Config
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """The scale now, and what decides the next. ``after`` gives the one for the next step."""
+    """The loss scale of one step and the counters that decide the next; ``after`` gives the scale of the next step."""
 
     value: float = 1.0
     dynamic: bool = False
@@ -20,15 +20,15 @@ class LossScale:
     hysteresis: int = 1
     smallest: float = 1.0
     consecutive: bool = False
-    """A good step takes forgiven overflows back, and not only a window of them."""
+    """Every good step resets ``forgiven``; otherwise only a full window of good steps does."""
     forgiven: int = 0
-    """Overflows that have been forgiven since the last growth."""
+    """Overflows forgiven since the scale last grew."""
     good: int = 0
-    """Steps without overflow since the last one, or since the last growth."""
+    """Good steps since the last overflow or growth."""
 
     @property
     def can_fall(self) -> bool:
-        """Whether a smaller scale is left to try."""
+        """The scale is dynamic and above its minimum."""
         return self.dynamic and self.value > self.smallest
 
     def after(self, overflow: bool) -> "LossScale":
@@ -46,7 +46,7 @@ class LossScale:
 
 
 def make_loss_scale(config: Fp16Config) -> LossScale:
-    """The scale that training starts with; 1 where fp16 is off."""
+    """The loss scale of the first step; 1 without fp16."""
     if not config.enabled:
         return LossScale()
     if config.loss_scale:

@@ -1,1 +1,1 @@
-"""What one microbatch is and computes: the batch, the model call and the loss."""
+"""The program of one microbatch: the batch, the model call and the loss."""

@@ -1,7 +1,7 @@
-"""From what the user passes to ``train_batch`` to microbatches.
+"""Batches: how the argument of ``train_batch`` is split into microbatches.
 
 A batch is a tensor, a tuple or list, or a mapping; every tensor in it with at least one dim has
-micro x accumulation rows. 0-dim tensors and everything that is no tensor go to every microbatch.
+micro x accumulation rows. 0-dim tensors and values of other types go to every microbatch unchanged.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.errors import EngineError
 
 Batch = Any
-"""A tensor, tuple, list or mapping of such."""
+"""A tensor, or a tuple, list or mapping of batches."""
 
 
 def map_tensors(tree: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -45,11 +45,11 @@ def named_tensors(tree: Batch, name: str = "batch") -> Iterator[tuple[str, Tenso
 
 
 def take_microbatches(batch: Batch | Iterator[Batch], micro: int, count: int) -> list[Batch]:
-    """Cut a batch into ``count`` microbatches of ``micro`` rows, or pull them from an iterator.
+    """Split a batch into ``count`` microbatches of ``micro`` rows, or pull them from an iterator.
 
     Raises:
-        EngineError: wrong rows (the key is named), no tensor at all, an iterable that is no iterator,
-            or an iterator that ends before ``count`` items.
+        EngineError: a wrong number of rows (names the tensor), a batch without tensors, an iterable that is not an
+            iterator, or an iterator that ends before ``count`` items.
     """
     if isinstance(batch, Iterator):
         return _pull(batch, micro, count)
@@ -89,19 +89,19 @@ def _check_rows(batch: Batch, rows: int, rule: str) -> None:
 
 
 def take_rows(batch: Batch, start: int, count: int) -> Batch:
-    """Rows ``start`` to ``start + count`` of every tensor; scalars and what is no tensor as they are."""
+    """Rows ``start`` to ``start + count`` of every tensor; scalars and values of other types stay unchanged."""
     return map_tensors(batch, lambda tensor: tensor[start : start + count] if tensor.ndim else tensor)
 
 
 def count_tokens(microbatch: Batch) -> int:
-    """Elements of ``input_ids`` if there is one, else rows."""
+    """Elements of ``input_ids``, or rows if the batch has no ``input_ids``."""
     if is_text(microbatch):
         return int(microbatch["input_ids"].numel())
     return next((tensor.shape[0] for _, tensor in named_tensors(microbatch) if tensor.ndim), 1)
 
 
 def is_text(microbatch: Batch) -> bool:
-    """Whether the batch says how many tokens it has."""
+    """The batch has ``input_ids``, so its tokens can be counted."""
     return isinstance(microbatch, Mapping) and isinstance(microbatch.get("input_ids"), Tensor)
 
 
@@ -115,7 +115,7 @@ def call_model(model: nn.Module, microbatch: Batch) -> Any:
 
 
 def join_outputs(outputs: list[Any]) -> Any:
-    """Outputs of microbatches as one, tensors joined along dim 0 and scalars stacked."""
+    """Join the outputs of microbatches into one: tensors along dim 0, scalars stacked."""
     first = outputs[0]
     if isinstance(first, Tensor):
         return torch.cat(outputs) if first.ndim else torch.stack(outputs)

@@ -1,4 +1,4 @@
-"""Where the loss of a microbatch comes from, as (sum, weight).
+"""The loss of a microbatch as (sum, weight).
 
 A 0-dim mean is a sum of weight 1, so that every microbatch weighs the same. A ``loss_fn`` that returns
 (sum, weight) makes the global loss sum/weight exact for unequal token counts.
@@ -11,43 +11,44 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.parallel.model.user_code import call_user_code
 from engine.program.batch import Batch
 
 LossFunction = Callable[[Any, Batch], Any]
 
 
 class WeightedLoss(NamedTuple):
-    """What a microbatch adds to numerator and denominator of the global loss."""
+    """Contribution of a microbatch to numerator and denominator of the global loss."""
 
     sum: Tensor
-    """0-dim, floating."""
+    """Sum of losses, a 0-dim floating tensor."""
     weight: Tensor | float
-    """Number of what was summed over, for instance tokens."""
+    """Number of summed losses, for instance of tokens."""
 
 
 def find_loss(output: Any, batch: Batch, loss_fn: LossFunction | None) -> WeightedLoss:
     """The loss of one microbatch.
 
-    With ``loss_fn``: what it returns, a 0-dim tensor or (sum, weight). Without: ``output.loss``,
+    With ``loss_fn``: its result, a 0-dim tensor or (sum, weight). Without: ``output.loss``,
     ``output["loss"]``, a 0-dim output, or the one 0-dim floating tensor of a tuple.
 
     Raises:
-        EngineError: no loss can be found, or it is not a 0-dim floating tensor.
+        EngineError: there is no loss, or it is not a 0-dim floating tensor.
     """
     if loss_fn is None:
         return WeightedLoss(check_scalar(_loss_in(output), "the loss that the model returned"), 1.0)
-    return check_pair(loss_fn(output, batch), "the {} that loss_fn returned")
+    return check_pair(call_user_code(loss_fn, (output, batch), {}), "the {} that loss_fn returned")
 
 
 def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLoss:
-    """A 0-dim loss, or (sum, weight), as :class:`WeightedLoss`; otherwise an EngineError."""
+    """Convert a 0-dim loss, or (sum, weight), to :class:`WeightedLoss`; raise EngineError for anything else."""
     if isinstance(found, tuple) and len(found) == 2:
         return WeightedLoss(check_scalar(found[0], what.format("sum")), _check_weight(found[1], what.format("weight")))
     return WeightedLoss(check_scalar(found, what.format("loss")), 1.0)
 
 
 def check_scalar(loss: Any, what: str) -> Tensor:
-    """``loss`` if it is a 0-dim floating tensor, otherwise an EngineError about ``what``."""
+    """Return ``loss`` if it is a 0-dim floating tensor; raise EngineError about ``what`` otherwise."""
     if not isinstance(loss, Tensor):
         given = f"a {type(loss).__name__}"
     elif loss.ndim or not loss.is_floating_point():

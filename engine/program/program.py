@@ -1,6 +1,6 @@
 """The user's model and loss as one function of a microbatch: move, cast, call, find the loss.
 
-Eval mode for a while.
+``evaluating`` puts the model in eval mode inside a with statement.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,10 @@ from engine.program.loss import LossFunction, WeightedLoss, find_loss
 
 
 class ForwardResult(NamedTuple):
-    """Held no longer than needed: the logits of a large vocabulary are the largest tensor of a step."""
+    """Output and loss of a microbatch.
+
+    Release it early: the logits of a large vocabulary are the largest tensor of a step.
+    """
 
     output: Any
     loss: WeightedLoss
@@ -25,7 +28,7 @@ class ForwardResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What every stage runs, each as far as it goes."""
+    """Model, loss function and dtypes of a run; every pipeline stage runs its part of it."""
 
     model: nn.Module
     loss_fn: LossFunction | None
@@ -33,11 +36,11 @@ class Program:
     device: torch.device
 
     def move(self, batch: Batch) -> Batch:
-        """The batch on the device."""
+        """Copy of the batch on the device."""
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def cast(self, batch: Batch) -> Batch:
-        """The batch in the dtype of the computation; the loss function sees it as it was."""
+        """Copy of the batch in the dtype of the computation; the loss function gets the batch without this cast."""
         return map_tensors(batch, self.precision.input)
 
     def forward(self, microbatch: Batch) -> ForwardResult:
@@ -47,19 +50,19 @@ class Program:
         return ForwardResult(output, find_loss(output, moved, self.loss_fn))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for one batch as its only argument, or for arguments as the model takes them."""
+        """The model's output for one batch, or for the arguments of the model's own forward."""
         if len(args) == 1 and not kwargs:
             return call_model(self.model, self.cast(self.move(args[0])))
         return self.model(*self.cast(self.move(args)), **self.cast(self.move(kwargs)))
 
     def on(self, device: torch.device) -> "Program":
-        """The same on another device."""
+        """The same program on another device."""
         return replace(self, device=device)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module is in eval mode inside; afterwards each has its own flag back, since they need not all agree."""
+    """Inside, every module is in eval mode; afterwards each gets its own flag back, since flags may differ."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,1 +1,1 @@
-"""What a run tells: the report of a step, where reports go, and the banner."""
+"""Reporting: the report of a step, the sinks that reports are written to, and the banner of a plan."""

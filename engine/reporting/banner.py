@@ -1,4 +1,4 @@
-"""The plan in words: what will run, printed before it runs, and what it measured, printed after."""
+"""The banner that describes a plan before the run, and the comparison of planned and measured traffic."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from engine.zero.gather.gather_schedule import count_gathers
 
 
 def banner_text(plan: Plan, device: str) -> str:
-    """A dozen lines: grid, parameters, state and bytes per rank, and the rules in force."""
+    """The banner: grid, parameters, state and traffic of a rank, and the rules of the run, a line or a few for each."""
     config, rank = plan.config, plan.rank(0)
     clip = config.gradient_clipping
     lines = {
@@ -52,7 +52,7 @@ def _checkpoint_lines(checkpoint: CheckpointConfig) -> dict[str, str]:
 
 
 def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
-    """Planned bytes and calls beside measured ones, per step."""
+    """Table of planned and measured bytes and calls per step."""
     planned = {(row.axis, row.label): row for row in plan.rank(rank).traffic}
     lines = [f"bytes sent by rank {rank} per step, over {steps} steps", _row("axis", "what", "planned", "measured")]
     for row in measured.rows():
@@ -138,8 +138,7 @@ def _tensor_lines(plan: Plan) -> dict[str, str]:
 
 
 def reasons_table(reasons: Sequence[Reason]) -> str:
-    """A plan that was found, group by group: which layers, how they run, why, and the bytes that every rank holds
-    where that is "replicate"."""
+    """Table of a plan that was found: layers of each group, how they run, why, and the bytes of replicated ones."""
     hows = [reason.how for reason in reasons]
     counts = ", ".join(f"{hows.count(how)} {how}" for how in dict.fromkeys(hows))
     cells = [

@@ -1,4 +1,4 @@
-"""Step reports are made here, the same on every rank, and rank 0 writes them: JSON lines, TensorBoard."""
+"""The reporter, which makes step reports on every rank, and the sinks of rank 0: JSON lines and TensorBoard."""
 
 import json
 import math
@@ -21,17 +21,17 @@ from engine.step.update import UpdateOutcome
 
 
 class Sink(Protocol):
-    """Takes reports; only rank 0 has sinks."""
+    """Destination of step reports; only rank 0 has sinks."""
 
     def write(self, report: StepReport) -> None:
-        """Take one report."""
+        """Write one report."""
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush and close."""
 
 
 class JsonLines:
-    """One JSON object a line, appended, so that a resumed run goes on in the same file."""
+    """One JSON object a line, appended, so that a resumed run continues the same file."""
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -92,9 +92,9 @@ class StepReporter:
         self._every, self._comm, self._device = config.monitor.every, comm, device
         self._sinks = make_sinks(config.monitor) if comm.grid.rank == 0 else ()
         self.trained = Tally()
-        """What training steps have sent."""
+        """Traffic of all training steps."""
         self.attempts = 0
-        """Training steps, skipped ones among them."""
+        """Number of training steps, including skipped ones."""
 
     def make(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
         """The report of a step after ``made`` updates."""
@@ -119,9 +119,9 @@ class StepReporter:
         )
 
     def record(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
-        """The report of a training step, which is counted, and logged if it is its turn.
+        """Count a training step and return its report; write it to the sinks at every ``monitor.every`` updates.
 
-        Whose turn it is does not depend on where this start of the run began.
+        The updates that are written are the same after a resume; skipped steps and the first step are always written.
         """
         report = self.make(step, outcome, plan, made)
         self.attempts += 1
@@ -133,7 +133,7 @@ class StepReporter:
         return report
 
     def close(self) -> None:
-        """Close the logs."""
+        """Close all sinks."""
         for sink in self._sinks:
             sink.close()
         self._sinks = ()

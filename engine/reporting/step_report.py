@@ -1,4 +1,4 @@
-"""What a step reports: losses, norms and counts that are equal on every rank, and this rank's times and bytes."""
+"""The report of a step: loss, norm and counts that are equal on every rank, and this rank's times and bytes."""
 
 import resource
 from dataclasses import asdict, dataclass
@@ -23,38 +23,38 @@ class StepReport:
     loss: float
     """Sum of losses over sum of weights, over all microbatches and data ranks."""
     weight: float
-    """What the sum of losses was divided by: microbatches, or the weights of the loss function."""
+    """Divisor of the sum of losses: number of microbatches, or sum of the weights of the loss function."""
     grad_norm: float
     """L2 norm of the averaged gradient before clipping; nan for an evaluation."""
     lr: float
-    """Rate of the first group in this update."""
+    """Learning rate of the first group in this update."""
     tokens: int
-    """Elements of ``input_ids``, else rows, over all data ranks."""
+    """Elements of ``input_ids``, or rows without ``input_ids``, over all data ranks."""
     seconds: float
-    """On this rank: this step up to where all ranks agree on its norm, and the update of the step before."""
+    """Seconds on this rank: this step until all ranks agree on its norm, plus the update of the previous step."""
     tflops: float | None
-    """Achieved per rank: 6 x parameters x tokens / seconds / ranks; None where tokens are rows."""
+    """TFLOP/s per rank: 6 x parameters x tokens / seconds / ranks; None if tokens are rows."""
     mfu: float | None
-    """``tflops`` over the dense bf16 peak of the GPU; None where the peak is not known."""
+    """``tflops`` over the dense bf16 peak of the GPU; None if the peak is unknown."""
     peak_bytes: int
-    """Largest memory of this rank so far: allocated on the GPU, or resident."""
+    """Peak memory of this rank so far: allocated on the GPU, or resident on the CPU."""
     bytes_sent: int
-    """Sent by this rank in this step, by ring convention."""
+    """Bytes that this rank sent in this step, by ring convention."""
     skipped: bool
     """The gradient was not finite and nothing was updated."""
     nonfinite: str | None
-    """What was not finite in a skipped step: the first such parameter by name, or "the loss", "the weight" or
-    "the gradient norm" where all gradients are; None in any other step."""
+    """Cause of a skipped step: the name of the first parameter whose gradient is not finite, or "the loss", "the
+    weight" or "the gradient norm" if all gradients are finite; None in any other step."""
     loss_scale: float
-    """What backward multiplied the loss with; 1.0 without fp16."""
+    """Factor of the loss in backward; 1.0 without fp16."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all ranks."""
+        """Tokens per second over all ranks."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All values, for a log; what is not finite is None, as JSON has no word for it."""
+        """All values, for a log; NaN and infinity become None, since JSON cannot express them."""
         values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
         return {name: None if value != value or value in (inf, -inf) else value for name, value in values.items()}
 
@@ -67,7 +67,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the device, or None if we do not know it."""
+    """Dense bf16 peak of the device in TFLOP/s; None if it is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -79,7 +79,7 @@ def utilisation(
 ) -> tuple[float | None, float | None]:
     """(TFLOP/s, share of the device's dense bf16 peak) for this rank's share of parameters x tokens.
 
-    Six operations each. None where it is not known what a token is, or what the device can do.
+    Each parameter takes six operations per token. None if the tokens or the peak of the device are unknown.
     """
     if parameter_tokens is None:
         return None, None

@@ -1,7 +1,7 @@
-"""Whether all ranks of a replica were given the same batch, found before anything of it is computed.
+"""The batch check: all ranks of a replica must be given the same batch, verified before any computation.
 
-All tensor and pipeline ranks of one data coordinate work on the same rows. If one is given others, shapes
-may fit and the training be wrong without a word, or a receive may wait for ever.
+All tensor and pipeline ranks of one data coordinate work on the same rows. A rank with other rows would train
+silently wrong if the shapes fit, or leave another rank waiting in a receive.
 """
 
 import zlib
@@ -21,7 +21,7 @@ _REFUSED = -1
 def take_batch(
     batch: Batch | Iterator[Batch], config: Config, comm: Comm, device: torch.device
 ) -> tuple[list[Batch], Exception | None]:
-    """The microbatches of a step, and what is wrong with them on this rank or on another of its replica."""
+    """The microbatches of a step, and the problem with them, on this rank or on another rank of its replica."""
     microbatches: list[Batch] = []
     problem: Exception | None = None
     try:
@@ -38,7 +38,7 @@ def take_batch(
 def check_batch(microbatches: Sequence[Batch], problem: Exception | None, comm: Comm, device: torch.device) -> None:
     """Compare this rank's batch with its replica's: one all-gather of 8 bytes a rank, label "batch check".
 
-    ``problem``: why this rank has no batch, which the others are told.
+    ``problem``: the reason why this rank has no batch; the other ranks learn that there is one.
 
     Raises:
         EngineError: on every rank of the replica, if batches differ or a rank has none.
@@ -55,18 +55,20 @@ def check_batch(microbatches: Sequence[Batch], problem: Exception | None, comm: 
     digests, peers = table.tolist(), comm.grid.peers("replica")
     for other, rank in zip(digests, peers, strict=True):
         if other == _REFUSED:
-            raise EngineError(f"rank {rank} refused its batch, so no rank makes this step; its message tells why.")
+            raise EngineError(
+                f"rank {rank} refused its batch, so no rank makes this step; see the error of rank {rank}."
+            )
     for other, rank in zip(digests, peers, strict=True):
         if other != digests[0]:
             raise EngineError(
                 f"rank {peers[0]} and rank {rank} were given different batches; all tensor and pipeline ranks of a "
-                f"data coordinate (here {comm.grid.coord().dp}) pass the same: let the sampler use grid.coord().dp "
-                "and grid.dp."
+                f"data coordinate (here {comm.grid.coord().dp}) must pass the same batch: let the sampler use "
+                "grid.coord().dp and grid.dp."
             )
 
 
 def _digest(microbatches: Sequence[Batch]) -> int:
-    """62 bits of what the tensors are and hold."""
+    """62-bit digest of names, shapes, dtypes and content of all tensors."""
     shapes, content = 0, 0
     for index, microbatch in enumerate(microbatches):
         for name, tensor in named_tensors(microbatch):
@@ -82,6 +84,6 @@ def _content(tensor: Tensor, before: int) -> int:
     octets = data.view(torch.uint8)
     if tensor.device.type == "cpu":
         return zlib.crc32(octets.numpy().data, before)
-    # on a device, sums that see the place of an octet: only one number is read
+    # on a GPU, a sum weighted by position: the host reads one number only
     weights = torch.arange(octets.numel(), device=octets.device).remainder_(65521).add_(1)
     return zlib.crc32(int((octets * weights).sum()).to_bytes(8, "little", signed=True), before)

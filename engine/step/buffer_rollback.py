@@ -1,4 +1,4 @@
-"""Buffers that a forward writes (running statistics, counters): put back when their step is not made."""
+"""Rollback of buffers that a forward writes (running statistics, counters), for steps that are skipped."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class _Seen(NamedTuple):
-    """A buffer as a step found it."""
+    """A buffer as it was before a step."""
 
     module: nn.Module
     leaf: str
@@ -17,9 +17,9 @@ class _Seen(NamedTuple):
     copy: Tensor | None
 
     def written(self) -> bool:
-        """Whether it is another tensor or another content now.
+        """The buffer is now another tensor, or has other content.
 
-        The version alone does not tell: torch's batch normalisation writes its running mean without counting it.
+        The version alone is not enough: torch's batch normalisation writes its running mean without counting it.
         """
         now = self.module._buffers.get(self.leaf)
         if now is not self.buffer or now._version != self.version:
@@ -28,10 +28,10 @@ class _Seen(NamedTuple):
 
 
 class WrittenBuffers:
-    """Remembers what a step may write.
+    """Copies of the buffers that a step may write.
 
-    Which buffers those are is watched: where modules are in modes that no step has seen yet, all are copied and
-    compared; afterwards only those that a step has written before. Between steps no copy is held.
+    The first step in each combination of train and eval modes copies and compares all buffers; later steps copy only
+    the buffers that some step has written. Between steps no copy is held.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,7 +43,7 @@ class WrittenBuffers:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Before the first forward of a step."""
+        """Copy the buffers, before the first forward of a step."""
         everything = self._mode() not in self._modes
         self._seen = []
         for module in self._modules:
@@ -54,7 +54,7 @@ class WrittenBuffers:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """The step is not made: its forwards have written nothing."""
+        """Undo what the forwards of a skipped step have written."""
         seen = list(self._seen)
         self.forget()
         for each in seen:
@@ -63,7 +63,7 @@ class WrittenBuffers:
                 each.module._buffers[each.leaf] = each.buffer
 
     def forget(self) -> None:
-        """The step is over."""
+        """End the step: drop the copies, and note which buffers it has written."""
         for seen in self._seen:
             key = id(seen.module), seen.leaf
             if key not in self._written and seen.written():
@@ -73,7 +73,7 @@ class WrittenBuffers:
         self._seen = []
 
     def written(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, buffer) of those that steps have written, on this rank."""
+        """(name, buffer) of every buffer that steps have written on this rank."""
         for path, module in self._named:
             for leaf, buffer in module._buffers.items():
                 if buffer is not None and (id(module), leaf) in self._written:
@@ -81,7 +81,7 @@ class WrittenBuffers:
 
     @torch.no_grad()
     def restore(self, states: Mapping[str, Tensor]) -> None:
-        """Put in what ``written`` gave, which forwards may have replaced by another shape or dtype."""
+        """Restore buffers saved from ``written``, whose shape or dtype forwards may have changed."""
         for path, module in self._named:
             for leaf, buffer in module._buffers.items():
                 state = states.get(f"{path}.{leaf}" if path else leaf)

@@ -1,4 +1,4 @@
-"""The microbatches of one step on this rank: what the executor calls for every forward and backward."""
+"""The microbatches of one step on this rank: the forwards and backwards that the executor calls."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ from engine.step.trace_cache import TracedForward
 from engine.zero.reduce.reducer import Backward, BackwardPart
 
 StepKind = Literal["train", "evaluate", "output"]
-"""``output`` evaluates, and keeps what the model returns too."""
+"""``output`` evaluates, and also keeps the outputs of the model."""
 
 
 class StepMicrobatches:
-    """Runs forwards and backwards of one step; the :class:`Executor` says when."""
+    """Runs the forwards and backwards of one step, in the order of the :class:`Executor`."""
 
     def __init__(
         self, runtime: RankRuntime, step: StepState, microbatches: Sequence[Batch],
@@ -36,23 +36,23 @@ class StepMicrobatches:
         self._runtime, self._step, self._random_key, self._kind = runtime, step, random_key, kind
         self._microbatches = microbatches
         self._backwards: Counter[int] = Counter()
-        """Backwards that each stage has begun; one in two parts counts with the first."""
+        """Backwards that each stage has begun; a split backward counts with its first part."""
         self._deferred: dict[tuple[int, int], DeferredWeightGrads] = {}
-        """What the I of a (stage, microbatch) has left to its W."""
+        """Weight gradients that the action I of a (stage, microbatch) has deferred to its W."""
         self._results: list[Any] = []
         self._traced: dict[int, TracedForward] = {}
         if runtime.stage is not None:
             step.look_again = self.trace_again
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """What a stage exchanges for a microbatch."""
+        """The values that a stage receives and sends for a microbatch."""
         if self._runtime.stage is None:
             return _ALONE
         traced = self._trace(microbatch)
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
     def trace_all(self) -> None:
-        """Trace every microbatch before anything is sent: a forward that cannot be cut then leaves no rank waiting.
+        """Trace every microbatch before anything is sent, so that a failed trace leaves no other rank waiting.
 
         Raises:
             PlanError, or the model's own error.
@@ -63,7 +63,7 @@ class StepMicrobatches:
                 self._trace(index)
 
     def trace_again(self) -> None:
-        """After a step whose loss is not a number: trace one microbatch of each traced forward once more.
+        """Trace one microbatch of each traced forward again, after a step whose loss is NaN.
 
         Raises:
             EngineError: the forward has changed since it was traced.
@@ -76,7 +76,7 @@ class StepMicrobatches:
                 self._runtime.traces.look_again(self._microbatches[index], self._kind, again)
 
     def bring_outputs(self, carrier: Carrier) -> None:
-        """With "output": what the model returned goes to rank 0, which may have another stage than the last."""
+        """With "output": send the outputs of the model from the last stage to rank 0."""
         if self._kind != "output":
             return
         if self._runtime.stage is not None:
@@ -85,7 +85,7 @@ class StepMicrobatches:
         self._step.outputs = [result[0] for result in self._results]
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Run the program as far as this stage goes; the last stage counts loss, weight and tokens."""
+        """Run this stage's part of the program; the last stage counts loss, weight and tokens."""
         runtime, run = self._runtime, partial(self._run, microbatch)
         if runtime.stage is None:
             with runtime.forward(*self._random_key(microbatch)):
@@ -97,14 +97,14 @@ class StepMicrobatches:
             return StageOutput(runtime.own(done.sent), self._count(done.result, microbatch) if plan.last else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Collect gradients; the last backward of each stage reduces them."""
+        """Context of a backward: gradients are accumulated, and reduced in the last backward of each stage."""
         if action.op is not Op.BACKWARD_INPUT:
             return self._runtime.backward(self._which(action.stage, action.microbatch, "whole"))
         deferred = self._deferred[action.stage, action.microbatch] = DeferredWeightGrads()
         return self._runtime.backward(self._which(action.stage, action.microbatch, "input"), deferred)
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Compute the weight gradients that the backward of the inputs has deferred."""
+        """Compute the weight gradients that the input part of a backward has deferred."""
         deferred = self._deferred.pop((stage, microbatch))
         self._runtime.weights(self._which(stage, microbatch, "weight"), deferred)
 
@@ -112,7 +112,7 @@ class StepMicrobatches:
         if part != "weight":
             self._backwards[stage] += 1
         last = self._backwards[stage] == len(self._microbatches)
-        if part != "input":  # an input part gives what is not deferred, of which no more is to come
+        if part != "input":  # an input part is last for the gradients that are never deferred
             last = last and all(deferred != stage for deferred, _ in self._deferred)
         return Backward(last, part, stage, microbatch)
 
@@ -124,13 +124,13 @@ class StepMicrobatches:
         return self._traced[microbatch]
 
     def _run(self, microbatch: int) -> Any:
-        """(sum, weight), and with "output" what the model returned before them."""
+        """(sum, weight) of the loss; with "output" the model's output comes first."""
         runtime, given = self._runtime, self._microbatches[microbatch]
         done = runtime.first_use.watch(given, lambda: runtime.program.forward(given))
         return (runtime.own(gather_logits(done.output)), *done.loss) if self._kind == "output" else tuple(done.loss)
 
     def _count(self, result: Any, microbatch: int) -> Tensor | None:
-        """Add the loss to the step; what backward starts from, in training."""
+        """Add the loss to the step; return the root of the backward in training, None otherwise."""
         if self._kind == "output":
             self._results.append(result)
         loss = WeightedLoss(*result[-2:])
@@ -149,4 +149,4 @@ _ALONE = StageMicrobatch(
     ),
     (),
 )  # fmt: skip
-"""Without a pipeline nothing is received and nothing sent."""
+"""The one stage of a run without a pipeline, which receives and sends nothing."""

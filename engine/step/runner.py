@@ -1,11 +1,11 @@
-"""One step of an engine, from the batch to the decision whether it was made.
+"""One step of an engine, from the batch to the update or the decision to skip it.
 
 train        batch -> microbatches -> same on all ranks of a replica? -> trace (pipelines)
                  -> executor [ forwards, backwards + gradient reduction ] -> update + parameter gather
 evaluate     the same without backwards and update
 three calls  forward, backward, step: the same parts, one microbatch at a time
 
-An error is held back until all ranks can hear of it, see :meth:`StepRunner._run_schedule`.
+An error waits until all ranks can learn of it, see :meth:`StepRunner._run_schedule`.
 """
 
 import math
@@ -32,17 +32,17 @@ from engine.zero.reduce.reducer import Backward
 
 
 class RunControl(Protocol):
-    """What may keep a run from making another step; the checkpoint coordinator is one."""
+    """Conditions that stop a run from making another step; the checkpoint coordinator implements it."""
 
     @property
     def stop_asked(self) -> bool:
         """This rank was asked to stop after the step."""
 
     def refuse_spoiled(self) -> None:
-        """Raise where the weights are those of no checkpoint."""
+        """Raise if a failed load has left weights that belong to no checkpoint."""
 
     def problem(self) -> Exception | None:
-        """Why the run has to stop; told once."""
+        """Reason why the run has to stop; each reason is returned once."""
 
 
 class FinishedStep(NamedTuple):
@@ -60,7 +60,7 @@ class StepRunner:
         self._config, self._comm, self._device = runtime.plan.config, runtime.comm, runtime.program.device
         self._attachment = Attachment(model, (*runtime.buckets, *runtime.frozen))
         self._step: StepState | None = None
-        """The step that three-call loops have begun."""
+        """The unfinished step of a loop in three calls."""
         self._forwarded: Batch = None
         self._forwards = 0
         """Forwards of the loop since its last backward."""
@@ -93,7 +93,7 @@ class StepRunner:
             self._loop_started = time.perf_counter()
             runtime.buffers.remember()
         index = self._step.microbatches if self._step else 0
-        # negative, because positive numbers count the modules that have ended
+        # negative, because positive numbers count finished modules
         key = (*self._random_key(index), -self._forwards) if self._forwards else self._random_key(index)
         if training:  # an evaluation must not change what training draws
             self._forwards += 1
@@ -131,7 +131,7 @@ class StepRunner:
         return self._finish(step)
 
     def refuse_unfinished(self, call: str) -> None:
-        """Refuse a call between the backwards of one step."""
+        """Refuse ``call`` between the backwards of one step."""
         if self._step is not None:
             raise EngineError(f"{call} inside an unfinished accumulation; call step() first.")
 
@@ -151,20 +151,20 @@ class StepRunner:
         )
 
     def _open(self, batch: Batch | Iterator[Batch], kind: StepKind) -> tuple[StepState, StepMicrobatches]:
-        """Start a step; a bad batch is kept as its problem, so that the other ranks do not wait for ever."""
-        self._loop_started, self._forwards = None, 0  # of a forward that no backward followed
+        """Start a step; a bad batch becomes its problem, so that the other ranks do not wait for this one."""
+        self._loop_started, self._forwards = None, 0  # left by a forward without a backward
         step = self._begin()
         if torch.is_grad_enabled():
             self._runtime.buffers.remember()
         taken, step.problem = take_batch(batch, self._config, self._comm, self._device)
-        step.text = step.problem is None and is_text(taken[0])  # every rank, also those that see no loss
+        step.text = step.problem is None and is_text(taken[0])  # on every rank, also on those without the loss
         return step, StepMicrobatches(self._runtime, step, taken, self._random_key, kind)
 
     def _run_schedule(self, step: StepState, microbatches: StepMicrobatches, row: RankSchedule) -> None:
-        """Trace all microbatches, then run them; an error waits in ``step`` until all ranks meet, if they can.
+        """Trace all microbatches, then run them; an error is kept in ``step`` if all ranks can reach the control sum.
 
-        Tracing sends nothing, and what is wrong is wrong on the whole replica. In the middle of a pipeline or
-        between tensor ranks the others wait for what this rank will never send, so an error goes out at once.
+        A failure while tracing is kept: tracing sends nothing, and the whole replica traces the same batch. A failure
+        while running is raised at once if other ranks wait for messages of this one, else it is kept.
         """
         runtime = self._runtime
         carrier = Carrier(self._comm, self._device, runtime.plan.last_rank)
@@ -174,12 +174,14 @@ class StepRunner:
         except Exception as problem:
             step.problem = problem
         if step.problem is not None:
-            return
+            return  # no action runs on any rank of the replica, so none waits; the control sum tells the other replicas
         try:
             with runtime.passes(row):
                 runtime.executor.run(row, microbatches)
                 microbatches.bring_outputs(carrier)
         except Exception as problem:
+            # Pipeline and tensor ranks, or data ranks in a gather, already wait for communication that this rank will
+            # not reach; they cannot come to the control sum. Only plain data parallelism can keep the problem.
             if self._comm.grid.size("replica") > 1 or runtime.gatherer is not None:
                 raise
             step.problem = problem
@@ -189,6 +191,6 @@ class StepRunner:
         return FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
 
     def _random_key(self, index: int) -> tuple[int, int, int]:
-        """(seed, step, global microbatch): the same whatever the grid is."""
+        """(seed, step, global microbatch), which is the same on every grid."""
         first = self._comm.grid.coord().dp * self._config.accumulation
         return self._config.seed, self._update.made, first + index

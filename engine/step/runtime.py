@@ -1,4 +1,4 @@
-"""The live parts of this rank that run a step."""
+"""The runtime of this rank: all parts that run a step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,31 +31,31 @@ from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRuntime:
-    """Everything that lives on this rank once the model is placed; made by :func:`engine.build.assemble.build`."""
+    """All parts of this rank after the model is placed; made by :func:`engine.build.assemble.build`."""
 
     plan: Plan
     comm: Comm
     program: Program
     """The user's model and loss as one function of a microbatch."""
     patches: ForwardPatches
-    """Everything that was put on the user's model."""
+    """All patches of the user's model."""
     streams: RandomStreams
     traces: TraceCache
     first_use: FirstUse
     stage: Stage | None
     """None without a pipeline."""
     split_backward: SplitBackward | None
-    """None where no backward is split."""
+    """None if the schedule splits no backward."""
     executor: Executor
     training: RankSchedule
     """The actions of a training step on this rank."""
     evaluation: RankSchedule
-    """The actions of an evaluation: forwards alone."""
+    """The actions of an evaluation on this rank: forwards only."""
     buckets: Sequence[FlatBucket]
     frozen: Sequence[FlatBucket]
-    """Buckets of parameters that are sharded and not trained."""
+    """Buckets of sharded frozen parameters."""
     gatherer: ParameterGatherer | None
-    """None where parameters are not sharded."""
+    """None if parameters are not sharded."""
     reducer: Reducer
     optimizer: ShardedOptimizer
     learning_rate: LearningRate
@@ -66,11 +66,11 @@ class RankRuntime:
 
     @contextmanager
     def forward(self, *key: int, random: bool = True) -> Iterator[None]:
-        """Around the forward of a microbatch; ``key`` of its random numbers, if it draws any."""
+        """Context of a microbatch's forward; ``key`` seeds its random numbers, if it draws any."""
         streams = self.streams.forward(*key) if random else nullcontext()
         with streams, self.gatherer.forward() if self.gatherer else nullcontext():
             cached = torch.is_autocast_cache_enabled()
-            # casts that autocast keeps would be whole weights, and their gradients come when the weights have gone
+            # autocast would cache casts of full weights, whose gradients come after the weights are freed
             torch.set_autocast_cache_enabled(cached and self.gatherer is None)
             try:
                 yield
@@ -79,20 +79,20 @@ class RankRuntime:
 
     @contextmanager
     def backward(self, which: Backward, deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
-        """Around a backward; with ``deferred``, weight gradients that can wait are left there."""
+        """Context of a backward; with ``deferred``, it collects the weight gradients that can be deferred."""
         waits = self.split_backward.leaving(deferred) if self.split_backward and deferred else nullcontext()
         gathers = self.gatherer.backward(which.last) if self.gatherer else nullcontext()
         with self.reducer.backward(which), gathers, waits:
             yield
 
     def weights(self, which: Backward, deferred: DeferredWeightGrads) -> None:
-        """The weight gradients that a backward has left; they need no parameters."""
+        """Compute the weight gradients that a backward has deferred; they need no parameters."""
         with self.reducer.backward(which):
             deferred.compute(self.reducer.take)
 
     @contextmanager
     def passes(self, row: RankSchedule) -> Iterator[None]:
-        """Around the actions of a whole step."""
+        """Context of all actions of a step."""
         if self.gatherer is None:
             yield
             return
@@ -103,21 +103,21 @@ class RankRuntime:
             self.gatherer.end()
 
     def finish(self) -> None:
-        """After the last backward: gradients are reduced, parameters may change."""
+        """Finish the last backward: complete all reductions and gathers, so that parameters may change."""
         self.reducer.finish()
         if self.gatherer is not None:
             self.gatherer.end()
 
     def close(self) -> None:
-        """Take every patch off the model; nothing is gathered any more."""
+        """Remove every patch from the model and stop gathering."""
         self.patches.remove()
         if self.gatherer is not None:
             self.gatherer.retire()
 
     def own(self, tree: Any) -> Any:
-        """Tensors that outlive a forward; those that lie in gathered parameters are copied."""
+        """``tree`` with tensors that outlive a forward: views of gathered parameters are copied."""
         return tree if self.gatherer is None else pytree.tree_map_only(Tensor, self.gatherer.own, tree)
 
     def without_content(self) -> AbstractContextManager[None]:
-        """Around code that looks at the shapes of parameters."""
+        """Context of code that reads shapes of parameters only."""
         return self.gatherer.without_content() if self.gatherer else nullcontext()

@@ -1,4 +1,4 @@
-"""What a step gathers on this rank, and what all ranks then agree on."""
+"""State that a step collects on this rank, and the totals that all ranks agree on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,24 +17,24 @@ Scalar = TypeVar("Scalar")
 
 @dataclass(slots=True)
 class StepState:
-    """What a step has gathered on this rank so far."""
+    """State of a step on this rank so far."""
 
     started: float
     sent: Tally
     loss: Tensor
-    """fp64, 0-dim, on the device: reading it would wait for the GPU."""
+    """Sum of losses: fp64, 0-dim, on the device, since reading it would wait for the GPU."""
     weight: Tensor
     scale: float = 1.0
-    """What backward multiplies the loss with, and the update divides by."""
+    """Loss scale: backward multiplies the loss by it, and the update divides by it."""
     seconds: float = 0.0
     tokens: int = 0
     text: bool = False
-    """Tokens are tokens, not rows."""
+    """``tokens`` counts tokens, not rows."""
     microbatches: int = 0
     problem: Exception | None = None
     outputs: list[Any] = field(default_factory=list)
     look_again: Callable[[], None] | None = None
-    """Raises where a loss that is not a number comes from a forward that has changed; all ranks call it together."""
+    """Traces again after a NaN loss, and raises if the forward has changed; all ranks call it together."""
 
     def count(self, loss: WeightedLoss, microbatch: Batch) -> None:
         """Add one microbatch."""
@@ -45,32 +45,32 @@ class StepState:
         self.microbatches += 1
 
     def root(self, loss: Tensor) -> Tensor:
-        """What backward starts from; a scaled fp16 loss would overflow in its own dtype."""
+        """The scaled loss from which backward starts, in fp32: a scaled fp16 loss would overflow."""
         return loss if self.scale == 1.0 else loss.float() * self.scale
 
 
 class StepTotals(NamedTuple, Generic[Scalar]):
-    """The values that are summed over the world once a step: floats, or 0-dim fp64 tensors before the host reads them.
+    """The values that are summed over the world once per step: floats, or 0-dim fp64 tensors until the host reads them.
 
     ``pack`` and ``unpack`` are the only places that know their order on the wire.
     """
 
     loss: Scalar
-    """The weighted loss, from the ranks that have it."""
+    """Sum of losses, from the ranks that compute it."""
     weight: Scalar
     squared_norm: Scalar
-    """Sum of squares of the gradients that a rank counts, scaled by the loss scale."""
+    """Sum of squares of the gradients, which still contain the loss scale; each gradient counts once."""
     tokens: Scalar
     problems: Scalar
-    """Ranks that failed in this step."""
+    """Number of ranks that failed in this step."""
     stops: Scalar
-    """Ranks that were asked to stop."""
+    """Number of ranks that were asked to stop."""
 
     @staticmethod
     def pack(step: StepState, squared_norm: Tensor | float, speaks: bool, stop: bool) -> Tensor:
-        """This rank's share, [``CONTROL_SCALARS``] fp64 on the device of the loss.
+        """This rank's summands, [``CONTROL_SCALARS``] fp64 on the device of the loss.
 
-        ``speaks``: this rank gives loss, weight and tokens; one rank of each data coordinate does.
+        ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does.
         """
         share = StepTotals[Tensor | float](
             loss=step.loss if speaks else 0.0,
@@ -92,5 +92,5 @@ class StepTotals(NamedTuple, Generic[Scalar]):
 
     @staticmethod
     def unpack(values: Sequence[float]) -> "StepTotals[float]":
-        """The sums as the host has read them."""
+        """The sums after the host has read them."""
         return StepTotals(*values)

@@ -1,4 +1,4 @@
-"""Traces of the model's forward and their partitions, by input signature; a new signature is traced when it comes."""
+"""Traces of the model's forward and their partitions, by input signature; a new signature is traced on arrival."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,13 +20,13 @@ from engine.program.program import Program
 ForwardCall = Callable[[], Any]
 
 _SIGNATURES = 64
-"""Input signatures that are remembered; with more, the oldest is looked at anew."""
+"""Number of cached input signatures; beyond it, the oldest is dropped and traced again when it returns."""
 _STATES = 8
-"""The same for the states of the model's attributes, for each signature."""
+"""Number of cached states of the model's attributes per signature."""
 
 
 class TracedForward(NamedTuple):
-    """A forward as it was traced, and its partition into stages."""
+    """The trace of a forward, and its partition into stages."""
 
     trace: ModelTrace
     partition: Partition
@@ -39,30 +39,32 @@ class TraceCache:
         self._plan, self._program, self._axis = plan, program, axis
         ranks = plan.schedule.rank_of_stage
         self._held = [{row.name for row in plan.table.held_by(rank)} for rank in ranks]
-        """By stage."""
+        """Names of the parameters that the rank of each stage holds, by stage."""
         self._learnt = [
             {row.name for row in plan.table.held_by(rank) if not row.trainable or row.name in stage.parameters}
             for rank, stage in zip(ranks, plan.cut.stages if plan.cut else (), strict=False)
         ]
-        """The same without what only other stages of the rank train: a gradient would come when its bucket has left."""
+        """``_held`` without parameters that only other stages of the rank train: their bucket is reduced before."""
         self._seen: dict[object, list[tuple[State, TracedForward]]] = {}
         self._switches = AttributeState(program.model)
         self._state: State = {}
-        views = plan.tensor is not None and plan.tensor.follows_activations  # the plan's are not those of the run
+        views = (
+            plan.tensor is not None and plan.tensor.follows_activations
+        )  # the trace of the plan has other views than the run
         if plan.timeline is not None and plan.cut is not None and not views:
             self.refresh()
             with torch.enable_grad():
                 self._seen[self._key(example, "train")] = [(self._state, TracedForward(plan.timeline, plan.cut))]
 
     def refresh(self) -> None:
-        """Before each step: read the attributes that may turn the forward another way."""
+        """Read the attributes that may change the path of the forward; called before each step."""
         self._state = self._switches.read()
 
     def of(self, microbatch: Batch, kind: str, run: ForwardCall) -> TracedForward:
-        """The traced forward of a microbatch; one of a new signature is traced now. Nothing is communicated.
+        """The traced forward of a microbatch; a new signature is traced now. Nothing is communicated.
 
         Raises:
-            PlanError: the model does something else with this input, which the cut does not allow.
+            PlanError: the forward of this input does not fit the partition of the plan.
         """
         key = self._key(microbatch, kind)
         known = self._seen.get(key, [])
@@ -80,18 +82,18 @@ class TraceCache:
         return found
 
     def look_again(self, microbatch: Batch, kind: str, run: ForwardCall) -> None:
-        """Whether a microbatch whose loss is not a number still takes the path that was seen. Nothing is communicated.
+        """Check that a microbatch whose loss is NaN still takes the path that was traced. Nothing is communicated.
 
         Raises:
-            EngineError: it does not; names the first event that differs. The next step looks at it anew.
+            EngineError: the path differs; names the first different event. The next step traces it again.
         """
         found = self.of(microbatch, kind, run)
         what = trace_difference(found.trace, self._trace(run))
         if what is not None:
             del self._seen[self._key(microbatch, kind)]
             raise EngineError(
-                f"the loss is not a number, because the forward is another than the one that was cut: it {what}; let "
-                "only shapes of the input and attributes of modules, set between steps, choose its path."
+                f"the loss is NaN, because the forward has changed since it was traced: it {what}; choose its path "
+                "only by shapes of the input and by attributes of modules that are set between steps."
             )
 
     def _partition(self, run: ForwardCall) -> TracedForward:

@@ -1,11 +1,11 @@
-"""What follows the backwards of a step: one norm and one decision for all ranks, then the update, or none.
+"""The end of a step: one gradient norm and one decision for all ranks, then the update or a skipped step.
 
-reduce what is left -> agree -> finite?  yes: clip, update, gather
+finish reductions -> control sum -> finite?  yes: clip, update, gather
                                          no:  put buffers back, name the parameter, lower the loss scale
 
-Where the optimizer's kernels take the decision from the device, the host does not stop between the two:
+If the kernels of the optimizer read the decision on the device, the host does not wait between sum and update:
 
-reduce what is left -> sum -> decide, update, gather on the device -> the host reads what was decided
+finish reductions -> control sum -> decide, update, gather on the device -> the host reads the decision
 """
 
 import math
@@ -34,7 +34,7 @@ from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 @dataclass(frozen=True, slots=True)
 class UpdateOutcome:
-    """What became of a step; the same on every rank."""
+    """Result of a step; the same on every rank."""
 
     totals: StepTotals[float]
     norm: float
@@ -42,29 +42,29 @@ class UpdateOutcome:
     scale: float
     """The loss scale of this step."""
     nonfinite: str | None
-    """What was not finite in a skipped step."""
+    """Name of what was not finite in a skipped step; None in any other step."""
 
     @property
     def skipped(self) -> bool:
-        """Nothing was updated."""
+        """The step made no update."""
         return self.nonfinite is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """When a step is made, beside that no rank has a problem and that it has a weight."""
+    """Conditions of an update, in addition to: no rank has a problem, and the weight is not 0."""
 
     scale: float
-    """Loss scale: what summed gradients are divided by, with the weight."""
+    """Loss scale; summed gradients are divided by weight times scale."""
     max_norm: float
-    """0: no clipping."""
+    """Norm to which gradients are clipped; 0: no clipping."""
     finite: bool
-    """Its gradient norm has to be."""
+    """The gradient norm must be finite."""
     loss: bool
-    """Its loss must be a number, or else the host looks first whether the forward has changed."""
+    """The loss must not be NaN; if it is, the host first checks whether the forward has changed."""
 
     def decide(self, values: Tensor) -> DeviceDecision:
-        """From the control sums, fp64 on the device, by the formulas of the host. No host synchronization."""
+        """Decide from the control sums, fp64 on the device, by the formulas of the host. No host synchronization."""
         totals = StepTotals.on_device(values)
         divisor = totals.weight * self.scale
         norm, factor = factor_on_device(totals.squared_norm, divisor, self.max_norm)
@@ -77,7 +77,7 @@ class Condition:
 
 
 class DeviceDecidedUpdate:
-    """Launched when it is made; ``read`` waits for the control sums only, not for the update."""
+    """An update that the device makes or leaves out by itself; ``read`` waits for the control sums only."""
 
     def __init__(self, values: Tensor, condition: Condition, optimizer: ShardedOptimizer) -> None:
         self._optimizer, self._before = optimizer, Bookkeeping.of(optimizer.inner)
@@ -88,7 +88,7 @@ class DeviceDecidedUpdate:
             self._copied.record()
 
     def launch(self, rate: LearningRate, update: int) -> None:
-        """Update number ``update`` and its gathers over dp, label "parameters"."""
+        """Launch update number ``update`` and its gathers over dp, label "parameters"."""
         rate.prepare(update)
         self._optimizer.launch(self._decision)
 
@@ -100,7 +100,7 @@ class DeviceDecidedUpdate:
         return values, bool(go)
 
     def put_back(self) -> None:
-        """It was not made: nothing tells of it any more."""
+        """Restore the optimizer's bookkeeping after an update that was not made."""
         self._before.put_back(self._optimizer.inner)
 
 
@@ -113,26 +113,30 @@ class Update:
         self._seconds = 0.0
         self._in_a_row = 0
         self.made = 0
-        """Updates."""
+        """Number of updates."""
         self.skipped = 0
-        """Steps that were none."""
+        """Number of skipped steps."""
         self.tokens = 0
-        """Of all steps."""
+        """Tokens of all steps."""
         self.samples = 0
         """Rows of all steps."""
         self.scale = make_loss_scale(config.fp16)
-        """Of the next step."""
+        """Loss scale of the next step."""
 
     def run(self, step: StepState, runtime: RankRuntime, stop: bool = False) -> UpdateOutcome:
         """Reduce, agree, update or skip. Collective; a step that has failed on any rank raises on all.
 
-        Where the device decides, a skipped or failed step sends what one with an update sends: parameters are gathered
-        before the host knows.
+        If the device decides, skipped and failed steps send as much as steps with an update, because parameters are
+        gathered before the host knows the decision.
 
         ``stop``: this rank was asked to stop after this step.
         """
         runtime.finish()
-        step.problem = runtime.replica_check.run(step.sent) or step.problem  # collective: also where a step has failed
+        step.problem = (
+            runtime.replica_check.run(step.sent) or step.problem
+        )  # collective, so it also runs for a failed step
+        # The control sum comes before the decision: clipping and finiteness need the norm over all shards, and a rank
+        # that decided from its own values could skip where others update, or raise where others wait for it.
         squared_norm = gradient_squared_norm(runtime.buckets, runtime.kernels)
         packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop)
         launched = self._launch(packed, step, runtime) if runtime.optimizer.decides_on_device else None
@@ -157,7 +161,7 @@ class Update:
         return UpdateOutcome(totals=totals, norm=norm, lr=lr, scale=step.scale, nonfinite=nonfinite)
 
     def _skip(self, totals: StepTotals[float], step: StepState, runtime: RankRuntime) -> str:
-        """What was not finite. Buffers get back what they held before the step."""
+        """Skip the step: restore the buffers, and return the name of what was not finite."""
         nonfinite = runtime.nonfinite.find(totals.loss, totals.weight, step.sent)
         runtime.buffers.put_back()
         self.skipped += 1
@@ -165,7 +169,7 @@ class Update:
         return nonfinite
 
     def _make(self, factor: float, launched: bool, runtime: RankRuntime) -> None:
-        """Update with gradients times ``factor``, unless the device has done it (``launched``)."""
+        """Update with gradients times ``factor``, unless the device has already made the update (``launched``)."""
         runtime.buffers.forget()
         if launched:
             runtime.optimizer.settle()
@@ -177,9 +181,9 @@ class Update:
         self._in_a_row = 0
 
     def agree(self, step: StepState, last_rank: int) -> StepTotals[float]:
-        """Sum the totals of a step without update over the world: the one point where all ranks meet.
+        """Sum the totals of a step without update over the world, the one collective of all ranks in an evaluation.
 
-        ``last_rank``: the pipeline rank that has the loss.
+        ``last_rank``: the pipeline rank that computes the loss.
         """
         return self._check(StepTotals.unpack(self._sum(step, 0.0, last_rank, False).tolist()), step)
 
@@ -191,7 +195,7 @@ class Update:
         return packed
 
     def _launch(self, packed: Tensor, step: StepState, runtime: RankRuntime) -> DeviceDecidedUpdate:
-        """Update as the device decides. A NaN of a pipeline's loss waits for the host, which looks at it first."""
+        """Launch an update that the device decides; after a NaN loss of a pipeline, the host checks the trace first."""
         clipping, looks = self._config.gradient_clipping, step.look_again is not None
         condition = Condition(scale=step.scale, max_norm=clipping, finite=self._checks, loss=looks)
         launched = DeviceDecidedUpdate(packed, condition, runtime.optimizer)
@@ -199,13 +203,13 @@ class Update:
         return launched
 
     def _check(self, totals: StepTotals[float], step: StepState) -> StepTotals[float]:
-        """Raise what has gone wrong on any rank; a NaN of a pipeline is looked at by all ranks together."""
+        """Raise the problem of any rank; after a NaN loss of a pipeline, all ranks trace again together."""
         if step.problem is not None:
             raise step.problem
         if totals.problems:
             raise EngineError(
                 f"{totals.problems:.0f} other rank(s) failed in this step, so no rank makes it; "
-                "their message tells why."
+                "see the error of the rank that failed."
             )
         if math.isnan(totals.loss) and step.look_again is not None:
             with all_or_none(self._comm, self._device, "has changed its forward, so no rank makes this step"):
@@ -220,7 +224,7 @@ class Update:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict()``; a fixed loss scale stays what the configuration says."""
+        """Continue from ``state_dict()``; a fixed loss scale stays as configured."""
         self.made, self.skipped, self._in_a_row = state["made"], state["skipped"], state["in_a_row"]
         self.tokens, self.samples = state["tokens"], state["samples"]
         if state["scale"] is not None and self.scale.dynamic:
@@ -238,12 +242,12 @@ class Update:
             return
         scale = ""
         if self._config.fp16.enabled:
-            lowest = "" if self.scale.can_fall else ", which does not fall any more"
+            lowest = "" if self.scale.can_fall else ", which cannot fall further"
             scale = f" with the loss scale at {outcome.scale:g}{lowest}"
         raise EngineError(
             f"{self._in_a_row} steps in a row were skipped{scale}, because {_subject(outcome.nonfinite)} was not "
-            f"finite after update {self.made}: lower the learning rate or look at data and loss, and go on from "
-            "the last checkpoint; watchdog.max_skipped_steps sets how many may be skipped, 0 any number."
+            f"finite after update {self.made}: lower the learning rate or check data and loss, and resume from "
+            "the last checkpoint; watchdog.max_skipped_steps sets how many may be skipped (0: any number)."
         )
 
 

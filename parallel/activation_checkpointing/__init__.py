@@ -1,1 +1,1 @@
-"""Activation checkpointing: blocks, or chosen operators in them, are recomputed in backward."""
+"""Activation checkpointing: blocks run again in backward, in full or except for chosen operators."""

@@ -1,10 +1,10 @@
-"""Activation checkpointing (Chen et al. 2016): a block keeps its input and runs again in backward.
+"""Activation checkpointing of blocks (Chen et al. 2016): a block keeps its input and runs again in backward.
 
     full         every block
-    selective    every n-th block ("every"), or every block, of which the outputs of listed operators are kept
+    selective    every n-th block ("every"), or every block except for the outputs of listed operators, which are kept
 
-The random state at the block's entry is put back for the second run, so that dropout draws the same masks. A
-model whose own switch is on (Hugging Face's ``gradient_checkpointing_enable``) is left to itself.
+The random state at the block's entry is restored for the second run, so that dropout draws the same masks. A model
+whose own switch is on (Hugging Face's ``gradient_checkpointing_enable``) is left as it is.
 """
 
 import difflib
@@ -26,7 +26,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class CheckpointPolicy(Protocol):
-    """What is recomputed, as the configuration's section ``activation_checkpointing`` says it."""
+    """What is recomputed, as in the configuration's section ``activation_checkpointing``."""
 
     @property
     def mode(self) -> str:
@@ -34,7 +34,7 @@ class CheckpointPolicy(Protocol):
 
     @property
     def save(self) -> tuple[str, ...] | None:
-        """Mode selective: operators whose outputs are kept; None: matmul and attention."""
+        """Mode selective: the operators whose outputs are kept; None: matmul and attention."""
 
     @property
     def every(self) -> int | None:
@@ -42,7 +42,7 @@ class CheckpointPolicy(Protocol):
 
 
 def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """The modules that run again in backward with all that they do, by name.
+    """The modules that run again in backward in full, by name.
 
     Raises:
         ConfigError: ``every`` is larger than the number of blocks.
@@ -54,14 +54,14 @@ def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[s
     blocks = list(_blocks(model).items())
     if settings.every > len(blocks):
         raise ConfigError(
-            f"activation_checkpointing.every {settings.every}: the model has {len(blocks)} blocks, so that none would "
-            "be recomputed; give a smaller number, or leave activation_checkpointing out."
+            f"activation_checkpointing.every is {settings.every}, but the model has {len(blocks)} blocks, so that none "
+            "would be recomputed; give a smaller number, or leave activation_checkpointing out."
         )
     return MappingProxyType(dict(blocks[settings.every - 1 :: settings.every]))
 
 
 def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """The modules that run again in backward but for some operators, by name."""
+    """The modules that run again in backward except for some operators, by name."""
     chosen = settings.mode == "selective" and settings.every is None and not _switched_on(model)
     return _blocks(model) if chosen else MappingProxyType({})
 
@@ -70,7 +70,7 @@ def find_operators(settings: CheckpointPolicy) -> frozenset[Operator]:
     """The operators whose outputs are kept.
 
     Raises:
-        ConfigError: torch has no such operator, or it gives no memory of its own.
+        ConfigError: torch has no such operator, or its outputs share the memory of its arguments.
     """
     names = settings.save if settings.save is not None else DEFAULT
     known = [name for kind in names for name in OPERATOR_KINDS.get(kind, ())]
@@ -84,9 +84,9 @@ def find_operators(settings: CheckpointPolicy) -> frozenset[Operator]:
 def recompute_blocks(
     model: nn.Module, settings: CheckpointPolicy, patches: ForwardPatches, axis: TensorAxis | None = None
 ) -> None:
-    """Let the blocks that ``settings`` names run again in backward.
+    """Make the blocks that ``settings`` chooses run again in backward.
 
-    ``axis``: of the sharded layers, whose sums selective checkpointing keeps.
+    ``axis``: the axis of the sharded layers, whose sums selective checkpointing keeps.
     """
     if _switched_on(model):
         return
@@ -100,7 +100,7 @@ def recompute_blocks(
 
 
 def recomputed_in_part(block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None) -> Any:
-    """A forward for ``block`` that keeps what ``selective`` says; what each call keeps is added to ``started``."""
+    """A forward for ``block`` that keeps what ``selective`` chooses, and appends it to ``started`` at each call."""
     inner = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ def _blocks(model: nn.Module) -> Mapping[str, nn.Module]:
 
 
 def _switched_on(model: nn.Module) -> bool:
-    """Hugging Face's own switch, under its new or its old name."""
+    """Whether Hugging Face's own switch is on, under its new or its old name."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))
 
@@ -139,18 +139,20 @@ def _recomputed(block: nn.Module) -> Any:
 
 
 def _asked(name: str) -> Sequence[Operator]:
-    """The operators that a torch name of the user stands for."""
+    """The operators that ``name``, one of torch's own names, stands for."""
     found = list(_overloads(name))
     if not found:
         known = {word.split(".")[0].replace("::", ".") for word in torch._C._dispatch_get_all_op_names()}
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else "name one that a profile of the model shows, such as aten.mm."
-        raise ConfigError(f"activation_checkpointing.save holds {name!r}, which this version of torch has not; {hint}")
+        raise ConfigError(
+            f"activation_checkpointing.save holds {name!r}, which this version of torch does not have; {hint}"
+        )
     own = [operator for operator in found if _gives_own_memory(operator)]
     if not own:
         raise ConfigError(
-            f"activation_checkpointing.save holds {name!r}, which gives or writes memory of its arguments, so that "
-            "there is nothing to keep; leave it out."
+            f"activation_checkpointing.save holds {name!r}, which returns or writes memory of its arguments and so has "
+            "no output of its own to keep; leave it out."
         )
     return own
 

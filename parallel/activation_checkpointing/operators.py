@@ -1,4 +1,4 @@
-"""Which operators a configuration can name, for activations that are kept while the rest is recomputed. No torch.
+"""The operators that a configuration can name, whose outputs are kept while the rest is recomputed. No torch.
 
 A name stands for a kind ("matmul"), or is one of torch's own: "aten.mm", "aten.mm.default".
 """
@@ -37,5 +37,5 @@ OPERATOR_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dropout": ("aten.native_dropout",),
     }
 )
-"""Operators of each kind; those that a version of torch has not are left out."""
+"""The operators of each kind; those that the installed torch lacks are skipped."""
 DEFAULT = ("matmul", "attention")

@@ -1,20 +1,20 @@
 """Selective activation checkpointing (Korthikanti et al. 2022, section 5): outputs of some operators are kept.
 
-A block runs under ``torch.utils.checkpoint``. Two dispatch modes stand around its two runs:
+A block runs under ``torch.utils.checkpoint``, and a dispatch mode surrounds each of its two runs:
 
-    forward    Saving    notes what a listed operator gives              sum over tp: its result is noted
-    backward   Reusing   gives that back in place of running it again    sum over tp: filled from the note
+    forward    Saving    records the output of a listed operator         sum over tp: its result is recorded
+    backward   Reusing   returns that output, and skips the operator     sum over tp: filled from the record
 
-torch's own pair of modes (``create_selective_checkpoint_contexts``) does the same for operators alone, and would
-be wrong here in three places. It refuses an operator that only the second run has, as gathers of sharded
-parameters are. A sum over tensor ranks is made in the memory of the product before it: kept as that product's
-output, it would be summed once more. And it refuses outputs that are written in place (a bias added to a sum, an
-in-place activation), which are copied here before that happens.
+torch's own pair of modes (``create_selective_checkpoint_contexts``) does the same for operators alone, and would be
+wrong here in three ways. It refuses an operator that only the second run has, such as a gather of sharded parameters. A
+sum over tensor ranks is made in the memory of the product before it: kept as that product's output, it would be summed
+once more. And it refuses outputs that are written in place (a bias added to a sum, an in-place activation); here they
+are copied before the write.
 
-What comes after the last tensor that backward needs does not run again, and is not kept either.
+Operators after the last tensor that backward needs do not run again, and their outputs are not kept.
 
-What was drawn at random by an operator that does not run again is skipped in the generators too, so that all
-that follows draws the same masks.
+Random numbers of operators that do not run again are skipped in the generators too, so that all later operators draw
+the same masks.
 """
 
 from collections import defaultdict, deque
@@ -39,12 +39,12 @@ Operator = Any
 
 @dataclass(slots=True)
 class _Output:
-    """One tensor that an operator gave."""
+    """One tensor that an operator returned."""
 
     like: Tensor
-    """The tensor, or an empty one on meta where a sum has been made in its memory."""
+    """The tensor; an empty one on meta if a sum has been made in its memory."""
     version: int | None
-    """How often it had been written; None: of a sum, which autograd counts as one more write when it is done."""
+    """The tensor's version counter; None for a sum, whose completion autograd counts as one more write."""
 
     def copy(self) -> None:
         self.like = self.like.clone()
@@ -54,41 +54,42 @@ class _Output:
         self.like = self.like.to("meta")
 
     def take(self, operator: str, device: torch.device) -> Tensor:
-        if self.like.is_meta:  # a sum comes into it
+        if self.like.is_meta:  # the kept sum will be written into it
             return torch.empty_like(self.like, device=device)
         if self.version is not None and self.like._version != self.version:
             raise EngineError(
-                f"the output of {operator}, which activation_checkpointing keeps, was written in place after its block "
-                'had ended; leave this operator out of activation_checkpointing.save, or set the mode to "full".'
+                f"the output of {operator}, which activation_checkpointing keeps, was modified in place after its "
+                "block had ended; leave this operator out of activation_checkpointing.save, or set the mode to "
+                '"full".'
             )
         return self.like
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What one call of an operator gave."""
+    """The outputs of one call of an operator."""
 
     leaves: tuple[Any, ...]
-    """An ``_Output`` for each tensor."""
+    """The flattened outputs, with an ``_Output`` for each tensor."""
     spec: Any
     device: torch.device
     random: tuple[Tensor, ...] | None
-    """The generators afterwards, where it has drawn."""
+    """The generators' states after the call, if it drew random numbers."""
 
 
 class SavedActivations:
-    """What is kept of one run of one block."""
+    """The tensors that are kept of one run of one block."""
 
     def __init__(self) -> None:
         self._calls: dict[Operator, deque[_Entry]] = defaultdict(deque)
         self._sums: deque[_Output] = deque()
         self._in_memory: dict[int, list[_Output]] = defaultdict(list)
         self._latest: list[deque[Any]] = []
-        """Where the newest entries are, since autograd has last saved a tensor."""
+        """The queues of the entries that were added since autograd last saved a tensor, in order."""
 
     @property
     def bytes(self) -> int:
-        """Of all that is kept."""
+        """Bytes of all tensors that are kept."""
         outputs = [leaf for entries in self._calls.values() for entry in entries for leaf in entry.leaves]
         tensors = [output.like for output in (*outputs, *self._sums) if isinstance(output, _Output)]
         sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
@@ -113,11 +114,12 @@ class SavedActivations:
         return output
 
     def saved(self) -> None:
-        """Autograd saves a tensor: the second run will get at least as far as this."""
+        """Autograd saves a tensor: the second run will get at least this far."""
         self._latest.clear()
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
-        """The block has ended: the second run stops before what came last, and anybody may write into ``outputs``."""
+        """The block has ended. Drop entries that the second run will not reach, and copy what shares memory with
+        ``outputs``."""
         for entries in self._latest:
             entries.pop()
         self._latest.clear()
@@ -126,28 +128,28 @@ class SavedActivations:
         self._in_memory.clear()
 
     def before_write(self, tensor: Tensor) -> None:
-        """Somebody is about to write into this memory: what is kept of it is copied."""
+        """This memory is about to be written: copy the tensors that are kept in it."""
         for output in self._in_memory.pop(_memory(tensor), ()):
             output.copy()
 
     def before_sum(self, tensor: Tensor) -> None:
-        """A sum is about to be made of this memory, and spoils it: the sum is kept, and what lay there is not."""
+        """A sum is about to be made in this memory: the sum will be kept, and outputs that lie there are dropped."""
         if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             self.before_write(tensor)
         for output in self._in_memory.pop(_memory(tensor), ()):
             output.drop()
 
     def take(self, operator: Operator) -> _Entry | None:
-        """What the next call of ``operator`` gave; None where nothing is kept."""
+        """The outputs of the next call of ``operator``; None if none are left."""
         calls = self._calls.get(operator)
         return calls.popleft() if calls else None
 
     def take_sum(self) -> Tensor | None:
-        """The result of the next sum; None where it is not kept."""
+        """The result of the next sum; None if none are left."""
         return self._sums.popleft().take("a sum", torch.device("cpu")) if self._sums else None
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Free all tensors."""
         self._calls.clear()
         self._sums.clear()
         self._in_memory.clear()
@@ -155,7 +157,7 @@ class SavedActivations:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The tensor without its history, which would keep it alive for ever; writes into one count for the other."""
+    """The tensor without its autograd history, which would keep it alive; both share one version counter."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -165,7 +167,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class _Saving(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Around the first run."""
+    """The mode of the first run."""
 
     def __init__(self, operators: frozenset[Operator], kept: SavedActivations) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -185,13 +187,13 @@ class _Saving(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Make a sum, and keep it."""
+        """Make a sum, and keep its result."""
         self._kept.before_sum(given)
         return _KeptSum(result, start(), self._kept)
 
 
 class _KeptSum(Pending):
-    """A sum that is kept when it is done."""
+    """A pending sum whose result is kept once it is complete."""
 
     def __init__(self, tensor: Tensor, pending: Pending, kept: SavedActivations) -> None:
         super().__init__()
@@ -203,7 +205,7 @@ class _KeptSum(Pending):
 
 
 class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Around the second run. A third one, of a graph that is retained, finds nothing and runs everything."""
+    """The mode of the second run. A third run, of a retained graph, finds no entries and runs every operator."""
 
     def __init__(self, operators: frozenset[Operator], kept: SavedActivations) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -220,7 +222,7 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(leaves, entry.spec)
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Fill in the sum that was kept."""
+        """Fill ``result`` with the sum that was kept."""
         summed = self._kept.take_sum()
         if summed is None:
             return start()
@@ -248,19 +250,19 @@ def _states(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 class Selective:
-    """How blocks are run whose listed operators, and sums over ``axis``, are kept."""
+    """How blocks run whose listed operators, and sums over ``axis``, are kept."""
 
     def __init__(self, operators: frozenset[Operator], axis: TensorAxis | None = None) -> None:
         self._operators, self._axis = operators, axis
 
     def contexts(self, kept: SavedActivations) -> "tuple[_Run, _Run]":
-        """For the first and the second run of a block, as ``torch.utils.checkpoint`` wants them."""
+        """The contexts of the first and the second run of a block, as ``torch.utils.checkpoint`` wants them."""
         first, second = _Saving(self._operators, kept), _Reusing(self._operators, kept)
         return _FirstRun(first, self._axis, kept), _Run(second, self._axis, kept.clear)
 
 
 class _Run:
-    """Around one run of a block; may be entered again."""
+    """A context around one run of a block; it may be entered again."""
 
     def __init__(
         self, mode: "_Saving | _Reusing", axis: TensorAxis | None, done: Callable[[], None] | None = None
@@ -283,7 +285,7 @@ class _Run:
 
 
 class _FirstRun(_Run):
-    """Also sees, inside the checkpoint's own hooks, when autograd saves a tensor."""
+    """The context of the first run; inside the checkpoint's own hooks it also sees when autograd saves a tensor."""
 
     def __init__(self, mode: _Saving, axis: TensorAxis | None, kept: SavedActivations) -> None:
         super().__init__(mode, axis)

@@ -1,4 +1,8 @@
-"""Agreement among ranks: all fail together, rank 0 decides for all, tensors are compared by their bits."""
+"""Agreement among ranks: all fail together, rank 0 decides for all, tensors are compared by their bits.
+
+all_or_none       over ``Comm``       the failed rank raises its own error, the others say which rank it was
+raise_together    over a host group   all raise the sentence of the first rank that failed
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,8 +10,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from engine.errors import EngineError
+from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.host_group import HostGroup, announce, collect
 
 _UNREADY = "could not prepare for this run, so no rank starts"
 
@@ -29,6 +34,37 @@ def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> It
         raise problem
     if failed.any():
         raise EngineError(f"rank {int(failed.nonzero()[0])} {failure}; its message tells why.")
+
+
+@contextmanager
+def raise_together(
+    host: HostGroup, describe: Callable[[Exception], str], advice: Callable[[], str] = str
+) -> Iterator[None]:
+    """Run the block on all ranks; if it fails on one, all raise the same: the first problem, then rank 0's ``advice``.
+
+    ``describe`` words this rank's error. The sentences travel over the host group, on which the block itself must not
+    communicate.
+
+    Raises:
+        CheckpointError: a rank has failed, or does not answer.
+    """
+    problem = ""
+    try:
+        yield
+    except Exception as error:  # any failure: the other ranks wait for an answer
+        problem = describe(error)
+    first = ""
+    try:
+        texts = collect(host, problem.encode(errors="backslashreplace"))
+        first = next((text.decode() for text in texts or [] if text), "")
+        first += advice() if first else ""
+    except EngineError as lost:
+        if host.rank:
+            raise
+        first = str(lost)
+    first = announce(host, first.encode(errors="backslashreplace")).decode()
+    if first:
+        raise CheckpointError(first) from None
 
 
 def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device) -> bytes:

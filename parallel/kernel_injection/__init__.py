@@ -1,5 +1,6 @@
-"""Which modules of a user's model compute what one of our operators computes, and how they get it.
+"""Kernel injection: modules of a user's model that compute what a fused operator computes get that operator's forward.
 
-Nothing is known by class: a copy of the module with random weights is run beside the operator, outputs and gradients
-are compared, and a module that agrees with one is given its forward. What does not agree stays as it is.
+Modules are recognised by what they compute, not by class: a copy with random weights runs beside the operator, and
+outputs and gradients are compared. A module that agrees with an operator gets its forward; every other module stays as
+it is.
 """

@@ -1,4 +1,4 @@
-"""Running a copy of a module with other weights, to see what it computes."""
+"""Trials: a copy of a module with other weights runs beside an operator, to find out whether both compute the same."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -8,21 +8,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from engine.parallel.model.user_code import call_user_code, is_own_mistake
 from engine.parallel.tensor.deferred_linear import is_conv1d, is_linear
 from engine.parallel.tensor.layers.linear import has_plain_forward
 
 Function = Callable[..., Any]
 
 SCALES = (1.0, 30.0, 1e4)
-"""Of inputs: what is clamped agrees with what is not among small values."""
+"""Scales of the inputs: a clamp shows only among large values."""
 
 
 INJECTION_TOLERANCE = 1e-5
-"""Relative to the largest value. Modules that compute in fp32 whatever they are given err by 1e-7."""
+"""The largest error, relative to the largest value. Modules that always compute in fp32 have errors of 1e-7."""
 
 
 def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[str, nn.Module]) -> nn.Module:
-    """``module`` with these parameters and children in place of its own; everything else is shared."""
+    """A copy of ``module`` with these parameters and children; everything else is shared with the original."""
     other = copy.copy(module)
     vars(other)["_parameters"] = {name: nn.Parameter(value) for name, value in parameters.items()}
     vars(other)["_modules"] = dict(children)
@@ -30,8 +31,10 @@ def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[
 
 
 def parameterless_copy(child: nn.Module) -> nn.Module:
-    """A copy of a child without parameters; dropout in it, at any depth, becomes something that commutes with nothing,
-    so that a trial sees where it stands."""
+    """A copy of a child without parameters, whose dropouts, at any depth, are replaced by a nonlinear function.
+
+    The function commutes with no other operation, so a trial sees where the dropout is.
+    """
     if isinstance(child, _DropoutNd):
         return _Bent()
     other = copy.deepcopy(child)
@@ -42,12 +45,14 @@ def parameterless_copy(child: nn.Module) -> nn.Module:
 
 
 class _Bent(nn.Module):
+    """A nonlinear function that stands for dropout."""
+
     def forward(self, x: Tensor) -> Tensor:
         return x + x.tanh() / 4
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody looks at the calls of this module or of one in it."""
+    """Whether this module or one inside it has forward or backward hooks."""
     return any(
         inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks or inner._backward_pre_hooks
         for inner in module.modules()
@@ -55,7 +60,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward of the module's class, without hooks; None where the object has one of its own."""
+    """The forward of the module's class, without hooks; None if the object has a forward of its own."""
     return None if "forward" in vars(module) else type(module).forward
 
 
@@ -65,7 +70,7 @@ def is_linear_layer(child: nn.Module | None) -> bool:
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """float64 from a generator of its own: the user's random numbers stay what they are."""
+    """float64 values from a separate generator; the user's random numbers are untouched."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -75,7 +80,7 @@ def sizes_of(layer: Any) -> tuple[int, int]:
 
 
 def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
-    """A layer of these sizes and random weights, with a bias if ``like`` has one."""
+    """A layer of these sizes with random weights, and a bias if ``like`` has one."""
     layer = nn.Linear(inputs, outputs, like.bias is not None, device="meta", dtype=torch.float64)
     for place, (name, parameter) in enumerate(layer.named_parameters()):
         setattr(layer, name, nn.Parameter(random(*parameter.shape, seed=2 * seed + place)))
@@ -83,7 +88,7 @@ def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
 
 
 def agrees_in_use(module: nn.Module, forward: Function, operator: Function, width: int) -> bool:
-    """Whether the twin ``module`` and ``operator`` agree for inputs of all scales, in training and in evaluation."""
+    """Whether the copy ``module`` and ``operator`` agree for inputs of all scales, in training and in eval mode."""
     parameters = list(module.parameters())
     for training in (True, False):
         module.train(training)
@@ -93,23 +98,32 @@ def agrees_in_use(module: nn.Module, forward: Function, operator: Function, widt
 
 
 def agrees(module: Function, operator: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> bool:
-    """Whether both give the same output and the same gradients of ``inputs`` and ``parameters``.
+    """Whether both give the same outputs and the same gradients of ``inputs`` and ``parameters``.
 
-    Random numbers are drawn anew by each, so that what draws any agrees with nothing; the user's stay what they are.
+    Each call draws new random numbers, so a function that draws any agrees with nothing; the user's generators are
+    restored.
     """
-    try:
-        with torch.random.fork_rng(devices=[]):
-            pairs = zip(_outcome(module, inputs, parameters), _outcome(operator, inputs, parameters), strict=True)
-            return all(_close(one, other) for one, other in pairs)
-    except Exception:  # whatever this module does with such inputs, it is not what the operator does
-        return False
+    with torch.random.fork_rng(devices=[]):
+        try:
+            found = _outcome(module, inputs, parameters)
+        except Exception:  # the module refuses inputs that the operator takes, so they differ
+            return False
+        try:
+            expected = _outcome(operator, inputs, parameters)
+        except Exception as error:  # an operator may call children of the module, which may refuse their inputs
+            if is_own_mistake(error):
+                raise
+            return False
+    return len(found) == len(expected) and all(map(_close, found, expected))
 
 
 def _outcome(function: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    given = [x.detach().clone().requires_grad_() for x in inputs]
+    given = tuple(x.detach().clone().requires_grad_() for x in inputs)
     with torch.enable_grad():
-        found = function(*given)
+        found = call_user_code(function, given, {})
         outputs = list(found) if isinstance(found, tuple) else [found]
+        if not all(isinstance(output, Tensor) for output in outputs):
+            raise ValueError("what is compared gives something else than tensors")
         directions = [random(*output.shape, seed=7).to(output.dtype) for output in outputs]
         wanted = [*given, *parameters]
         grads = torch.autograd.grad(outputs, wanted, directions, allow_unused=True)
@@ -117,6 +131,6 @@ def _outcome(function: Function, inputs: Sequence[Tensor], parameters: Sequence[
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if one.shape != other.shape or one.dtype != other.dtype or not one.numel():
         return False
     return bool((one - other).abs().max() <= INJECTION_TOLERANCE * other.abs().max())

@@ -1,10 +1,10 @@
-"""Modules that are a gated perceptron, down(act(gate(x)) * up(x)), of three linear layers or of two.
+"""Modules that are a gated MLP, down(act(gate(x)) * up(x)), of three linear layers or of two.
 
     gate, up, down       Llama, T5, Gemma ...
-    gate_up, down        Phi-3, GLM: one layer whose output is cut in half
+    gate_up, down        Phi-3, GLM: one layer whose output is split in half
 
-The trial has the module's own code over small layers; the layers themselves, cut by tensor ranks or not, are called as
-modules afterwards, so that hooks and parallelism stay theirs.
+The trial runs the module's own code over small layers. In the model the operator calls the layers, sharded over tensor
+ranks or not, as modules, so their hooks and their parallelism stay.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,27 +31,27 @@ from engine.parallel.tensor.deferred_linear import is_linear
 from engine.parallel.tensor.layers.linear import has_plain_forward
 
 _HIDDEN, _INNER = 6, 10
-"""Widths in the trial."""
+"""The widths of the trial's layers."""
 
 
 class GatedModule(NamedTuple):
-    """Which layers a gated perceptron is made of."""
+    """The layers that a gated MLP is made of."""
 
     gate: str
     up: str | None
-    """None: ``gate`` has both."""
+    """The up layer; None: ``gate`` computes both."""
     down: str
     activation: Activation
     gate_first: bool = True
-    """Of one layer for both: which half is the gate."""
+    """If one layer computes both: whether the first half is the gate."""
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The description for reports."""
         return f"{self.activation}({self.gate}) * {self.up or 'its other half'}, {self.down}"
 
     def run(self, module: nn.Module, x: Tensor, kernels: Kernels) -> Tensor:
-        """What the module computes, by its layers and the operator."""
+        """The module's output, computed by its layers and the operator."""
         layers: Any = module
         first = getattr(layers, self.gate)(x)
         if self.up is not None:
@@ -63,7 +63,7 @@ class GatedModule(NamedTuple):
 
 
 def find_gated(module: nn.Module) -> GatedModule | None:
-    """What gated perceptron ``module`` is, if it is one."""
+    """The gated MLP that ``module`` is, or None."""
     forward = own_forward(module)
     linear = {name: child for name, child in module.named_children() if is_linear(child)}
     others = [child for child in module.children() if not is_linear(child)]
@@ -83,7 +83,7 @@ def find_gated(module: nn.Module) -> GatedModule | None:
 
 
 def _roles(linear: Mapping[str, nn.Module]) -> Iterator[dict[str, str]]:
-    """Which layer may be what: by name "gate", "up", "down" or "both"."""
+    """The possible assignments of the layers to "gate", "up", "down" or "both", with their names."""
     shapes = {name: sizes_of(layer) for name, layer in linear.items()}
     words = ("gate", "up", "down") if len(linear) == 3 else ("both", "down")
     for names in permutations(linear):
@@ -113,7 +113,7 @@ def _forms(roles: Mapping[str, str]) -> Iterator[GatedModule]:
 
 
 def injected_gated_mlp(found: GatedModule, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-    """The forward of such a module through the operator."""
+    """The forward of such a module through the operator; calls that it does not cover run the module's own forward."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or torch.is_autocast_enabled(args[0].device.type):

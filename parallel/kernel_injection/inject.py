@@ -1,7 +1,4 @@
-"""Look through a model for what our operators compute, and put them there.
-
-Heads: linear layers from hidden states to the logits of a vocabulary, whose loss need not store them.
-"""
+"""Find the modules of a model that compute what a fused operator computes, and the heads whose logits may be lazy."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,22 +18,23 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.name_patterns import starred
 
 PutOn = Callable[[ForwardPatches], None]
-"""Puts a forward on its module; the patches own it."""
+"""Installs a forward on its module; the patches own it."""
 
 
 class Replacement(NamedTuple):
-    """A module whose forward goes through an operator of ours."""
+    """A module whose forward goes through one of our operators."""
 
     module: str
     operator: str
     detail: str
-    """What exactly it computes, for people."""
+    """What exactly it computes, for reports."""
     activation: Activation = "none"
-    """Of a linear layer: what it computes beside."""
+    """The activation that a linear layer computes as well."""
 
 
 def describe_replacements(replacements: Sequence[Replacement]) -> list[str]:
-    """For people: each operator with the modules that have got it, alike ones together."""
+    """Lines for reports: each operator with the modules that use it, modules with equal names up to numbers on one
+    line."""
     groups = Counter((r.operator, starred(r.module), r.detail) for r in replacements)
     return [f"{operator:<7} {name} ({count}): {detail}" for (operator, name, detail), count in groups.items()]
 
@@ -47,9 +45,10 @@ def _put_on(module: nn.Module, forward: Callable[..., Any], replacement: Replace
 
 
 def find_replacements(model: nn.Module, kernels: Kernels) -> list[tuple[Replacement, PutOn]]:
-    """The modules that compute what one of our operators does, and what puts it there. Nothing is communicated.
+    """The modules that one of our operators can compute, each with the function that installs it. Nothing is
+    communicated.
 
-    No parameter is read, so that a model on the meta device will do, and no random number of the user's is drawn.
+    No parameter is read, so a model on the meta device will do, and the user's random generators are untouched.
     """
     forwards: dict[object, Callable[..., Any]] = {}
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
@@ -58,9 +57,9 @@ def find_replacements(model: nn.Module, kernels: Kernels) -> list[tuple[Replacem
         parts = _parts(module, kernels)
         targets = [module.get_submodule(part.child) for part in parts]
         if any(uses[id(target)] > uses[id(module)] for target in targets):
-            continue  # somebody else calls it too
+            continue  # another module calls it too
         for part, target in zip(parts, targets, strict=True):
-            # alike modules share one function, which torch.compile then compiles once
+            # equal modules share one function, so that torch.compile compiles it once
             forward = forwards.setdefault((type(module), part.child, part.detail), part.forward)
             name = ".".join(filter(None, (path, part.child)))
             what = Replacement(name, part.operator, part.words, part.activation)
@@ -74,7 +73,7 @@ class _Part(NamedTuple):
     operator: str
     words: str
     detail: object
-    """What the forward is made of, beside the class of the module."""
+    """The settings of the forward, beside the class of the module."""
     forward: Callable[..., Any]
     child: str = ""
     activation: Activation = "none"
@@ -98,9 +97,10 @@ def _parts(module: nn.Module, kernels: Kernels) -> list[_Part]:
 
 
 def find_heads(model: nn.Module) -> Iterator[str]:
-    """Layers with a row for each row of an embedding of the model, and more rows than inputs.
+    """Names of layers with a row for each row of an embedding of the model, and more rows than inputs.
 
-    What is no head after all loses nothing: logits that are looked at by anything but a loss are computed as before.
+    A layer that is not a head after all loses nothing: lazy logits that are read by anything but a loss are computed as
+    before.
     """
     vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():

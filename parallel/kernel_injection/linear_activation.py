@@ -1,7 +1,7 @@
 """Linear layers whose output goes through an activation and nowhere else: both become one operator.
 
-The trial has the module's own code over small layers, once as they are, once with the activation in the linear layer
-and nothing in its place. A stand-in for dropout is in force that is not linear, so that one between the two is seen.
+The trial runs the module's own code over small layers twice: as they are, and with the activation moved into the linear
+layer. Dropout is replaced by a nonlinear function, so that a dropout between the two shows.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ from engine.parallel.kernel_injection.equivalence import (
 
 
 class ActivatedLinear(NamedTuple):
-    """Children of one module."""
+    """The names of the two children of one module, and the activation."""
 
     linear: str
     act: str
@@ -38,12 +38,12 @@ class ActivatedLinear(NamedTuple):
 
 
 def find_activated(module: nn.Module) -> ActivatedLinear | None:
-    """A linear layer and an activation among the children of ``module``, if the one goes into the other alone."""
+    """The linear layer among the children of ``module`` whose output only goes into an activation, or None."""
     forward = own_forward(module)
     layers: dict[str, Any] = {name: child for name, child in module._modules.items() if is_linear_layer(child)}
     if forward is None or len(layers) not in (1, 2) or module._parameters or module._buffers:
         return None
-    if len(signature(forward).parameters) != 2:  # itself and x: other arguments may ask for other things
+    if len(signature(forward).parameters) != 2:  # self and x: other arguments may select other behaviour
         return None
     acts = [(name, kind) for name, child in module._modules.items() if child and (kind := _kind(child)) is not None]
     if len(acts) != 1:
@@ -65,13 +65,13 @@ def find_activated(module: nn.Module) -> ActivatedLinear | None:
 
 
 def _both_modes(forward: Callable[..., Any], leader: nn.Module, follower: nn.Module, x: Tensor) -> Any:
-    """``follower`` in the mode of ``leader``; what they share is in it already."""
+    """Run ``follower`` in the mode of ``leader``; the children that they share are in it already."""
     follower.training = leader.training
     return forward(follower, x)
 
 
 def _small(layers: Mapping[str, Any]) -> dict[str, nn.Linear]:
-    """Small layers of other weights, in which equal sizes stay equal."""
+    """Small layers with other weights; equal sizes stay equal."""
     shapes = {name: sizes_of(layer) for name, layer in layers.items()}
     known = sorted({size for shape in shapes.values() for size in shape})
     small = {size: 6 + 4 * rank for rank, size in enumerate(known)}
@@ -82,7 +82,7 @@ def _small(layers: Mapping[str, Any]) -> dict[str, nn.Linear]:
 
 
 def _kind(child: nn.Module) -> Activation | None:
-    """Which activation this child is, by what it makes of some numbers."""
+    """The activation that this child computes, found by running it on random values."""
     forward = own_forward(child)
     if forward is None or child._modules or child._parameters or child._buffers or isinstance(child, nn.Dropout):
         return None
@@ -93,9 +93,10 @@ def _kind(child: nn.Module) -> Activation | None:
 
 
 def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..., Any]:
-    """The forward of the linear layer with the activation behind it, whatever becomes of the layer.
+    """The forward of the linear layer followed by the activation; it stays right however the layer is sharded.
 
-    When the model is placed, layers that are whole or cut by columns get a kernel for both (``tensor.fused``).
+    Once the model is sharded, replicated and column layers get a kernel that computes both
+    (``tensor.deferred_linear.fuse``).
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,5 +106,5 @@ def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..
 
 
 def pass_through(self: Any, x: Tensor) -> Tensor:
-    """In place of the activation."""
+    """The forward of the activation module, which now does nothing."""
     return x

@@ -12,11 +12,11 @@ from engine.kernels.ops.norm import Norm, norm
 from engine.parallel.kernel_injection.equivalence import agrees, own_forward, random, twin
 
 _SCALES = (1.0, 1e-3, 1e2, 0.0)
-"""Of the trial's rows: among small values eps can be told from another."""
+"""Scales of the trial's rows: among small values one eps differs from another."""
 
 
 class NormModule(NamedTuple):
-    """Which norm a module is, and which of its parameters are what."""
+    """The norm that a module computes, and the names of its parameters."""
 
     form: Norm
     weight: str
@@ -24,13 +24,13 @@ class NormModule(NamedTuple):
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The description for reports."""
         kind = "LayerNorm" if self.form.centered else "RMSNorm"
         return f"{kind}, eps {self.form.eps:g}{', weights from 1' * bool(self.form.offset)}"
 
 
 def find_norm(module: nn.Module) -> NormModule | None:
-    """What norm ``module`` computes, if it computes one."""
+    """The norm that ``module`` computes, or None."""
     forward, sizes = own_forward(module), [tuple(p.shape) for p in module._parameters.values() if p is not None]
     small = 0 < len(sizes) <= 2 and len(set(sizes)) == 1 and len(sizes[0]) == 1 and sizes[0][0] > 1
     if forward is None or not small or module._modules or module._buffers:
@@ -61,12 +61,12 @@ def _operator(module: nn.Module, found: NormModule) -> Callable[[Tensor], Tensor
 
 
 def _rounds_alike(copy: nn.Module, forward: Callable[..., Any], x: Tensor) -> bool:
-    """Whether what is narrow comes out as narrow."""
+    """Whether a bfloat16 input gives a bfloat16 output."""
     return bool(forward(copy.bfloat16(), x.bfloat16()).dtype == torch.bfloat16)
 
 
 def injected_norm(found: NormModule, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-    """The forward of such a module through the operator; other inputs than one tensor of its dtype take its own."""
+    """The forward of such a module through the operator; inputs that it does not cover run the module's own forward."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         weight = getattr(self, found.weight)

@@ -1,7 +1,7 @@
-"""Attention modules that turn queries and keys by a function of their source file, as Hugging Face's do.
+"""Attention modules that rotate queries and keys by a function of their source file, as Hugging Face's do.
 
-The function is known by its parameters (q, k, cos, sin, ...) and by what it computes. A module that calls it gets a
-copy of its forward in which the function's name stands for our operator; the source file keeps its own.
+The function is recognised by its parameters (q, k, cos, sin, ...) and by what it computes. A module that calls it gets
+a copy of its forward in which the function's name refers to our operator; the source file is untouched.
 """
 
 import inspect
@@ -23,12 +23,12 @@ _PARAMETERS = ["q", "k", "cos", "sin"]
 
 
 def rotary_globals(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
-    """Functions of these parameters that the module's forward calls by a global name."""
+    """Functions with these parameters that the module's forward calls by a global name."""
     forward = own_forward(module)
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return
     if any(step.opname == "STORE_GLOBAL" for step in get_instructions(forward)):
-        return  # it would write into the copy
+        return  # the copy of the forward would write its own globals
     for name in forward.__code__.co_names:
         value = forward.__globals__.get(name)
         if isinstance(value, FunctionType) and list(inspect.signature(value).parameters)[:4] == _PARAMETERS:
@@ -36,7 +36,7 @@ def rotary_globals(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
 
 
 def find_rotary(function: FunctionType) -> Rotary | None:
-    """What rotation ``function`` computes with all that follows sin left out, if it computes one."""
+    """The rotation that ``function`` computes with default values for all arguments after sin, or None."""
     given = [random(2, heads, 5, 8, seed=heads) for heads in (3, 1)]
     cos, sin = (random(2, 5, 8, seed=seed) for seed in (4, 5))
     for interleaved, heads_dim in product((False, True), (1, 2)):
@@ -51,7 +51,7 @@ def find_rotary(function: FunctionType) -> Rotary | None:
 def injected_rotary(
     forward: Any, name: str, function: FunctionType, form: Rotary, kernels: Kernels
 ) -> Callable[..., Any]:
-    """``forward`` with the operator in place of ``function``; calls with other arguments take the function."""
+    """``forward`` with the operator in place of ``function``; calls that it does not cover run ``function``."""
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         full = cos.shape[-1] == q.shape[-1] == k.shape[-1] and cos.ndim == 3 and q.dtype == k.dtype == cos.dtype

@@ -1,4 +1,4 @@
-"""Initialise a model that was built on the meta device: block by block, keeping only what this rank holds.
+"""Meta init: initialise a model built on the meta device block by block, keeping only what this rank holds.
 
 While a block that this rank needs is initialised, all of its parameters exist in full. The block's own initialisation
 draws them (Hugging Face's ``_init_weights``, or ``reset_parameters`` of its modules, children first), then they are cut

@@ -52,7 +52,8 @@ def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[
 def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[Pending], None]) -> Tensor:
     """:func:`copy_to` that overlaps the sum of the gradient with backward.
 
-    The gradient goes on at once; ``started`` gets the pending all-reduce and must see to it that somebody waits.
+    The gradient is passed on at once; ``started`` gets the pending all-reduce, which must be waited for before the
+    gradient is read.
     """
     axis.expect("all_reduce", COLUMN_INPUTS, x)
     copied: Tensor = _CopyTo.apply(x, axis, owned, started)  # type: ignore[no-untyped-call]

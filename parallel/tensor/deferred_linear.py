@@ -54,7 +54,7 @@ class DeferralPolicy(Protocol):
     """Decides when the gradients of a product's parameters are computed."""
 
     def put_off(self, wanted: GradsWanted, nodes: tuple[Any, ...]) -> bool:
-        """Whether the gradients are computed later, or by nobody; False: the product computes them at once.
+        """Whether the gradients are computed later, or not at all; False: the product computes them at once.
 
         ``nodes``: the graph's next functions of x, W, b and the token.
         """

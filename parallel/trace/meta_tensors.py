@@ -20,10 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from engine.errors import first_line
 from engine.parallel.model.placeholders import placeholder, trainable
+from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.trace.torch_function import Operation
 
 META = torch.device("meta")
+
+
+class NeedsContentError(Exception):
+    """An operation does not run on meta tensors: it has no meta kernel, or its result depends on content."""
 
 
 class MetaTwins:
@@ -74,7 +80,11 @@ class MetaTwins:
         return tree_map(self._swap_leaf, tree)
 
     def on_meta(self, operation: Operation) -> Any:
-        """Result of the operation on twins; raises what torch raises on meta tensors."""
+        """Result of the operation on twins.
+
+        Raises:
+            NeedsContentError: it does not run on meta tensors; says what torch, or a Function of the user, raised.
+        """
         name = operation.name
         if name in ("cpu", "cuda"):
             return self.of(operation.args[0])
@@ -85,15 +95,20 @@ class MetaTwins:
             args = tuple(META if isinstance(arg, str) else arg for arg in args)
 
         def run(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-            return operation.function(*arguments[0], **arguments[1])
+            return operation.run_with(*arguments)
 
         shape_rule = _SHAPE_RULES.get(name)
         if shape_rule is not None and (out := shape_rule(*args, **kwargs)) is not None:
             return out
         cast = torch.is_autocast_enabled(self.device.type)
-        out = cast_like_autocast(self.device, run, (args, kwargs)) if cast else run((args, kwargs))
+        try:
+            out = cast_like_autocast(self.device, run, (args, kwargs)) if cast else run((args, kwargs))
+        except Exception as error:  # torch, or a Function of the user, may raise anything on meta tensors
+            if is_own_mistake(error):
+                raise
+            raise NeedsContentError(first_line(error)) from error
         if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(out)):
-            raise NotImplementedError(f"{name} leaves the meta device")
+            raise NeedsContentError(f"{name} leaves the meta device")
         return out
 
     def on_zeros(self, operation: Operation) -> Any:
@@ -104,7 +119,7 @@ class MetaTwins:
         if operation.is_of_torch and not operation.written:
             try:
                 return self._on_zeros(operation, expanded=True)
-            except Exception:  # a kernel that needs dense tensors; a genuine error is raised again below
+            except RuntimeError:  # a kernel that needs dense tensors; a genuine error is raised again below
                 pass
         return self._on_zeros(operation, expanded=False)
 
@@ -117,7 +132,7 @@ class MetaTwins:
             return torch.zeros(shape, dtype=leaf.dtype, device=self.device).expand(leaf.shape)
 
         with torch.no_grad():
-            return operation.function(*tree_map(zeros, operation.args), **tree_map(zeros, dict(operation.kwargs)))
+            return operation.run_with(tree_map(zeros, operation.args), tree_map(zeros, dict(operation.kwargs)))
 
     def lift(self, out: Any, operation: Operation) -> Any:
         """Twins for the result of ``on_zeros``."""
@@ -148,7 +163,7 @@ class MetaTwins:
         self._sharing.setdefault(memory, {})[id(tensor)] = tensor
 
 
-def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor | None:
+def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor | None:
     """Each row meets one weight of [groups, in, out]; torch's own meta kernel requires bf16 and aligned strides."""
     return rows @ weights[0] if rows.ndim == 2 and weights.ndim == 3 and offs is not None else None
 

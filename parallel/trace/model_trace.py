@@ -182,6 +182,16 @@ class Glue:
     """Arguments of the function."""
 
 
+class OnZeros(NamedTuple):
+    """An operation that ran on zeros: its result may depend on content, which a trace does not have."""
+
+    operation: str
+    where: str
+    """"in" and the unit, or "at" and the line of code between units."""
+    why: str
+    """First line of the error on meta tensors."""
+
+
 @dataclass(frozen=True)
 class ModelTrace:
     """One forward as data; equal on every rank that traces the same model with the same input signature."""
@@ -200,6 +210,8 @@ class ModelTrace:
     """Pytree that the program returned."""
     random: bool = True
     """True if any operation draws random numbers."""
+    on_zeros: tuple[OnZeros, ...] = field(default=(), compare=False)
+    """Operations that ran on zeros in place of content."""
 
     @cached_property
     def unit_names(self) -> frozenset[str]:

@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from engine.parallel.model.blocks import Units
-from engine.parallel.trace.meta_tensors import META, FlopCount, MetaTwins, RandomOps
-from engine.parallel.trace.model_trace import Call, FreeTensor, Glue, Material, Recipe, Sample
+from engine.parallel.model.user_code import call_user_code
+from engine.parallel.trace.meta_tensors import META, FlopCount, MetaTwins, NeedsContentError, RandomOps
+from engine.parallel.trace.model_trace import Call, FreeTensor, Glue, Material, OnZeros, Recipe, Sample
 from engine.parallel.trace.provenance import OpenCall, TensorProvenance, ValueSource, position_of
 from engine.parallel.trace.torch_function import Function, Operation, user_place, wrapper_among
 
@@ -54,6 +55,12 @@ class Recorder(TorchFunctionMode):
         self._quiet = False
         self._read_by_glue: set[str] = set()
         self._drawn, self._random = drawn, set[int]()
+        self._on_zeros: dict[tuple[str, str], str] = {}
+
+    @property
+    def on_zeros(self) -> tuple[OnZeros, ...]:
+        """Operations that ran on zeros because they do not run on meta tensors, once for each place."""
+        return tuple(OnZeros(name, where, why) for (name, where), why in self._on_zeros.items())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wrapper = wrapper_among(args, kwargs)
@@ -65,7 +72,7 @@ class Recorder(TorchFunctionMode):
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one operation; returns its result for user code."""
         if self._quiet:
-            return function(*args, **kwargs)
+            return call_user_code(function, args, kwargs)
         self._quiet = True
         try:
             return self._see(Operation(function, args, kwargs))
@@ -75,13 +82,13 @@ class Recorder(TorchFunctionMode):
     def call(self, unit: str, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one call of a unit and run it."""
         if self._call is not None:  # a unit inside a unit
-            return forward(*args, **kwargs)
+            return call_user_code(forward, args, kwargs)
         if self._quiet:
             self.provenance.problems.append(
                 f"unit {unit!r} is called inside an autograd.Function, which hides what it reads and makes; call it "
                 "outside, or checkpoint it with torch.utils.checkpoint."
             )
-            return forward(*args, **kwargs)
+            return call_user_code(forward, args, kwargs)
         self._quiet = True
         try:
             return self._record_call(unit, forward, args, kwargs)
@@ -125,7 +132,7 @@ class Recorder(TorchFunctionMode):
             return name == f"get is_{self._device.type}"
         if operation.asks_for_the_object:
             return operation.run()
-        return operation.function(*self._twins.swap(operation.args), **operation.kwargs)
+        return operation.run_with(self._twins.swap(operation.args), operation.kwargs)
 
     def _run_free(self, operation: Operation) -> Any:
         if operation.kwargs.get("device") == META:
@@ -263,11 +270,14 @@ class Recorder(TorchFunctionMode):
     def _run_on_twins(self, operation: Operation) -> tuple[Any, bool]:
         """The result as twins, and True if it is Python content read on the host rather than tensors."""
         # Fall back to real zeros where meta tensors cannot answer: a shape that depends on content, a read on the host
-        # (its result is Python content), a kernel without a meta version. A genuine error is raised again by on_zeros.
+        # (its result is Python content), a kernel without a meta version. A genuine error is raised again by on_zeros;
+        # the trace lists all others, because a run with real content may differ.
         try:
             return self._twins.on_meta(operation), False
-        except Exception:
+        except NeedsContentError as error:
             out = self._twins.on_zeros(operation)
+            where = f"in {self._call.unit}" if self._call is not None else f"at {user_place()}"
+            self._on_zeros.setdefault((operation.name, where), str(error))
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if operation.written and not isinstance(out, tuple | list):
             return (self._twins.of(operation.written[0]) if tensors else out), False
@@ -301,7 +311,7 @@ class Recorder(TorchFunctionMode):
         event, flops = len(self.calls) + len(self.glue), self.flops.total
         try:
             self._call, self._quiet = call, False
-            out = forward(*args, **kwargs)
+            out = call_user_code(forward, args, kwargs)
         finally:
             self._call, self._quiet = None, True
         source = ValueSource("call", call.index, tuple(dict.fromkeys(call.inputs)))

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
+from engine.parallel.model.user_code import call_user_code
+
 Function = Callable[..., Any]
 
 
@@ -200,7 +202,11 @@ class Operation:
 
     def run(self) -> Any:
         """Run the operation."""
-        return self.function(*self.args, **self.kwargs)
+        return self.run_with(self.args, self.kwargs)
+
+    def run_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the operation with other arguments in place of its own."""
+        return call_user_code(self.function, args, kwargs)
 
 
 def user_place() -> str:
@@ -224,7 +230,7 @@ def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         def function(*args: Any, **kwargs: Any) -> Any:
-            return original.__get__(None, cls)(*args, **kwargs)
+            return call_user_code(original.__get__(None, cls), args, kwargs)
 
         function.__name__ = f"apply:{cls.__name__}"
         return show(function, args, kwargs)

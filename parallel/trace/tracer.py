@@ -96,6 +96,7 @@ def _trace_opened(
         buffers=tuple(name for name, _ in model.named_buffers()),
         result=result,
         random=recorder.draws.any,
+        on_zeros=recorder.on_zeros,
     )
     if drawn is None and recorder.random_read is not None:
         for extreme in _EXTREMES:

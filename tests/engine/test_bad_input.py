@@ -126,7 +126,7 @@ def test_what_this_version_cannot_do_is_said_at_once() -> None:
 def test_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     text = message(lambda: engine.initialize(models.decoder(), CONFIG | {"kernels": "triton"}), engine.ConfigError)
-    assert text.startswith("kernels 'triton' on cpu: Triton and a GPU are needed")
+    assert text.startswith("kernels 'triton' on cpu: Triton kernels need a GPU and the package triton")
 
 
 def test_compiling_needs_blocks() -> None:
@@ -172,7 +172,7 @@ def test_models_that_cannot_be_trained() -> None:
 
     frozen = models.decoder().requires_grad_(False)
     assert "no trainable parameter; set requires_grad" in message(start(frozen), engine.PlanError)
-    assert "'tokens.weight' is bfloat16 and the run is fp32" in message(
+    assert "'tokens.weight' is bfloat16, but the run is fp32" in message(
         start(models.decoder().bfloat16()), engine.PlanError
     )
     assert "model is a int; give an nn.Module or a callable" in message(start(3), engine.PlanError)
@@ -265,7 +265,7 @@ def ends_early() -> tuple[str, float]:
 
 def test_iterator_that_ends_early_on_one_rank_stops_all(run_ranks: RunRanks) -> None:
     (first, loss), (second, same) = run_ranks(ends_early, 2)
-    assert first.startswith("1 other rank(s) failed in this step, so no rank makes it; their message tells why.")
+    assert first.startswith("1 other rank(s) failed in this step, so no rank makes it; see the error of the rank")
     assert second.startswith(
         "the iterator ended after 2 of 4 microbatches; a step needs gradient_accumulation_steps = 4"
     )
@@ -290,7 +290,7 @@ def test_different_weights_or_settings_are_named(run_ranks: RunRanks) -> None:
     assert len(set(texts)) == 1
     assert texts[0].startswith("rank 0 and rank 2 were given different weights, first in 'blocks.1.up.bias'; build the")
     texts = run_ranks(unequal, 3, "settings")
-    assert set(texts) == {"rank 0 and rank 1 were given different configurations; pass the same to all."}
+    assert set(texts) == {"rank 0 and rank 1 were given different configurations; pass the same one on every rank."}
 
 
 def unequal_models(what: str) -> str:

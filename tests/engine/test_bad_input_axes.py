@@ -144,7 +144,7 @@ PLAN = {"h.*.fc": "column", "h.*.proj": "row", "embed": "vocabulary"}
 def test_cut_parameter_that_other_code_reads(alone: Callable[..., str], glue: str) -> None:
     """A branch on a value keeps tensor parallelism from seeing the whole forward, but not from seeing this."""
     assert alone(2, Glued(glue), {"tensor": 2, "tensor_plan": PLAN}, pair()) == (
-        "parameter 'embed.weight' is cut over the tensor ranks, but code outside its module reads it too; give its "
+        "parameter 'embed.weight' is sharded over the tensor ranks, but code outside its module reads it too; give its "
         'module the style "replicate" in parallel.tensor_plan.'
     )
 
@@ -161,8 +161,8 @@ def test_hook_on_the_gradient_of_a_cut_parameter(alone: Callable[..., str]) -> N
     model: Any = Glued("")
     model.h[0].fc.weight.register_hook(lambda grad: grad / grad.norm())
     assert alone(2, model, {"tensor": 2, "tensor_plan": PLAN}, pair()) == (
-        "parameter 'h.0.fc.weight' has a gradient hook (register_hook), but is cut over the tensor ranks, each of "
-        'which has a part of its gradient; remove the hook, or give its module the style "replicate" in '
+        "parameter 'h.0.fc.weight' has a gradient hook (register_hook), but is sharded over the tensor ranks, each of "
+        'which has a shard of its gradient; remove the hook, or give its module the style "replicate" in '
         "parallel.tensor_plan."
     )
 
@@ -171,8 +171,8 @@ def test_sequence_that_the_tensor_ranks_cannot_share(alone: Callable[..., str]) 
     ids, targets = pair()
     text = alone(2, Glued(""), {"tensor": 2, "sequence_parallel": True}, (ids[:, :11], targets[:, :11]))
     assert text == (
-        "a sequence of 11 does not divide among 2 tensor ranks, as sequence_parallel wants; pad it to a multiple of 2, "
-        "or switch sequence_parallel off."
+        "a sequence of length 11 does not divide among 2 tensor ranks, as sequence_parallel requires; pad it to a "
+        "multiple of 2, or switch sequence_parallel off."
     )
 
 
@@ -180,7 +180,7 @@ def test_cut_parameter_that_its_block_reads_without_calling_the_module(alone: Ca
     model = Glued("")
     model.h = nn.ModuleList(Functional(32, 4) for _ in range(2))
     text = alone(2, model, {"tensor": 2, "tensor_plan": PLAN}, pair())
-    assert text.startswith("parameter 'h.0.fc.weight' is cut over the tensor ranks, but code outside its module reads")
+    assert text.startswith("parameter 'h.0.fc.weight' is sharded over the tensor ranks, but code outside its module")
 
 
 @pytest.mark.parametrize("seen", [True, False])
@@ -405,8 +405,8 @@ class Uneven(nn.Module):
 def test_first_batches_that_would_cut_differently(run_ranks: RunRanks) -> None:
     results = run_ranks(different_cuts, 4)
     assert {text for text, _ in results} == {
-        "rank 0 and rank 1 would cut the model at different places, because their first batches differ; pass the same "
-        "example_batch to engine.initialize on every rank."
+        "rank 0 and rank 1 would partition or shard the model differently, because their first batches differ; pass "
+        "the same example_batch to engine.initialize on every rank."
     }
     assert len({loss for _, loss in results}) == 1
 
@@ -432,13 +432,13 @@ def three_calls(grid: str) -> list[str]:
 def test_calls_that_come_too_early_or_cannot_be(run_ranks: RunRanks, grid: str) -> None:
     (first, second) = run_ranks(three_calls, 2, grid)
     assert first == second
-    early = "the model is not cut before the first batch is seen; pass example_batch=... to engine.initialize, or train"
+    early = "the plan needs a batch, and no batch has been given yet; pass example_batch=... to engine.initialize, or"
     assert all(text.startswith(early) for text in first[:4])
-    assert first[-1] == "train_batch under torch.no_grad, where nothing is learned; call it outside."
+    assert first[-1] == "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
     if grid == "pp2":
         assert first[4].startswith(
             "backward(loss) with parallel.pipeline 2: forwards and backwards of all stages are one"
         )
         assert first[5].startswith("eng(batch) with parallel.pipeline 2: forwards and backwards of all stages are one")
     else:
-        assert first[4].startswith(early)
+        assert first[4].startswith("backward(loss) before eng(batch): there is no forward to differentiate; call eng")

@@ -65,7 +65,7 @@ class Rig:
 def lay_out(model: nn.Module, setting: Setting) -> FlatLayout:
     """Layout of all trainable parameters, in one dtype."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    items = [Item(name, tuple(p.shape), setting.dtype) for name, p in named]
+    items = [Item(name=name, shape=tuple(p.shape), dtype=setting.dtype) for name, p in named]
     return build_layout(items, setting.ranks, setting.bucket_elements)
 
 

@@ -17,7 +17,7 @@ dtypes_st = st.sampled_from(["float32", "bfloat16", "float64"])
 def items_st(draw: st.DrawFn) -> list[Item]:
     """Parameters with distinct names: empty, 0-dim, odd and large ones, of several dtypes and groups."""
     kinds = draw(st.lists(st.tuples(shapes_st, dtypes_st, st.integers(0, 3)), min_size=1, max_size=12))
-    return [Item(f"p{i}", shape, dtype, group) for i, (shape, dtype, group) in enumerate(kinds)]
+    return [Item(name=f"p{i}", shape=shape, dtype=dtype, group=group) for i, (shape, dtype, group) in enumerate(kinds)]
 
 
 ranks_st = st.sampled_from([1, 2, 3, 4, 5, 8])
@@ -26,8 +26,8 @@ layouts_st = st.builds(build_layout, items_st(), ranks_st, limits_st)
 
 
 @given(items_st(), ranks_st, limits_st)
-@example([Item("nothing", (0,), "float32")], 8, 1)
-@example([Item("scalar", (), "bfloat16", 3)], 8, 64)
+@example([Item(name="nothing", shape=(0,), dtype="float32")], 8, 1)
+@example([Item(name="scalar", shape=(), dtype="bfloat16", group=3)], 8, 64)
 def test_every_parameter_has_one_slot_of_its_own_size(items: list[Item], ranks: int, limit: int) -> None:
     layout = build_layout(items, ranks, limit)
     placed = {slot.name: (slot.shape, bucket.dtype, slot.group) for bucket in layout.buckets for slot in bucket.slots}
@@ -123,14 +123,17 @@ def test_places_depend_on_the_items_alone(items: list[Item], ranks: int, others:
 
 @given(items_st(), ranks_st)
 def test_with_one_group_slots_follow_backward(items: list[Item], ranks: int) -> None:
-    plain = [Item(item.name, item.shape, "float32") for item in items]
+    plain = [Item(name=item.name, shape=item.shape, dtype="float32") for item in items]
     for limit in (1, 300, 10**9):
         order = [slot.name for bucket in build_layout(plain, ranks, limit).buckets for slot in bucket.slots]
         assert order == [item.name for item in reversed(plain)]
 
 
 def test_dtypes_never_share_a_bucket_but_fill_theirs_across_each_other() -> None:
-    items = [Item(name, (64,), dtype) for name, dtype in zip("abcd", ["float32", "bfloat16"] * 2, strict=True)]
+    items = [
+        Item(name=name, shape=(64,), dtype=dtype)
+        for name, dtype in zip("abcd", ["float32", "bfloat16"] * 2, strict=True)
+    ]
     buckets = build_layout(items, 2, 1000).buckets
     assert [(b.dtype, [slot.name for slot in b.slots]) for b in buckets] == [
         ("bfloat16", ["d", "b"]),
@@ -139,20 +142,24 @@ def test_dtypes_never_share_a_bucket_but_fill_theirs_across_each_other() -> None
 
 
 def test_a_bucket_is_filled_up_to_its_limit_padding_included() -> None:
-    items = [Item(name, (33,), "float32") for name in "abc"]
+    items = [Item(name=name, shape=(33,), dtype="float32") for name in "abc"]
     assert [len(bucket.slots) for bucket in build_layout(items, 1, 2 * ALIGNMENT).buckets] == [2, 1]
     assert [len(bucket.slots) for bucket in build_layout(items, 1, 2 * ALIGNMENT - 1).buckets] == [1, 1, 1]
 
 
 def test_a_large_parameter_is_alone_and_its_neighbours_are_not_lost() -> None:
-    items = [Item("a", (64,), "float32"), Item("big", (50, 50), "float32"), Item("c", (64,), "float32")]
+    items = [
+        Item(name="a", shape=(64,), dtype="float32"),
+        Item(name="big", shape=(50, 50), dtype="float32"),
+        Item(name="c", shape=(64,), dtype="float32"),
+    ]
     buckets = build_layout(items, 4, 128).buckets
     assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["c"], ["big"], ["a"]]
     assert [bucket.elements for bucket in buckets] == [256, 2560, 256]
 
 
 def test_fewer_elements_than_ranks_leave_whole_shards_of_padding() -> None:
-    (bucket,) = build_layout([Item("scalar", (), "float32", 1)], 8, 1).buckets
+    (bucket,) = build_layout([Item(name="scalar", shape=(), dtype="float32", group=1)], 8, 1).buckets
     assert bucket.elements == 8 * ALIGNMENT and bucket.slots[0].stop == 1
     assert [bucket.segments(bucket.shard(i, 8))[0].group for i in range(8)] == [1] * 8
 

@@ -1,5 +1,7 @@
 """Gather schedule: which sharded parameters are gathered at which moment of a step (ZeRO 3). Pure arithmetic, no torch.
 
+FSDP2 calls it the prefetch order, and its two ends unshard and reshard.
+
 Modules that run one after the other form gather groups: one for all modules before the first block, one for each block,
 one for all modules after the last. A turn is a group in a pipeline stage. A pass goes through the turns of its stage,
 forward or backward:

@@ -1,4 +1,4 @@
-"""Gathers sharded parameters just before they are used, and frees them afterwards (ZeRO 3).
+"""Gathers (unshards) parameters just before they are used, and frees (reshards) them afterwards (ZeRO 3).
 
     forward    a module of group k is entered      -> free k - 1, start the gather of k + 1, wait for k
     backward   the gradient of its output arrives  -> free k + 1, start the gather of k - 1, wait for k

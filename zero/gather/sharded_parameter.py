@@ -71,4 +71,4 @@ _WITHOUT_CONTENT = METADATA | {
     )),
     torch.is_same_size, _untyped.requires_grad.__set__, _untyped.grad.__set__, _untyped.grad.__delete__,
 }  # fmt: skip
-"""Functions that need no values: they also ask for the memory, hang hooks on the parameter and set its gradient."""
+"""Functions that need no values, including those that return the storage, register hooks or set the gradient."""

@@ -57,10 +57,10 @@ class _Flight:
 class MicrobatchReducer(SharedReduction):
     """Sums gradients over data ranks in every microbatch, and over microbatches in the shards.
 
-    One collective a bucket and microbatch.
+    One collective for each bucket and microbatch.
 
     Args:
-        setup: ``grads`` of its buckets are shards, except where gradients are partial.
+        setup: inputs of every reducer; ``grads`` of its buckets are shards, except where gradients are partial.
         microbatches: backwards of a step; a rank that fails early still joins the collectives of all of them.
     """
 

@@ -98,18 +98,18 @@ class Reducer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReducerSetup:
-    """What every reducer works on."""
+    """Inputs that every reducer needs."""
 
     buckets: Sequence[FlatBucket]
     """The trained flat buckets of this rank."""
     parameters: Mapping[str, nn.Parameter]
     """Trainable parameters by the names used in the buckets."""
     comm: Comm
-    """Gradients travel over axis dp with the label "gradients"."""
+    """Communication; gradients are sent over axis dp with the label "gradients"."""
     wire: torch.dtype | None = None
-    """The dtype in which they travel; None is the dtype of accumulation."""
+    """Dtype on the wire; None is the dtype of accumulation."""
     sum_partial: SumPartial | None = None
-    """Sums gradients by parameter name, in place, over the tensor ranks that hold a part."""
+    """Function that sums gradients by parameter name, in place, over the tensor ranks that hold a part."""
 
 
 class SharedReduction:
@@ -124,7 +124,7 @@ class SharedReduction:
         self._hooks = GradientHooks({name: setup.parameters[name] for name in names}, self.take)
 
     def take(self, name: str, grad: Tensor) -> None:
-        """Inside a backward: the gradient of a parameter."""
+        """Take the gradient of a parameter inside a backward."""
         raise NotImplementedError
 
     def remove(self) -> None:

@@ -55,7 +55,7 @@ class Ours:
     """Scalars of the optimizer's state, by group."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """A rank's bytes as they were between two steps."""
 
@@ -142,7 +142,15 @@ class Snapshots:
         for key, value in ours.state.items():
             state.tensor(key).copy_(value)
         pieces = {held.tensor: (held.kind, piece) for held, piece in stored}
-        return Snapshot(contents, outgoing, model, optim, state, pieces, ours.numbers)
+        return Snapshot(
+            contents=contents,
+            outgoing=outgoing,
+            model=model,
+            optim=optim,
+            state=state,
+            pieces=pieces,
+            numbers=ours.numbers,
+        )
 
     def incoming(self) -> Iterator[tuple[int, int]]:
         """(rank, bytes) of the messages that this rank combines with its own pieces."""

@@ -55,7 +55,7 @@ class Checksum:
     """Size of ``checksums.safetensors``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """A checkpoint without the values of its tensors."""
 
@@ -154,9 +154,17 @@ def from_json(data: bytes | bytearray, what: str) -> Manifest:
     aliases = fields.each("aliases", lambda value, where: _text(value, where))
     checksum = _checksum(Fields(fields.any("checksum"), f"{what}: checksum"))
     manifest = Manifest(
-        fields.count("step"), fields.text("attempt"), tensors, files, checksum, aliases, fields.object("info"),
-        fields.object("progress"), fields.object("optimizer"), fields.any("user"),
-    )  # fmt: skip
+        step=fields.count("step"),
+        attempt=fields.text("attempt"),
+        tensors=tensors,
+        files=files,
+        checksum=checksum,
+        aliases=aliases,
+        info=fields.object("info"),
+        progress=fields.object("progress"),
+        optimizer=fields.object("optimizer"),
+        user=fields.any("user"),
+    )
     if fields.text("signature") != manifest.signature:
         raise CheckpointError(f"{what} is damaged: its signature does not match its tensors.")
     return manifest

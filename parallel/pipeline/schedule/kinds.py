@@ -24,7 +24,7 @@ from engine.parallel.pipeline.schedule.one_f_one_b import gpipe, interleaved, lo
 from engine.parallel.pipeline.schedule.zero_bubble import zb_h1, zb_v
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
     """A kind of schedule that can be made from sizes."""
 
@@ -50,34 +50,84 @@ class ScheduleKind:
 
 _ALL = (
     ScheduleKind(
-        "gpipe", "all forwards, then all backwards; sums gradients in the order of one process",
-        "Huang et al. 2019, GPipe", "line", 1, 1, 1, False, lambda p, m, v: gpipe(p, m),
+        name="gpipe",
+        description="all forwards, then all backwards; sums gradients in the order of one process",
+        paper="Huang et al. 2019, GPipe",
+        placement="line",
+        virtual_stages=1,
+        fewest=1,
+        most=1,
+        splits=False,
+        make=lambda p, m, v: gpipe(p, m),
     ),
     ScheduleKind(
-        "1f1b", "a backward as soon as possible; holds p microbatches however many there are",
-        "Narayanan et al. 2019, PipeDream", "line", 1, 1, 1, False, lambda p, m, v: one_f_one_b(p, m),
+        name="1f1b",
+        description="a backward as soon as possible; holds p microbatches however many there are",
+        paper="Narayanan et al. 2019, PipeDream",
+        placement="line",
+        virtual_stages=1,
+        fewest=1,
+        most=1,
+        splits=False,
+        make=lambda p, m, v: one_f_one_b(p, m),
     ),
     ScheduleKind(
-        "interleaved", "1f1b over several stages a rank: idle time divided by their number, more messages",
-        "Narayanan et al. 2021, Megatron-LM", "loop", 2, 2, None, False, interleaved,
+        name="interleaved",
+        description="1f1b over several stages a rank: idle time divided by their number, more messages",
+        paper="Narayanan et al. 2021, Megatron-LM",
+        placement="loop",
+        virtual_stages=2,
+        fewest=2,
+        most=None,
+        splits=False,
+        make=interleaved,
     ),
     ScheduleKind(
-        "looped-bfs", "several stages a rank, one after the other: ZeRO gathers and reduces each stage once",
-        "Lamy-Poirier 2022, Breadth-First Pipeline Parallelism", "loop", 2, 2, None, False, looped_bfs,
+        name="looped-bfs",
+        description="several stages a rank, one after the other: ZeRO gathers and reduces each stage once",
+        paper="Lamy-Poirier 2022, Breadth-First Pipeline Parallelism",
+        placement="loop",
+        virtual_stages=2,
+        fewest=2,
+        most=None,
+        splits=False,
+        make=looped_bfs,
     ),
     ScheduleKind(
-        "zb-h1", "weight gradients fill the idle time of 1f1b or interleaved, in the memory of 1f1b",
-        "Qi et al. 2023, Zero Bubble Pipeline Parallelism", "loop", 1, 1, None, True, zb_h1,
+        name="zb-h1",
+        description="weight gradients fill the idle time of 1f1b or interleaved, in the memory of 1f1b",
+        paper="Qi et al. 2023, Zero Bubble Pipeline Parallelism",
+        placement="loop",
+        virtual_stages=1,
+        fewest=1,
+        most=None,
+        splits=True,
+        make=zb_h1,
     ),
     ScheduleKind(
-        "zb-v", "two stages a rank, there and back: nearly no idle time in the memory of 1f1b",
-        "Qi et al. 2024, Pipeline Parallelism with Controllable Memory", "v", 2, 2, 2, True, lambda p, m, v: zb_v(p, m),
+        name="zb-v",
+        description="two stages a rank, there and back: nearly no idle time in the memory of 1f1b",
+        paper="Qi et al. 2024, Pipeline Parallelism with Controllable Memory",
+        placement="v",
+        virtual_stages=2,
+        fewest=2,
+        most=2,
+        splits=True,
+        make=lambda p, m, v: zb_v(p, m),
     ),
     ScheduleKind(
-        "dualpipe-v", "two stages a rank, there and back: forwards of one beside backwards of the other",
-        "DeepSeek-AI 2024, DeepSeek-V3", "v", 2, 2, 2, True, lambda p, m, v: dualpipe_v(p, m), lambda p: 2 * p,
+        name="dualpipe-v",
+        description="two stages a rank, there and back: forwards of one beside backwards of the other",
+        paper="DeepSeek-AI 2024, DeepSeek-V3",
+        placement="v",
+        virtual_stages=2,
+        fewest=2,
+        most=2,
+        splits=True,
+        make=lambda p, m, v: dualpipe_v(p, m),
+        microbatches_of=lambda p: 2 * p,
     ),
-)  # fmt: skip
+)
 
 
 SCHEDULE_KINDS: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind for kind in _ALL})

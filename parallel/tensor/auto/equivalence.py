@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import first_line
 from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.tensor.auto.coupled_parameters import Given, float_leaves
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
@@ -110,6 +111,8 @@ class BlockReference:
         except SequenceError:
             raise
         except Exception as error:  # the block's own code may raise anything on a shard
+            if is_own_mistake(error):
+                raise
             return Verdict(f"{type(error).__name__}: {first_line(error)}")
         plan = replace(plan, partial=plan.partial | ranks[0].partial)
         problem = next(_differences(plan, truth, [rank.outcome for rank in ranks]), "")

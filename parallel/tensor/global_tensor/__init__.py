@@ -1,7 +1,8 @@
-"""The global view: a tensor that holds a tensor rank's part and answers with the full shape.
+"""Global tensors: a tensor subclass that holds a rank's shard and answers with the full shape, comparable to DTensor.
 
-Model code reads full sizes (``x.view(B, T, n_head, C // n_head)``, ``qkv.split(C, dim=2)``), the operations run on the
-part. So code that knows nothing of ranks runs on cut parameters, and the residual stream may be cut along the sequence.
+Model code reads full sizes (``x.view(B, T, n_head, C // n_head)``, ``qkv.split(C, dim=2)``) while operations run on the
+shards. So code that knows nothing of ranks runs on sharded parameters, and the residual stream may be sharded along the
+sequence.
 
                                      rank 0           rank 1
     qkv.full  (B, T, 3 C)            q0 . k0 . v0 .   . q1 . k1 . v1     what the code sees, and who holds it
@@ -9,11 +10,17 @@ part. So code that knows nothing of ranks runs on cut parameters, and the residu
 
 Two kinds of tensors meet:
 
-    plain   equal on all ranks, and so is its gradient
-    View    ``local`` carries the true gradient of the elements that only this rank holds, and a part of the gradient,
-            to be summed over the holders, of those that several hold
+    plain           equal on all ranks, and so is its gradient
+    GlobalTensor    ``local`` carries the true gradient of the elements that only this rank holds, and a partial
+                    gradient, to be summed over the holders, of those that several ranks hold
 
-``index`` and ``layout`` are the arithmetic, without torch; ``view`` is the class, ``context`` what all views of a model
-share, ``operands`` and ``moves`` lead from plain to View and back, ``rules`` names the rule for every torch function;
-the others hold the rules. A function without a rule gathers its arguments and is noted.
+The files:
+
+    index_sets      which indices of a dim each rank holds (DTensor's Shard, for any set of rows); no torch
+    layout          full shape and index sets of an operation's result; no torch
+    global_tensor   the class; ``context`` is what all global tensors of a model share
+    operands        from a plain or global tensor to the local shard that an operation needs
+    redistribute    from shards to full tensors, and sums over the ranks
+    rules/          one rule for each torch function, listed in ``rules.table``
+    fallback        functions without a rule: their arguments are gathered, and the function is recorded
 """

@@ -14,12 +14,12 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 Result = TypeVar("Result")
 TensorRule = Callable[..., Any]
-"""Gets (context, function, *args, **kwargs), and gives what the function gives on global tensors."""
+"""Called with (context, function, *args, **kwargs); returns the function's result on global tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What torch functions do with global tensors."""
+    """The rules of torch functions on global tensors."""
 
     by_function: Mapping[Any, TensorRule]
     fallback: TensorRule
@@ -27,46 +27,47 @@ class Rules:
 
 
 class GlobalTensorContext:
-    """The context of all views of a cut model, or of one unit.
+    """The context of all global tensors of a sharded model, or of one unit.
 
-    ``sequence``: sums of products stay cut along the dim before the last one (sequence parallelism). ``regather``: what
-    column layers gather of them is gathered again in backward.
+    ``sequence``: sums of products stay sharded along the dim before the last one (sequence parallelism). ``regather``:
+    inputs that column layers gather are gathered again in backward.
     """
 
     def __init__(self, axis: TensorAxis, rules: Rules, sequence: bool = False, regather: bool = False) -> None:
         self.axis, self.sequence, self.regather = axis, sequence, regather
         self.rules = rules
         self.gathers: dict[str, int] = {}
-        """How often a function had to gather, by its name."""
+        """The number of gathers by each function without a suitable rule, by the function's name."""
         self.partial: set[nn.Parameter] = set()
-        """The plain parameters that met a View: on each rank their gradient is a part, to be summed once a step."""
+        """The plain parameters that met a global tensor: each rank has a partial gradient, to be summed once a step."""
         self.planned: frozenset[nn.Parameter] | None = None
-        """In a run: those that are summed once a step. What the plan's example has not shown is summed at each use."""
+        """In training, the parameters that are summed once a step; those that the plan's example did not show as
+        partial are summed at each use."""
         self.equal: set[nn.Parameter] = set()
         """Parameters that plain code uses as well: their gradient is summed at each use, as for any plain tensor."""
         self.reached_below: str | None = None
-        """What has asked for memory that is not there."""
+        """The name of the caller that has asked a global tensor for its memory."""
         self._entered: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._found: dict[Hashable, Any] = {}
 
     def sums_once(self, parameter: nn.Parameter) -> bool:
-        """Whether the parts of its gradient stay parts until the step ends."""
+        """Whether the gradient of ``parameter`` stays partial until the end of the step."""
         return self.planned is None or parameter in self.planned
 
     def clear(self) -> None:
-        """Forget the tensors that have entered: a block is over."""
+        """Forget the tensors that have entered; called at the end of a block."""
         self._entered.clear()
 
     def entered(self, key: Hashable, given: Tensor, enter: Callable[[Callable[[], None]], Tensor]) -> Tensor:
-        """``enter(passed)``, made of ``given``: the same for the same key until ``passed`` is called, in backward.
+        """``enter(passed)``, made from ``given``: one result per key until ``passed`` is called, in backward.
 
-        The key names ``given`` by its id, which stays its own because it is kept.
+        The key contains the id of ``given``, which stays valid because ``given`` is kept alive here.
         """
         hit = self._entered.get(key)
         if hit is not None and hit[0] is given:
             return hit[1]
         copied = enter(lambda: self._forget(key, given))
-        if copied.requires_grad:  # otherwise no backward will say that it has passed
+        if copied.requires_grad:  # without a gradient, no backward would call ``passed``
             self._entered[key] = given, copied
         return copied
 
@@ -76,26 +77,26 @@ class GlobalTensorContext:
             del self._entered[key]
 
     def find(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """``make()``, once for each key; raises NoRuleError again if that did."""
+        """``make()``, called once for each key; a NoRuleError that it raises is remembered and raised again."""
         try:
             found = self._found[key]
         except KeyError:
             try:
                 found = make()
             except NoRuleError as problem:
-                found = NoRuleError(*problem.args)  # a new one: that one knows all frames, and they their tensors
+                found = NoRuleError(*problem.args)  # the original's traceback would keep its frames' tensors alive
             self._found[key] = found
         if isinstance(found, NoRuleError):
             raise NoRuleError(*found.args)
         return found  # type: ignore[no-any-return]
 
     def note_gather(self, name: str) -> None:
-        """A function has gathered."""
+        """Record a gather by the function ``name``."""
         self.gathers[name] = self.gathers.get(name, 0) + 1
 
     @contextmanager
     def own_draws(self, device: torch.device) -> Iterator[None]:
-        """Within, this rank draws random numbers of its own; before and after, generators agree on all ranks."""
+        """Inside, this rank draws its own random numbers; before and after, generators agree on all ranks."""
         if self.axis.size == 1 or self.axis.dry:
             yield
             return

@@ -1,6 +1,6 @@
-"""Functions without a rule: their arguments are made whole on every rank, and the function is noted.
+"""Functions without a rule: their arguments are gathered on every rank, and the function is recorded.
 
-Not those that write into a View, hand out its memory, or watch its gradient: they are refused.
+Functions that write into a global tensor, expose its memory, or hook its gradient are refused instead.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -24,14 +24,14 @@ def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwarg
     """Run ``func`` on plain tensors.
 
     Raises:
-        EngineError: it would write into a View, or read its memory.
+        EngineError: ``func`` writes into a global tensor, or reads its memory.
     """
     name = function_name(func)
     if name in _MEMORY or any(True for _ in views_among(_written(name, args, kwargs), {})):
         raise EngineError(
-            f"{name} was called on a tensor {list(next(views_among(args, kwargs)).full)} that is cut over tensor "
-            "ranks, of which a rank can neither write nor hand out the whole; use a function that returns a new "
-            "tensor, or leave this module whole in parallel.tensor_plan."
+            f"{name} was called on a tensor {list(next(views_among(args, kwargs)).full)} that is sharded over tensor "
+            "ranks, but it needs the memory of the full tensor; use a function that returns a new tensor, or give "
+            'this module the style "replicate" in parallel.tensor_plan.'
         )
     return func(*_plain(args, name), **_plain(kwargs, name))
 

@@ -1,12 +1,12 @@
-"""The class: what the code sees of a tensor that is cut.
+"""The class :class:`GlobalTensor`: full shape outside, this rank's shard inside.
 
     x.shape, x.size(-1), len(x), x.device      answered here, without communication
     torch.softmax(x, -1), x @ w, x[:, 1:] ...  the function's rule (``rules.table``), else all arguments are gathered
-    Function.apply(x), x.data_ptr(), a kernel  refused: it would read memory that is not there
+    Function.apply(x), x.data_ptr(), a kernel  refused: it would read memory that does not exist
 
-``torch.autograd.Function.apply`` asks no class. But torch asks a tensor that requires a gradient for its sizes to build
-the graph, and for a View that question comes to ``__torch_dispatch__``: it is noted, and the first thing that the
-Function does with the View raises.
+``torch.autograd.Function.apply`` does not call ``__torch_function__``. But to build the graph, torch asks an input that
+requires a gradient for its sizes, and a global tensor gets that question in ``__torch_dispatch__``. There the caller is
+recorded, and the first thing that the Function does with the global tensor raises.
 """
 
 import sys
@@ -30,16 +30,17 @@ Function = Callable[..., Any]
 
 
 class GlobalTensor(WrapperTensor):
-    """``local``: this rank's part, in the autograd graph; ``full``: the shape of all; ``sets``: who holds what."""
+    """A sharded tensor. ``local``: this rank's shard, in the autograd graph; ``full``: the full shape; ``sets``: the
+    indices of each dim that every rank holds."""
 
     local: Tensor
     full: torch.Size
     sets: Sets
     views: "GlobalTensorContext"
     copied: bool
-    """Whether plain code would here share memory with a tensor that ``local`` is a copy of."""
+    """Whether ``local`` is a copy although plain code would share memory with another tensor here."""
     folded: tuple[int, ...] | None
-    """The dims that the first of two dims was made of, if it was."""
+    """The dims that were flattened into the first of two dims, if any."""
 
     @staticmethod
     def __new__(
@@ -77,22 +78,22 @@ class GlobalTensor(WrapperTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         x = next(views_among(args, kwargs or {}))
-        if func is torch.ops.aten.dim.default:  # torch.pow(x, 3.0) asks whether x, without a gradient, is a number
+        if func is torch.ops.aten.dim.default:  # torch.pow(x, 3.0) asks this of x to tell a 0-dim tensor
             return x.ndim
         x.views.reached_below = x.views.reached_below or _caller(str(func))
-        if func is torch.ops.aten.sym_size.default:  # asked where nothing may be raised
+        if func is torch.ops.aten.sym_size.default:  # torch asks this where no exception may be raised
             return x.full
         return refuse_below(x.views)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"View(full={tuple(self.full)}, local={tuple(self.local.shape)}, dtype={self.local.dtype})"
+        return f"GlobalTensor(full={tuple(self.full)}, local={tuple(self.local.shape)}, dtype={self.local.dtype})"
 
     __str__ = __repr__
 
     def __format__(self, _: str) -> str:
         return repr(self)
 
-    # ---- what costs nothing
+    # ---- answered without communication
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -101,37 +102,37 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        """How many dims."""
+        """The number of dims."""
         return len(self.full)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Of the part, which may be a parameter that has been cast."""
+        """The dtype of the shard, which may be a parameter that has been converted."""
         return self.local.dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Of the part."""
+        """The device of the shard."""
         return self.local.device
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
-        """Of the part."""
+        """Whether the shard is on a GPU."""
         return self.local.is_cuda
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """Of the part."""
+        """Whether the shard is a leaf of the graph."""
         return self.local.is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        """Of the part."""
+        """The graph node of the shard."""
         return self.local.grad_fn
 
     @property
     def requires_grad(self) -> bool:
-        """Of the part."""
+        """Whether the shard requires a gradient."""
         return self.local.requires_grad
 
     @requires_grad.setter
@@ -144,13 +145,13 @@ class GlobalTensor(WrapperTensor):
         return self.full if dim is None else self.full[dim]
 
     def dim(self) -> int:
-        """How many dims."""
+        """The number of dims."""
         return len(self.full)
 
     ndimension = dim
 
     def numel(self) -> int:
-        """Elements of all ranks together."""
+        """The number of elements of the full tensor."""
         return self.full.numel()
 
     nelement = numel
@@ -160,7 +161,7 @@ class GlobalTensor(WrapperTensor):
 
 
 def views_among(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
-    """The Views among arguments, also in lists and dicts."""
+    """The global tensors among arguments, also in lists, tuples and dicts."""
     for argument in args:
         if type(argument) is GlobalTensor:
             yield argument
@@ -173,19 +174,19 @@ def views_among(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
 
 
 def has_views(args: Any, kwargs: Any) -> bool:
-    """Whether there is one."""
+    """Whether an argument is a global tensor."""
     return next(views_among(args, kwargs), None) is not None
 
 
 def show_parameter(
     parameter: nn.Parameter, full: tuple[int, ...], sets: Sets, context: "GlobalTensorContext"
 ) -> GlobalTensor:
-    """A parameter of which this rank holds a part, for code that expects it whole; nothing of it is remembered."""
+    """A sharded parameter as a global tensor, for code that expects the full shape; nothing about it is remembered."""
     return GlobalTensor(parameter, full, sets, context)
 
 
 def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
-    """What an operation made of ``view`` element by element."""
+    """The result of an elementwise operation on ``x``, whose shard is ``local``."""
     if local is x.local:
         return x
     made = GlobalTensor(local, x.full, x.sets, x.views)
@@ -194,14 +195,14 @@ def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
 
 
 def follow_grad(x: GlobalTensor) -> None:
-    """Tell torch whether a gradient is required, after ``local`` has been written."""
+    """Update whether ``x`` requires a gradient, after a write into ``local``."""
     wanted = x.local.requires_grad
-    with torch._C.DisableTorchFunction():  # modes are not asked either
+    with torch._C.DisableTorchFunction():  # which also bypasses function modes
         torch._C.TensorBase.requires_grad.__set__(x, wanted)  # type: ignore[attr-defined]
 
 
 def _caller(function: str) -> str:
-    """The autograd.Function that is applied, or else the operation."""
+    """The name of the autograd.Function that is being applied, or else of the operation."""
     frame: FrameType | None = sys._getframe(2)
     if frame is not None and frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
         return f"autograd.Function {frame.f_locals['cls'].__name__}"
@@ -209,11 +210,15 @@ def _caller(function: str) -> str:
 
 
 def refuse_below(context: "GlobalTensorContext") -> None:
-    """Raise for what has reached a View below the level of torch functions."""
+    """Raise for code that has reached a global tensor below ``__torch_function__``.
+
+    Raises:
+        EngineError: names the code and the remedy.
+    """
     caller, context.reached_below = context.reached_below, None
     raise EngineError(
-        f"{caller} was given a tensor that is cut over tensor ranks, which it can neither read nor differentiate; "
-        "give it plain tensors: leave the module that calls it whole in parallel.tensor_plan."
+        f"{caller} was given a tensor that is sharded over tensor ranks, but it takes plain tensors only; give the "
+        'module that calls it the style "replicate" in parallel.tensor_plan.'
     )
 
 

@@ -1,17 +1,17 @@
 """Which indices of a dim each rank holds: sorted sets, compared by value. Pure arithmetic.
 
-    blocks      0 0 0 1 1 1      every rank an equal part in rank order: collectives need no copy
-    even        0 1 0 1 0 1      every index at one rank, equally many at each
+    blocks      0 0 0 1 1 1      every rank an equal block in rank order: collectives need no copy
+    even        0 1 0 1 0 1      every index on one rank, equally many on each
     thirds      0 1 | 0 1 | 0 1  a fused q, k, v
-    shared      01 01 | 01 01    an index at several ranks: gradients are parts
+    shared      01 01 | 01 01    an index on several ranks: gradients are partial
 
-A dim that all ranks hold whole has no Index but None.
+A dim of which all ranks hold everything has None in place of an Index.
 """
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,15 @@ from numpy.typing import NDArray
 from engine.parallel.shard_table import Range
 
 Indices = NDArray[np.int64]
+Entry = TypeVar("Entry")
 
 
 class NoRuleError(Exception):
-    """What is asked cannot be done on parts: the caller gathers instead."""
+    """The operation cannot be done on shards: the caller gathers instead."""
 
 
 class Index:
-    """``ranks[r]``: the sorted indices of a dim of ``size`` that rank r holds; together they are all."""
+    """``ranks[r]``: the sorted indices of a dim of ``size`` that rank r holds; together they cover the dim."""
 
     def __init__(self, ranks: Iterable[Indices], size: int) -> None:
         self.ranks = tuple(np.ascontiguousarray(held, dtype=np.int64) for held in ranks)
@@ -46,16 +47,16 @@ class Index:
         return f"Index({self.size} over {len(self.ranks)}: {' '.join(map(str, self.counts))})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Index, (self.ranks, self.size)  # a hash of bytes differs between processes
+        return Index, (self.ranks, self.size)  # built anew, because hashes of bytes differ between processes
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many each rank holds."""
+        """The number of indices on each rank."""
         return tuple(map(len, self.ranks))
 
     @cached_property
     def holders(self) -> Indices:
-        """For each index a number whose bit r says that rank r holds it."""
+        """For each index a bit mask of its holders: bit r is set if rank r holds it."""
         masks = np.zeros(self.size, dtype=np.int64)
         for rank, held in enumerate(self.ranks):
             masks[held] |= 1 << rank
@@ -63,44 +64,44 @@ class Index:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """The different values among ``holders``."""
+        """The distinct values among ``holders``."""
         return tuple(np.unique(self.holders).tolist())
 
     @cached_property
     def once(self) -> bool:
-        """Whether every index is held by one rank."""
+        """Whether every index is on exactly one rank."""
         return sum(self.counts) == self.size
 
     @cached_property
     def even(self) -> bool:
-        """Whether moreover all ranks hold equally many."""
+        """Whether every index is on exactly one rank and all ranks hold equally many."""
         return self.once and len(set(self.counts)) == 1
 
     @cached_property
     def order(self) -> Indices:
-        """Of an even Index: where each index lies once the parts of all ranks are joined."""
+        """For an even Index: the position of each index in the concatenation of all ranks' shards."""
         return np.argsort(np.concatenate(self.ranks))
 
     @cached_property
     def blocks(self) -> bool:
-        """Whether moreover the parts of all ranks, joined, are in order."""
+        """Whether the Index is even and the concatenation of all ranks' shards is in order."""
         return self.even and bool((np.concatenate(self.ranks) == np.arange(self.size)).all())
 
     @cached_property
     def owned(self) -> "Index":
-        """The same with every index at the first of its holders only."""
+        """The Index in which every index is on the first of its holders only."""
         masks = self.holders
         first = masks & -masks
         return Index((held[first[held] == 1 << rank] for rank, held in enumerate(self.ranks)), self.size)
 
     @classmethod
     def even_blocks(cls, size: int, ranks: int) -> "Index":
-        """Equal parts in rank order; ``ranks`` divides ``size``."""
+        """Equal blocks in rank order; ``ranks`` divides ``size``."""
         return cls(np.split(np.arange(size), ranks), size)
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[Range], ranks: int) -> "Index | None":
-        """From a row of the shard table, whose ranges cover the dim."""
+        """The Index of a row of the shard table, whose ranges cover the dim."""
         held = [[np.arange(r.start, r.stop) for r in ranges if rank in r.holders] for rank in range(ranks)]
         size = max(r.stop for r in ranges)
         return index_of([np.sort(np.concatenate(pieces or [np.arange(0)])) for pieces in held], size)
@@ -110,10 +111,10 @@ Sets = tuple[Index | None, ...]
 
 
 def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
-    """The Index; None where every rank holds all.
+    """The Index of these ranks; None if every rank holds all indices.
 
     Raises:
-        NoRuleError: a dim of one element would be cut, which broadcasting does not allow.
+        NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.
     """
     if all(len(held) == size for held in ranks):
         return None
@@ -123,10 +124,10 @@ def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
 
 
 def common(a: Index | None, b: Index | None) -> Index | None:
-    """What each rank holds of both.
+    """The indices that each rank holds of both.
 
     Raises:
-        NoRuleError: that is not all.
+        NoRuleError: some index would have no holder.
     """
     if a is b or b is None:
         return a
@@ -135,18 +136,23 @@ def common(a: Index | None, b: Index | None) -> Index | None:
     both = [np.intersect1d(x, y, assume_unique=True) for x, y in zip(a.ranks, b.ranks, strict=True)]
     found = index_of(both, a.size)
     if found is not None and 0 in found.kinds:
-        raise NoRuleError("held by nobody")
+        raise NoRuleError("an element without a holder")
     return found
 
 
+def replaced(entries: Sequence[Entry], place: int, entry: Entry) -> tuple[Entry, ...]:
+    """``entries``, sizes or index sets by dim, with another one at ``place``."""
+    return (*entries[:place], entry, *entries[place + 1 :])
+
+
 def covers(sets: Iterable[Index | None]) -> bool:
-    """Whether of dims cut so, every element (one index of each dim) is held by some rank."""
+    """Whether every element (one index of each dim) of dims sharded this way is on some rank."""
     kinds = [index.kinds for index in sets if index is not None]
     return len(kinds) < 2 or all(_meet(masks) for masks in product(*kinds))
 
 
 def held_once(sets: Iterable[Index | None]) -> bool:
-    """Whether of dims cut so, every element is held by exactly one rank."""
+    """Whether every element of dims sharded this way is on exactly one rank."""
     kinds = [index.kinds for index in sets if index is not None]
     return bool(kinds) and all(_meet(masks).bit_count() == 1 for masks in product(*kinds))
 
@@ -159,10 +165,10 @@ def _meet(masks: Iterable[int]) -> int:
 
 
 def positions(have: Index | None, want: Index | None, rank: int) -> Indices | None:
-    """Where what rank ``rank`` shall have lies in what it has; None where it is all.
+    """The positions of the indices in ``want`` within those of ``have``, on rank ``rank``; None if both are the same.
 
     Raises:
-        NoRuleError: it does not have it.
+        NoRuleError: the rank holds less than it should.
     """
     if have == want:
         return None

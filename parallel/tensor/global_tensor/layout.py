@@ -1,10 +1,10 @@
-"""Full shapes and index sets of what an operation makes. Pure arithmetic.
+"""Full shapes and index sets of the results of operations. Pure arithmetic.
 
-reshape works on groups of dims whose products agree; a group that no rank has cut needs nothing:
+reshape works on groups of dims whose products agree; a group without a sharded dim needs nothing:
 
     (B, T, 3 C)  ->  (B, T, 3, H, D)      groups  B | T | 3 C -> 3 H D
                         rank 0 holds of 3 C the flat numbers {q0, k0, v0}
-                        unravelled into (3, H, D): all x {0} x all, a product: this is the set of each new dim
+                        unravelled into (3, H, D): all x {0} x all, a product: its factors are the sets of the new dims
 """
 
 import math
@@ -19,17 +19,17 @@ Shape = tuple[int, ...]
 
 
 class Layout(NamedTuple):
-    """What the code sees and who holds it."""
+    """The shape that the code sees, and the indices of each dim that every rank holds."""
 
     shape: Shape
     sets: Sets
 
 
 def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
-    """The broadcast of all dims but the last ``tail`` (1 there), and what each rank holds of all operands.
+    """The broadcast of all dims but the last ``tail`` (size 1 there), and what each rank holds of all operands.
 
     Raises:
-        NoRuleError: some of it would be held by nobody.
+        NoRuleError: some element would have no holder.
     """
     dims = max(len(layout.shape) for layout in layouts)
     shape: list[int] = [1] * dims
@@ -46,27 +46,27 @@ def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
 
 
 def checked(shape: Shape, sets: Sets) -> Layout:
-    """The layout.
+    """The layout of ``shape`` and ``sets``.
 
     Raises:
-        NoRuleError: some of it would be held by nobody.
+        NoRuleError: some element would have no holder.
     """
     if not covers(sets):
-        raise NoRuleError("held by nobody")
+        raise NoRuleError("an element without a holder")
     return Layout(shape, sets)
 
 
 def local_shape(layout: Layout, rank: int) -> Shape:
-    """The shape of what ``rank`` holds."""
+    """The shape of the shard on ``rank``."""
     pairs = zip(layout.shape, layout.sets, strict=True)
     return tuple(size if index is None else index.counts[rank] for size, index in pairs)
 
 
 def positive_dim(dim: int, dims: int) -> int:
-    """``dim`` of so many counted from the first one.
+    """``dim`` counted from the front, for a tensor of ``dims`` dims.
 
     Raises:
-        NoRuleError: there is no such dim; torch will say it better.
+        NoRuleError: there is no such dim; the fallback lets torch raise its own error.
     """
     if not -max(dims, 1) <= dim < max(dims, 1):
         raise NoRuleError("no such dim")
@@ -82,10 +82,10 @@ def infer_size(numel: int, shape: Sequence[int]) -> Shape:
 
 
 def reshaped(layout: Layout, shape: Shape) -> Layout:
-    """The layout with ``shape``.
+    """The layout after a reshape to ``shape``.
 
     Raises:
-        NoRuleError: what a rank holds is no product of sets there.
+        NoRuleError: a rank's elements are no product of index sets in the new shape.
     """
     sets: list[Index | None] = [None] * len(shape)
     for old, new in _groups(layout.shape, shape):
@@ -97,7 +97,7 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
 
 
 def _groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Neighbouring dims of both whose products agree, as short as possible."""
+    """The shortest runs of neighbouring dims of both shapes whose products agree."""
     i = j = 0
     while i < len(old) or j < len(new):
         left, right = list(range(i, min(i + 1, len(old)))), list(range(j, min(j + 1, len(new))))
@@ -130,18 +130,18 @@ def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
     sets = [np.unique(along).astype(np.int64) for along in np.unravel_index(flat, shape)]
     if math.prod(map(len, sets)) != len(flat):
         raise NoRuleError("no product of sets")
-    return sets  # as many elements as the product that contains them: they are the product
+    return sets  # the elements lie in the product of the sets and are as many, so they are the product
 
 
 def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
-    """Of the indices ``taken`` of a dim: who holds them, by their old numbers and by their new ones (ascending)."""
+    """Who holds the indices ``taken`` of a dim: by their old numbers, and by their new ones (ascending)."""
     held = [np.intersect1d(own, taken, assume_unique=True) for own in index.ranks]
     new = index_of([np.searchsorted(taken, own) for own in held], len(taken))
     return Index(held, index.size), new
 
 
 def repeated(index: Index, times: int, interleaved: bool) -> Index:
-    """Every index ``times`` times: a a b b where interleaved, otherwise a b a b."""
+    """Every index ``times`` times: a a b b if interleaved, otherwise a b a b."""
     if interleaved:
         ranks = [(own[:, None] * times + np.arange(times)).ravel() for own in index.ranks]
     else:
@@ -150,7 +150,7 @@ def repeated(index: Index, times: int, interleaved: bool) -> Index:
 
 
 def concatenated(pieces: Sequence[tuple[int, Index | None]], ranks: int) -> Index | None:
-    """Pieces of a dim, each with its size, one behind the other."""
+    """The Index of a dim that concatenates ``pieces``, each given by its size and Index."""
     if all(index is None for _, index in pieces):
         return None
     starts = np.cumsum([0] + [size for size, _ in pieces])

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Full shape and sets of a View or of a plain tensor."""
+    """Full shape and index sets of a global or a plain tensor."""
     if type(tensor) is GlobalTensor:
         return Layout(tensor.full, tensor.sets)
     return Layout(tensor.shape, (None,) * tensor.ndim)
 
 
 class Joined(NamedTuple):
-    """The layout of what operands make together, and how each of them is cut for it."""
+    """The layout of a result, and the index sets that each operand must have for it."""
 
     shape: Shape
     sets: Sets
@@ -45,7 +45,7 @@ def broadcast_operands(context: "GlobalTensorContext", tensors: Sequence[Tensor]
     """The broadcast of the operands, and what each rank holds of all of them; the last ``tail`` dims are left out.
 
     Raises:
-        NoRuleError: some of it would be held by nobody.
+        NoRuleError: some element would have no holder.
     """
     layouts = tuple(map(layout_of, tensors))
     return context.find(("join", tail, layouts), lambda: _join(layouts, tail))
@@ -57,18 +57,18 @@ def _join(layouts: Sequence[Layout], tail: int) -> Joined:
 
 
 def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
-    """``sets`` for the dims of an operand; those of one element are left for broadcasting."""
+    """``sets`` for the dims of an operand; dims of size one are left to broadcasting."""
     offset = len(sets) - len(shape)
     return tuple(sets[offset + dim] if shape[dim] != 1 else None for dim in range(len(shape) - tail))
 
 
 def part(context: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
-    """The local part of an operand whose dims are to be cut as the last of ``sets``."""
+    """The shard of an operand whose dims are to be sharded as the last of ``sets``."""
     return fit(context, tensor, _wanted(tensor.shape, sets, 0))
 
 
 def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
-    """The local part of an operand whose first dims are to be cut as ``wanted``."""
+    """The shard of an operand whose first dims are to be sharded as ``wanted``."""
     if type(tensor) is not GlobalTensor:
         return cut_operand_as(context, tensor, wanted)
     local = tensor.local
@@ -79,8 +79,8 @@ def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
 
 
 def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
-    """The part of a plain tensor that ``wanted`` names for its first dims."""
-    if plain.requires_grad:
+    """The shard of a plain tensor whose first dims are to be sharded as ``wanted``."""
+    if plain.requires_grad:  # its gradient is complete only after a sum or a gather: once a step, or here
         if isinstance(plain, nn.Parameter) and plain not in context.equal and context.sums_once(plain):
             context.partial.add(plain)
         elif torch.is_grad_enabled() and context.axis.size > 1:
@@ -96,12 +96,12 @@ def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) 
 
 
 def copied(context: "GlobalTensorContext", plain: Tensor) -> Tensor:
-    """The one copy of a plain tensor, whose gradient is summed over the ranks."""
+    """The one copy of a plain tensor whose gradient is summed over the ranks."""
     return context.entered(id(plain), plain, lambda passed: copy_to(plain, context.axis, passed=passed))
 
 
 def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | None, want: Index | None) -> Tensor:
-    """The piece of ``local`` that belongs to ``want``: a view of it where its indices are evenly spaced.
+    """The slice of ``local`` that belongs to ``want``: a view of it if its indices are evenly spaced.
 
     Raises:
         NoRuleError: this rank does not hold it.
@@ -115,7 +115,7 @@ def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | 
 
 
 def on_device(context: "GlobalTensorContext", key: Any, places: Any, device: torch.device) -> Tensor:
-    """Indices as a tensor, kept under the key."""
+    """Indices as a tensor on ``device``, cached under ``key``."""
     return context.find(key, lambda: torch.as_tensor(places, device=device))
 
 

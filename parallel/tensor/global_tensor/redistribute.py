@@ -1,14 +1,17 @@
-"""From parts to the whole.
+"""From shards to full tensors and back, and sums over the ranks (DTensor: redistribute).
 
-                                      forward                        backward
-    full    View -> plain             all-gather                     own slice
-    whole   View -> View, uncut       all-gather                     reduce-scatter
-    add     parts of a sum -> plain   all-reduce                     identity
-            ... cut along the rows    reduce-scatter                 all-gather
-    cut     plain -> View             own slice of the rows          all-gather
+                                              forward                   backward
+    full            global -> plain           all-gather                own slice
+    gather_global   global -> global, full    all-gather                reduce-scatter
+    add             partial sums -> plain     all-reduce                identity
+    add_rows        ... sharded along rows    reduce-scatter            all-gather
+    scatter_stream  plain -> global           own slice of the rows     all-gather
 
-Where the ranks do not hold equally many, or some elements lie on several ranks, parts are laid into zeros, each element
-by the first of its holders, and summed.
+``full`` is for plain code: its gradient is equal on all ranks, so each rank takes its own slice. ``gather_global`` is
+for further sharded computation: each rank has a partial gradient of the result, and they are summed.
+
+If the ranks hold unequal numbers of elements, or some elements are on several ranks, there is no all-gather that fits.
+Then every rank writes its shard into zeros, each element only on the first of its holders, and the ranks sum.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,7 +32,7 @@ from engine.parallel.tensor.collectives import (
     slice_of,
 )
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
-from engine.parallel.tensor.global_tensor.index_sets import Index, Sets
+from engine.parallel.tensor.global_tensor.index_sets import Index, Sets, replaced
 from engine.parallel.tensor.global_tensor.layout import Layout, reshaped
 from engine.parallel.tensor.global_tensor.operands import on_device
 
@@ -41,15 +44,17 @@ STATISTICS = "statistics"
 
 
 class SequenceError(PlanError):
-    """A sequence that the tensor ranks cannot share."""
+    """A sequence whose length the number of tensor ranks does not divide."""
 
 
 def full(x: GlobalTensor, reason: str) -> Tensor:
-    """Everything everywhere, as a plain tensor; ``reason`` is noted."""
+    """The full tensor on every rank, as a plain tensor; ``reason`` is recorded."""
     context = x.views
     context.note_gather(reason)
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]
     if not dims:
+        # all ranks hold everything: the plain gradient is complete on each, but before here gradients are partial and
+        # will be summed, so only one rank may pass it on
         owner: Tensor = _Owner.apply(x.local, context.axis.index == 0)  # type: ignore[no-untyped-call]
         return owner
     index = x.sets[dims[0]]
@@ -61,7 +66,7 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
 
 
 def gather_global(x: GlobalTensor, owned: bool = False) -> GlobalTensor:
-    """The same with all on every rank; gradients are summed over the ranks. Once for all uses of the part."""
+    """The same global tensor with all elements on every rank, gathered once for all uses; gradients are summed."""
     context, local = x.views, x.local
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]
     index = x.sets[dims[0]] if len(dims) == 1 else None
@@ -72,6 +77,7 @@ def gather_global(x: GlobalTensor, owned: bool = False) -> GlobalTensor:
             return in_order(context, joined, dims[0], index)
         return copy_to(_sum_of_owned(x), context.axis, passed=passed)
 
+    # entered once: a second gather of the same shard would send its bytes, and sum its gradient, twice
     joined = context.entered((id(local), x.sets), local, gather) if dims else local
     made = GlobalTensor(joined, x.full, (None,) * x.ndim, context)
     made.folded = x.folded
@@ -79,7 +85,7 @@ def gather_global(x: GlobalTensor, owned: bool = False) -> GlobalTensor:
 
 
 def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
-    """The sum over the ranks of their ``local``, which nobody else reads."""
+    """The sum of ``local`` over the ranks; no other code reads ``local``."""
     return reduce_from(local, context.axis, label)
 
 
@@ -91,7 +97,7 @@ def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
 
 
 def stream_dim(x: GlobalTensor) -> int | None:
-    """The one dim that is cut, into equal parts in rank order; None if it is another cut."""
+    """The only sharded dim, if it is sharded into equal blocks in rank order; otherwise None."""
     cut = [dim for dim, index in enumerate(x.sets) if index is not None]
     index = x.sets[cut[0]] if len(cut) == 1 else None
     return cut[0] if index is not None and index.blocks else None
@@ -100,21 +106,23 @@ def stream_dim(x: GlobalTensor) -> int | None:
 def add_rows(
     context: "GlobalTensorContext", local: Tensor, folded: tuple[int, ...] | None = None, label: str = ROW_OUTPUTS
 ) -> GlobalTensor | Tensor:
-    """The sum over the ranks of what each has of a product; see ``Views.sequence``.
+    """The sum of a product's partial results over the ranks, sharded along the rows under ``context.sequence``.
 
-    ``folded``: the dims that the first of two dims was made of.
+    ``folded``: the dims that were flattened into the first of two dims.
 
     Raises:
-        SequenceError: the ranks cannot share the rows equally.
+        SequenceError: the number of ranks does not divide the rows.
     """
+    # [B S, O] from flattened activations: shard S inside every batch entry, not B S as one dim, or the blocks would
+    # differ from those of a [B, S, O] stream
     rows = folded if folded is not None and local.ndim == 2 else tuple(local.shape[:-1])
     ranks = context.axis.size
     if not context.sequence or ranks == 1 or not rows or (len(rows) == 1 and rows[0] % ranks):
         return add(context, local, label)
     if rows[-1] % ranks:
         raise SequenceError(
-            f"a sequence of {rows[-1]} does not divide among {ranks} tensor ranks, as sequence_parallel wants; pad "
-            f"it to a multiple of {ranks}, or switch sequence_parallel off."
+            f"a sequence of length {rows[-1]} does not divide among {ranks} tensor ranks, as sequence_parallel "
+            f"requires; pad it to a multiple of {ranks}, or switch sequence_parallel off."
         )
     shape = tuple(local.shape)
     mine = scatter_from(local.view(*rows, shape[-1]), context.axis, -2, label, owned=True)
@@ -128,26 +136,26 @@ def add_rows(
 
 
 def scatter_stream(context: "GlobalTensorContext", plain: Tensor) -> GlobalTensor:
-    """A stream that is plain, cut along its rows from here on, as :func:`add_rows` leaves it.
+    """A plain activation, sharded along its rows from here on, as :func:`add_rows` leaves it.
 
-    Layers that are called more than once so never see both, a plain stream and a cut one: of the gradient of their
-    parameters, one would be whole and the other a part.
+    So layers that are called more than once never see both a plain and a sharded activation: the gradient of their
+    parameters would be complete from one and partial from the other.
 
     Raises:
-        EngineError: the ranks cannot share the rows equally.
+        EngineError: the number of ranks does not divide the rows.
     """
     return cut_rows(context, slice_of(plain, context.axis, -2, COLUMN_INPUTS), tuple(plain.shape))
 
 
 def cut_rows(context: "GlobalTensorContext", local: Tensor, shape: tuple[int, ...]) -> GlobalTensor:
-    """This rank's rows of a tensor of ``shape`` [.., S, O], as the view that they are of it."""
+    """The global tensor of ``shape`` [.., S, O] of which ``local`` are this rank's rows."""
     ranks = context.axis.size
     index = context.find(("blocks", shape[-2]), lambda: Index.even_blocks(shape[-2], ranks)) if ranks > 1 else None
     return GlobalTensor(local, shape, (*(None,) * (len(shape) - 2), index, None), context)
 
 
 def in_order(context: "GlobalTensorContext", joined: Tensor, dim: int, index: Index) -> Tensor:
-    """Joined parts of all ranks, every index at its place."""
+    """The concatenated shards of all ranks, with every index moved to its place."""
     if index.blocks:
         return joined
     return joined.index_select(dim, on_device(context, ("order", index, joined.device), index.order, joined.device))
@@ -157,6 +165,7 @@ def _sum_of_owned(x: GlobalTensor) -> Tensor:
     context, local, dtype = x.views, x.local, x.local.dtype
     if dtype is torch.bool:
         local = local.to(torch.uint8)
+    # zero the elements that an earlier rank holds too, spread the rest over the full shape, sum
     mask = context.find(("mask", x.sets), lambda: _owned_mask(x.sets, context.axis.index))
     if mask is not None:
         key = ("mask", x.sets, local.device)
@@ -165,18 +174,18 @@ def _sum_of_owned(x: GlobalTensor) -> Tensor:
     for dim, index in enumerate(x.sets):
         if index is not None:
             places = on_device(context, ("held", index, local.device), index.ranks[context.axis.index], local.device)
-            shape = (*local.shape[:dim], index.size, *local.shape[dim + 1 :])
+            shape = replaced(local.shape, dim, index.size)
             local = local.new_zeros(shape).index_copy(dim, places, local)
     return reduce_from(local, context.axis, ROW_OUTPUTS).to(dtype)
 
 
 def _owned_mask(sets: Sets, rank: int) -> Any:
-    """Over the cut dims of a part: whether this rank is the first to hold an element; None if it always is."""
+    """Over the sharded dims of a shard: whether this rank is the first holder of an element; None if it always is."""
     holders = [index.holders[index.ranks[rank]] for index in sets if index is not None]
     meets = holders[0]
     for mask in holders[1:]:
         meets = meets[..., None] & mask
-    first = (meets & -meets) == 1 << rank
+    first = (meets & -meets) == 1 << rank  # the lowest set bit of the mask is the first holder
     return None if bool(np.all(first)) else first
 
 
@@ -186,7 +195,7 @@ def _aligned(sets: Sets, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Owner(torch.autograd.Function):
-    """A tensor of which all ranks hold all, each with a part of the gradient: one of them takes it."""
+    """A tensor that all ranks hold, each with a partial gradient: the plain gradient goes to one of them."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, owner: bool) -> Tensor:

@@ -29,8 +29,8 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 class Region:
     """The shared input copies and the random streams of one region.
 
-    ``views``: the context of the model's global tensors. With ``views.sequence`` activations outside are sharded along
-    the sequence: the input is gathered, and the output is reduce-scattered.
+    ``context``: that of the model's global tensors. With ``context.sequence`` activations outside are sharded along the
+    sequence: the input is gathered, and the output is reduce-scattered.
     """
 
     def __init__(self, axis: TensorAxis, context: GlobalTensorContext | None = None) -> None:

@@ -38,7 +38,7 @@ class FirstUse:
         self._seen: set[object] = set()
 
     def watch(self, microbatch: Any, run: Callable[[], Any]) -> Any:
-        """The result of ``run``; all tensor ranks raise alike.
+        """The result of ``run``; an error is raised on all tensor ranks.
 
         Raises:
             PlanError: the inputs apply a parameter to full activations that the example applied to sharded ones only.

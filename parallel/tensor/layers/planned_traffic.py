@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from engine.errors import first_line
 from engine.parallel.comm.traffic import Op, Tally, Traffic, sent_bytes
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.model.user_code import call_user_code, is_own_mistake
 from engine.parallel.tensor.collectives import LOGITS
 from engine.parallel.tensor.layers.apply_plan import apply_shapes
 from engine.parallel.tensor.layers.parameter_use import OutsideReads
@@ -173,6 +175,9 @@ class LogitUse:
     sent: tuple[Expected, ...]
     gathers: tuple[str, ...]
     """Function, file and line of each gather."""
+    unknown: tuple[str, ...] = ()
+    """Function, file and line of each operation that could not be replayed, with the reason: what its results send is
+    missing in ``sent``."""
 
 
 def loss_traffic(use: LogitUse, tp: int) -> Tally:
@@ -191,14 +196,17 @@ def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
     axis = DryAxis(tp, told.append)
     logits = {number: _wrap(timeline, number, size, axis) for number, size in _made_by_heads(plan, timeline)}
     gathers: list[str] = []
+    unknown: list[str] = []
     for glue in timeline.glue:
         leaves = tree_leaves(glue.arguments, is_leaf=_is_tensor)
         if logits.keys() & {leaf.source for leaf in leaves if isinstance(leaf, Sample)}:
             before = len(told)
-            _replay(glue, timeline, logits)
+            problem = _replay(glue, timeline, logits)
             if any(sent.op == "all_gather" and not sent.backward for sent in told[before:]):
                 gathers.append(f"{glue.name} at {glue.place}")
-    return LogitUse(tuple(told), tuple(dict.fromkeys(gathers)))
+            elif problem:
+                unknown.append(f"{glue.name} at {glue.place} ({problem})")
+    return LogitUse(tuple(told), tuple(dict.fromkeys(gathers)), tuple(dict.fromkeys(unknown)))
 
 
 def _made_by_heads(plan: TensorPlan, timeline: ModelTrace) -> Iterator[tuple[int, int]]:
@@ -222,24 +230,33 @@ def _wrap(timeline: ModelTrace, number: int, size: int, axis: TensorAxis) -> Sha
     return ShardedLogits.wrap(local, Vocabulary(axis, widths))
 
 
-def _replay(glue: Glue, timeline: ModelTrace, logits: dict[int, ShardedLogits]) -> None:
-    """Run one glue operation; those of its results that are still sharded are added to ``logits``."""
+def _replay(glue: Glue, timeline: ModelTrace, logits: dict[int, ShardedLogits]) -> str:
+    """Run one glue operation; those of its results that are still sharded are added to ``logits``.
+
+    Returns:
+        Why it is not known which results are sharded, in one line; empty if it is known.
+    """
+    problem = ""
     outputs = [leaf.value if isinstance(leaf, FromValue) else None for leaf in glue.output.leaves]
     made = [timeline.values[number] for number in glue.makes]
     args, kwargs = tree_map(lambda leaf: _stand_in(leaf, logits), glue.arguments, is_leaf=_is_tensor)
     with torch.set_grad_enabled(any(value.grad for value in made)):
+        assert glue.function is not None
         try:
-            assert glue.function is not None
-            found = tree_flatten(glue.function(*args, **kwargs))[0]
-        except Exception:  # the shape depends on content, or the function has no meta implementation
+            found = tree_flatten(call_user_code(glue.function, args, kwargs))[0]
+        except Exception as error:  # the shape depends on content, or the function has no meta implementation
+            if is_own_mistake(error):
+                raise
             source = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedLogits))
             keeps = glue.name == "__getitem__" and not source.gathered
+            problem = "" if keeps else first_line(error)
             found = [
                 _of_shape(source, timeline.values[number].shape) if keeps and number else None for number in outputs
             ]
     for number, result in zip(outputs, found, strict=False):
         if number is not None and isinstance(result, ShardedLogits):
             logits[number] = result.to(timeline.values[number].dtype)  # type: ignore[assignment]
+    return problem
 
 
 def _of_shape(source: ShardedLogits, shape: tuple[int, ...]) -> ShardedLogits:

@@ -115,9 +115,8 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
     def compute() -> LogitShard:
         if state() != before:
             raise EngineError(
-                "logits were read for the first time after the weights or hidden states behind them had changed, but "
-                "lazy logits are computed at their first read; read them before the step, or keep "
-                "output.logits.clone()."
+                "logits were read for the first time after their weights or hidden states had changed, but lazy logits "
+                "are computed at their first read; read them before the step, or keep output.logits.clone()."
             )
         with torch.enable_grad(), torch.autocast(hidden.local.device.type, enabled=False):
             local = functional.linear(hidden.local, product.weight, product.bias)

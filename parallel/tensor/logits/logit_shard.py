@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.kernels.dispatch import Kernels
 from engine.parallel.tensor.collectives import gather_last, refuse_second_derivatives
+from engine.parallel.tensor.global_tensor.index_sets import replaced
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 
@@ -164,13 +165,9 @@ def cut_operand(x: Tensor, dim: int, vocabulary: Vocabulary) -> Tensor:
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x.narrow(dim, vocabulary.start, vocabulary.width)
     widest = max(vocabulary.widths) * len(vocabulary.widths)
-    vocabulary.axis.expect("all_gather", OPERANDS, x.narrow(dim, 0, 1).expand(_with(x.shape, dim, widest)))
+    vocabulary.axis.expect("all_gather", OPERANDS, x.narrow(dim, 0, 1).expand(replaced(x.shape, dim, widest)))
     part: Tensor = _Cut.apply(x, dim, vocabulary)  # type: ignore[no-untyped-call]
     return part
-
-
-def _with(shape: torch.Size, dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 class _Share(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The all-reduce of an input gradient, overlapped with weight gradients (Megatron-LM: asynchronous all-reduce).
+"""The all-reduce of an input gradient, overlapped with weight gradients (Megatron-LM: async_grad_allreduce).
 
 The gradient of x is complete when the last layer that shares x has added to it, and must be summed over the tensor
 ranks before it leaves the region. The weight gradients of those layers need no sum, so they are computed while it is in

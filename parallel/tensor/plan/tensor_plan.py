@@ -87,6 +87,8 @@ class TensorPlan:
 
     beside: frozenset[str] = frozenset()
     """Those of ``partial`` that met sharded activations only; on full activations their gradient would be wrong."""
+    notes: tuple[str, ...] = ()
+    """One sentence for each thing that the search had to leave out."""
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write the styles as a JSON file that ``parallel.tensor_plan`` can name, so that no search is needed."""

@@ -31,7 +31,7 @@ DESIGN: dict[str, Any] = json.loads("""{
   "kernels": "auto", "seed": 1234,
   "checkpoint": {"folder": null, "every": 0, "keep": 2, "async": true},
   "monitor": {"jsonl": null, "tensorboard": null, "every": 10},
-  "watchdog": {"timeout_seconds": 60}
+  "watchdog": {"max_skipped_steps": 100}
 }""")
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -135,6 +135,11 @@ def test_params_are_read_only() -> None:
         ),
         ({"seed": 1.5}, "seed: 1.5 is not a whole number; give a whole number of at least 0."),
         ({"seed": 10**400}, None),
+        (
+            {"watchdog": {"timeout_seconds": 60, "max_skipped_steps": 4}},
+            "watchdog.timeout_seconds: 60 would have no effect, since this version has no watchdog that looks at time; "
+            "leave it out, max_skipped_steps works without it.",
+        ),
         ({"bf16": {"enabled": "auto"}}, 'bf16.enabled: "auto" is text; give true or false.'),
         (
             {"bf16": {"enabled": True}, "fp16": {"enabled": True}},

@@ -18,6 +18,7 @@ from engine.build.request import Request
 from engine.config import Config, load_config
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.parallel.tensor import deferred_linear as product
+from engine.planning import isolated_block
 from engine.planning import profile_calls as measure
 from engine.planning.isolated_block import IsolatedBlock, signatures
 from engine.planning.profile_calls import Costs
@@ -329,6 +330,12 @@ class Fails(nn.Module):
 def test_an_error_of_a_unit_stays_its_own() -> None:
     costs = measured(Chain(Block(), Fails()))
     assert costs.measured and costs.notes[1].endswith("blocks.1 (not alone)")
+
+
+def test_a_mistake_of_this_package_is_no_call_that_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated_block, "perf_counter", None)
+    with pytest.raises(TypeError, match="not callable"):
+        measured(Chain(Block()))
 
 
 def test_the_time_for_measuring_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

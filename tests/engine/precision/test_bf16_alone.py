@@ -176,6 +176,6 @@ def test_mistakes_are_one_sentence() -> None:
         engine.initialize(models.decoder(), config, loss_sum)
     config = {"train_batch_size": 4, "bf16": ALONE}
     with pytest.raises(
-        ConfigError, match=r"^bf16.bf16_master_weights_and_grads true with an optimizer given in code: "
+        ConfigError, match=r"^bf16.bf16_master_weights_and_grads true with an optimizer passed in code, "
     ):
         engine.initialize(models.decoder(), config, loss_sum, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))

@@ -182,8 +182,6 @@ def test_a_run_that_only_overflows_ends_at_the_lowest_scale() -> None:
     }
     with engine.initialize(Loud(), config) as eng:
         scales = [eng.train_batch(torch.full((1, 4), 60000.0)).loss_scale for _ in range(3)]
-        with pytest.raises(
-            engine.EngineError, match=r"with the loss scale at 2, which does not fall any more, because"
-        ):
+        with pytest.raises(engine.EngineError, match=r"with the loss scale at 2, which cannot fall further, because"):
             eng.train_batch(torch.full((1, 4), 60000.0))
     assert scales == [8.0, 4.0, 2.0]

@@ -153,10 +153,9 @@ def test_a_path_that_changes_unseen_is_called_by_name_on_all_ranks(run_ranks: Ru
     first, message, again, made, skipped = said[0]
     assert (first, again, made, skipped) == ("True", "True", "0" if evaluate else "3", "0")
     assert message.startswith(
-        "the loss is not a number, because the forward is another than the one that was cut: it reaches add at "
-        f"{__file__}:"
+        f"the loss is NaN, because the forward has changed since it was traced: it reaches add at {__file__}:"
     )
-    assert "where it reached a call of unit 'head' before; let only shapes" in message
+    assert "where it reached a call of unit 'head' before; choose its path only by shapes" in message
 
 
 def not_a_number(parallel: dict[str, int]) -> tuple[bool, int, float]:

@@ -196,4 +196,4 @@ def test_blocks_that_draw_are_planned_alike_on_all_ranks(run_ranks: RunRanks) ->
 def test_a_style_for_parts_where_activations_are_whole(run_ranks: RunRanks) -> None:
     config = settings(tensor_plan={"norm": "partial"})
     said = run_ranks(refuse, 2, partial(text_and_picture, "cut"), config, sometimes_pictures())
-    assert "'norm.bias' has the style 'partial' in parallel.tensor_plan, but the model uses it on whole" in said[0]
+    assert "'norm.bias' has the style 'partial' in parallel.tensor_plan, but the model uses it on full" in said[0]

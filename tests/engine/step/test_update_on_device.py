@@ -176,7 +176,7 @@ def fails() -> list[Any]:
 
 def test_a_step_that_fails_leaves_no_bit_and_raises_as_ever(run_ranks: RunRanks) -> None:
     for rank, found in enumerate(run_ranks(fails, 2, env=INTERPRETED)):
-        other = "1 other rank(s) failed in this step, so no rank makes it; their message tells why."
+        other = "1 other rank(s) failed in this step, so no rank makes it; see the error of the rank that failed."
         assert found[0] == ("made up" if rank else other)
         assert found[2].startswith("the weight of this step is 0 on all ranks")
         assert found[1] and found[3] and found[4] is False

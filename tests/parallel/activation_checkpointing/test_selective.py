@@ -299,7 +299,7 @@ def test_an_output_that_is_written_behind_the_back_is_refused() -> None:
     with pytest.raises(EngineError) as caught:
         torch.autograd.backward(y.sum())
     assert str(caught.value) == (
-        "the output of aten.addmm.default, which activation_checkpointing keeps, was written in place after its block "
+        "the output of aten.addmm.default, which activation_checkpointing keeps, was modified in place after its block "
         'had ended; leave this operator out of activation_checkpointing.save, or set the mode to "full".'
     )
 
@@ -384,22 +384,22 @@ def test_what_a_config_cannot_mean_is_said_without_torch() -> None:
     [
         (
             {"save": ["aten.admm"]},
-            "activation_checkpointing.save holds 'aten.admm', which this version of torch has not; did you mean "
+            "activation_checkpointing.save holds 'aten.admm', which this version of torch does not have; did you mean "
             "'aten.addmm'?",
         ),
         (
             {"save": ["nowhere.xyz"]},
-            "activation_checkpointing.save holds 'nowhere.xyz', which this version of torch has not; name one that a "
-            "profile of the model shows, such as aten.mm.",
+            "activation_checkpointing.save holds 'nowhere.xyz', which this version of torch does not have; name one "
+            "that a profile of the model shows, such as aten.mm.",
         ),
         (
             {"save": ["aten.view"]},
-            "activation_checkpointing.save holds 'aten.view', which gives or writes memory of its arguments, so that "
-            "there is nothing to keep; leave it out.",
+            "activation_checkpointing.save holds 'aten.view', which returns or writes memory of its arguments and so "
+            "has no output of its own to keep; leave it out.",
         ),
         (
             {"every": 5},
-            "activation_checkpointing.every 5: the model has 2 blocks, so that none would be recomputed; give a "
+            "activation_checkpointing.every is 5, but the model has 2 blocks, so that none would be recomputed; give a "
             "smaller number, or leave activation_checkpointing out.",
         ),
     ],

@@ -14,7 +14,7 @@ F, B = Action.parse("0F0"), Action.parse("0B0")
 def order_of(*users: tuple[int | Turn, ...], frozen: tuple[int, ...] = (), fed: bool = False) -> GatherOrder:
     """One parameter for each set of groups that use it; ``frozen`` are indices into ``users``."""
     items = [
-        Item(f"p{number}", (100,), "float32", gathers=turns(*groups), trainable=number not in frozen)
+        Item(name=f"p{number}", shape=(100,), dtype="float32", gathers=turns(*groups), trainable=number not in frozen)
         for number, groups in enumerate(users)
     ]
     return gather_order(build_layout(items, 2, 1), (0,) if fed else ())
@@ -113,8 +113,8 @@ def test_no_more_is_whole_than_a_group_and_what_is_shared(
 
 @pytest.mark.parametrize("limit", [0, 10**9])
 def test_buckets_of_sharded_parameters_are_groups_whatever_the_bucket_size(limit: int) -> None:
-    items = [Item(f"p{number}", (1000,), "float32", gathers=turns(number // 3)) for number in range(6)]
-    items.append(Item("frozen", (10,), "float32", gathers=turns(1), trainable=False))
+    items = [Item(name=f"p{number}", shape=(1000,), dtype="float32", gathers=turns(number // 3)) for number in range(6)]
+    items.append(Item(name="frozen", shape=(10,), dtype="float32", gathers=turns(1), trainable=False))
     layout = build_layout(items, 2, max(limit, 1))
     assert [[slot.name for slot in bucket.slots] for bucket in layout.buckets] == [
         ["p5", "p4", "p3"],
@@ -127,8 +127,8 @@ def test_buckets_of_sharded_parameters_are_groups_whatever_the_bucket_size(limit
 def test_tied_owners_lay_their_bucket_out_alike_whatever_their_groups() -> None:
     def layout(groups: tuple[int, int]) -> list[list[str]]:
         items = [
-            Item("a", (10,), "float32", ties=(0, 1), gathers=turns(groups[0])),
-            Item("b", (20,), "float32", ties=(0, 1), gathers=turns(groups[1])),
+            Item(name="a", shape=(10,), dtype="float32", ties=(0, 1), gathers=turns(groups[0])),
+            Item(name="b", shape=(20,), dtype="float32", ties=(0, 1), gathers=turns(groups[1])),
         ]
         return [[slot.name for slot in bucket.slots] for bucket in build_layout(items, 2, 1).buckets]
 

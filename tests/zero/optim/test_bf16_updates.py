@@ -33,7 +33,7 @@ def test_indices_are_those_of_the_whole_parameter(shape: tuple[int, ...], dim: i
 def test_pieces_of_all_shards_cover_every_element_once(ranks: int) -> None:
     shapes = {"large": (PIECE + 300,), "small": (7,), "none": (0, 3)}
     rows = {name: row(name, shape, None, (Range(0, shape[0], (0,)),)) for name, shape in shapes.items()}
-    items = [Item(name, shape, "bfloat16") for name, shape in shapes.items()]
+    items = [Item(name=name, shape=shape, dtype="bfloat16") for name, shape in shapes.items()]
     layout = build_layout(items, ranks, 10**9)
     seen = {0: torch.zeros(PIECE + 300, dtype=torch.int64), 1: torch.zeros(7, dtype=torch.int64)}
     for rank in range(ranks):

@@ -61,7 +61,9 @@ class Rank:
     def __init__(self, setting: Setting, rounded: torch.dtype | None = None) -> None:
         here, named = model(), dict(model().named_parameters())
         dtype = setting.dtype if rounded is None else "bfloat16"
-        items = [Item(name, tuple(p.shape), dtype, i % 3) for i, (name, p) in enumerate(named.items())]
+        items = [
+            Item(name=name, shape=tuple(p.shape), dtype=dtype, group=i % 3) for i, (name, p) in enumerate(named.items())
+        ]
         layout = build_layout(items, setting.ranks, setting.bucket_elements)
         who = Ownership(setting.rank, setting.ranks, setting.stage > 0, master=rounded is None)
         self.buckets = allocate(layout, dict(here.named_parameters()), who, torch.device("cpu"))

@@ -59,7 +59,7 @@ class Rig:
     ) -> None:
         named = dict(model.named_parameters())
         items = [
-            Item(name, tuple(p.shape), "float32", **marks.get(name.split(".")[1], {}))
+            Item(name=name, shape=tuple(p.shape), dtype="float32", **marks.get(name.split(".")[1], {}))
             for name, p in named.items()
         ]  # fmt: skip
         self.layout = build_layout(items, ranks, 1)

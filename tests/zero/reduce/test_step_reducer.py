@@ -343,7 +343,10 @@ def test_late_buckets_wait_for_finish_and_are_summed_around_their_reduction(stag
     names = [name for name, _ in model.named_parameters()]
     marks: dict[str, dict[str, Any]] = {names[-1]: {"partial": True}, names[1]: {"ties": (0, 2)}}
     setting = Setting(ranks=1, stage=stage)
-    items = [Item(name, tuple(p.shape), "float32", **marks.get(name, {})) for name, p in model.named_parameters()]
+    items = [
+        Item(name=name, shape=tuple(p.shape), dtype="float32", **marks.get(name, {}))
+        for name, p in model.named_parameters()
+    ]
     layout = build_layout(items, 1, 1)
     parameters = dict(model.named_parameters())
     buckets = allocate(layout, parameters, Ownership(0, 1, stage > 0), torch.device("cpu"))

@@ -1,6 +1,6 @@
-"""Scaled dot product attention on parts, and the function behind nn.MultiheadAttention in steps that have rules.
+"""Attention on shards: scaled dot product attention, nn.MultiheadAttention in steps that have rules, and rotary.
 
-Queries, keys and values [.., heads, length, head size] may be cut along all dims but the last two.
+Queries, keys and values [.., heads, length, head size] may be sharded along all dims but the last two.
 """
 
 import inspect
@@ -30,13 +30,13 @@ def attention_rule(context: "GlobalTensorContext", func: Function, *args: Any, *
     """``F.scaled_dot_product_attention``.
 
     Raises:
-        NoRuleError: positions or the head size are cut.
+        NoRuleError: positions or the head size are sharded.
     """
     options = dict(zip(_ATTENTION_NAMES, args, strict=False)) | options
     query, key, value, mask = (options.pop(name, None) for name in _ATTENTION_NAMES[:4])
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if any(index is not None for tensor in tensors for index in layout_of(tensor).sets[-2:]):
-        raise NoRuleError("positions are cut")
+        raise NoRuleError("positions are sharded")
     if options.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         return _grouped(context, func, (query, key, value, mask), options)
     options.pop("enable_gqa", None)
@@ -48,7 +48,7 @@ def attention_rule(context: "GlobalTensorContext", func: Function, *args: Any, *
 
 
 def fused_attention(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """``kernels.library.attention``, which is the function above."""
+    """``kernels.ops.vendor_ops.attention``, which comes to :func:`attention_rule` through torch's function."""
     return attend(*args, **options)
 
 
@@ -63,7 +63,7 @@ def _attend(
 
 
 def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Key and value heads that several query heads share."""
+    """Attention in which several query heads share a key and value head."""
     query, key, value, mask = tensors
     times = query.shape[-3] // key.shape[-3]
     parts = _matching_groups(context, (query, key, value), times)
@@ -78,7 +78,7 @@ def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any,
 
 
 def _matching_groups(context: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
-    """The parts, if every rank holds the key heads of its query heads and no others."""
+    """The shards, if every rank holds exactly the key heads of its query heads; otherwise None."""
     if any(type(tensor) is not GlobalTensor for tensor in tensors):
         return None
     query, key, value = tensors
@@ -98,9 +98,9 @@ def multi_head(context: "GlobalTensorContext", func: Function, *args: Any, **kwa
 
 
 def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
-    """``F.multi_head_attention_forward`` in functions that a mode or a view can follow.
+    """``F.multi_head_attention_forward`` in functions that a function mode or a global tensor can follow.
 
-    Inputs [length, batch, width], or without batch; one q, k, v weight or three.
+    Inputs [length, batch, width], or without batch; one weight for q, k, v or three.
 
     Raises:
         NoRuleError: keys and values have biases, or are given.
@@ -126,7 +126,7 @@ def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
         causal = bool(a.is_causal and a.key_padding_mask is None)
         out = functional.scaled_dot_product_attention(query, key, value, None if causal else mask, dropout, causal)
         weights = None
-    # rows by batch, then length: the sum may stay cut along the length
+    # batch before length in the rows, so that the sum may stay sharded along the length
     out = functional.linear(out.transpose(1, 2).flatten(2), a.out_proj_weight, a.out_proj_bias).transpose(0, 1)
     if not batched:
         out, weights = out.squeeze(1), None if weights is None else weights.squeeze(0)
@@ -134,7 +134,7 @@ def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
 
 
 def _project(a: SimpleNamespace, inputs: list[Tensor]) -> list[Tensor]:
-    """Queries, keys, values [length, batch, width]; in one product where they have one input."""
+    """Queries, keys and values [length, batch, width]; in one product if they have one input."""
     biases = (None,) * 3 if a.in_proj_bias is None else a.in_proj_bias.chunk(3)
     if a.use_separate_proj_weight:
         weights = (a.q_proj_weight, a.k_proj_weight, a.v_proj_weight)
@@ -148,7 +148,7 @@ def _project(a: SimpleNamespace, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def _mask(a: SimpleNamespace, query: Tensor) -> Any:
-    """To be added to the scores [batch, heads, queries, keys]."""
+    """The mask that is added to the scores [batch, heads, queries, keys]."""
     mask = _additive(a.attn_mask, query.dtype)
     if mask is not None and mask.ndim == 3:
         mask = mask.view(-1, a.num_heads, *mask.shape[1:])
@@ -175,7 +175,11 @@ def _with_weights(a: SimpleNamespace, tensors: tuple[Any, ...], dropout: float) 
 
 
 def rotary_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, *angles_and_form: Any) -> Any:
-    """Each rank turns the heads that it holds; what is plain stays so."""
+    """Each rank rotates the heads that it holds; plain q or k stays plain.
+
+    q and k may be sharded differently along heads, but equally along batch and positions; otherwise, or with angles
+    that are sharded or require a gradient, the steps of the reference run, which have rules.
+    """
     cos, sin, form, kernels = angles_and_form
     length = 3 - form.heads_dim
     cuts = [layout_of(x).sets for x in (q, k)]

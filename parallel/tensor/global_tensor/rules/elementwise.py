@@ -1,17 +1,17 @@
-"""Dropout: what only this rank holds is dropped by numbers of its own, what all hold alike.
+"""Functions that work element by element, dtype conversions, and dropout.
 
-    held once       own numbers, between two seedings
-    held by all     the same numbers everywhere: generators agree
-    held by some    every rank draws the mask of the whole, and takes its part
+    f(x_AB, y_B)      x sharded along A: its shard meets all of y, and the result is sharded as x
+    f_(x, y)          the shard of x is written in place; y is sliced to fit it, and gathered first if necessary
+    x.type_as(y)      y gives a dtype and nothing else
 
-The same two seedings as in ``region``, around each draw: every number that is drawn in between belongs to a part, and
-afterwards all ranks go on as one.
+Dropout takes its random numbers by who holds the elements:
 
-Functions that work element by element, and the choice of a dtype.
+    held by one rank      numbers of its own, between two seedings
+    held by all ranks     equal numbers: generators agree
+    held by some ranks    every rank draws the mask of the full tensor and takes its slice
 
-f(x_AB, y_B)      x cut along A: y is used whole, x's part as it is; the result is cut as x
-f_(x, y)          the part of x is written in place; y is cut to fit it, gathered first if it must be
-x.type_as(y)      y gives a dtype and nothing else
+The two seedings are those of a region (``layers.parallel_region``), here around each draw: every number in between
+belongs to a shard, and afterwards generators agree on all ranks.
 """
 
 from contextlib import nullcontext
@@ -40,9 +40,9 @@ def dropout(
     training: bool | None = None,
     inplace: bool = False,
 ) -> Any:
-    """``F.dropout`` and ``F.alpha_dropout``; ``torch.dropout`` takes no default and no ``inplace``."""
+    """``F.dropout`` and ``F.alpha_dropout``; :func:`dropout_` has the signatures of ``torch``."""
     if training is None:
-        training = func.__name__ == "dropout"  # of torch.nn.functional; its alpha_dropout does nothing by default
+        training = func.__name__ == "dropout"  # the default of F.dropout; F.alpha_dropout's default is False
     return drop(context, func, input, (p, training), inplace)
 
 
@@ -54,20 +54,20 @@ def dropout_(
     training: bool | None = None,
     train: bool = False,
 ) -> Any:
-    """The forms of ``torch``."""
+    """``torch.dropout`` and ``torch.alpha_dropout``, which have no ``inplace`` and no defaults."""
     return drop(context, func, input, (p, train if training is None else training), None)
 
 
 def drop(
     context: "GlobalTensorContext", func: Function, input: Any, how: tuple[float, bool], inplace: bool | None
 ) -> Any:
-    """Run ``func(input, *how)``.
+    """Run ``func(input, *how)``; ``how`` is (probability, training).
 
     Raises:
-        NoRuleError: several ranks hold some of it, and no mask would do.
+        NoRuleError: several ranks, but not all, hold some elements, and the function is no product with a mask.
     """
     if type(input) is not GlobalTensor:
-        raise NoRuleError("no view")
+        raise NoRuleError("no global tensor")
     extra = {} if inplace is None else {"inplace": inplace}
     try:
         alone = draws_alone(input.sets, how[0] if how[1] else 0.0)
@@ -81,10 +81,10 @@ def drop(
 
 
 def draws_alone(sets: Sets, p: float) -> bool:
-    """Whether a rank draws by itself for a part that is cut so: False where nothing is drawn, or all draw alike.
+    """Whether a rank draws its own numbers for a shard; False if nothing is drawn, or all ranks draw equal numbers.
 
     Raises:
-        NoRuleError: several ranks hold some of it, not all.
+        NoRuleError: several ranks, but not all, hold some elements.
     """
     if p == 0.0 or not any(index is not None for index in sets):
         return False
@@ -94,7 +94,7 @@ def draws_alone(sets: Sets, p: float) -> bool:
 
 
 def elementwise(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Broadcast and run on parts."""
+    """Broadcast the operands and run on shards."""
     if not kwargs:
         first: Any = args[0]
         other: Any = args[1] if len(args) == 2 else None
@@ -117,10 +117,10 @@ def _broadcast(context: "GlobalTensorContext", func: Function, args: Any, kwargs
 
 
 def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Write into the part of ``target``.
+    """Write into the shard of ``target``.
 
     Raises:
-        EngineError: the part is a copy of what plain code would write into.
+        EngineError: the shard is a copy of the memory that plain code would write into.
     """
     if type(target) is not GlobalTensor:
         raise NoRuleError("a plain tensor is written")
@@ -138,16 +138,20 @@ def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args:
 
 
 def check_memory(target: GlobalTensor, name: str) -> None:
-    """Raise where writing into ``target`` would not write into the tensor that it was taken from."""
+    """Refuse a write into ``target`` that would miss the tensor that it was sliced from.
+
+    Raises:
+        EngineError: the shard of ``target`` is a copy.
+    """
     if target.copied:
         raise EngineError(
-            f"{name} writes in place into a piece of a tensor that is cut over tensor ranks, and this rank holds a "
-            f"copy of that piece: write x = {name.strip('_')}(x, ...) instead, which makes a new tensor."
+            f"{name} writes in place into a slice of a tensor that is sharded over tensor ranks, but this rank holds a "
+            f"copy of that slice; write x = {name.strip('_')}(x, ...), which makes a new tensor."
         )
 
 
 def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """``given`` in another dtype or on another device, perhaps those of another tensor."""
+    """``given`` with another dtype or on another device, possibly those of another tensor."""
     args = tuple(other.local if type(other) is GlobalTensor else other for other in args)
     kwargs = {key: other.local if type(other) is GlobalTensor else other for key, other in kwargs.items()}
     if type(given) is GlobalTensor:
@@ -156,7 +160,7 @@ def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args:
 
 
 def where(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """A choice; the form with one argument asks for places."""
+    """``where`` with three arguments; with one it returns positions that depend on content."""
     if len(args) + len(kwargs) == 1:
         raise NoRuleError("places depend on content")
     return elementwise(context, func, *args, **kwargs)

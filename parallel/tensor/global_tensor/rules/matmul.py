@@ -1,12 +1,12 @@
-"""Matrix products.
+"""Matrix products on shards: linear, matmul, addmm, einsum, grouped products, embedding.
 
-Every dim of every operand gets a letter; operands are cut to what each rank holds of all of them:
+Every dim of every operand gets a letter; operands are narrowed to what each rank holds of all of them:
 
-    x_BSI  w_OI  ->  y_BSO     w cut along O    y is cut along O                                column
-                               w cut along I    each rank has a part of the sum over I          row: parts are added
-                               x cut along S    y is cut along S, w's gradient is a part        sequence
-                               x along S, w     (S of rank 0, O of rank 1) would be held by
-                               along O          nobody: x is made whole first                   column after sequence
+    x_BSI  w_OI  ->  y_BSO     w sharded along O   y is sharded along O                                column
+                               w sharded along I   each rank has a partial sum over I                  row
+                               x sharded along S   y is sharded along S, w's gradient is partial       sequence
+                               x along S, w        (S of rank 0, O of rank 1) would have no holder:    column after
+                               along O             x is gathered first                                 sequence
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EinsumSpec(NamedTuple):
-    """Which dim of which operand meets which, by letters; letters that ``out`` lacks are summed over."""
+    """Which dims of the operands meet, by letters; letters that ``out`` lacks are summed over."""
 
     operands: tuple[str, ...]
     out: str
@@ -38,11 +38,11 @@ class EinsumSpec(NamedTuple):
 
 class _Plan(NamedTuple):
     operands: tuple[Sets, ...]
-    """How each operand is cut."""
+    """The index sets that each operand must have."""
     shape: Shape
     sets: Sets
     summed: bool
-    """Whether every rank has a part of the sum only."""
+    """Whether every rank has a partial sum only."""
 
 
 def multiply_parts(
@@ -52,15 +52,15 @@ def multiply_parts(
     run: Callable[..., Tensor],
     bias: Tensor | None = None,
 ) -> GlobalTensor | Tensor:
-    """``run`` on the parts of ``tensors``, and the sum over the ranks where it is needed. ``bias`` has the last dim.
+    """``run`` on the shards of ``tensors``, summed over the ranks if necessary. ``bias`` has the result's last dim.
 
     Raises:
-        NoRuleError: no way to cut this product.
+        NoRuleError: the operands cannot be sharded for this product.
     """
     layouts = tuple(map(layout_of, tensors))
     try:
         plan = context.find(("product", product, layouts), lambda: _plan(layouts, product))
-    except NoRuleError:
+    except NoRuleError:  # gather one operand and try again; a product of full activations always has a plan
         return multiply_parts(context, _with_whole(context, tensors), product, run, bias)
     parts = [part(context, tensor, sets) for tensor, sets in zip(tensors, plan.operands, strict=True)]
     folded = tensors[0].folded if type(tensors[0]) is GlobalTensor else None
@@ -77,19 +77,19 @@ def multiply_parts(
 
 
 def plus_bias(out: GlobalTensor | Tensor, bias: Tensor | None) -> GlobalTensor | Tensor:
-    """``out``, which is nobody else's, with the bias added."""
+    """``out``, which no other code holds, with the bias added."""
     if bias is None:
         return out
     if type(bias) is GlobalTensor and type(out) is not GlobalTensor:
         return out + bias
-    return out.add_(bias)  # it is ours, and keeps its dtype under autocast
+    return out.add_(bias)  # in place, which also keeps its dtype under autocast
 
 
 def _with_whole(context: "GlobalTensorContext", tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The operands, the first one that is cut and no parameter made whole.
+    """The operands, with the first one gathered that is sharded and not a parameter.
 
     Raises:
-        NoRuleError: there is none.
+        NoRuleError: there is no such operand.
     """
     for place, tensor in enumerate(tensors):
         if type(tensor) is GlobalTensor and any(tensor.sets) and not isinstance(tensor.local, nn.Parameter):
@@ -111,7 +111,7 @@ def _plan(layouts: Sequence[Layout], product: EinsumSpec) -> _Plan:
                 cut[letter] = common(cut.get(letter), index)
     summed = [letter for letter, index in cut.items() if index is not None and letter not in product.out]
     if not covers(cut.values()):
-        raise NoRuleError("held by nobody")
+        raise NoRuleError("an element without a holder")
     if summed:
         _sum_once(cut, product.out)
     operands = tuple(tuple(cut[letter] for letter in letters) for letters in product.operands)
@@ -120,10 +120,14 @@ def _plan(layouts: Sequence[Layout], product: EinsumSpec) -> _Plan:
 
 
 def _sum_once(cut: dict[str, Index | None], out: str) -> None:
-    """Every term of the sum at one rank, all of the result at each."""
+    """Check that every term of the sum is on one rank and every rank has a partial sum of the full result.
+
+    Raises:
+        NoRuleError: a term is on several ranks and cannot be left to one, or the result itself is sharded.
+    """
     letters = [letter for letter, index in cut.items() if index is not None]
     if any(letter in out for letter in letters):
-        raise NoRuleError("parts of a part")
+        raise NoRuleError("partial sums of a shard")
     first = cut[letters[0]]
     if len(letters) == 1 and first is not None:
         cut[letters[0]] = first if first.once else first.owned
@@ -132,7 +136,7 @@ def _sum_once(cut: dict[str, Index | None], out: str) -> None:
 
 
 def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weight: Any, bias: Any = None) -> Any:
-    """``input`` [.., I], ``weight`` [O, I] or [I], ``bias`` [O]."""
+    """``functional.linear``: ``input`` [.., I], ``weight`` [O, I] or [I], ``bias`` [O]."""
     rows = "abcdefgh"[: input.ndim - 1]
     columns = "O" if weight.ndim == 2 else ""
     product = EinsumSpec((rows + "I", columns + "I"), rows + columns)
@@ -142,7 +146,7 @@ def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weig
 def fused_linear(
     context: "GlobalTensorContext", func: Function, x: Any, weight: Any, *rest: Any, residual: Any = None
 ) -> Any:
-    """``kernels.linear``; what follows the product follows its sum over the ranks."""
+    """``kernels.ops.linear.linear``; activation and residual come after the sum over the ranks."""
     bias, form, kernels = rest
     rows, plain = "abcdefgh"[: x.ndim - 1], replace(form, activation="none")
     product = EinsumSpec((rows + "I", "IO" if form.transposed else "OI"), rows + "O")
@@ -201,7 +205,7 @@ def _add_product(first: Tensor, second: Tensor, bias: Tensor | None = None) -> T
 
 
 def einsum(context: "GlobalTensorContext", func: Function, equation: Any, *operands: Any) -> Any:
-    """Letters as given; an ellipsis stands for leading dims."""
+    """``einsum`` with its own letters; an ellipsis stands for leading dims."""
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise NoRuleError("numbers for letters")
@@ -226,11 +230,14 @@ def _letters(equation: str, dims: list[int]) -> EinsumSpec:
 def grouped_mm(
     context: "GlobalTensorContext", func: Function, mat_a: Any, mat_b: Any, *, offs: Any = None, **options: Any
 ) -> Any:
-    """Rows grouped by expert: ``mat_a`` [S, I], ``mat_b`` [E, I, O], ``offs`` [E] the ends of the groups of rows."""
+    """Products of groups of rows with one matrix per expert.
+
+    ``mat_a`` [S, I], ``mat_b`` [E, I, O], ``offs`` [E]: the ends of the groups of rows.
+    """
     if mat_a.ndim != 2 or mat_b.ndim != 3 or options.get("bias") is not None or type(offs) is GlobalTensor:
         raise NoRuleError("another form")
     if any(layout_of(tensor).sets[0] is not None for tensor in (mat_a, mat_b)):
-        raise NoRuleError("rows or experts are cut")
+        raise NoRuleError("rows or experts are sharded")
     product = EinsumSpec(("SI", "EIO"), "SO")
     return multiply_parts(context, (mat_a, mat_b), product, lambda a, b: func(a, b, offs=offs, **options))
 
@@ -238,14 +245,14 @@ def grouped_mm(
 def embedding(
     context: "GlobalTensorContext", func: Function, input: Any, weight: Any, *args: Any, **options: Any
 ) -> Any:
-    """Rows of a table [V, H] that may be cut along H; the indices may be cut."""
+    """Rows of a table [V, H] that may be sharded along H; the indices may be sharded too."""
     table = layout_of(weight)
     if table.sets[0] is not None or args[1:2] not in ((), (None,)) or options.get("max_norm") is not None:
-        raise NoRuleError("rows are cut, or written")
+        raise NoRuleError("rows are sharded, or written")
     ids = layout_of(input)
     sets = (*ids.sets, table.sets[1])
     if not covers(sets):
-        raise NoRuleError("held by nobody")
+        raise NoRuleError("an element without a holder")
     rows = part(context, input, ids.sets)
     out = func(rows, part(context, weight, table.sets), *args, **options)
     return GlobalTensor(out, (*ids.shape, table.shape[1]), sets, context)

@@ -1,4 +1,4 @@
-"""What can be answered from the part, and what asks for a shape only."""
+"""Functions that need the shard's metadata or the full shape, gradients of global tensors, and hooks on them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
 
 
 def of_part(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Ask the parts, of which the answer holds for all: dtype, device."""
+    """Ask the shards, when the answer holds for the full tensors too: dtype, device."""
     args = tuple(value.local if type(value) is GlobalTensor else value for value in args)
     return func(*args, **{key: value.local if type(value) is GlobalTensor else value for key, value in kwargs.items()})
 
 
 def blank(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """``zeros_like`` and the like: a plain tensor of the full shape."""
+    """``zeros_like`` and similar: a plain tensor of the full shape."""
     if type(input) is not GlobalTensor:
         raise NoRuleError("of a plain tensor")
     return func(input.local.detach().new_empty(1).expand(input.full), *args, **kwargs)
 
 
 def size_of(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """Elements of the whole, where torch's function asks and not the method."""
+    """``torch.numel``: the number of elements of the full tensor."""
     return input.numel()
 
 
 def strides(context: "GlobalTensorContext", func: Function, input: Any, dim: int | None = None) -> Any:
-    """Those of the whole, once gathered."""
+    """The strides that the full tensor has once it is gathered."""
     steps = [1]
     for size in reversed(input.full[1:]):
         steps.insert(0, steps[0] * max(size, 1))
@@ -39,7 +39,7 @@ def strides(context: "GlobalTensorContext", func: Function, input: Any, dim: int
 
 
 def gradient(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """``x.grad``: the part's, as a View."""
+    """``x.grad``: the gradient of the shard, as a global tensor."""
     return None if input.local.grad is None else GlobalTensor(input.local.grad, input.full, input.sets, context)
 
 
@@ -51,17 +51,17 @@ def part_of(context: "GlobalTensorContext", func: Function, input: Any, *args: A
 
 
 def tell_part(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """``retain_grad``, ``requires_grad_``: said to the part."""
+    """``retain_grad``, ``requires_grad_``: applied to the shard."""
     func(input.local, *args)
     follow_grad(input)
     return input if func.__name__.endswith("_") else None
 
 
 def register_hook(context: "GlobalTensorContext", func: Function, input: Any, hook: Any) -> Any:
-    """``hook`` is given the gradient as a View, and may return another.
+    """``hook`` gets the gradient as a global tensor, and may return another one.
 
     Raises:
-        NoRuleError: several ranks hold some of it, so that what arrives is no gradient but a part of one.
+        NoRuleError: several ranks hold some elements, so that the incoming gradient is partial.
     """
     if not held_once(input.sets):
         raise NoRuleError("gradients are parts")

@@ -1,15 +1,11 @@
-"""Layer norm and RMS norm.
+"""Layer norm and RMS norm: torch's functions, and our own operators (``kernels.ops.norm``).
 
-Over uncut dims each rank normalises what it holds, and the gradients of weight and bias are parts. Over a cut dim (the
-norm of all query heads together) the statistics are summed: one number a token for RMS norm, two for layer norm.
+    normalised dims full       each rank normalises its shard; gradients of weight and bias are partial
+    a normalised dim sharded   statistics are summed (the norm of all query heads together): one number per token for
+                               RMS norm, two for layer norm
 
-Our own operators (``engine.kernels``) on parts, so that their kernels run there.
-
-    norm, add_norm     each rank normalises what it holds, where the width is whole
-    rotary             heads may be cut otherwise for q and k; positions and sequences alike for both
-    gated, activate    by element: ``elementwise`` is their rule
-
-What is cut otherwise takes the steps of the reference, which have rules.
+Our operators run their kernels on shards in the first case; in the second the steps of the reference run, which have
+rules.
 """
 
 import math
@@ -32,7 +28,7 @@ if TYPE_CHECKING:
 def layer_norm(
     context: "GlobalTensorContext", func: Function, input: Any, normalized_shape: Any, *affine: Any, **named: Any
 ) -> Any:
-    """``weight`` and ``bias`` may be whole or cut as the normalised dims."""
+    """``weight`` and ``bias`` may be full, or sharded as the normalised dims."""
     weight, bias, eps = _affine(affine, named, ("weight", "bias", "eps"), (None, None, 1e-5))
     dims = _dims(input, normalized_shape)
     sets = input.sets[-len(dims) :]
@@ -46,7 +42,7 @@ def layer_norm(
 def rms_norm(
     context: "GlobalTensorContext", func: Function, input: Any, normalized_shape: Any, *affine: Any, **named: Any
 ) -> Any:
-    """``weight`` may be whole or cut as the normalised dims."""
+    """``weight`` may be full, or sharded as the normalised dims."""
     weight, eps = _affine(affine, named, ("weight", "eps"), (None, None))
     dims = _dims(input, normalized_shape)
     sets = input.sets[-len(dims) :]
@@ -76,7 +72,7 @@ def _dims(x: Any, normalized_shape: Any) -> tuple[int, ...]:
 
 
 def _wide(x: GlobalTensor) -> GlobalTensor:
-    """At least 32 bits: statistics of fewer lose too much."""
+    """``x`` in at least 32 bits; statistics in fewer bits lose too much."""
     return like(x, x.local.float()) if x.local.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -87,7 +83,7 @@ def _scaled(func: Function, x: GlobalTensor, normal: Any, weight: Tensor | None,
 
 
 def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine_and_form: Any) -> Any:
-    """Of the last dim; ``weight`` and ``bias`` may be whole or cut as it."""
+    """``norm`` over the last dim; ``weight`` and ``bias`` may be full, or sharded as that dim."""
     weight, bias, form, kernels = affine_and_form
     sets = layout_of(x).sets[-1:]
     weight, bias = _cut(context, weight, sets), None if bias is None else _cut(context, bias, sets)
@@ -99,7 +95,7 @@ def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine
 def add_norm_rule(
     context: "GlobalTensorContext", func: Function, x: Tensor, residual: Tensor, *affine_and_form: Any
 ) -> Any:
-    """The norm of the sum, and the sum."""
+    """``add_norm``: the norm of the sum, and the sum."""
     (weight, bias), form, kernels = affine_and_form
     joined = broadcast_operands(context, (x, residual))
     if any(joined.sets[-1:]) or x.shape != residual.shape:
@@ -112,5 +108,5 @@ def add_norm_rule(
 
 
 def _cut(context: "GlobalTensorContext", affine: Tensor, sets: Sets) -> GlobalTensor:
-    """A weight or bias as the width is cut; the gradient of a plain one is noted as partial."""
+    """A weight or bias sharded as the width; the gradient of a plain one is recorded as partial."""
     return GlobalTensor(part(context, affine, sets), affine.shape, sets, context)

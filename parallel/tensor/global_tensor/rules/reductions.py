@@ -1,8 +1,8 @@
-"""Functions along dims: softmax, sum, mean, max ...
+"""Functions along dims: softmax, sum, mean, max and others.
 
-along uncut dims                 on parts
-sum, mean, var over cut dims     each rank sums what it owns, one small all-reduce, label "statistics"; then plain
-others over cut dims             gathered
+along full dims                     on shards
+sum, mean, var over sharded dims    each rank sums the elements that it owns; one small all-reduce, label "statistics"
+others over sharded dims            gathered
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, like
-from engine.parallel.tensor.global_tensor.index_sets import NoRuleError
+from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, replaced
 from engine.parallel.tensor.global_tensor.layout import positive_dim
 from engine.parallel.tensor.global_tensor.operands import pick
 from engine.parallel.tensor.global_tensor.redistribute import STATISTICS, add
@@ -27,43 +27,43 @@ _TopK = type(torch.zeros(1).topk(1))
 
 
 def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
-    """The dims meant, counted from the first one; None and () mean all."""
+    """The dims that ``dim`` means, counted from the front; None and () mean all of them."""
     if dim is None or dim == () or dim == []:
         return tuple(range(x.ndim))
     return tuple(positive_dim(one, x.ndim) for one in (dim if isinstance(dim, tuple | list) else (dim,)))
 
 
 def along(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
-    """Functions that keep the shape, with one dim or several: softmax, cumsum, flip, roll."""
+    """Functions that keep the shape, with one dim or several: softmax, cumsum, flip."""
     if type(input) is not GlobalTensor or any(input.sets[one] is not None for one in dims_of(input, dim)):
-        raise NoRuleError("along a cut dim")
+        raise NoRuleError("along a sharded dim")
     return like(input, func(input.local, dim, *args, **kwargs))
 
 
 def roll(context: "GlobalTensorContext", func: Function, input: Any, shifts: Any, dims: Any = None) -> Any:
-    """Every element at another place of its dim."""
+    """``roll`` along full dims."""
     if dims is None or any(input.sets[one] is not None for one in dims_of(input, dims)):
-        raise NoRuleError("along a cut dim")
+        raise NoRuleError("along a sharded dim")
     return like(input, func(input.local, shifts, dims))
 
 
 def corner(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
     """``tril`` and ``triu``, of the last two dims."""
     if any(index is not None for index in input.sets[-2:]):
-        raise NoRuleError("along a cut dim")
+        raise NoRuleError("along a sharded dim")
     return like(input, func(input.local, *args, **kwargs))
 
 
 def pad(
     context: "GlobalTensorContext", func: Function, input: Any, pad: Sequence[int], *args: Any, **kwargs: Any
 ) -> Any:
-    """``F.pad`` of uncut dims; ``pad`` names them from the last one."""
+    """``F.pad`` of full dims; ``pad`` lists them from the last one."""
     grown = list(input.full)
     for place in range(len(pad) // 2):
         dim = input.ndim - 1 - place
         more = pad[2 * place] + pad[2 * place + 1]
         if more and input.sets[dim] is not None:
-            raise NoRuleError("along a cut dim")
+            raise NoRuleError("along a sharded dim")
         grown[dim] += more
     return GlobalTensor(func(input.local, pad, *args, **kwargs), tuple(grown), input.sets, context)
 
@@ -71,12 +71,12 @@ def pad(
 def reduced(
     context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Any:
-    """Functions that take dims away, run on parts: max, argmax, norm, logsumexp, any ... They may return two."""
+    """Reductions that run on shards: max, argmax, logsumexp, any and others. Some return two tensors."""
     if type(input) is not GlobalTensor or isinstance(dim, Tensor):
         raise NoRuleError("of two tensors")
     dims = dims_of(input, dim)
     if any(input.sets[one] is not None for one in dims):
-        raise NoRuleError("over a cut dim")
+        raise NoRuleError("over a sharded dim")
     out = func(input.local, **kwargs) if dim is None else func(input.local, dim, keepdim, **kwargs)
     kept = _kept(input, dims, keepdim)
     return tree_map(lambda local: GlobalTensor(local, *kept, context), out)
@@ -91,33 +91,33 @@ def vector_norm_rule(
     *args: Any,
     **named: Any,
 ) -> Any:
-    """``torch.norm`` and ``torch.linalg.vector_norm`` over uncut dims."""
+    """``torch.norm`` and ``torch.linalg.vector_norm`` over full dims."""
     keepdim = named.pop("keepdim", bool(args and args[0]))
     dims = dims_of(input, dim)
     if any(input.sets[one] is not None for one in dims) or len(args) > 1:
-        raise NoRuleError("over a cut dim")
+        raise NoRuleError("over a sharded dim")
     return GlobalTensor(func(input.local, p, dim, keepdim, **named), *_kept(input, dims, keepdim), context)
 
 
 def vector_norm(context: "GlobalTensorContext", func: Function, x: Any, ord: Any = 2, *args: Any, **named: Any) -> Any:
-    """The names of ``torch.linalg``."""
+    """:func:`vector_norm_rule` with the argument names of ``torch.linalg``."""
     return vector_norm_rule(context, func, x, ord, *args, **named)
 
 
 def topk(
     context: "GlobalTensorContext", func: Function, input: Any, k: int, dim: int = -1, *args: Any, **kwargs: Any
 ) -> Any:
-    """``topk`` and ``kthvalue``-like choices of ``k`` along an uncut dim."""
+    """``topk`` along a full dim."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
-        raise NoRuleError("along a cut dim")
-    shape = (*input.full[:dim], k, *input.full[dim + 1 :])
+        raise NoRuleError("along a sharded dim")
+    shape = replaced(input.full, dim, k)
     values, places = func(input.local, k, dim, *args, **kwargs)
     return _TopK((GlobalTensor(values, shape, input.sets, context), GlobalTensor(places, shape, input.sets, context)))
 
 
 def _kept(x: GlobalTensor, dims: Sequence[int], keepdim: bool) -> tuple[tuple[int, ...], Any]:
-    """Full shape and sets without ``dims``."""
+    """Full shape and index sets without ``dims``."""
     places = [one for one in range(x.ndim) if keepdim or one not in dims]
     shape = tuple(1 if one in dims else x.full[one] for one in places)
     return shape, tuple(None if one in dims else x.sets[one] for one in places)
@@ -137,16 +137,16 @@ def total(
 
 
 def summed(x: GlobalTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum over dims of which one is cut, and no other dim is: plain.
+    """The plain sum over ``dims``, one of which is sharded, as is no other dim of ``x``.
 
     Raises:
-        NoRuleError: it is not so.
+        NoRuleError: other dims are sharded.
     """
     context = x.views
     (cut, *others) = [one for one in range(x.ndim) if x.sets[one] is not None]
     index = x.sets[cut]
     if others or cut not in dims or index is None:
-        raise NoRuleError("parts of a part")
+        raise NoRuleError("partial sums of a shard")
     local = x.local if index.once else pick(context, x.local, cut, index, index.owned)
     return add(context, local.sum(tuple(dims), keepdim, dtype=dtype), STATISTICS)
 
@@ -160,7 +160,7 @@ def variance(
     keepdim: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """``var`` and ``std``; over a cut dim by two sums, as the difference of squares would lose digits."""
+    """``var`` and ``std``; over a sharded dim by two sums, since the difference of squares would lose digits."""
     correction = kwargs.get("correction")
     if correction is None:
         correction = 1 if unbiased is None or unbiased else 0
@@ -178,7 +178,7 @@ def variance(
 
 
 def mean_and_variance(x: GlobalTensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Mean and mean squared deviation, plain, with dims of one."""
+    """Mean and mean squared deviation, plain, with ``dims`` kept as size one."""
     count = math.prod(x.full[one] for one in dims)
     mean = summed(x, dims, True) / count
     deviation: Any = x - mean

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool = False) -> GlobalTensor:
-    """A View of the same elements."""
+    """A global tensor of the same elements as ``x``."""
     made = GlobalTensor(local, full, sets, x.views)
     made.copied = x.copied or copied
     return made
@@ -50,7 +50,7 @@ def reshape(
 
 
 def reshape_as(context: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
-    """``view_as`` and ``reshape_as``; ``other`` gives its shape only."""
+    """``view_as`` and ``reshape_as``; only the shape of ``other`` is used."""
     if type(input) is not GlobalTensor:
         return input.reshape(other.shape)
     return to_shape(input, tuple(other.shape))
@@ -65,7 +65,7 @@ def to_shape(x: GlobalTensor, shape: Shape) -> GlobalTensor:
     made, local = context.find(("reshape", layout, shape), lambda: _reshape_plan(layout, shape, context.axis.index))
     try:
         out = moved(x, x.local.view(local), made.shape, made.sets)
-    except RuntimeError:  # the part lies otherwise in memory than the whole would
+    except RuntimeError:  # the shard's strides do not allow the view that the full tensor would allow
         out = moved(x, x.local.reshape(local), made.shape, made.sets, copied=True)
     if len(shape) == 2 and x.ndim > 2 and shape[1] == x.full[-1]:
         out.folded = tuple(x.full[:-1])
@@ -78,12 +78,12 @@ def _reshape_plan(layout: Layout, shape: Shape, rank: int) -> tuple[Layout, Shap
 
 
 def permute(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Dims in another order."""
+    """``permute``: dims in another order."""
     return ordered(input, tuple(positive_dim(dim, input.ndim) for dim in given_sizes(sizes, dims=dims)))
 
 
 def ordered(x: GlobalTensor, dims: tuple[int, ...]) -> GlobalTensor:
-    """Dims in the order ``dims``."""
+    """The tensor with its dims in the order ``dims``."""
     full, sets = tuple(x.full[dim] for dim in dims), tuple(x.sets[dim] for dim in dims)
     return moved(x, x.local.permute(dims), full, sets)
 
@@ -96,7 +96,7 @@ def transpose(
     dim1: int | None = None,
     **names: int,
 ) -> Any:
-    """Two dims change places; ``swapaxes`` names them ``axis0`` and ``axis1``."""
+    """``transpose`` and ``swapaxes``, which names its dims ``axis0`` and ``axis1``."""
     a, b = (dim0, dim1) if dim0 is not None and dim1 is not None else (names["axis0"], names["axis1"])
     dims = list(range(input.ndim))
     dims[a], dims[b] = dims[b], dims[a]
@@ -104,17 +104,17 @@ def transpose(
 
 
 def last_two(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """``t``, ``T``, ``mT``: the last two dims change places."""
+    """``t``, ``mT``: the last two dims swapped."""
     return input if input.ndim < 2 else transpose(context, func, input, -1, -2)
 
 
 def reversed_dims(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """``T`` of more than two dims."""
+    """``T``: all dims reversed."""
     return ordered(input, tuple(reversed(range(input.ndim))))
 
 
 def movedim(context: "GlobalTensorContext", func: Function, input: Any, source: Any, destination: Any) -> Any:
-    """Dims at other places."""
+    """``movedim``: dims moved to other positions."""
     ends = [
         (source,) if isinstance(source, int) else source,
         (destination,) if isinstance(destination, int) else destination,
@@ -126,26 +126,26 @@ def movedim(context: "GlobalTensorContext", func: Function, input: Any, source: 
 
 
 def flatten(context: "GlobalTensorContext", func: Function, input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    """Neighbouring dims become one."""
+    """``flatten``: neighbouring dims become one."""
     start, end, full = positive_dim(start_dim, input.ndim), positive_dim(end_dim, input.ndim), tuple(input.full)
     return to_shape(input, (*full[:start], math.prod(full[start : end + 1]), *full[end + 1 :]))
 
 
 def unflatten(context: "GlobalTensorContext", func: Function, input: Any, dim: int, sizes: Any) -> Any:
-    """One dim becomes several."""
+    """``unflatten``: one dim becomes several."""
     dim, full = positive_dim(dim, input.ndim), tuple(input.full)
     return to_shape(input, (*full[:dim], *infer_size(full[dim], given_sizes((tuple(sizes),))), *full[dim + 1 :]))
 
 
 def unsqueeze(context: "GlobalTensorContext", func: Function, input: Any, dim: int) -> Any:
-    """A new dim of one."""
+    """``unsqueeze``: a new dim of size one."""
     dim = positive_dim(dim, input.ndim + 1)
     full, sets = input.full, input.sets
     return moved(input, input.local.unsqueeze(dim), (*full[:dim], 1, *full[dim:]), (*sets[:dim], None, *sets[dim:]))
 
 
 def squeeze(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None) -> Any:
-    """Without dims of one."""
+    """``squeeze``: dims of size one removed."""
     dims = (
         range(input.ndim)
         if dim is None
@@ -158,17 +158,17 @@ def squeeze(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
 
 
 def expand(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, size: Any = None) -> Any:
-    """Dims of one, and new ones in front, repeated without memory."""
+    """``expand``: dims of size one, and new ones in front, repeated without memory."""
     return to_expanded(input, given_sizes(sizes, size=size))
 
 
 def expand_as(context: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
-    """The same; ``other`` gives its shape only."""
+    """``expand_as``; only the shape of ``other`` is used."""
     return to_expanded(input, tuple(other.shape)) if type(input) is GlobalTensor else input.expand(other.shape)
 
 
 def to_expanded(x: GlobalTensor, sizes: Shape) -> GlobalTensor:
-    """The View with ``sizes``, where -1 keeps a dim."""
+    """The global tensor with ``sizes``, where -1 keeps a dim."""
     new = len(sizes) - x.ndim
     kept = zip(sizes[new:], x.full, strict=True) if new >= 0 else ()
     if new < 0 or -1 in sizes[:new] or any(old not in (1, size) and size != -1 for size, old in kept):
@@ -179,7 +179,7 @@ def to_expanded(x: GlobalTensor, sizes: Shape) -> GlobalTensor:
 
 
 def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, repeats: Any = None) -> Any:
-    """Every dim so many times, as a whole."""
+    """``repeat``: every dim as a whole, so many times."""
     times = given_sizes(sizes, repeats=repeats)
     new = len(times) - input.ndim
     full = (1,) * new + tuple(input.full)
@@ -193,7 +193,7 @@ def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: A
 def repeat_interleave(
     context: "GlobalTensorContext", func: Function, input: Any, repeats: Any, dim: int | None = None, **named: Any
 ) -> Any:
-    """Every element of a dim so many times."""
+    """``repeat_interleave``: every index of a dim so many times."""
     if dim is None or not isinstance(repeats, int):
         raise NoRuleError("unequal times")
     dim = positive_dim(dim, input.ndim)

@@ -1,12 +1,9 @@
-"""Tensors side by side: cat, stack.
+"""Functions that slice tensors, and functions that concatenate them.
 
-cat([k_0, k_1], dim)   cut along another dim: the same in each
-                       cut along dim: each rank joins what it holds of every piece
-
-Functions that take pieces of a tensor.
-
-qkv.split(C, dim=2)    every rank keeps what it holds of each third
-x[:, -1]               one position of a cut sequence: its holder sends it to all
+qkv.split(C, dim=2)      every rank keeps what it holds of each third
+x[:, -1]                 one position of a sharded sequence: its holder sends it to all ranks
+cat([k_0, k_1], dim)     sharded along another dim: the sharding stays
+                         sharded along dim: each rank concatenates what it holds of every operand
 """
 
 from collections.abc import Iterator
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
-from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, Sets
+from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, replaced
 from engine.parallel.tensor.global_tensor.layout import (
     Layout,
     checked,
@@ -36,45 +33,39 @@ if TYPE_CHECKING:
 
 
 def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0, **named: Any) -> Any:
-    """One behind the other along ``dim``."""
+    """``cat`` along ``dim``."""
     dim = named.get("axis", dim)
     tensors = [tensor for tensor in tensors if tensor.ndim > 1 or tensor.shape[0] > 0]  # torch skips empty ones
     dim = positive_dim(dim, tensors[0].ndim)
     layouts = [layout_of(tensor) for tensor in tensors]
     made = context.find(("cat", dim, *layouts), lambda: _joined(layouts, dim, context.axis.size))
-    locals_ = [part(context, t, _along(made.sets, dim, own.sets[dim])) for t, own in zip(tensors, layouts, strict=True)]
+    locals_ = [
+        part(context, t, replaced(made.sets, dim, own.sets[dim])) for t, own in zip(tensors, layouts, strict=True)
+    ]
     return GlobalTensor(torch.cat(locals_, dim), made.shape, made.sets, context)
 
 
 def stack(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """One behind the other along a new dim."""
+    """``stack`` along a new dim."""
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return cat(context, func, [tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
 def _joined(layouts: list[Layout], dim: int, ranks: int) -> Layout:
-    others = [Layout(_with(own.shape, dim, 1), _along(own.sets, dim, None)) for own in layouts]
+    others = [Layout(replaced(own.shape, dim, 1), replaced(own.sets, dim, None)) for own in layouts]
     rest = join_layouts(others)
     index = concatenated([(own.shape[dim], own.sets[dim]) for own in layouts], ranks)
-    return checked(_with(rest.shape, dim, sum(own.shape[dim] for own in layouts)), _along(rest.sets, dim, index))
-
-
-def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _along(sets: Sets, dim: int, index: Index | None) -> Sets:
-    return (*sets[:dim], index, *sets[dim + 1 :])
+    return checked(replaced(rest.shape, dim, sum(own.shape[dim] for own in layouts)), replaced(rest.sets, dim, index))
 
 
 def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
-    """A slice of one dim; a single element that not all ranks hold is sent to all, and is plain."""
+    """A slice of one dim; a single element that only some ranks hold is sent to all ranks and becomes plain."""
     context, index = x.views, x.sets[dim]
     bounds = taken.indices(x.full[dim])
     if bounds[2] < 1:
         raise NoRuleError("backwards")
     chosen = range(*bounds)
-    shape = (*x.full[:dim], len(chosen), *x.full[dim + 1 :])
+    shape = replaced(x.full, dim, len(chosen))
     if index is None:
         return moved(x, x.local[(slice(None),) * dim + (taken,)], shape, x.sets)
     if len(chosen) == x.full[dim]:
@@ -83,7 +74,7 @@ def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
         return _sent(x, dim, chosen)
     old, new = context.find(("span", index, bounds), lambda: sliced(index, np.arange(*bounds)))
     local = pick(context, x.local, dim, index, old)
-    return moved(x, local, shape, (*x.sets[:dim], new, *x.sets[dim + 1 :]), copied=not _shares(local, x.local))
+    return moved(x, local, shape, replaced(x.sets, dim, new), copied=not _shares(local, x.local))
 
 
 def _shares(piece: Tensor, local: Tensor) -> bool:
@@ -96,12 +87,12 @@ def _sent(x: GlobalTensor, dim: int, chosen: range) -> Tensor:
     held = [np.intersect1d(own, np.array(chosen, dtype=np.int64)) for own in index.ranks]
     local = pick(context, x.local, dim, index, Index(held, index.size))
     new = Index([np.arange(len(own)) for own in held], len(chosen))
-    shape = (*x.full[:dim], len(chosen), *x.full[dim + 1 :])
-    return full(GlobalTensor(local, shape, (*x.sets[:dim], new, *x.sets[dim + 1 :]), context), "select")
+    shape = replaced(x.full, dim, len(chosen))
+    return full(GlobalTensor(local, shape, replaced(x.sets, dim, new), context), "select")
 
 
 def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int) -> Any:
-    """So many elements of a dim from one on."""
+    """``narrow``: ``length`` elements of a dim from ``start``."""
     dim = positive_dim(dim, input.ndim)
     first = int(start) + (input.full[dim] if start < 0 else 0)
     if not 0 <= first <= first + int(length) <= input.full[dim]:
@@ -110,7 +101,7 @@ def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int,
 
 
 def select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
-    """One element of a dim."""
+    """``select``: one element of a dim."""
     dim = positive_dim(dim, input.ndim)
     place = positive_dim(int(index), input.full[dim])
     if input.sets[dim] is not None:
@@ -124,7 +115,7 @@ def _without(x: GlobalTensor, dim: int, local: Tensor) -> GlobalTensor:
 
 
 def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int = 0) -> Any:
-    """All elements of a dim one by one."""
+    """``unbind``: all elements of a full dim, one by one."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         raise NoRuleError("one element")
@@ -132,7 +123,7 @@ def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int 
 
 
 def split(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Pieces of one size, or of the given ones; the function and the methods name the second argument differently."""
+    """``split`` into slices of one size or of given sizes; the name of its second argument varies."""
     x, sizes, dim = _split_arguments(*args, **kwargs)
     length = x.full[dim]
     if (sizes < 1) if isinstance(sizes, int) else (sum(sizes) != length):
@@ -155,9 +146,9 @@ def _cut_at(x: GlobalTensor, dim: int, borders: list[int]) -> tuple[GlobalTensor
 
 
 def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: int, dim: int = 0) -> Any:
-    """So many pieces of one size, the last perhaps smaller."""
+    """``chunk``: so many slices of one size, of which the last may be smaller."""
     if chunks < 1:
-        raise NoRuleError("no pieces")
+        raise NoRuleError("no slices")
     size = -(-input.full[positive_dim(dim, input.ndim)] // chunks)
     return split(context, func, input, size, dim)
 
@@ -165,7 +156,7 @@ def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: in
 def tensor_split(
     context: "GlobalTensorContext", func: Function, input: Any, indices_or_sections: Any, dim: int = 0
 ) -> Any:
-    """So many pieces, the first perhaps larger by one; or at borders."""
+    """``tensor_split``: so many slices, of which the first may be larger by one; or slices between given borders."""
     dim = positive_dim(dim, input.ndim)
     length = input.full[dim]
     if isinstance(indices_or_sections, Tensor):
@@ -180,7 +171,7 @@ def tensor_split(
 
 
 def getitem(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
-    """Integers, slices, None, an ellipsis, and one tensor of places along an uncut dim."""
+    """Indexing with integers, slices, None, an ellipsis, and one tensor of positions along a full dim."""
     if type(input) is not GlobalTensor:
         raise NoRuleError("a plain tensor is indexed")
     index = index if isinstance(index, tuple) else (index,)
@@ -190,14 +181,14 @@ def getitem(context: "GlobalTensorContext", func: Function, input: Any, index: A
     out: Any = input
     dim = 0
     for place, item in enumerate(items):
-        if type(out) is not GlobalTensor:  # a single element was sent to all
+        if type(out) is not GlobalTensor:  # span has sent a single element to all ranks
             return out[(slice(None),) * dim + tuple(items[place:])]
         out, dim = _index_one(context, out, dim, item)
     return out
 
 
 def _complete(index: tuple[Any, ...], dims: int) -> Iterator[Any]:
-    """Without the ellipsis."""
+    """The index with its ellipsis spelled out."""
     used = sum(item is not None and item is not Ellipsis for item in index)
     if any(isinstance(item, bool) for item in index) or used > dims:
         raise NoRuleError("an index of another kind")
@@ -222,7 +213,7 @@ def _index_one(context: "GlobalTensorContext", x: GlobalTensor, dim: int, item: 
 
 
 def index_select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: Any) -> Any:
-    """Places along an uncut dim."""
+    """``index_select`` along a full dim."""
     if type(input) is not GlobalTensor or (isinstance(index, Tensor) and index.ndim != 1):
         raise NoRuleError("a plain tensor is indexed")
     return _taken(input, positive_dim(dim, input.ndim), index)
@@ -231,7 +222,7 @@ def index_select(context: "GlobalTensorContext", func: Function, input: Any, dim
 def _taken(x: GlobalTensor, dim: int, places: Any) -> GlobalTensor:
     integers = type(places) is Tensor and places.dtype in (torch.int64, torch.int32)
     if not integers or x.sets[dim] is not None:
-        raise NoRuleError("places along a cut dim, or masks")
+        raise NoRuleError("positions along a sharded dim, or masks")
     local = x.local[(slice(None),) * dim + (places,)]
     full = (*x.full[:dim], *places.shape, *x.full[dim + 1 :])
     return GlobalTensor(local, full, (*x.sets[:dim], *(None,) * places.ndim, *x.sets[dim + 1 :]), x.views)

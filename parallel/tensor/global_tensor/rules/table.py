@@ -1,4 +1,4 @@
-"""Which rule a torch function has. The table is made once."""
+"""The table of rules: which rule each torch function has. It is built once."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -55,7 +55,7 @@ _IN_PLACE_FUNCTIONAL = "relu_ elu_ selu_ celu_ leaky_relu_ hardtanh_ threshold_"
 
 
 def _named(*names: str) -> Iterator[Any]:
-    """The functions and methods of these names."""
+    """The functions of torch and methods of tensors with these names."""
     for name in names:
         for owner in (Tensor, torch):
             if callable(found := getattr(owner, name, None)):

@@ -36,9 +36,17 @@ def manifests(draw: st.DrawFn) -> Manifest:
     )  # fmt: skip
     objects = st.dictionaries(NAMES, ANY, max_size=2)
     return Manifest(
-        draw(st.integers(0, 2**63 - 1)), draw(NAMES), tensors, files, checksum, draw(st.dictionaries(NAMES, NAMES)),
-        draw(objects), draw(objects), draw(objects), draw(ANY),
-    )  # fmt: skip
+        step=draw(st.integers(0, 2**63 - 1)),
+        attempt=draw(NAMES),
+        tensors=tensors,
+        files=files,
+        checksum=checksum,
+        aliases=draw(st.dictionaries(NAMES, NAMES)),
+        info=draw(objects),
+        progress=draw(objects),
+        optimizer=draw(objects),
+        user=draw(ANY),
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,7 +66,13 @@ def sound() -> dict[str, Any]:
     ]
     tensor = StoredTensor(TensorKind("F32", shape), tuple(pieces))
     files = {"model/a.safetensors": 5000, "optim/b.safetensors": 4800}
-    manifest = Manifest(7, "ab12", {"param/w": tensor}, files, Checksum("crc32", 4096, "0" * 64, 4104))
+    manifest = Manifest(
+        step=7,
+        attempt="ab12",
+        tensors={"param/w": tensor},
+        files=files,
+        checksum=Checksum("crc32", 4096, "0" * 64, 4104),
+    )
     value: dict[str, Any] = json.loads(to_json(manifest))
     return value
 
@@ -158,7 +172,9 @@ def test_the_signature_knows_names_shapes_and_dtypes_of_the_model() -> None:
 
     def with_tensor(name: str, kind: TensorKind) -> str:
         whole = StoredTensor(kind, (StoredPiece("model/a", "w", Part(kind.shape).whole()),))
-        return Manifest(1, "a", {name: whole}, {"model/a": 1}, one.checksum).signature
+        return Manifest(
+            step=1, attempt="a", tensors={name: whole}, files={"model/a": 1}, checksum=one.checksum
+        ).signature
 
     assert with_tensor("param/w", TensorKind("F32", (4, 6))) == one.signature
     others = [

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel.shard_table import Range
+from engine.parallel.tensor.auto import equivalence
 from engine.parallel.tensor.auto.equivalence import BlockReference, Verdict
 from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.styles import parse_style
@@ -60,6 +61,12 @@ def test_a_number_that_code_computes_with() -> None:
     assert not alone.holds and alone.problem.partition(":")[0] in ("RuntimeError", "ValueError")
     assert not proven(Thirds(), THIRDS | {"": "set:heads=1 divide:width"}).holds
     assert proven(Thirds(), THIRDS | {"": "set:heads=2 set:width=8"}).holds
+
+
+def test_a_mistake_of_this_package_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equivalence, "apply_plan", None)
+    with pytest.raises(TypeError, match="not callable"):
+        proven(Perceptron(), PAIR)
 
 
 def test_a_norm_whose_gradients_are_not_summed() -> None:

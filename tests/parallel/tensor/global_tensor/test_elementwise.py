@@ -141,7 +141,7 @@ def test_writing_into_a_copy_is_refused() -> None:
         piece = (x * 1)[:, ::3]
         return piece.mul_(2)
 
-    with pytest.raises(EngineError, match=r"mul_ writes in place into a piece of a tensor .* write x = mul\(x, ...\)"):
+    with pytest.raises(EngineError, match=r"mul_ writes in place into a slice of a tensor .* write x = mul\(x, ...\)"):
         run(program, {"x": x("thirds")}, 2)
 
 
@@ -158,6 +158,6 @@ def test_writing_into_a_copy_is_refused() -> None:
 )
 def test_other_ways_to_write_are_refused(name: str, program: Callable[..., Any]) -> None:
     with pytest.raises(
-        EngineError, match=rf"^{name} was called on a tensor \[2, 24, 12\] that is cut over tensor ranks"
+        EngineError, match=rf"^{name} was called on a tensor \[2, 24, 12\] that is sharded over tensor ranks"
     ):
         run(program, {"x": Given(normal(2, 24, 12), {1: "blocks"})}, 2)

@@ -216,7 +216,7 @@ def test_folded_rows_are_cut_along_the_sequence_they_came_from(ranks: int, cut: 
 def test_a_sequence_that_does_not_divide_is_refused() -> None:
     given = {"input": Given(normal(2, 7, 12), {2: "blocks"}), "weight": weight(5, 12, {1: "blocks"})}
     with pytest.raises(
-        EngineError, match=r"a sequence of 7 does not divide among 2 tensor ranks.*pad it to a multiple"
+        EngineError, match=r"a sequence of length 7 does not divide among 2 tensor ranks.*pad it to a multiple"
     ):
         compare(functional.linear, given, 2, sequence=True)
 

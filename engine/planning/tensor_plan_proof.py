@@ -1,0 +1,115 @@
+"""The proof of a tensor plan that the user has written: each kind of block alone, sharded, against the full block.
+
+    find     distinct blocks of the model, by their class, sizes and arguments
+    prove    a float64 copy of each with random content, once for each set of styles that the plan gives to its kind
+    note     each part that could not be proven: the run uses it as it is written
+
+Nothing is communicated. Every rank finds the same.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from engine.errors import PlanError, first_line
+from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.model.user_code import is_own_mistake
+from engine.parallel.tensor.auto.equivalence import BlockReference, exactly
+from engine.parallel.tensor.plan.resolve import match_styles
+from engine.parallel.tensor.plan.sharding_rules import cut_model
+from engine.parallel.tensor.plan.styles import Style
+from engine.parallel.tensor.plan.tensor_plan import TensorPlan
+from engine.planning.isolated_block import float64_block
+from engine.planning.tensor_plan_search import (
+    DistinctUnits,
+    Unit,
+    distinct_units,
+    local_name,
+    search_conditions,
+)
+from engine.program.batch import Batch
+from engine.program.program import Program
+
+_SETTING = "parallel.tensor_plan"
+_Styles = Mapping[str, Style]
+
+
+def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> tuple[str, ...]:
+    """Prove a plan that the user has written, block by block.
+
+    Returns:
+        One sentence for each part of the plan that is not proven.
+
+    Raises:
+        PlanError: a block would compute something else; names it, what differs, and its styles.
+    """
+    with search_conditions(program.model):  # the simulated ranks draw random numbers too, which are the user's
+        try:
+            found = distinct_units(program, example, tp)
+        except PlanError as error:
+            return (f"{_SETTING} is not proven, because the model cannot be followed: {first_line(error)}",)
+        styles = match_styles(program.model, plan.patterns)
+        proofs = [note for unit in found.units for note in _prove_unit(program, unit, styles, plan, tp)]
+    return (*found.notes, *proofs, *_left_out(found, styles))
+
+
+def _prove_unit(program: Program, unit: Unit, styles: _Styles, plan: TensorPlan, tp: int) -> Iterator[str]:
+    """Prove the styles of all blocks of one kind; yields a note if a block of this kind cannot be proven."""
+    wanted = _sets_of_styles(unit, styles)
+    if not wanted:
+        return
+    try:
+        with exactly():
+            block, givens = float64_block(program.model, unit.name, program.precision, unit.arguments)
+            truth = BlockReference(block.train(), givens, unit.used)
+    except Exception as error:  # the block's own code may raise anything outside its model
+        if is_own_mistake(error):
+            raise
+        first, *others = (name for _, names in wanted for name in names)
+        alike = f" (and {len(others)} like it)" if others else ""
+        why = f"a copy of it does not run alone: {first_line(error)}"
+        yield f"block {first}{alike}: its plan is not proven, because {why}"
+        return
+    for inner, names in wanted:
+        verdict = truth.prove(cut_model(block, inner, tp, plan.source, plan.sequence), tp)
+        if not verdict.holds:
+            listed = ", ".join(f"{name or names[0]} {style.text!r}" for name, style in inner.items())
+            raise PlanError(
+                f"{_SETTING} is wrong in {names[0]}: {verdict.problem}; correct its styles ({listed}), or "
+                'let them be found with "auto".'
+            )
+
+
+def _sets_of_styles(unit: Unit, styles: _Styles) -> list[tuple[_Styles, list[str]]]:
+    """Sets of styles of one kind of block: (style by name in the block, blocks with this set). Empty sets are left out.
+
+    Vocabularies are left out too: sharded logits are not an output that a block without its loss can be compared by.
+    """
+    found: list[tuple[_Styles, list[str]]] = []
+    for block in unit.alike:
+        inner = {
+            local_name(block, name): style
+            for name, style in styles.items()
+            if is_inside(name, block) and style.kind != "vocabulary"
+        }
+        same = next((names for other, names in found if other == inner), None)
+        if same is not None:
+            same.append(block)
+        elif inner:
+            found.append((inner, [block]))
+    return found
+
+
+def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
+    """Notes on the styles that no proof of a block covers."""
+    blocks = [name for unit in found.units for name in unit.alike]
+    cut = {name: style for name, style in styles.items() if style.kind != "replicate"}
+    outside = [name for name in cut if not any(is_inside(name, block) for block in blocks)]
+    if outside:
+        yield f"{_SETTING} is not proven for what lies outside blocks: {_listed(outside)}"
+    tables = [name for name, style in cut.items() if style.kind == "vocabulary" and name not in outside]
+    if tables:
+        yield f"{_SETTING} is not proven for vocabularies in blocks: {_listed(tables)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + more

@@ -1,0 +1,39 @@
+"""Tells mistakes of this package from errors of the user's model, which meet in one call stack.
+
+A plan falls back where the user's model fails: a block whose copy does not run alone, a trace that fails. The
+``except`` around that model must let a mistake of this package through, or nobody hears of it.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+# RuntimeError, ValueError and IndexError are missing: torch raises them for shapes and dims, also when we call it.
+_KINDS = (AssertionError, AttributeError, KeyError, NameError, TypeError)
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
+_REFERENCE_MODELS = os.path.join(_PACKAGE, "models") + os.sep
+"""Models like those of a user."""
+
+
+def call_user_code(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``function(*args, **kwargs)`` of torch or of the user, so that refused arguments do not count as our mistake."""
+    return function(*args, **kwargs)
+
+
+def is_own_mistake(error: BaseException) -> bool:
+    """Whether ``error`` is of a kind that Python raises for wrong code, and a line of this package has raised it.
+
+    A missing attribute counts for the line that asks for it, not for the ``__getattr__`` that does not find it.
+    """
+    if not isinstance(error, _KINDS):
+        return False
+    codes, traceback = [], error.__traceback__
+    while traceback is not None:
+        codes.append(traceback.tb_frame.f_code)
+        traceback = traceback.tb_next
+    asking = [code for code in codes if code.co_name != "__getattr__"]
+    if not asking or asking[-1] is call_user_code.__code__:
+        return False
+    file = asking[-1].co_filename
+    return file.startswith(_PACKAGE) and not file.startswith(_REFERENCE_MODELS)
