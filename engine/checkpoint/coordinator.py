@@ -192,9 +192,9 @@ class CheckpointCoordinator:
             raise problem
 
     def release(self) -> None:
-        """Give back the signal handler and destroy the host group, without waiting. A second call does nothing.
+        """Release the signal handler and destroy the host group, without waiting. A second call does nothing.
 
-        A pending save goes on in its thread to its end, and that thread destroys the group.
+        A pending save continues in its thread until it ends, and that thread destroys the group.
         """
         if self._signal is not None:
             self._signal.remove()

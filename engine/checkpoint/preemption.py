@@ -17,9 +17,9 @@ receives it too, forwards it to its own processes."""
 class StopSignal:
     """Records the first SIGTERM; a later one ends the process as if no handler were installed.
 
-    Several engines may stack their handlers; each of them receives the signal. A handler that is removed is taken out
-    from under the others, except by a thread other than the main one, which cannot set handlers: the handler then
-    passes signals on until the one above it is removed.
+    Several engines may stack their handlers; each of them receives the signal. ``remove`` takes a handler out of the
+    stack. Only the main thread can set handlers: a handler removed by another thread stays in place and passes signals
+    on until the one above it is removed.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class StopSignal:
             signal.raise_signal(signal.SIGTERM)
 
     def remove(self) -> None:
-        """Note no more signals: put back what was there, or let the handler that has come over this one pass it by."""
+        """Stop recording signals: restore the previous handler, or let the handler installed over this one skip it."""
         if not self._active:
             return
         self._active = False
@@ -74,7 +74,7 @@ class StopSignal:
             above._before = self._before
 
     def _default(self) -> Any:
-        """What was there before, without handlers that were removed."""
+        """The previous handler, skipping handlers that were removed."""
         below = self._before
         while (owner := _owner(below)) is not None and not owner._active:
             below = owner._before

@@ -180,7 +180,7 @@ class Resume:
 
 
 def loading(host: HostGroup, step: Path, advice: Callable[[], str] = str) -> AbstractContextManager[None]:
-    """Around a part of a load: it succeeds on all ranks, or all raise the first problem of any, followed by ``advice``.
+    """Context of a part of a load: it succeeds on all ranks, or all raise the first problem of any, then ``advice``.
 
     Raises:
         CheckpointError: names ``step``.

@@ -16,9 +16,9 @@ from engine.parallel.comm.host_group import HostGroup
 
 
 class PendingSave:
-    """A save that is still being written. Call ``wait`` for its result; a failure is logged even if nobody waits.
+    """A save that is still being written. Call ``wait`` for its result; a failure is logged even without a call.
 
-    While it runs it keeps what it writes; afterwards it keeps nothing of its engine.
+    Until it ends it keeps the data that it writes alive; afterwards it holds no reference to its engine.
     """
 
     def __init__(self, work: Callable[[], Path], told: Callable[["PendingSave"], None], background: bool) -> None:
@@ -59,14 +59,14 @@ class PendingSave:
         return self.folder
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Let the save call this when it has ended; at once if it has. No lock, so that a finalizer may do it."""
+        """Call ``call`` when the save has ended, at once if it has. Takes no lock, so that a finalizer may use it."""
         self._afterwards.append(call)
         if self._ended:
             self._call_afterwards()
 
     def _call_afterwards(self) -> None:
         while self._afterwards:
-            with suppress(IndexError):  # the other thread has taken the last one
+            with suppress(IndexError):  # the other thread has popped the last one
                 self._afterwards.pop()()
 
     def _run(self) -> None:
@@ -129,7 +129,7 @@ class CheckpointWriter:
             return error
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Call this when no save is under way: now, or by the thread of the save at its end."""
+        """Call ``call`` when no save is pending: now, or at the end of the pending save in its thread."""
         if self._pending is None:
             call()
         else:

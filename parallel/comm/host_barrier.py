@@ -49,7 +49,7 @@ class HostBarrier:
     ) -> None:
         self.index, self.size = index, size
         self.memory = memory
-        """Gone after ``close``, and unmapped when the last tensor over it has gone too."""
+        """The shared memory until ``close``; it is unmapped once no tensor uses it either."""
         self._links, self._seconds = links, seconds
         self._leave = weakref.finalize(self, _close, tuple(links.values()))
         distances = [1 << turn for turn in range((size - 1).bit_length())]

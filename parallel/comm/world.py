@@ -113,17 +113,17 @@ def open_world(world: World) -> None:
 
 
 class OwnedGroups:
-    """The process groups that one part of an engine makes; ``close`` destroys them on this rank.
+    """The process groups that one part of an engine creates; ``close`` destroys them on this rank.
 
-    With gloo each rank destroys a group alone. The destructor waits for collectives that are still queued, so that one
-    which another rank never joins would hold it up until its timeout.
+    With gloo each rank destroys a group by itself. The destructor waits for collectives that are still queued, so one
+    that another rank never joins would block it until its timeout.
 
-    With NCCL torch documents ``destroy_process_group`` as a call that all ranks make in the same order, when no work is
+    With NCCL, torch documents ``destroy_process_group`` as a call that all ranks make in the same order when no work is
     pending: NCCL frees a communicator once all of its ranks on the node have asked for it.
 
-    So a thread destroys the groups, the newest first, and ``close`` waits for it for a few seconds. Every group is
-    destroyed where all ranks close, at whatever time. Where another rank closes much later or never, this one goes on,
-    and what is left ends with that rank or with the process.
+    So a thread destroys the groups, the newest first, and ``close`` waits for it for a few seconds. If all ranks close,
+    at whatever time, every group is destroyed. If another rank closes much later or never, this rank continues, and the
+    remaining groups end with that rank or with the process.
     """
 
     def __init__(self) -> None:
@@ -134,10 +134,11 @@ class OwnedGroups:
     def open(
         self, ranks: Sequence[int] | None = None, backend: str | None = None, timeout: timedelta | None = None
     ) -> dist.ProcessGroup | None:
-        """Make the group of ``ranks`` (None: of all); all ranks of the world call it. None where this rank is outside.
+        """Create the group of ``ranks`` (None: of all); every rank of the world calls it. None on a rank outside the
+        group.
 
-        Groups are numbered: torch names those of a ``DeviceMesh`` with NCCL after how many there are, which is not the
-        same on all ranks, and not unique, once groups are destroyed.
+        Groups are numbered, because torch names the NCCL groups of a ``DeviceMesh`` by how many there are, and once
+        groups are destroyed that number is neither unique nor the same on all ranks.
         """
         made = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=timeout)
         if not isinstance(made, dist.ProcessGroup):
@@ -146,20 +147,20 @@ class OwnedGroups:
         return made
 
     def close(self) -> None:
-        """Destroy the groups; the owner has let go of them. A second call does nothing."""
+        """Destroy the groups, which their owner no longer uses. A second call does nothing."""
         atexit.unregister(self._made.clear)
         if not self._made or os.getpid() != self._process:  # in a forked child they are the parent's
             return
         groups, ended = self._made.copy(), Lock()
         self._made.clear()
         ended.acquire()
-        # threading.Thread takes locks, which the garbage collector may find taken when it closes a dropped engine
+        # threading.Thread takes locks, which may already be held when the garbage collector closes a dropped engine
         start_new_thread(_destroy, (groups, ended))
         ended.acquire(timeout=_DESTROY_SECONDS)
 
 
 _DESTROY_SECONDS = 5.0
-"""How long to wait for groups to end: they take milliseconds with gloo, up to a second with NCCL."""
+"""Timeout of waiting for groups to end: they take milliseconds with gloo, up to a second with NCCL."""
 
 
 def _destroy(groups: list[dist.ProcessGroup], ended: Lock) -> None:
@@ -168,7 +169,7 @@ def _destroy(groups: list[dist.ProcessGroup], ended: Lock) -> None:
         while groups:
             group = groups.pop()
             try:
-                with suppress(ValueError):  # the whole process group was destroyed before
+                with suppress(ValueError):  # the default process group was destroyed before, and all groups with it
                     dist.destroy_process_group(group)
             except RuntimeError as error:
                 logger.warning("a process group was not destroyed: %s", first_line(error))

@@ -2,6 +2,7 @@
 
 blocks              units and blocks of a model: the modules that stages and ZeRO treat as black boxes
 name_patterns       patterns over the names of modules and parameters
+user_code           mistakes of this package, distinguished from errors of the user's model
 forward_patch       one owner of all patches on modules, in a declared order
 placeholders        tensors without memory, for parameters and values that another stage holds
 materialize         give parameters on the meta device their initial values

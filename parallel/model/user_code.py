@@ -1,7 +1,7 @@
-"""Tells mistakes of this package from errors of the user's model, which meet in one call stack.
+"""Distinguishes mistakes of this package from errors of the user's model, which meet in one call stack.
 
-A plan falls back where the user's model fails: a block whose copy does not run alone, a trace that fails. The
-``except`` around that model must let a mistake of this package through, or nobody hears of it.
+A plan falls back if the user's model fails: a block whose copy does not run in isolation, a trace that fails. The
+``except`` around that model must let a mistake of this package through, so that it is reported.
 """
 
 import os
@@ -9,22 +9,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-# RuntimeError, ValueError and IndexError are missing: torch raises them for shapes and dims, also when we call it.
+# Without RuntimeError, ValueError and IndexError: torch raises them for wrong shapes and dims, also when we call it.
 _KINDS = (AssertionError, AttributeError, KeyError, NameError, TypeError)
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _REFERENCE_MODELS = os.path.join(_PACKAGE, "models") + os.sep
-"""Models like those of a user."""
+"""Models of this package, which count as user code."""
 
 
 def call_user_code(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """``function(*args, **kwargs)`` of torch or of the user, so that refused arguments do not count as our mistake."""
+    """Run ``function`` of torch or of the user; arguments that it refuses are not a mistake of this package."""
     return function(*args, **kwargs)
 
 
 def is_own_mistake(error: BaseException) -> bool:
-    """Whether ``error`` is of a kind that Python raises for wrong code, and a line of this package has raised it.
+    """True if ``error`` is of a kind that Python raises for wrong code, and was raised by a line of this package.
 
-    A missing attribute counts for the line that asks for it, not for the ``__getattr__`` that does not find it.
+    A missing attribute counts for the line that reads it, not for the ``__getattr__`` that fails to find it.
     """
     if not isinstance(error, _KINDS):
         return False

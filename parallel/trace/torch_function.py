@@ -43,11 +43,11 @@ METADATA: frozenset[Function] = frozenset((
     *(getattr(Tensor, name) for name in _ASKING), *map(getter, _ATTRIBUTES),
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
 ))  # fmt: skip
-"""Functions that ask a tensor for its shape, type, device or place in the graph, and need none of its values."""
+"""Functions that ask a tensor for its shape, type, device or place in the graph and need none of its values."""
 _METADATA = frozenset((
     *_ASKING, "is_same_size", "is_tensor", "storage_offset", "data_ptr", "untyped_storage", "is_pinned", "is_shared",
     "is_conj", "is_neg", "is_coalesced", "dense_dim", "sparse_dim", "__hash__",
-    # ask for something later on, and make nothing now; ZeRO-3 does it around the modules of opened units
+    # register a call for later and compute nothing now; ZeRO-3 does so around the modules of opened units
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
 ))  # fmt: skip
 _OF_THE_OBJECT = frozenset((
@@ -111,7 +111,7 @@ def function_name(function: Function) -> str:
 
 
 def writes_in_place(name: str) -> bool:
-    """Whether a function of this name writes into its first argument: ``add_``, ``+=``, ``x[0] =``."""
+    """True if a function of this name writes to its first argument: ``add_``, ``+=``, ``x[0] =``."""
     return name in _IN_PLACE_SIGNS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_IN_PLACE)
 
 

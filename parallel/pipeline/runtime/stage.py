@@ -27,7 +27,7 @@ class StageResult:
     """Result of the forward of one stage."""
 
     result: Any
-    """What the program returned; None if another stage reaches its end."""
+    """Result of the program; None if another stage reaches its end."""
     sent: dict[int, Tensor]
     """Tensor of each value in the plan's ``sends``, attached to autograd.
 
