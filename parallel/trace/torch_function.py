@@ -227,7 +227,8 @@ def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]
     A function mode does not see ``apply``; its backward would be lost in a stage that starts inside it.
     """
     original = torch.autograd.Function.__dict__["apply"]
-    watcher = [show]  # modules that torch imports meanwhile keep this ``apply``: afterwards it must show, and keep, nothing
+    # modules that torch imports meanwhile keep this ``apply``, which afterwards must show nothing and keep nothing
+    watcher = [show]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         def function(*args: Any, **kwargs: Any) -> Any:
