@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from engine.models.decoder import Decoder, DecoderConfig
 
 VOCABULARY = 61
-LENGTH = 12
+LENGTH = 24
 
 
 def decoder(tied: bool = False, dropout: float = 0.0, layers: int = 2) -> nn.Module:

@@ -135,9 +135,7 @@ def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
     Raises:
         PlanError: the model cannot be followed.
     """
-    first = _short(example, ROWS, LENGTH - LENGTH % tp)
-    material = Material()
-    trace = trace_example(program, first, 1, material=material)
+    first, trace, material, full_length = _trace_short(program, take_rows(example, 0, ROWS), LENGTH - LENGTH % tp)
     shorter, why = _material_of_shorter(program, first, trace, tp)
     names = [call.unit for call in trace.calls]
     kinds: dict[object, list[int]] = {}
@@ -152,8 +150,34 @@ def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
         if alike and next(module.children(), None) is not None:
             arguments = (material.arguments[index], *(shorter.arguments[index : index + 1] if shorter else ()))
             units.append(Unit(names[index], arguments, alike, _used(trace, indices)))
-    notes = (f"the tensor plan is proven for one length of text only, because {why}",) if why else ()
-    return DistinctUnits(tuple(units), trace, notes)
+    one_length = f"the tensor plan is proven for one length of text only, because {why}" if why else ""
+    return DistinctUnits(tuple(units), trace, tuple(note for note in (full_length, one_length) if note))
+
+
+def _trace_short(program: Program, example: Batch, length: int) -> tuple[Batch, ModelTrace, Material, str]:
+    """Trace the first of the shortened examples that the model takes: (example, its trace, arguments of calls, note).
+
+    A model may count on its own length (image tokens, windows), so the last one tried is the example as it is.
+    """
+    shortened = [_short(example, length), _short(example, length, floats=True)]
+    refused = ""
+    for tried in shortened:
+        material = Material()
+        try:
+            if _lengths(tried) != _lengths(example):
+                return tried, trace_example(program, tried, 1, material=material), material, ""
+        except Exception as error:  # not every model takes every length
+            if is_own_mistake(error):
+                raise
+            refused = refused or first_line(error)
+    material = Material()
+    trace = trace_example(program, example, 1, material=material)
+    note = f"the tensor plan is searched with the full length of the example, because {length} tokens raise: {refused}"
+    return example, trace, material, note if refused else ""
+
+
+def _lengths(example: Batch) -> list[torch.Size]:
+    return [tensor.shape for _, tensor in named_tensors(example)]
 
 
 def _used(trace: ModelTrace, calls: Sequence[int]) -> frozenset[int]:
@@ -193,17 +217,22 @@ def _counts(ids: Any) -> bool:
         return torch.equal(ids, ids[..., :1] + torch.arange(ids.shape[-1], device=ids.device))
 
 
-def _short(example: Batch, rows: int, length: int) -> Batch:
-    """A smaller example: fewer rows, and fewer tokens of text."""
+def _short(example: Batch, length: int, floats: bool = False) -> Batch:
+    """An example with fewer tokens of text; ``floats``: tensors of floats, such as masks, are shortened like text.
+
+    The copies are contiguous, as the tensors of a data loader are: code may call ``view`` on them.
+    """
     text = {t.shape[1] for _, t in named_tensors(example) if t.ndim >= 2 and not t.is_floating_point()}
 
     def cut(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and not floats:
+            return tensor
         for dim in range(1, tensor.ndim):
-            if tensor.shape[dim] in text and tensor.shape[dim] > length and not tensor.is_floating_point():
+            if tensor.shape[dim] in text and tensor.shape[dim] > length:
                 tensor = tensor.narrow(dim, 0, length)
-        return tensor
+        return tensor.contiguous()
 
-    return map_tensors(take_rows(example, 0, rows), cut)
+    return map_tensors(example, cut)
 
 
 def _material_of_shorter(program: Program, example: Batch, trace: ModelTrace, tp: int) -> tuple[Material | None, str]:
@@ -216,7 +245,7 @@ def _material_of_shorter(program: Program, example: Batch, trace: ModelTrace, tp
         return None, f"an example of {max(lengths)} tokens cannot be shortened for {tp} tensor ranks"
     material = Material()
     try:
-        seen = trace_example(program, _short(example, ROWS, length), 1, material=material)
+        seen = trace_example(program, _short(example, length), 1, material=material)
     except Exception as error:  # not every model takes every length
         if is_own_mistake(error):
             raise

@@ -60,7 +60,7 @@ class GlobalTensor(WrapperTensor):
 
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = _torch_names(kwargs) if kwargs else {}
         first = args[0] if args else None
         context = (first if type(first) is GlobalTensor else next(views_among(args, kwargs))).views
         if context.reached_below is not None:
@@ -207,6 +207,13 @@ def _caller(function: str) -> str:
     if frame is not None and frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
         return f"autograd.Function {frame.f_locals['cls'].__name__}"
     return function
+
+
+def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments by torch's own names: torch takes numpy's names for them as well, and rules do not."""
+    if "axis" not in kwargs and "keepdims" not in kwargs:
+        return kwargs
+    return {{"axis": "dim", "keepdims": "keepdim"}.get(key, key): value for key, value in kwargs.items()}
 
 
 def refuse_below(context: "GlobalTensorContext") -> None:

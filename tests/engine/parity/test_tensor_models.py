@@ -12,6 +12,7 @@ import pytest
 from engine.parallel.tensor.plan.tensor_plan import Reason
 from tests.engine.parity.launches import Compared, compare, settings
 from tests.engine.parity.tensor_models import FOUR, HEADS, UNSEEN
+from tests.models import LENGTH
 from tests.readme import Table
 
 RunRanks = Callable[..., list[Any]]
@@ -21,7 +22,7 @@ CORE = ("GPT-2", "Qwen3", "Mistral", "BLOOM", "T5", "Mixtral", "nanoGPT-like", "
 STANDARD = ("GPT-2", "Llama", "Qwen3", "Gemma", "Mistral", "OPT", "BLOOM", "BERT", "Phi-3", "nanoGPT-like",
             "nn.TransformerEncoder")  # fmt: skip
 """Those with attention and a perceptron one after the other in every block."""
-ROWS, LENGTH, WIDTH, BLOCKS, MICROBATCHES = 2, 12, 32, 2, 4
+ROWS, WIDTH, BLOCKS, MICROBATCHES = 2, 32, 2, 4
 
 
 def grid(tp: int, pp: int = 1, stage: int = 0, sequence: bool = False, data: int = 1) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, replace
 from engine.parallel.tensor.global_tensor.layout import positive_dim
 from engine.parallel.tensor.global_tensor.operands import pick
 from engine.parallel.tensor.global_tensor.redistribute import STATISTICS, add
+from engine.parallel.tensor.global_tensor.rules.shapes import given_sizes
 
 if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
@@ -34,10 +35,26 @@ def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
 
 
 def along(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
-    """Functions that keep the shape, with one dim or several: softmax, cumsum, flip."""
+    """Functions along one dim that keep the shape: softmax, cumsum."""
     if type(input) is not GlobalTensor or any(input.sets[one] is not None for one in dims_of(input, dim)):
         raise NoRuleError("along a sharded dim")
     return like(input, func(input.local, dim, *args, **kwargs))
+
+
+def flip(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
+    """``flip`` along full dims, which are given one by one, as one sequence, or by name."""
+    given = given_sizes(sizes, dims=dims)
+    if any(input.sets[one] is not None for one in dims_of(input, given)):
+        raise NoRuleError("along a sharded dim")
+    return like(input, func(input.local, given))
+
+
+def extremes(context: "GlobalTensorContext", func: Function, input: Any, **kwargs: Any) -> Any:
+    """``aminmax``, which takes its dim by name only."""
+    if any(input.sets[one] is not None for one in dims_of(input, kwargs.get("dim"))):
+        raise NoRuleError("over a sharded dim")
+    kept = _kept(input, dims_of(input, kwargs.get("dim")), kwargs.get("keepdim", False))
+    return tree_map(lambda local: GlobalTensor(local, *kept, context), func(input.local, **kwargs))
 
 
 def roll(context: "GlobalTensorContext", func: Function, input: Any, shifts: Any, dims: Any = None) -> Any:
@@ -61,10 +78,10 @@ def pad(
     grown = list(input.full)
     for place in range(len(pad) // 2):
         dim = input.ndim - 1 - place
-        more = pad[2 * place] + pad[2 * place + 1]
-        if more and input.sets[dim] is not None:
+        before, after = pad[2 * place : 2 * place + 2]
+        if (before or after) and input.sets[dim] is not None:  # (1, -1) moves the elements and keeps their number
             raise NoRuleError("along a sharded dim")
-        grown[dim] += more
+        grown[dim] += before + after
     return GlobalTensor(func(input.local, pad, *args, **kwargs), tuple(grown), input.sets, context)
 
 

@@ -190,6 +190,12 @@ def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: A
     return GlobalTensor(input.local.repeat(times), tuple(map(int.__mul__, full, times)), sets, context)
 
 
+def tile(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
+    """``tile``: ``repeat`` whose times belong to the last dims."""
+    times = given_sizes(sizes, dims=dims)
+    return repeat(context, func, input, repeats=(*(1,) * (input.ndim - len(times)), *times))
+
+
 def repeat_interleave(
     context: "GlobalTensorContext", func: Function, input: Any, repeats: Any, dim: int | None = None, **named: Any
 ) -> Any:

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 
 
-def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0, **named: Any) -> Any:
+def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
     """``cat`` along ``dim``."""
-    dim = named.get("axis", dim)
     tensors = [tensor for tensor in tensors if tensor.ndim > 1 or tensor.shape[0] > 0]  # torch skips empty ones
     dim = positive_dim(dim, tensors[0].ndim)
     layouts = [layout_of(tensor) for tensor in tensors]

@@ -110,7 +110,8 @@ def _shaped() -> Iterator[tuple[TensorRule, Any]]:
         (shapes.squeeze, ("squeeze",)),
         (shapes.expand, ("expand", "broadcast_to")),
         (shapes.expand_as, ("expand_as",)),
-        (shapes.repeat, ("repeat", "tile")),
+        (shapes.repeat, ("repeat",)),
+        (shapes.tile, ("tile",)),
         (shapes.repeat_interleave, ("repeat_interleave",)),
         (slicing.narrow, ("narrow",)),
         (slicing.select, ("select",)),
@@ -145,14 +146,16 @@ def _multiplied() -> Iterator[tuple[TensorRule, Any]]:
 
 
 def _reduced() -> Iterator[tuple[TensorRule, Any]]:
-    keep = ("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "flip")
+    keep = ("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp")
     yield from ((reductions.along, function) for function in _named(*keep))
     yield from ((reductions.along, function) for function in _in_functional("softmax", "log_softmax", "softmin"))
     yield from ((reductions.roll, function) for function in _named("roll"))
+    yield from ((reductions.flip, function) for function in _named("flip"))
     yield from ((reductions.corner, function) for function in _named("tril", "triu"))
     yield reductions.pad, functional.pad
-    less = ("amax", "amin", "max", "min", "argmax", "argmin", "logsumexp", "any", "all", "median", "aminmax")
+    less = ("amax", "amin", "max", "min", "argmax", "argmin", "logsumexp", "any", "all", "median")
     yield from ((reductions.reduced, function) for function in _named(*less))
+    yield from ((reductions.extremes, function) for function in _named("aminmax"))
     yield from ((reductions.vector_norm_rule, function) for function in _named("norm"))
     yield reductions.vector_norm, torch.linalg.vector_norm
     yield from ((reductions.topk, function) for function in _named("topk"))
