@@ -1,5 +1,8 @@
 """Places the user's module on this rank: shards it, and moves its parameters into flat buckets."""
 
+import logging
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +19,8 @@ from engine.planning.budgets import reduces_each_microbatch, shards_parameters
 from engine.planning.plan import Plan
 from engine.precision.dtypes import place_rest
 from engine.zero.flat_buckets import FlatBucket, Ownership, fill, reserve
+
+logger = logging.getLogger("trine")
 
 
 def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
@@ -64,6 +69,8 @@ def place_model(
             return places[name][2]
         return torch.zeros(rows[name].local_shape(coord.tp), dtype=rows[name].dtype, device=device)
 
+    if _forget_backward(parameters.values()) and comm.grid.rank == 0:
+        logger.warning("the gradients that an earlier backward has left on the model are dropped")
     meta = {name for name, p in parameters.items() if p.is_meta and name in rows}
     drawn = meta if config.checkpoint.init_from is None else set()
     materialize(model, drawn, config.seed, device, keep)
@@ -76,3 +83,19 @@ def place_model(
     for flat in buckets:
         fill(flat, placed=meta)
     return buckets
+
+
+def _forget_backward(parameters: Iterable[nn.Parameter]) -> bool:
+    """Drop what the user's own forwards and backwards have left on parameters; True if there was a gradient.
+
+    An output that is still alive holds the node that accumulates a parameter's gradient, which expects the full shape.
+    torch makes another node after the data has had another dtype.
+    """
+    found = False
+    for parameter in parameters:
+        found, parameter.grad = found or parameter.grad is not None, None
+        data, other = parameter.data, torch.float32 if parameter.dtype == torch.float64 else torch.float64
+        if data.is_floating_point():
+            parameter.data = torch.empty(0, dtype=other, device=data.device)
+            parameter.data = data
+    return found

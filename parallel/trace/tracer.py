@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.errors import PlanError
+from engine.errors import PlanError, first_line
 from engine.parallel.model.blocks import Units, find_units, open_units, weighty_children
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.side_effects import restoring_state
 from engine.parallel.model.torch_checkpoint import open_checkpoints
-from engine.parallel.trace.model_trace import Call, Material, ModelTrace, Recipe, trace_difference
+from engine.parallel.model.user_code import is_own_mistake
+from engine.parallel.trace.model_trace import Call, Material, ModelTrace, OnZeros, Recipe, trace_difference
 from engine.parallel.trace.recorder import Recorder
 from engine.parallel.trace.torch_function import functions_shown_to
 
@@ -141,8 +142,18 @@ def _run(
         except Exception as error:
             if recorder.provenance.problems:  # the error may follow from zeros that the program read on the host
                 raise PlanError(recorder.provenance.problems[0]) from error
+            if recorder.on_zeros and not is_own_mistake(error):
+                raise PlanError(_fails_on_zeros(recorder.on_zeros[-1], error)) from error
             raise
     return recorder, recorder.finish(result)
+
+
+def _fails_on_zeros(read: OnZeros, error: Exception) -> str:
+    return (
+        f"the model reads the content of a tensor ({read.operation} {read.where}), which stands for zeros while the model is "
+        f"traced on shapes, and its code does not take zeros ({first_line(error)}); compute from shapes there, or use "
+        "the data axis and ZeRO alone, which need no trace."
+    )
 
 
 def _hiding(recorder: Recorder, units: Units) -> Iterable[str]:

@@ -13,7 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SMALL = ["--steps", "3", "--layers", "2", "--width", "32", "--context", "32", "--sample", "20"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+}
+"""As a user has it: interpreted kernels, which tests switch on, would take most of the time."""
 
 
 def run(command: list[str], folder: Path, seconds: float = 120) -> subprocess.CompletedProcess[str]:
@@ -74,7 +78,12 @@ def test_two_nodes(tmp_path: Path) -> None:
                 command, cwd=tmp_path, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
         )
-    outputs = [node.communicate(timeout=120) for node in nodes]
+    try:
+        outputs = [node.communicate(timeout=120) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
     assert [node.returncode for node in nodes] == [0, 0], outputs[0][1][-2000:]
     assert "4 ranks = 2 pipeline x 1 data x 2 tensor" in outputs[0][0] and "step 3/3" in outputs[0][0]
     assert "step" not in outputs[1][0], "only rank 0 speaks"

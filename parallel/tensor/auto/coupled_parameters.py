@@ -144,20 +144,37 @@ class GradientSparsity:
 
     def _needed(self, products: Sequence[MatmulRecord], tp: int) -> dict[str, list[list[list[bool]]]]:
         """For each parameter, rank and dim: the rows that have a gradient."""
-        names = list(self._parameters)
-        found: dict[str, list[list[list[bool]]]] = {}
-        for rank in range(tp):
-            out = torch.zeros(())
-            for product in products:
-                width = product.x.shape[product.x_dim] // tp
-                part = product.x.narrow(product.x_dim, rank * width, width)
-                noise = torch.randn(part.shape, generator=self._generator, dtype=part.dtype)
-                out = out + (part * noise).sum()
-            grads = torch.autograd.grad(out, list(self._parameters.values()), retain_graph=True, allow_unused=True)
-            for name, grad in zip(names, grads, strict=True):
-                if grad is not None:
-                    found.setdefault(name, []).append([_nonzero(grad, dim) for dim in range(grad.dim())])
-        return {name: ranks for name, ranks in found.items() if len(ranks) == tp}
+        ranks = [self._nonzero_rows(products, rank, tp) for rank in range(tp)]
+        everywhere = [name for name in self._parameters if all(name in rows for rows in ranks)]
+        return {name: [rows[name] for rows in ranks] for name in everywhere}
+
+    def _nonzero_rows(self, products: Sequence[MatmulRecord], rank: int, tp: int) -> dict[str, list[list[bool]]]:
+        """For each parameter and dim, the rows that have a gradient from one rank's part of a row layer's input.
+
+        A gradient that is zero in theory (a key's bias) is a rounding error, which may be exactly zero by chance. Where
+        such errors are seen, a row is zero only if it is so in several draws.
+        """
+        found: dict[str, list[list[bool]]] = {}
+        for _ in range(_DRAWS):
+            grads = self._gradients(products, rank, tp)
+            for name, grad in grads.items():
+                rows = [_nonzero(grad, dim) for dim in range(grad.dim())]
+                before = found.get(name, rows)
+                found[name] = [[a or b for a, b in zip(x, y, strict=True)] for x, y in zip(before, rows, strict=True)]
+            largest = max((_top(grad) for grad in grads.values()), default=0.0)
+            if not any(_has_rounding(grad, largest) for grad in grads.values()):
+                break
+        return found
+
+    def _gradients(self, products: Sequence[MatmulRecord], rank: int, tp: int) -> dict[str, Tensor]:
+        out = torch.zeros(())
+        for product in products:
+            width = product.x.shape[product.x_dim] // tp
+            part = product.x.narrow(product.x_dim, rank * width, width)
+            noise = torch.randn(part.shape, generator=self._generator, dtype=part.dtype)
+            out = out + (part * noise).sum()
+        grads = torch.autograd.grad(out, list(self._parameters.values()), retain_graph=True, allow_unused=True)
+        return {name: grad for name, grad in zip(self._parameters, grads, strict=True) if grad is not None}
 
     def _cuts(
         self, row: str, needed: Mapping[str, list[list[list[bool]]]], taken: set[str]
@@ -211,6 +228,20 @@ def _nonzero(grad: Tensor, dim: int) -> list[bool]:
     others = [d for d in range(grad.dim()) if d != dim]
     largest = grad.abs().amax(others) if others else grad.abs()
     return (largest > 0).tolist()
+
+
+_DRAWS = 4
+_ROUNDING = 1e-11
+"""Gradients below this share of the largest are rounding errors of float64."""
+
+
+def _has_rounding(grad: Tensor, largest: float) -> bool:
+    size = grad.abs()
+    return bool(((size > 0) & (size < _ROUNDING * largest)).any())
+
+
+def _top(grad: Tensor) -> float:
+    return float(grad.abs().max()) if grad.numel() else 0.0
 
 
 def _is_cut(rows: Sequence[Sequence[bool]]) -> bool:

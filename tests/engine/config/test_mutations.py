@@ -101,9 +101,9 @@ def names(message: str, edit: Edit) -> bool:
 
 
 def shows(line: str, given: str | float) -> bool:
-    """Whether the line has this text, or a number of this value; a size that is null is one left out."""
+    """Whether the line has this text, or a number of this value; a size that is null, or in {}, is one left out."""
     if isinstance(given, str):
-        return given in line or (given == "null" and ": missing;" in line)
+        return given in line or (": missing;" in line and (given == "null" or "{}" in given))
     if math.isnan(given):
         return "NaN" in line
     numbers = re.findall(r"(?<![\w.])-?(?:\d[\d.]*(?:e[+-]?\d+)?|Infinity)", line)
