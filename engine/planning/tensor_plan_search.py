@@ -243,16 +243,20 @@ def _material_of_shorter(program: Program, example: Batch, trace: ModelTrace, tp
     length = max(min(lengths) // 2 // tp * tp, tp)
     if length >= max(lengths):
         return None, f"an example of {max(lengths)} tokens cannot be shortened for {tp} tensor ranks"
-    material = Material()
-    try:
-        seen = trace_example(program, _short(example, length), 1, material=material)
-    except Exception as error:  # not every model takes every length
-        if is_own_mistake(error):
-            raise
-        return None, f"the model does not run with {length} tokens: {first_line(error)}"
-    if [call.unit for call in seen.calls] != [call.unit for call in trace.calls]:
+    refused = ""
+    for floats in (False, True):
+        material = Material()
+        try:
+            seen = trace_example(program, _short(example, length, floats), 1, material=material)
+        except Exception as error:  # not every model takes every length
+            if is_own_mistake(error):
+                raise
+            refused = refused or f"the model does not run with {length} tokens: {first_line(error)}"
+            continue
+        if [call.unit for call in seen.calls] == [call.unit for call in trace.calls]:
+            return material, ""
         return None, f"the model calls other modules with {length} tokens"
-    return material, ""
+    return None, refused
 
 
 @dataclass
