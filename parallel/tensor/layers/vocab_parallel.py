@@ -7,8 +7,10 @@ Shape suffixes: V the vocabulary, W this rank's shard of it, D width.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from engine.errors import EngineError
 from engine.parallel.tensor.collectives import EMBEDDING, gather_last, reduce_from
 from engine.parallel.tensor.deferred_linear import fused_forward, is_conv1d
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
@@ -30,6 +32,9 @@ class EmbeddingLayer(nn.Module):
     Each rank looks up the rows that it holds and returns zero for the others; one all-reduce over "tp" (a
     reduce-scatter under sequence parallelism), label "embedding". The layer's own forward runs on local ids, so it may
     scale the vectors.
+
+    Raises:
+        EngineError: an id is outside of the vocabulary, on the CPU; a GPU stops by its own assertion, as in torch.
     """
 
     tensor_vocabulary: Vocabulary
@@ -38,12 +43,26 @@ class EmbeddingLayer(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up local rows, zero those of other ranks, sum."""
         vocabulary = self.tensor_vocabulary
+        if not vocabulary.axis.dry:
+            _check_ids(ids, vocabulary.size)
         local = ids - vocabulary.start
         elsewhere = (local < 0) | (local >= vocabulary.width)
         x_D = super().forward(local.masked_fill_(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0)
         if self.tensor_views.sequence and x_D.dim() > 2:
             return add_rows(self.tensor_views, x_D, label=EMBEDDING)
         return reduce_from(x_D, vocabulary.axis, EMBEDDING)
+
+
+def _check_ids(ids: Tensor, size: int) -> None:
+    """Refuse what one process refuses: no rank would hold such a row, and all would look up zeros."""
+    inside = ((ids >= 0) & (ids < size)).all()
+    if ids.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(inside)
+    elif ids.device.type == "cpu" and not bool(inside):
+        raise EngineError(
+            f"a token id is outside the vocabulary of {size} rows: the ids of this batch reach from {int(ids.min())} to "
+            f"{int(ids.max())}; give ids from 0 to {size - 1}."
+        )
 
 
 class HeadLayer(nn.Module):

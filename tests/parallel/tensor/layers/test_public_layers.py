@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.errors import PlanError
+from engine.errors import EngineError, PlanError
 from engine.parallel.tensor.layers.linear import ColumnLinear, GatheredColumnLinear, RowLinear, local_rows
 from engine.parallel.tensor.layers.parallel_region import Region
 from engine.parallel.tensor.layers.vocab_parallel import VocabularyEmbedding, VocabularyHead
@@ -97,3 +97,20 @@ def test_sizes_that_the_axis_does_not_divide_are_refused() -> None:
 
     said = "out_features = 6 does not divide among 4 tensor ranks; choose a multiple of 4."
     assert run_tensor_ranks(4, body) == [said] * 4
+
+
+@pytest.mark.parametrize("wrong", [WORDS, -1])
+def test_an_id_outside_the_vocabulary_is_refused_as_in_one_process(wrong: int) -> None:
+    ids = torch.tensor([0, WORDS - 1, wrong])
+
+    def body(axis: TensorAxis) -> str:
+        with pytest.raises(EngineError) as caught:
+            VocabularyEmbedding(WORDS, WIDTH, axis=axis)(ids)
+        return str(caught.value)
+
+    (said, other) = run_tensor_ranks(2, body)
+    assert said == other
+    assert said == (
+        f"a token id is outside the vocabulary of {WORDS} rows: the ids of this batch reach from {min(0, wrong)} to "
+        f"{max(WORDS - 1, wrong)}; give ids from 0 to {WORDS - 1}."
+    )
