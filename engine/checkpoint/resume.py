@@ -144,7 +144,8 @@ class Resume:
         loader.read_weights()
         made: Moments = {}
         if self._states:
-            made = make_moments(self._run.runtime.optimizer, Families(reader.kinds, reader.manifest.optimizer))
+            runtime, families = self._run.runtime, Families(reader.kinds, reader.manifest.optimizer)
+            made = make_moments(runtime.optimizer, families, runtime.plan.table)
             loader.read_moments(made)
         return made
 

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.contents.optimizer_state import without_numbers
 from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership
 from engine.checkpoint.contents.snapshot import Contents, Ours, Snapshot, Snapshots
 from engine.checkpoint.format.checked_blocks import BLOCK, DEFAULT_ALGORITHM
@@ -254,6 +255,7 @@ class Saver:
             received = reports()
         with self._whole_or_gone(written, f"about {sum(map(len, received))}"):
             merged, tensors = merge(received)
+            tensors = without_numbers(tensors, contents.optimizer.get("groups", ()), merged.numbers)
             checksum = self._write_checksums(written, merged)
             attempt = written.name.rpartition("-")[2]
             manifest = Manifest(
