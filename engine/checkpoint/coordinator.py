@@ -12,6 +12,8 @@ from torch import nn
 
 from engine.checkpoint.contents.trainer_state import Stateful, TrainerState
 from engine.checkpoint.format.filesystem import Files, resolved
+from engine.checkpoint.format.folder_locks import FolderLocks
+from engine.checkpoint.format.step_folders import make_run_folder
 from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
@@ -38,7 +40,7 @@ class CheckpointCoordinator:
         self._model, self._config, self._comm, self.device = model, config, comm, device
         self._model_files = model_files
         self._tracked: dict[str, Stateful] = {}
-        self._files = Files()
+        self._files, self._locks = Files(), FolderLocks()
         self._host: TorchHostGroup | None = None
         self._run: RunState | None = None
         self._checkpoints: CheckpointWriter | None = None
@@ -59,6 +61,22 @@ class CheckpointCoordinator:
         """True after this rank has received SIGTERM."""
         return self._signal is not None and self._signal.asked
 
+    def hold_folder(self) -> None:
+        """Lock ``checkpoint.folder`` for as long as the engine lives, on rank 0. Nothing is communicated.
+
+        A folder that cannot be made is a warning here, and an error of the first save into it.
+
+        Raises:
+            CheckpointError: another engine saves its checkpoints there.
+        """
+        if self._folder is None or self._comm.grid.rank:
+            return
+        try:
+            make_run_folder(self._files, self._folder)
+            self._locks.hold(self._folder)
+        except OSError as error:
+            logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
+
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
         """Read the initial weights or the requested checkpoint into the model, which is now on the grid. Collective."""
         state = self._trainer_state(update)
@@ -72,6 +90,7 @@ class CheckpointCoordinator:
             full_state=FullState(self._model, runtime.plan, entries, self._comm),
             model_files=self._model_files,
             files=self._files,
+            locks=self._locks,
         )
         request, self._request = self._request, None
         self._spoiled = request is not None or self._init_from is not None  # until the weights have been read
@@ -192,18 +211,19 @@ class CheckpointCoordinator:
             raise problem
 
     def release(self) -> None:
-        """Release the signal handler and destroy the host group, without waiting. A second call does nothing.
+        """Release the signal handler and the folders, and destroy the host group. A second call does nothing.
 
-        A pending save continues in its thread until it ends, and that thread destroys the group.
+        Nothing is waited for: a pending save continues in its thread until it ends, and that thread releases the
+        folders and the group.
         """
         if self._signal is not None:
             self._signal.remove()
-        if self._host is None:
-            return
-        if self._checkpoints is None:
-            self._host.close()
-        else:
-            self._checkpoints.afterwards(self._host.close)
+        closers = [self._locks.close] if self._host is None else [self._locks.close, self._host.close]
+        for close in closers:
+            if self._checkpoints is None:
+                close()
+            else:
+                self._checkpoints.afterwards(close)
 
     def _resume(self, request: LoadRequest) -> Any:
         assert self._run is not None, "the caller has checked that the model is built"

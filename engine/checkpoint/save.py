@@ -57,12 +57,18 @@ class Saver:
         ownership: which rank stores which elements.
         tensors: the tensors of the model folder, the same on all ranks.
         host: carries weights to their owners, and rank 0's verdict to all ranks.
+        lock: locks the folder of a run on rank 0, or raises.
     """
 
     def __init__(
-        self, ownership: SaveOwnership, tensors: tuple[ModelTensor, ...], host: HostGroup, files: Files
+        self,
+        ownership: SaveOwnership,
+        tensors: tuple[ModelTensor, ...],
+        host: HostGroup,
+        files: Files,
+        lock: Callable[[Path], None],
     ) -> None:
-        self._tensors, self._host, self._files = tensors, host, files
+        self._tensors, self._host, self._files, self._lock = tensors, host, files, lock
         self._snapshots = Snapshots(ownership, tensors, host.rank)
         self._held = ExitStack()
         """Lock on the folder of the pending save; rank 0 only."""
@@ -158,6 +164,7 @@ class Saver:
         with self._whole_or_gone(written, str(4 * PAGE)):
             make_run_folder(self._files, folder)
             if swept:
+                self._lock(folder)
                 sweep(self._files, folder)
             self._files.make_folder(written)
             self._held.enter_context(self._files.locked(written))

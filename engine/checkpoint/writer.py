@@ -92,7 +92,7 @@ class CheckpointWriter:
 
     def __init__(self, run: RunState, host: HostGroup) -> None:
         self._run, self._config = run, run.config.checkpoint
-        self._saver = Saver(run.ownership, run.tensors, host, run.files)
+        self._saver = Saver(run.ownership, run.tensors, host, run.files, run.locks.hold)
         self._pending: PendingSave | None = None
         others = [key for key, entry in run.full_state.entries.items() if entry.kind == "other"]
         if others and run.comm.grid.rank == 0:

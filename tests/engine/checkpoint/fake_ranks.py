@@ -123,7 +123,7 @@ class FakeRun:
         """What one rank does of it."""
         rank = self.ranks[host.rank]
         local_tensors, optimizer = rank.local_tensors, rank.optimizer
-        saver = Saver(local_tensors.ownership, self.tensors, host, files)
+        saver = Saver(local_tensors.ownership, self.tensors, host, files, lambda folder: None)
         pieces = [*local_tensors.masters(), *local_tensors.state(moments_by_bucket(optimizer))]
         weights = [*local_tensors.weights(), *local_tensors.whole()]
         contents = Contents(step, {}, {}, {}, describe_optimizer(optimizer, self.plan.table), None, {})

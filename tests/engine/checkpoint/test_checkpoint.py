@@ -1,5 +1,6 @@
 """save_checkpoint and load_checkpoint in one process: what comes back, what is refused and how."""
 
+import gc
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -318,3 +319,29 @@ def test_two_engines_in_one_folder_leave_each_others_save_alone(tmp_path: Path) 
     with start() as eng:
         eng.save_checkpoint(tmp_path).wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000000", "step-00000000-r1"]
+
+
+# ------------------------------------------------------------------------------------------------ two engines
+
+
+def test_two_engines_do_not_save_into_one_folder(tmp_path: Path) -> None:
+    run, other = {"folder": str(tmp_path / "run")}, tmp_path / "other"
+    with start(checkpoint=run) as eng:
+        with pytest.raises(engine.CheckpointError, match=r"run: another engine \(this process, since .* saves its"):
+            start(checkpoint=run)
+        with start() as guest:
+            guest.save_checkpoint(other).wait()
+            for folder in (tmp_path / "run", other):
+                pending = (guest if folder != other else eng).save_checkpoint(folder)
+                with pytest.raises(engine.CheckpointError, match=r"another engine \(this process"):
+                    pending.wait()
+        train(eng, 0, 1)
+        eng.save_checkpoint(other).wait()
+        eng.save_checkpoint().wait()
+    with start(checkpoint=run) as eng:
+        assert eng.load_checkpoint() == {} and eng.step_count == 1
+    del eng
+    start(checkpoint=run)
+    gc.collect()
+    with start(checkpoint=run):
+        pass
