@@ -22,6 +22,7 @@ from engine.checkpoint.run_state import RunState
 from engine.checkpoint.writer import CheckpointWriter, PendingSave
 from engine.config import Config
 from engine.errors import CheckpointError, EngineError
+from engine.parallel.comm.agreement import gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import TorchHostGroup
 from engine.parallel.comm.world import timeout_seconds
@@ -133,7 +134,7 @@ class CheckpointCoordinator:
         path = self._folder if folder is None else resolved(folder)
         if path is None:
             raise EngineError("load_checkpoint() got no folder, and checkpoint.folder is null; give one of the two.")
-        self.drain()
+        self._renew_group()
         step = find_checkpoint(path, self._group(), self._files)
         if step is None:
             return None
@@ -261,6 +262,7 @@ class CheckpointCoordinator:
             )
         if self._run.runtime.gatherer is not None:
             self._run.runtime.gatherer.refuse_opened(call)
+        self._renew_group()
         if self._checkpoints is None:
             self._checkpoints = CheckpointWriter(self._run, self._group())
         return self._checkpoints, self._run
@@ -270,6 +272,25 @@ class CheckpointCoordinator:
             grid = self._comm.grid
             self._host = TorchHostGroup(grid.rank, grid.world_size, timeout_seconds())
         return self._host
+
+    def _renew_group(self) -> None:
+        """Wait for the pending save, and make another host group if any rank has lost a message in this one.
+
+        One all-gather of 8 bytes a rank over the world, label "checkpoint", if there is a group: a rank that was slow,
+        or that has lost nothing itself, does not know that the group is broken.
+        """
+        self.drain()
+        if self._host is None or self._comm.grid.world_size == 1:
+            return
+        broken = torch.tensor([self._host.broken], dtype=torch.int64)
+        if not gather_from_all(broken, self._comm, self.device, "checkpoint").any():
+            return
+        if self._comm.grid.rank == 0:
+            logger.warning("checkpoint: the last save or load has lost a rank; the ranks connect again")
+        self._host.close()
+        self._host = None
+        if self._checkpoints is not None:
+            self._checkpoints.use(self._group())
 
 
 def _path(folder: str | None) -> Path | None:

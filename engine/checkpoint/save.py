@@ -68,7 +68,9 @@ class Saver:
         files: Files,
         lock: Callable[[Path], None],
     ) -> None:
-        self._tensors, self._host, self._files, self._lock = tensors, host, files, lock
+        self._tensors, self._files, self._lock = tensors, files, lock
+        self.host = host
+        """The group of the next save."""
         self._snapshots = Snapshots(ownership, tensors, host.rank)
         self._held = ExitStack()
         """Lock on the folder of the pending save; rank 0 only."""
@@ -128,7 +130,7 @@ class Saver:
             step, tracked = snapshot.contents.step, snapshot.contents.progress.get("tracked", {})
             ready = Report(tracked=digests(tracked)).to_json()
         else:
-            step, ready = 0, failure(f"{_described(snapshot)} (on rank {self._host.rank})")
+            step, ready = 0, failure(f"{_described(snapshot)} (on rank {self.host.rank})")
         opened = self._on_first(ready, lambda reports: self._open(folder, step, swept, reports), last=False)
         assert isinstance(snapshot, Snapshot), "rank 0 has refused a save without a snapshot"
         return snapshot, Path(opened.text("folder"))
@@ -140,17 +142,17 @@ class Saver:
         the other ranks have started to write, and the lost one will be missing among their reports.
         """
         message = b""
-        if self._host.rank:
-            collect(self._host, report)
+        if self.host.rank:
+            collect(self.host, report)
         else:
             try:
-                message = dump(action(lambda: collect(self._host, report) or []))
+                message = dump(action(lambda: collect(self.host, report) or []))
             except Exception as error:  # any failure: the other ranks wait for an answer
                 message = failure(_described(error))
         try:
-            message = announce(self._host, message)
+            message = announce(self.host, message)
         except EngineError:
-            if self._host.rank or last:
+            if self.host.rank or last:
                 raise
         answer = Fields(parse(message, "rank 0's message"), "rank 0's message")
         if answer.any("problem") is not None:
@@ -191,11 +193,11 @@ class Saver:
         waits = []
         for owner, data in snapshot.outgoing.items():
             with _noting(lost):
-                waits.append(self._host.send(data, owner))
+                waits.append(self.host.send(data, owner))
         for source, size in snapshots.incoming():
             message = snapshots.memory.take("from others", size)[:size]
             with _noting(lost):
-                self._host.receive(message, source)()
+                self.host.receive(message, source)()
                 snapshots.put(snapshot, source, message)
         for wait in waits:
             with _noting(lost):
@@ -204,7 +206,7 @@ class Saver:
             raise lost[0]
 
     def _write_files(self, snapshot: Snapshot, written: Path) -> Report:
-        report, rank = Report(numbers=snapshot.numbers), self._host.rank
+        report, rank = Report(numbers=snapshot.numbers), self.host.rank
         if snapshot.model.layout.places:
             file = self._model_file(rank)
             self._write(written, file, snapshot.model, report)
@@ -245,7 +247,7 @@ class Saver:
         if isinstance(error, EngineError):
             return str(error)
         if not isinstance(error, OSError):
-            return f"{_described(error)} on rank {self._host.rank}"
+            return f"{_described(error)} on rank {self.host.rank}"
         return self._on_disk(error, written, str(sum(image.layout.size for image in snapshot.images)))
 
     def _on_disk(self, error: OSError, written: Path, needed: str) -> str:
@@ -253,7 +255,7 @@ class Saver:
             free = f"{self._files.free_bytes(written.parent)} are free there"
         except OSError:
             free = "the number of free bytes there is unknown"
-        return f"{_described(error)} on rank {self._host.rank}, which has {needed} bytes to write; {free}."
+        return f"{_described(error)} on rank {self.host.rank}, which has {needed} bytes to write; {free}."
 
     # ------------------------------------------------------------------ rank 0
 

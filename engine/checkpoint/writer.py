@@ -120,6 +120,10 @@ class CheckpointWriter:
         self._pending = PendingSave(write, told, self._config.asynchronous)
         return self._pending
 
+    def use(self, host: HostGroup) -> None:
+        """Send over ``host`` from now on; no save is pending."""
+        self._saver.host = host
+
     def export(self, folder: Path) -> None:
         """Write the model folder alone and wait until it is written."""
         self.drain()
