@@ -17,7 +17,7 @@ from engine.checkpoint.format.step_folders import make_run_folder
 from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
-from engine.checkpoint.resume import LoadRequest, Resume, find_checkpoint, loading, start_weights
+from engine.checkpoint.resume import ClientState, LoadRequest, Resume, find_checkpoint, loading, start_weights
 from engine.checkpoint.run_state import RunState
 from engine.checkpoint.writer import CheckpointWriter, PendingSave
 from engine.config import Config
@@ -119,6 +119,11 @@ class CheckpointCoordinator:
         path = self._folder if folder is None else resolved(folder)
         if path is None:
             raise EngineError("save_checkpoint() got no folder, and checkpoint.folder is null; give one of the two.")
+        if isinstance(client_state, str):
+            raise EngineError(
+                f"save_checkpoint(folder, {client_state!r:.80}): the second argument is client_state, and checkpoints "
+                "are named by their step, not by a tag; leave it out, or pass client_state={...}."
+            )
         self.refuse_spoiled()
         checkpoints, run = self._writer("save_checkpoint")
         if path != self._folder:
@@ -128,18 +133,25 @@ class CheckpointCoordinator:
         return self._last
 
     def load(
-        self, folder: str | os.PathLike[str] | None, module_only: bool, optimizer_states: bool, update: Update
+        self,
+        folder: str | os.PathLike[str] | None,
+        update: Update,
+        *,
+        module_only: bool,
+        optimizer_states: bool,
+        missing_ok: bool,
     ) -> Any:
         """See :meth:`engine.Engine.load_checkpoint`."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
             raise EngineError("load_checkpoint() got no folder, and checkpoint.folder is null; give one of the two.")
         self._renew_group()
-        step = find_checkpoint(path, self._group(), self._files)
+        step = find_checkpoint(path, self._group(), self._files, missing_ok)
         if step is None:
             return None
         request = LoadRequest(step, module_only, optimizer_states)
-        return self._begin(request, update) if self._run is None else self._resume(request)
+        user = self._begin(request, update) if self._run is None else self._resume(request)
+        return ClientState(user) if isinstance(user, dict) else user
 
     def gather_full_state(self) -> dict[str, torch.Tensor]:
         """See :meth:`engine.Engine.full_state_dict`; the engine is built."""

@@ -101,7 +101,7 @@ class Saver:
         Raises:
             CheckpointError, EngineError: as ``run``; the folder is then unchanged.
         """
-        snapshot, written = self._begin(snapshot, folder.parent, swept=False)
+        snapshot, written = self._begin(snapshot, folder, swept=False)
         self._on_first(self._report(snapshot, written), lambda reports: self._move(written, folder, reports))
 
     def _move(self, written: Path, folder: Path, reports: RankReports) -> Mapping[str, Any]:
@@ -123,15 +123,16 @@ class Saver:
     def _begin(self, snapshot: Snapshot | Exception, folder: Path, swept: bool) -> tuple[Snapshot, Path]:
         """Create the folder of this attempt once every rank has a snapshot.
 
-        ``swept``: remove leftovers of interrupted saves from ``folder``. An export leaves them alone, since another
-        engine may be saving there.
+        ``swept``: ``folder`` is that of a run, which is locked and rid of the leftovers of interrupted saves. An export
+        writes beside its folder and leaves them alone, since another engine may be saving there.
         """
         if isinstance(snapshot, Snapshot):
             step, tracked = snapshot.contents.step, snapshot.contents.progress.get("tracked", {})
-            ready = Report(tracked=digests(tracked)).to_json()
+            ready = Report(tracked=digests(tracked), folder=str(folder)).to_json()
         else:
             step, ready = 0, failure(f"{_described(snapshot)} (on rank {self.host.rank})")
-        opened = self._on_first(ready, lambda reports: self._open(folder, step, swept, reports), last=False)
+        inside = folder if swept else folder.parent
+        opened = self._on_first(ready, lambda reports: self._open(inside, step, swept, reports), last=False)
         assert isinstance(snapshot, Snapshot), "rank 0 has refused a save without a snapshot"
         return snapshot, Path(opened.text("folder"))
 

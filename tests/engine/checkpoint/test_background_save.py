@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.folder_locks import LOCK
 from engine.checkpoint.format.step_folders import committed
 from engine.checkpoint.format.step_reader import StepReader
 from engine.errors import EngineError
@@ -239,4 +240,4 @@ def test_a_save_that_loses_a_rank_fails_and_takes_its_folder_away(tmp_path: Path
     with Launch(killed_during_a_save, 2, str(tmp_path), env={"TRINE_TIMEOUT_SECONDS": "40"}) as launch:
         ended = launch.end(seconds=90)
     assert [rank.code for rank in ended] == [0, -signal.SIGKILL], ended[0].error
-    assert ended[0].said == [[]]
+    assert ended[0].said == [[LOCK]]

@@ -1,7 +1,11 @@
 """save_checkpoint and load_checkpoint in one process: what comes back, what is refused and how."""
 
+import copy
 import gc
+import json
 import logging
+import pickle
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +72,14 @@ def test_a_run_goes_on_bit_for_bit(saved: Path) -> None:
 
 def test_nothing_there_is_none_and_nothing_given_is_empty(tmp_path: Path) -> None:
     with start() as eng:
-        assert eng.load_checkpoint(tmp_path / "run") is None
+        for there in (False, True):
+            with pytest.raises(
+                engine.CheckpointError,
+                match=rf"^load_checkpoint: .*run {'holds no checkpoint' if there else 'is not a folder'}; give the fol",
+            ):
+                eng.load_checkpoint(tmp_path / "run")
+            assert eng.load_checkpoint(tmp_path / "run", missing_ok=True) is None
+            (tmp_path / "run").mkdir(exist_ok=True)
         step = eng.save_checkpoint(tmp_path / "run").wait()
         assert step == tmp_path / "run" / "step-00000000", "also before the first step"
         assert eng.load_checkpoint(step) == {}
@@ -125,7 +136,7 @@ def test_every_saves_and_keep_keeps(tmp_path: Path, caplog: pytest.LogCaptureFix
     checkpoint = {"folder": str(tmp_path / "run"), "every": 2, "keep": 2}
     with caplog.at_level(logging.INFO, "trine"), start(checkpoint=checkpoint) as eng:
         train(eng, 0, 6)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-00000004", "step-00000006"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".trine.lock", "latest", "step-00000004", "step-00000006"]
     assert sum("checkpoint saved" in record.message for record in caplog.records) == 3
     with start(checkpoint=checkpoint) as eng:
         assert eng.load_checkpoint() == {} and eng.step_count == 6
@@ -246,6 +257,8 @@ def test_calls_that_cannot_be_right(tmp_path: Path, saved: Path) -> None:
             eng.save_checkpoint()
         with pytest.raises(engine.EngineError, match=r"^load_checkpoint\(\) got no folder"):
             eng.load_checkpoint()
+        with pytest.raises(engine.EngineError, match=r"^save_checkpoint\(folder, 'best'\): the second argument is cl"):
+            eng.save_checkpoint(tmp_path / "odd", "best")
         with pytest.raises(engine.EngineError, match=r"^register_for_checkpointing\(thing=...\): a Mute lacks state"):
             eng.register_for_checkpointing(thing=Mute())
         with pytest.raises(
@@ -318,7 +331,43 @@ def test_two_engines_in_one_folder_leave_each_others_save_alone(tmp_path: Path) 
             assert not again
     with start() as eng:
         eng.save_checkpoint(tmp_path).wait()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000000", "step-00000000-r1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".trine.lock", "latest", "step-00000000", "step-00000000-r1"]
+
+
+def test_a_client_state_is_not_unpacked_like_a_pair(tmp_path: Path) -> None:
+    given = {"path": "here", "state": {"epoch": 1}}
+    with start() as eng:
+        eng.save_checkpoint(tmp_path, given).wait()
+        state = eng.load_checkpoint(tmp_path)
+        with pytest.raises(engine.EngineError, match=r"client state alone, not \(path, client_state\); write `state ="):
+            _, _ = state
+        assert state == given and {**state} == given and dict(state) == given and state["path"] == "here"
+        assert json.loads(json.dumps(state)) == given and copy.deepcopy(state) == pickle.loads(pickle.dumps(state))
+        assert list(state.items()) == [("path", "here"), ("state", {"epoch": 1})] and "path" in state
+        eng.save_checkpoint(tmp_path, state).wait()
+        assert eng.load_checkpoint(tmp_path) == given
+
+
+def other_folders(folder: Path) -> list[str]:
+    """Body of a rank: every rank names a folder of its own."""
+    with start(parallel={"data": 2}) as eng:
+        mine, told = folder / f"of rank {eng.grid.rank}", []
+        for call in (lambda: eng.save_checkpoint(mine).wait(), lambda: eng.save_pretrained(mine)):
+            with pytest.raises(engine.CheckpointError) as caught:
+                call()
+            told.append(str(caught.value))
+        eng.save_checkpoint(folder / "of rank 0").wait()
+        with pytest.raises(engine.CheckpointError) as caught:
+            eng.load_checkpoint(mine)
+        return [*told, str(caught.value)]
+
+
+def test_other_folders_on_other_ranks_are_refused_on_all(run_ranks: RunRanks, tmp_path: Path) -> None:
+    saved, exported, loaded = (first := run_ranks(other_folders, 2, tmp_path))[0]
+    assert first[0] == first[1] and saved == exported
+    assert re.match(r"not saved: rank 1 was to save into '.*of rank 1' and rank 0 into '.*of rank 0', and all", saved)
+    assert re.match(r"load_checkpoint was given '.*of rank 1' on rank 1 and '.*of rank 0' on rank 0, and one", loaded)
+    assert [path.name for path in tmp_path.iterdir()] == ["of rank 0"]
 
 
 # ------------------------------------------------------------------------------------------------ two engines
