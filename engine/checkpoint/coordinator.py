@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -250,7 +251,13 @@ class CheckpointCoordinator:
         done, whole = self._run.trainer_state.update.made, request.optimizer_states and not request.module_only
         self._saved_at = done if whole and request.step.parent == self._folder else -1
         if self._comm.grid.rank == 0:
-            logger.info("checkpoint loaded: %s, %d updates made", request.step, done)
+            logger.info(
+                "checkpoint loaded: %s, %d updates made; what it read is sound, and `trine checkpoint verify %s` reads "
+                "the rest too",
+                request.step,
+                done,
+                shlex.quote(str(request.step)),
+            )
         return user
 
     def _begin(self, request: LoadRequest, update: Update) -> Any:

@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 import engine
 from engine.checkpoint.format.filesystem import Files
 from engine.data import Sampler
+from engine.launch.cli import main as trine
 from engine.models.decoder import loss_sum
 from tests import models
 from tests.engine.parity.test_axes import same
@@ -136,7 +138,12 @@ def test_every_saves_and_keep_keeps(tmp_path: Path, caplog: pytest.LogCaptureFix
     checkpoint = {"folder": str(tmp_path / "run"), "every": 2, "keep": 2}
     with caplog.at_level(logging.INFO, "trine"), start(checkpoint=checkpoint) as eng:
         train(eng, 0, 6)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".trine.lock", "latest", "step-00000004", "step-00000006"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        ".trine.lock",
+        "latest",
+        "step-00000004",
+        "step-00000006",
+    ]
     assert sum("checkpoint saved" in record.message for record in caplog.records) == 3
     with start(checkpoint=checkpoint) as eng:
         assert eng.load_checkpoint() == {} and eng.step_count == 6
@@ -331,7 +338,23 @@ def test_two_engines_in_one_folder_leave_each_others_save_alone(tmp_path: Path) 
             assert not again
     with start() as eng:
         eng.save_checkpoint(tmp_path).wait()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".trine.lock", "latest", "step-00000000", "step-00000000-r1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".trine.lock",
+        "latest",
+        "step-00000000",
+        "step-00000000-r1",
+    ]
+
+
+def test_a_load_names_the_command_that_checks_what_it_did_not_read(
+    saved: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optim = next((saved / "step-00000002" / "optim").iterdir())
+    optim.write_bytes(optim.read_bytes()[:-1] + b"x")
+    with caplog.at_level(logging.INFO, "trine"), start() as eng:
+        eng.load_checkpoint(saved, load_module_only=True)
+    (command,) = re.findall(r"2 updates made; what it read is sound, and `trine (.*)` reads the rest too", caplog.text)
+    assert trine(shlex.split(command)) == 1 and "optim-00000.safetensors is damaged" in capsys.readouterr().err
 
 
 def test_a_client_state_is_not_unpacked_like_a_pair(tmp_path: Path) -> None:

@@ -51,7 +51,11 @@ class FailingFiles(Files):
         return lambda *given: self._try(name, action, given)
 
     def _try(self, name: str, action: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        path = self._paths[given[0]] if isinstance(given[0], int) else "/".join(map(str, given[:2]))
+        path = (
+            self._paths[given[0]]
+            if isinstance(given[0], int)
+            else "/".join(str(part) for part in given[:2] if not isinstance(part, int))
+        )
         self.seen.append((name, path))
         number = len(self.seen) - 1
         if number == self.at or (self.lasting and number > self.at >= 0):
