@@ -324,7 +324,7 @@ class Engine:
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged (names file, tensor and the last good checkpoint), or
-                belongs to another model (names the first difference); ranks gave different folders. Raised on all ranks.
+                belongs to another model (names the first difference); ranks gave other folders. Raised on all ranks.
         """
         self._refuse_unfinished("load_checkpoint")
         return self._checkpoints.load(

@@ -68,7 +68,8 @@ def check_same(folder: Path, record: Mapping[str, Any]) -> None:
         return
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EngineError(
-            f"{folder / RECORD} cannot be read ({type(error).__name__}, {error}), so the run in this folder is unknown; {_remedy(folder)}"
+            f"{folder / RECORD} cannot be read ({type(error).__name__}, {error}), so the run in this folder is "
+            f"unknown; {_remedy(folder)}"
         ) from error
     for name, here in _identity(record).items():
         if there.get(name) != here:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.format import manifest as manifests
+from engine.checkpoint.format import manifest as manifest_file
 from engine.checkpoint.format.manifest import Checksum, Manifest, StoredPiece, StoredTensor, from_json, to_json
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.format.safetensors_file import DTYPES, TensorKind
@@ -75,7 +75,7 @@ def test_a_part_is_made_once_and_there_are_as_many_as_tensor_ranks() -> None:
         made.append(Part(shape, 0, ((0, 9),)))
         return made[-1]
 
-    with patch.object(manifests, "_part", part), pytest.raises(CheckpointError, match="signature"):
+    with patch.object(manifest_file, "_part", part), pytest.raises(CheckpointError, match="signature"):
         from_json(many(1), "manifest")
     assert len(made) == 2, "looked at closely once: to check the piece, and to keep its part"
     with pytest.raises(CheckpointError, match=r"'param/w'\] has more than 4096 parts, which no number of tensor ranks"):
