@@ -92,7 +92,7 @@ class FlatBucket:
         storage = self.params.untyped_storage()
         parameters = sum(p.untyped_storage()._cdata == storage._cdata for p in self.parameters)
         own = 2 + len(self.views) + parameters  # ``params`` and ``storage``
-        return int(torch._C._storage_Use_Count(storage._cdata)) > own
+        return bool(torch._C._storage_Use_Count(storage._cdata) > own)
 
     def move(self) -> None:
         """Move ``params`` and its views to other memory, without content; whoever else holds the old one keeps it."""

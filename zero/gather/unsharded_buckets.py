@@ -142,7 +142,7 @@ class UnshardedBuckets:
 
 def _memory(tensor: Tensor) -> int:
     """Return the number of the tensor's storage, which stays the same when the storage is resized."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _versions(flat: FlatBucket) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ def _check_equal(optimizer: ShardedOptimizer, group: str, name: str, one: list[A
 
 
 def without_numbers(
-    tensors: Mapping[str, StoredTensor], groups: Sequence[Mapping[str, Any]], numbers: Numbers
+    tensors: Mapping[str, StoredTensor], groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
     """The tensors of a save, without the one-element states that are numbers for other parameters of their group.
 

@@ -101,8 +101,8 @@ class Swapping(Files):
     def __init__(self, folder: Path, target: Path) -> None:
         self._folder, self._target = folder, target
 
-    def unlink(self, path: Path, *parent: int) -> None:
-        super().unlink(path, *parent)
+    def unlink(self, path: Path, parent: int | None = None) -> None:
+        super().unlink(path, parent)
         if not self._folder.is_symlink():
             self._folder.rename(self._folder.with_name("aside"))
             self._folder.symlink_to(self._target)

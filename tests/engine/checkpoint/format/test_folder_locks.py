@@ -1,5 +1,6 @@
 """Who may save into a folder: one engine at a time, and nobody that has ended."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.format import folder_locks
 from engine.checkpoint.format.folder_locks import LOCK, FolderLocks
 from engine.errors import CheckpointError
 from tests.ranks import ROOT
@@ -101,7 +101,7 @@ def test_a_disk_without_locks_is_used_without_one(
     def unsupported(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(folder_locks.fcntl, "flock", unsupported)
+    monkeypatch.setattr(fcntl, "flock", unsupported)
     locks = FolderLocks()
     locks.hold(tmp_path)
     assert "cannot be locked (Operation not supported)" in caplog.text
