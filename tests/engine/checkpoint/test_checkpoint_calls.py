@@ -29,7 +29,7 @@ def test_a_load_names_the_command_that_checks_what_it_did_not_read(
     optim.write_bytes(optim.read_bytes()[:-1] + b"x")
     with caplog.at_level(logging.INFO, "trine"), start() as eng:
         eng.load_checkpoint(tmp_path, load_module_only=True)
-    (command,) = re.findall(r"2 updates made; what it read is sound, and `trine (.*)` reads the rest too", caplog.text)
+    (command,) = re.findall(r"updates made; what it read is sound, and `trine (.*)` reads the rest too", caplog.text)
     assert trine(shlex.split(command)) == 1 and "optim-00000.safetensors is damaged" in capsys.readouterr().err
 
 
