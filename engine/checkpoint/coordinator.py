@@ -69,13 +69,14 @@ class CheckpointCoordinator:
         A folder that cannot be made is a warning here, and an error of the first save into it.
 
         Raises:
-            CheckpointError: another engine saves its checkpoints there.
+            CheckpointError: an engine of another process saves its checkpoints there; one of this process may be
+                about to be dropped, and is refused by the first save.
         """
         if self._folder is None or self._comm.grid.rank:
             return
         try:
             make_run_folder(self._files, self._folder)
-            self._locks.hold(self._folder)
+            self._locks.hold(self._folder, early=True)
         except OSError as error:
             logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
 

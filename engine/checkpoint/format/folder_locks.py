@@ -33,8 +33,11 @@ class FolderLocks:
         """Open lock file of each folder; None where the file system has no locks."""
         self._closed = False
 
-    def hold(self, folder: Path) -> None:
+    def hold(self, folder: Path, early: bool = False) -> None:
         """Lock an existing folder until ``close``; a second call locks it again if the folder was replaced.
+
+        ``early``: nothing is written yet, so an engine of this process may hold the lock until the next call: in
+        ``eng = initialize(...)`` the old one is dropped once the new one is there.
 
         Raises:
             CheckpointError: another engine holds the lock; the message names its process and machine.
@@ -51,6 +54,9 @@ class FolderLocks:
             os.close(file)
         try:
             self._held[folder] = _locked(folder)
+        except _HeldHereError:
+            if not early:
+                raise
         except OSError as error:
             if folder not in self._held:
                 logger.warning(
@@ -83,6 +89,10 @@ class FolderLocks:
         os.register_at_fork(after_in_child=forget)
 
 
+class _HeldHereError(CheckpointError):
+    """Another engine of this process holds the lock."""
+
+
 def _locked(folder: Path) -> int:
     """Open and lock the lock file of a folder, and write into it who holds it.
 
@@ -98,9 +108,9 @@ def _locked(folder: Path) -> int:
                 _write_holder(file)
                 return file
         except BlockingIOError as error:
-            holder = _holder(file)
+            here, holder = _holder(file)
             os.close(file)
-            raise CheckpointError(
+            raise (_HeldHereError if here else CheckpointError)(
                 f"{folder}: {holder} saves its checkpoints there, and a second engine would set them aside; end that "
                 "one first, or name another folder."
             ) from error
@@ -124,14 +134,13 @@ def _write_holder(file: int) -> None:
     os.pwrite(file, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
 
 
-def _holder(file: int) -> str:
-    """Words for the engine that holds the lock."""
+def _holder(file: int) -> tuple[bool, str]:
+    """Whether the engine that holds the lock is in this process, and words for it."""
     try:
         found = json.loads(os.pread(file, 1 << 12, 0))
         host, pid, since = found["host"], int(found["pid"]), found["since"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return "another engine"
-    process = f"process {pid} on {host!r:.80}"
-    if (host, pid) == (socket.gethostname(), os.getpid()):
-        process = "this process"
-    return f"another engine ({process}, since {since!r:.40})"
+        return False, "another engine"
+    here = (host, pid) == (socket.gethostname(), os.getpid())
+    process = "this process" if here else f"process {pid} on {host!r:.80}"
+    return here, f"another engine ({process}, since {since!r:.40})"

@@ -34,6 +34,7 @@ def test_one_engine_at_a_time(tmp_path: Path) -> None:
     first.hold(tmp_path)
     with pytest.raises(CheckpointError, match=r"another engine \(this process, since '20.*\) saves its checkpoints th"):
         second.hold(tmp_path)
+    second.hold(tmp_path, early=True)
     first.close()
     first.close()
     second.hold(tmp_path)
@@ -73,7 +74,7 @@ def test_a_lock_ends_with_its_process_and_not_with_its_workers(tmp_path: Path) -
     worker, locks = int(run.stdout.readline()), FolderLocks()
     try:
         with pytest.raises(CheckpointError, match=rf"\(process {run.pid} on '"):
-            locks.hold(tmp_path)
+            locks.hold(tmp_path, early=True)
         run.kill()
         run.wait()
         os.kill(worker, 0)
