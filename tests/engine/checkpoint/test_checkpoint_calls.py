@@ -75,9 +75,11 @@ def test_other_folders_on_other_ranks_are_refused_on_all(run_ranks: RunRanks, tm
 def test_two_engines_do_not_save_into_one_folder(tmp_path: Path) -> None:
     run, other = {"folder": str(tmp_path / "run")}, tmp_path / "other"
     with start(checkpoint=run) as eng:
-        with start(checkpoint=run) as second:  # an engine that is about to be replaced would be in its way
-            with pytest.raises(engine.CheckpointError, match=r"run: another engine \(this process, since .* saves its"):
-                second.save_checkpoint().wait()
+        with (
+            start(checkpoint=run) as second,  # an engine that is about to be replaced would be in its way
+            pytest.raises(engine.CheckpointError, match=r"run: another engine \(this process, since .* saves its"),
+        ):
+            second.save_checkpoint().wait()
         with start() as guest:
             guest.save_checkpoint(other).wait()
             for folder in (tmp_path / "run", other):
