@@ -51,7 +51,7 @@ def run(options: Namespace) -> None:
         sampler = Sampler(windows, rows, eng.config.seed, eng.grid.coord().dp, eng.grid.dp)
         batches = Batches(training_text, shape.context, sampler)
         eng.register_for_checkpointing(data=sampler)
-        eng.load_checkpoint()
+        eng.load_checkpoint(missing_ok=True)
         begun = eng.step_count
         if first:
             progress.say(*run_folder.go_on(options, begun))

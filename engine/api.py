@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +87,9 @@ def _initialize(model: nn.Module, config: Config, request: Request, world: World
     resources.add(coordinator.release)
 
     def complete(example: Batch, problem: Exception | None = None) -> RankRuntime:
-        joined = _Joined(model=model, config=config, request=request, comm=comm, device=world.device)
+        joined = _Joined(
+            model=model, config=config, request=request, comm=comm, device=world.device, prepare=coordinator.hold_folder
+        )
         plan = joined.plan(known, example, problem)
         runtime = build(model, plan, comm, world.device, request, example)
         if world.rank == 0:
@@ -100,7 +102,7 @@ def _initialize(model: nn.Module, config: Config, request: Request, world: World
     return engine
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Joined:
     """Input of a plan after the process group is open."""
 
@@ -109,6 +111,8 @@ class _Joined:
     request: Request
     comm: Comm
     device: torch.device
+    prepare: Callable[[], None]
+    """What may fail on a rank before the model is changed."""
 
     def plan(self, known: Plan | None, example: Batch, problem: Exception | None) -> Plan:
         """Return the known plan or make it now; ``problem``, or an error while planning, is raised on all ranks."""
@@ -116,6 +120,7 @@ class _Joined:
         with all_or_none(self.comm, self.device):
             if problem is not None:
                 raise problem
+            self.prepare()
             return known or plan_run(self.model, self.config, self.request, example, costs)
 
     def _measured(self, example: Batch, problem: Exception | None) -> bytes:

@@ -298,26 +298,42 @@ class Engine:
 
         Args:
             folder: folder of the run; None: ``checkpoint.folder``, which keeps the newest ``checkpoint.keep``.
-            client_state: any JSON value; that of rank 0 is saved, and ``load_checkpoint`` returns it.
+            client_state: any JSON value but a string; that of rank 0 is saved, and ``load_checkpoint`` returns it.
+
+        Raises:
+            EngineError: ``client_state`` is a string, such as a tag of DeepSpeed's. Problems of the save itself, such
+                as another engine that saves into the folder, are raised by ``wait()`` on all ranks.
         """
         self._refuse_unfinished("save_checkpoint")
         return self._checkpoints.save(folder, client_state if client_state is not None else {})
 
     def load_checkpoint(
-        self, folder: Path_ | None = None, *, load_module_only: bool = False, load_optimizer_states: bool = True
+        self,
+        folder: Path_ | None = None,
+        *,
+        load_module_only: bool = False,
+        load_optimizer_states: bool = True,
+        missing_ok: bool = False,
     ) -> Any:
         """Continue from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
-        Returns its client state, or None if there is no checkpoint. Every block that is read is checked. With
-        ``load_module_only``, only weights and buffers are loaded; without ``load_optimizer_states``, everything else is
-        loaded and the optimizer starts fresh.
+        Returns its client state; a dict is not iterable, since DeepSpeed's pair is unpacked. Every block that is read
+        is checked. With ``load_module_only``, only weights and buffers are loaded; without
+        ``load_optimizer_states``, everything else is loaded and the optimizer starts fresh. With ``missing_ok``, a
+        folder without a checkpoint returns None, as at the first start of a run.
 
         Raises:
-            CheckpointError: the checkpoint is damaged (names file, tensor and the last good checkpoint), or belongs to
-                another model (names the first difference). Raised on all ranks.
+            CheckpointError: there is no checkpoint; it is damaged (names file, tensor and the last good checkpoint), or
+                belongs to another model (names the first difference); ranks gave other folders. Raised on all ranks.
         """
         self._refuse_unfinished("load_checkpoint")
-        return self._checkpoints.load(folder, load_module_only, load_optimizer_states, self._update)
+        return self._checkpoints.load(
+            folder,
+            self._update,
+            module_only=load_module_only,
+            optimizer_states=load_optimizer_states,
+            missing_ok=missing_ok,
+        )
 
     def save_pretrained(self, folder: Path_) -> None:
         """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective."""

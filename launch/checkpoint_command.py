@@ -14,6 +14,7 @@ from pathlib import Path
 from time import perf_counter
 
 from engine.checkpoint.format.filesystem import Files, remove_tree, write_new
+from engine.checkpoint.format.folder_locks import LOCK
 from engine.checkpoint.format.manifest import Manifest, StoredTensor
 from engine.checkpoint.format.pieces import Part
 from engine.checkpoint.format.safetensors_file import lay_out
@@ -223,7 +224,7 @@ def _folders(manifest: Manifest) -> str:
 def beside(files: Files, step: Path) -> str:
     """List what else the run's folder contains."""
     steps = [path.name for path in committed(files, step.parent) if path != step]
-    hidden = {step.name, "latest", *steps}
+    hidden = {step.name, "latest", LOCK, *steps}
     others = [name for name in files.names(step.parent) if name not in hidden]
     return ", ".join([*steps, *others]) if step.name not in others else ""
 

@@ -1,7 +1,6 @@
 """Parts of the reference run outside the engine: settings, corpus, validation and the sample at the end."""
 
 import json
-import os
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from engine.data.corpus import Corpus, builtin_corpus, text_corpus
 from engine.launch.run_folder import CHECKPOINTS, METRICS
 from engine.launch.train_options import DATA_CONFIG, DEFAULT_CONFIG
 from engine.models.decoder import Decoder, DecoderConfig, generate
+from engine.parallel.comm.world import read_world
 
 EVALUATION_BATCHES = 8
 """Validation batches that a rank reads at the end: enough for two digits of bits per byte."""
@@ -28,7 +28,7 @@ def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing or is not a JSON object.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = read_world().size
     path = options.config or root / (DATA_CONFIG if ranks % 4 else DEFAULT_CONFIG)
     settings = engine.load_config(path).to_json()
     given = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def decoder_config(options: Namespace) -> DecoderConfig:
 
 def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, torch.Tensor]:
     """Return the shapes of one microbatch, so that the engine can cut the model before it reads the first batch."""
-    rows = engine.load_config(settings, int(os.environ.get("WORLD_SIZE", "1"))).micro
+    rows = engine.load_config(settings, read_world().size).micro
     ids = torch.empty((rows, shape.context), dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": ids}
 

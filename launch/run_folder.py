@@ -13,6 +13,7 @@ import os
 import platform
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -51,9 +52,7 @@ def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, sh
     versions = {"python": platform.python_version(), "torch": version("torch")}
     record = {"corpus": text, "model": asdict(shape), "versions": versions, "config": settings}
     check_same(folder, record)
-    written = folder / f"{RECORD}.tmp"
-    written.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    written.replace(folder / RECORD)
+    _write_record(lock, json.dumps(record, indent=2) + "\n")
     return lock
 
 
@@ -67,9 +66,10 @@ def check_same(folder: Path, record: Mapping[str, Any]) -> None:
         there = _identity(json.loads((folder / RECORD).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EngineError(
-            f"{folder / RECORD} cannot be read ({error}), so the run in this folder is unknown; {_remedy(folder)}"
+            f"{folder / RECORD} cannot be read ({type(error).__name__}, {error}), so the run in this folder is "
+            f"unknown; {_remedy(folder)}"
         ) from error
     for name, here in _identity(record).items():
         if there.get(name) != here:
@@ -112,7 +112,7 @@ def _trim(path: Path, made: int) -> int:
 def _step(row: bytes) -> float:
     try:
         return int(json.loads(row)["step"]) if row.endswith(b"\n") else float("inf")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return float("inf")
 
 
@@ -136,6 +136,17 @@ def _refuse_kept(folder: Path, kept: Path) -> None:
             f"--fresh moves {folder} away, but checkpoint.folder {kept} of the configuration has checkpoints, from "
             "which the run would continue; name another folder there."
         )
+
+
+def _write_record(folder: int, text: str) -> None:
+    """Replace the record in an open folder; what has the temporary name is removed first, and a link not followed."""
+    written = f"{RECORD}.tmp"
+    with suppress(FileNotFoundError):
+        os.unlink(written, dir_fd=folder)
+    file = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
+    with os.fdopen(file, "w", encoding="utf-8") as stream:
+        stream.write(text)
+    os.replace(written, RECORD, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def _lock(folder: Path) -> int:

@@ -16,22 +16,26 @@ class _Tie:
     leaf: str
     """Name of the parameter in ``module``."""
     parameter: nn.Parameter
-    place: tuple[int, int] | None
-    """Storage and offset that a flat bucket gave the parameter; None for a parameter outside the buckets."""
+    flat: FlatBucket | None
+    """The bucket that it lies in; None for a parameter outside the buckets, or without elements."""
+    offset: int
+    """Offset in the bucket's storage."""
 
 
 class Attachment:
     """Parameter objects of a model, and their places in the flat buckets, as they were when the engine was built."""
 
     def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket]) -> None:
-        held = {id(parameter) for flat in buckets for parameter in flat.parameters if parameter.numel()}
+        self._buckets = buckets
+        held = {id(parameter): flat for flat in buckets for parameter in flat.parameters if parameter.numel()}
         self._ties = [
             _Tie(
                 f"{path}.{leaf}" if path else leaf,
                 module,
                 leaf,
                 parameter,
-                _place(parameter) if id(parameter) in held else None,
+                held.get(id(parameter)),
+                int(parameter.storage_offset()) if id(parameter) in held else 0,
             )
             for path, module in model.named_modules()
             for leaf, parameter in module.named_parameters(recurse=False)
@@ -45,8 +49,9 @@ class Attachment:
         Raises:
             EngineError: such a parameter exists; the message names the first one.
         """
+        storages = {id(flat): flat.params.untyped_storage()._cdata for flat in self._buckets}
         for tie in self._ties:
-            moved = tie.place is not None and _place(tie.parameter) != tie.place
+            moved = tie.flat is not None and _place(tie.parameter) != (storages[id(tie.flat)], tie.offset)
             if moved or tie.module._parameters.get(tie.leaf) is not tie.parameter:
                 raise EngineError(
                     f"parameter {tie.name!r} no longer lies in the engine's memory (a new .data, model.to(), "

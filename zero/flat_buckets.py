@@ -73,6 +73,35 @@ class FlatBucket:
         if not self.sharded:
             self.params[slot.start : slot.stop].copy_(flat)
 
+    def reserve(self) -> None:
+        """Allocate the memory of a sharded ``params``, whose content is then arbitrary."""
+        self.params.untyped_storage().resize_(self.params.numel() * self.params.element_size())
+
+    def release(self) -> None:
+        """Free the memory of a sharded ``params``; views of it stay, and are valid again after ``reserve``.
+
+        Memory whose size is fixed, because NumPy or another process has it, stays with its holders (``move``).
+        """
+        if not self.params.untyped_storage().resizable():
+            self.move()
+        self.params.untyped_storage().resize_(0)
+
+    @property
+    def escaped(self) -> bool:
+        """True if a tensor beside those of the bucket lies in the memory of ``params``."""
+        storage = self.params.untyped_storage()
+        parameters = sum(p.untyped_storage()._cdata == storage._cdata for p in self.parameters)
+        own = 2 + len(self.views) + parameters  # ``params`` and ``storage``
+        return bool(torch._C._storage_Use_Count(storage._cdata) > own)
+
+    def move(self) -> None:
+        """Move ``params`` and its views to other memory, without content; whoever else holds the old one keeps it."""
+        fresh = torch.empty_like(self.params)
+        for slot, parameter, view in zip(self.bucket.slots, self.parameters, self.views, strict=True):
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.data = view.data = slot_view(fresh, slot).data
+        self.params.data = fresh
+
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:
     """Return the part of a bucket's [elements] that belongs to one parameter, in the parameter's shape."""

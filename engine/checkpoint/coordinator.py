@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,17 @@ from torch import nn
 
 from engine.checkpoint.contents.trainer_state import Stateful, TrainerState
 from engine.checkpoint.format.filesystem import Files, resolved
+from engine.checkpoint.format.folder_locks import FolderLocks
+from engine.checkpoint.format.step_folders import make_run_folder
 from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
-from engine.checkpoint.resume import LoadRequest, Resume, find_checkpoint, loading, start_weights
+from engine.checkpoint.resume import ClientState, LoadRequest, Resume, find_checkpoint, loading, start_weights
 from engine.checkpoint.run_state import RunState
 from engine.checkpoint.writer import CheckpointWriter, PendingSave
 from engine.config import Config
 from engine.errors import CheckpointError, EngineError
+from engine.parallel.comm.agreement import gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import TorchHostGroup
 from engine.parallel.comm.world import timeout_seconds
@@ -38,7 +42,7 @@ class CheckpointCoordinator:
         self._model, self._config, self._comm, self.device = model, config, comm, device
         self._model_files = model_files
         self._tracked: dict[str, Stateful] = {}
-        self._files = Files()
+        self._files, self._locks = Files(), FolderLocks()
         self._host: TorchHostGroup | None = None
         self._run: RunState | None = None
         self._checkpoints: CheckpointWriter | None = None
@@ -59,6 +63,23 @@ class CheckpointCoordinator:
         """True after this rank has received SIGTERM."""
         return self._signal is not None and self._signal.asked
 
+    def hold_folder(self) -> None:
+        """Lock ``checkpoint.folder`` for as long as the engine lives, on rank 0. Nothing is communicated.
+
+        A folder that cannot be made is a warning here, and an error of the first save into it.
+
+        Raises:
+            CheckpointError: an engine of another process saves its checkpoints there; one of this process may be
+                about to be dropped, and is refused by the first save.
+        """
+        if self._folder is None or self._comm.grid.rank:
+            return
+        try:
+            make_run_folder(self._files, self._folder)
+            self._locks.hold(self._folder, early=True)
+        except OSError as error:
+            logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
+
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
         """Read the initial weights or the requested checkpoint into the model, which is now on the grid. Collective."""
         state = self._trainer_state(update)
@@ -72,6 +93,7 @@ class CheckpointCoordinator:
             full_state=FullState(self._model, runtime.plan, entries, self._comm),
             model_files=self._model_files,
             files=self._files,
+            locks=self._locks,
         )
         request, self._request = self._request, None
         self._spoiled = request is not None or self._init_from is not None  # until the weights have been read
@@ -99,6 +121,11 @@ class CheckpointCoordinator:
         path = self._folder if folder is None else resolved(folder)
         if path is None:
             raise EngineError("save_checkpoint() got no folder, and checkpoint.folder is null; give one of the two.")
+        if isinstance(client_state, str):
+            raise EngineError(
+                f"save_checkpoint(folder, {client_state!r:.80}): the second argument is client_state, and checkpoints "
+                "are named by their step, not by a tag; leave it out, or pass client_state={...}."
+            )
         self.refuse_spoiled()
         checkpoints, run = self._writer("save_checkpoint")
         if path != self._folder:
@@ -108,18 +135,25 @@ class CheckpointCoordinator:
         return self._last
 
     def load(
-        self, folder: str | os.PathLike[str] | None, module_only: bool, optimizer_states: bool, update: Update
+        self,
+        folder: str | os.PathLike[str] | None,
+        update: Update,
+        *,
+        module_only: bool,
+        optimizer_states: bool,
+        missing_ok: bool,
     ) -> Any:
         """See :meth:`engine.Engine.load_checkpoint`."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
             raise EngineError("load_checkpoint() got no folder, and checkpoint.folder is null; give one of the two.")
-        self.drain()
-        step = find_checkpoint(path, self._group(), self._files)
+        self._renew_group()
+        step = find_checkpoint(path, self._group(), self._files, missing_ok)
         if step is None:
             return None
         request = LoadRequest(step, module_only, optimizer_states)
-        return self._begin(request, update) if self._run is None else self._resume(request)
+        user = self._begin(request, update) if self._run is None else self._resume(request)
+        return ClientState(user) if isinstance(user, dict) else user
 
     def gather_full_state(self) -> dict[str, torch.Tensor]:
         """See :meth:`engine.Engine.full_state_dict`; the engine is built."""
@@ -192,18 +226,19 @@ class CheckpointCoordinator:
             raise problem
 
     def release(self) -> None:
-        """Release the signal handler and destroy the host group, without waiting. A second call does nothing.
+        """Release the signal handler and the folders, and destroy the host group. A second call does nothing.
 
-        A pending save continues in its thread until it ends, and that thread destroys the group.
+        Nothing is waited for: a pending save continues in its thread until it ends, and that thread releases the
+        folders and the group.
         """
         if self._signal is not None:
             self._signal.remove()
-        if self._host is None:
-            return
-        if self._checkpoints is None:
-            self._host.close()
-        else:
-            self._checkpoints.afterwards(self._host.close)
+        closers = [self._locks.close] if self._host is None else [self._locks.close, self._host.close]
+        for close in closers:
+            if self._checkpoints is None:
+                close()
+            else:
+                self._checkpoints.afterwards(close)
 
     def _resume(self, request: LoadRequest) -> Any:
         assert self._run is not None, "the caller has checked that the model is built"
@@ -217,7 +252,13 @@ class CheckpointCoordinator:
         done, whole = self._run.trainer_state.update.made, request.optimizer_states and not request.module_only
         self._saved_at = done if whole and request.step.parent == self._folder else -1
         if self._comm.grid.rank == 0:
-            logger.info("checkpoint loaded: %s, %d updates made", request.step, done)
+            logger.info(
+                "checkpoint loaded: %s, %d updates made; what it read is sound, and `trine checkpoint verify %s` reads "
+                "the rest too",
+                request.step,
+                done,
+                shlex.quote(str(request.step)),
+            )
         return user
 
     def _begin(self, request: LoadRequest, update: Update) -> Any:
@@ -241,6 +282,7 @@ class CheckpointCoordinator:
             )
         if self._run.runtime.gatherer is not None:
             self._run.runtime.gatherer.refuse_opened(call)
+        self._renew_group()
         if self._checkpoints is None:
             self._checkpoints = CheckpointWriter(self._run, self._group())
         return self._checkpoints, self._run
@@ -250,6 +292,25 @@ class CheckpointCoordinator:
             grid = self._comm.grid
             self._host = TorchHostGroup(grid.rank, grid.world_size, timeout_seconds())
         return self._host
+
+    def _renew_group(self) -> None:
+        """Wait for the pending save, and make another host group if any rank has lost a message in this one.
+
+        One all-gather of 8 bytes a rank over the world, label "checkpoint", if there is a group: a rank that was slow,
+        or that has lost nothing itself, does not know that the group is broken.
+        """
+        self.drain()
+        if self._host is None or self._comm.grid.world_size == 1:
+            return
+        broken = torch.tensor([self._host.broken], dtype=torch.int64)
+        if not gather_from_all(broken, self._comm, self.device, "checkpoint").any():
+            return
+        if self._comm.grid.rank == 0:
+            logger.warning("checkpoint: the last save or load has lost a rank; the ranks connect again")
+        self._host.close()
+        self._host = None
+        if self._checkpoints is not None:
+            self._checkpoints.use(self._group())
 
 
 def _path(folder: str | None) -> Path | None:

@@ -27,6 +27,8 @@ class Report:
     """Scalars of the optimizer's state, by group."""
     tracked: Mapping[str, str] = field(default_factory=dict)
     """sha256 of the state of each registered object; one state is stored for all ranks."""
+    folder: str = ""
+    """The folder that this rank was asked to save into."""
 
     def file(self, name: str, size: int, hashes: Hashes) -> None:
         """Add a file."""
@@ -44,6 +46,7 @@ class Report:
         numbers, tracked = dict(self.numbers), dict(self.tracked)
         return dump({
             "files": self.files, "hashes": hashes, "pieces": self.pieces, "numbers": numbers, "tracked": tracked,
+            "folder": self.folder,
         })  # fmt: skip
 
 
@@ -70,6 +73,7 @@ def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
         fields = Fields(parse(data, f"the report of rank {rank}"), f"the report of rank {rank}")
         if fields.any("problem") is not None:
             raise CheckpointError(f"not saved: {fields.text('problem')}")
+        _check_folder(rank, fields.text("folder"), merged)
         numbers.append(fields.object("numbers"))
         _check_tracked(rank, fields.object("tracked"), merged)
         for name, text in fields.object("hashes").items():
@@ -81,6 +85,16 @@ def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
         check_cover(f"not saved: {name}", kinds[name].shape, found)
     merged.numbers = merge_numbers(numbers)
     return merged, {name: StoredTensor(kinds[name], tuple(found)) for name, found in pieces.items()}
+
+
+def _check_folder(rank: int, folder: str, merged: Report) -> None:
+    if rank == 0:
+        merged.folder = folder
+    if folder != merged.folder:
+        raise CheckpointError(
+            f"not saved: rank {rank} was to save into {folder!r} and rank 0 into {merged.folder!r}, and all ranks "
+            "write one checkpoint; give the same folder on every rank."
+        )
 
 
 def _check_tracked(rank: int, tracked: Mapping[str, str], merged: Report) -> None:

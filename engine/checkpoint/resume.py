@@ -6,7 +6,7 @@ Before each arrow all ranks agree that the part before it succeeded; otherwise a
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,25 +31,65 @@ from engine.checkpoint.load import Loader, TensorSource, share_moments, share_we
 from engine.checkpoint.run_state import RunState
 from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.agreement import raise_together
-from engine.parallel.comm.host_group import HostGroup, announce
+from engine.parallel.comm.host_group import HostGroup, announce, collect
 
 logger = logging.getLogger("trine")
 
 
-def find_checkpoint(folder: Path, host: HostGroup, files: Files) -> Path | None:
-    """The newest checkpoint of a run's folder, or the folder itself if it is one; rank 0 decides for all ranks."""
+class ClientState(dict[str, Any]):
+    """The ``client_state`` of a save, as ``load_checkpoint`` returns it: a dict that cannot be iterated over.
+
+    DeepSpeed returns a pair, and ``path, state = eng.load_checkpoint(...)`` would yield two keys of the dict.
+    ``items``, ``keys`` and ``values`` are those of a dict.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        raise EngineError(
+            "the result of load_checkpoint was unpacked or iterated over, and it is the client state alone, not "
+            "(path, client_state); write `state = eng.load_checkpoint(...)`, and state.items() for a loop over it."
+        )
+
+
+def find_checkpoint(folder: Path, host: HostGroup, files: Files, missing_ok: bool = False) -> Path | None:
+    """The newest checkpoint of a run's folder, or the folder itself if it is one; rank 0 decides for all ranks.
+
+    Raises:
+        CheckpointError: the ranks were given different folders; there is no checkpoint, and ``missing_ok`` is False.
+    """
+    given = collect(host, str(folder).encode(errors="backslashreplace"))
     found: Path | None = None
     problem = ""
-    if host.rank == 0:
+    if given is not None:
         try:
-            path = resolved(folder)
-            found = next(reversed(steps_of(files, path)), None)
+            problem = _different(given)
+            found = None if problem else next(reversed(steps_of(files, resolved(folder))), None)
         except OSError as error:
             problem = f"{folder}: {error.strerror or error}"
+        if found is None and not problem and not missing_ok:
+            problem = _missing(files, folder)
     answer = parse(announce(host, dump({"found": str(found or ""), "problem": problem})), "rank 0's message")
     if answer["problem"]:
         raise CheckpointError(answer["problem"])
     return Path(answer["found"]) if answer["found"] else None
+
+
+def _different(given: list[bytes]) -> str:
+    """The problem of folders that differ among the ranks, or an empty text."""
+    for rank, other in enumerate(given):
+        if other != given[0]:
+            return (
+                f"load_checkpoint was given {other.decode()!r} on rank {rank} and {given[0].decode()!r} on rank 0, and "
+                "one checkpoint is loaded for all ranks; give the same folder on every rank."
+            )
+    return ""
+
+
+def _missing(files: Files, folder: Path) -> str:
+    there = "holds no checkpoint" if files.is_folder(folder) else "is not a folder"
+    return (
+        f"load_checkpoint: {folder} {there}; give the folder of a run or one of its step-N folders, or "
+        "missing_ok=True at the first start of a run."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +184,8 @@ class Resume:
         loader.read_weights()
         made: Moments = {}
         if self._states:
-            made = make_moments(self._run.runtime.optimizer, Families(reader.kinds, reader.manifest.optimizer))
+            runtime, families = self._run.runtime, Families(reader.kinds, reader.manifest.optimizer)
+            made = make_moments(runtime.optimizer, families, runtime.plan.table)
             loader.read_moments(made)
         return made
 

@@ -21,6 +21,7 @@ from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership, mod
 from engine.checkpoint.contents.snapshot import Contents, Ours
 from engine.checkpoint.contents.trainer_state import TrainerState, random_states, schedule_state
 from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.folder_locks import FolderLocks
 from engine.checkpoint.format.host_image import kind_of
 from engine.checkpoint.format.safetensors_file import DTYPES
 from engine.checkpoint.full_state import FullState
@@ -51,6 +52,7 @@ class RunState:
     model_files: Mapping[str, bytes]
     """Files of the model folder that hold no tensors, such as "config.json", by name."""
     files: Files = field(default_factory=Files)
+    locks: FolderLocks = field(default_factory=FolderLocks)
 
     @cached_property
     def ownership(self) -> SaveOwnership:

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.contents.optimizer_state import without_numbers
 from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership
 from engine.checkpoint.contents.snapshot import Contents, Ours, Snapshot, Snapshots
 from engine.checkpoint.format.checked_blocks import BLOCK, DEFAULT_ALGORITHM
@@ -56,12 +57,20 @@ class Saver:
         ownership: which rank stores which elements.
         tensors: the tensors of the model folder, the same on all ranks.
         host: carries weights to their owners, and rank 0's verdict to all ranks.
+        lock: locks the folder of a run on rank 0, or raises.
     """
 
     def __init__(
-        self, ownership: SaveOwnership, tensors: tuple[ModelTensor, ...], host: HostGroup, files: Files
+        self,
+        ownership: SaveOwnership,
+        tensors: tuple[ModelTensor, ...],
+        host: HostGroup,
+        files: Files,
+        lock: Callable[[Path], None],
     ) -> None:
-        self._tensors, self._host, self._files = tensors, host, files
+        self._tensors, self._files, self._lock = tensors, files, lock
+        self.host = host
+        """The group of the next save."""
         self._snapshots = Snapshots(ownership, tensors, host.rank)
         self._held = ExitStack()
         """Lock on the folder of the pending save; rank 0 only."""
@@ -92,7 +101,7 @@ class Saver:
         Raises:
             CheckpointError, EngineError: as ``run``; the folder is then unchanged.
         """
-        snapshot, written = self._begin(snapshot, folder.parent, swept=False)
+        snapshot, written = self._begin(snapshot, folder, swept=False)
         self._on_first(self._report(snapshot, written), lambda reports: self._move(written, folder, reports))
 
     def _move(self, written: Path, folder: Path, reports: RankReports) -> Mapping[str, Any]:
@@ -114,15 +123,16 @@ class Saver:
     def _begin(self, snapshot: Snapshot | Exception, folder: Path, swept: bool) -> tuple[Snapshot, Path]:
         """Create the folder of this attempt once every rank has a snapshot.
 
-        ``swept``: remove leftovers of interrupted saves from ``folder``. An export leaves them alone, since another
-        engine may be saving there.
+        ``swept``: ``folder`` is that of a run, which is locked and rid of the leftovers of interrupted saves. An export
+        writes beside its folder and leaves them alone, since another engine may be saving there.
         """
         if isinstance(snapshot, Snapshot):
             step, tracked = snapshot.contents.step, snapshot.contents.progress.get("tracked", {})
-            ready = Report(tracked=digests(tracked)).to_json()
+            ready = Report(tracked=digests(tracked), folder=str(folder)).to_json()
         else:
-            step, ready = 0, failure(f"{_described(snapshot)} (on rank {self._host.rank})")
-        opened = self._on_first(ready, lambda reports: self._open(folder, step, swept, reports), last=False)
+            step, ready = 0, failure(f"{_described(snapshot)} (on rank {self.host.rank})")
+        inside = folder if swept else folder.parent
+        opened = self._on_first(ready, lambda reports: self._open(inside, step, swept, reports), last=False)
         assert isinstance(snapshot, Snapshot), "rank 0 has refused a save without a snapshot"
         return snapshot, Path(opened.text("folder"))
 
@@ -133,17 +143,17 @@ class Saver:
         the other ranks have started to write, and the lost one will be missing among their reports.
         """
         message = b""
-        if self._host.rank:
-            collect(self._host, report)
+        if self.host.rank:
+            collect(self.host, report)
         else:
             try:
-                message = dump(action(lambda: collect(self._host, report) or []))
+                message = dump(action(lambda: collect(self.host, report) or []))
             except Exception as error:  # any failure: the other ranks wait for an answer
                 message = failure(_described(error))
         try:
-            message = announce(self._host, message)
+            message = announce(self.host, message)
         except EngineError:
-            if self._host.rank or last:
+            if self.host.rank or last:
                 raise
         answer = Fields(parse(message, "rank 0's message"), "rank 0's message")
         if answer.any("problem") is not None:
@@ -157,6 +167,7 @@ class Saver:
         with self._whole_or_gone(written, str(4 * PAGE)):
             make_run_folder(self._files, folder)
             if swept:
+                self._lock(folder)
                 sweep(self._files, folder)
             self._files.make_folder(written)
             self._held.enter_context(self._files.locked(written))
@@ -183,11 +194,11 @@ class Saver:
         waits = []
         for owner, data in snapshot.outgoing.items():
             with _noting(lost):
-                waits.append(self._host.send(data, owner))
+                waits.append(self.host.send(data, owner))
         for source, size in snapshots.incoming():
             message = snapshots.memory.take("from others", size)[:size]
             with _noting(lost):
-                self._host.receive(message, source)()
+                self.host.receive(message, source)()
                 snapshots.put(snapshot, source, message)
         for wait in waits:
             with _noting(lost):
@@ -196,7 +207,7 @@ class Saver:
             raise lost[0]
 
     def _write_files(self, snapshot: Snapshot, written: Path) -> Report:
-        report, rank = Report(numbers=snapshot.numbers), self._host.rank
+        report, rank = Report(numbers=snapshot.numbers), self.host.rank
         if snapshot.model.layout.places:
             file = self._model_file(rank)
             self._write(written, file, snapshot.model, report)
@@ -237,7 +248,7 @@ class Saver:
         if isinstance(error, EngineError):
             return str(error)
         if not isinstance(error, OSError):
-            return f"{_described(error)} on rank {self._host.rank}"
+            return f"{_described(error)} on rank {self.host.rank}"
         return self._on_disk(error, written, str(sum(image.layout.size for image in snapshot.images)))
 
     def _on_disk(self, error: OSError, written: Path, needed: str) -> str:
@@ -245,7 +256,7 @@ class Saver:
             free = f"{self._files.free_bytes(written.parent)} are free there"
         except OSError:
             free = "the number of free bytes there is unknown"
-        return f"{_described(error)} on rank {self._host.rank}, which has {needed} bytes to write; {free}."
+        return f"{_described(error)} on rank {self.host.rank}, which has {needed} bytes to write; {free}."
 
     # ------------------------------------------------------------------ rank 0
 
@@ -254,6 +265,7 @@ class Saver:
             received = reports()
         with self._whole_or_gone(written, f"about {sum(map(len, received))}"):
             merged, tensors = merge(received)
+            tensors = without_numbers(tensors, contents.optimizer.get("groups", ()), merged.numbers)
             checksum = self._write_checksums(written, merged)
             attempt = written.name.rpartition("-")[2]
             manifest = Manifest(

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.contents.optimizer_state import unsaved_state
 from engine.checkpoint.contents.snapshot import Snapshot
 from engine.checkpoint.run_state import WORTH_A_LINE, RunState, logger
 from engine.checkpoint.save import Saver
@@ -91,13 +92,15 @@ class CheckpointWriter:
 
     def __init__(self, run: RunState, host: HostGroup) -> None:
         self._run, self._config = run, run.config.checkpoint
-        self._saver = Saver(run.ownership, run.tensors, host, run.files)
+        self._saver = Saver(run.ownership, run.tensors, host, run.files, run.locks.hold)
         self._pending: PendingSave | None = None
         others = [key for key, entry in run.full_state.entries.items() if entry.kind == "other"]
         if others and run.comm.grid.rank == 0:
             logger.warning(
                 "checkpoint: %r of the state dict is neither a parameter nor a buffer and is not stored", others[0]
             )
+        self._said = False
+        """A warning of optimizer state that is not saved was logged."""
         self.problem: CheckpointError | None = None
         """The failure that has to stop the run (``checkpoint.on_failure``), or None."""
 
@@ -108,6 +111,7 @@ class CheckpointWriter:
             keep: checkpoints that remain in the folder; None keeps all.
         """
         self.drain()
+        self._warn_of_unsaved_state()
         started = time.perf_counter()
         snapshot = self._snapshot(user)
         stall = time.perf_counter() - started
@@ -116,10 +120,27 @@ class CheckpointWriter:
         self._pending = PendingSave(write, told, self._config.asynchronous)
         return self._pending
 
+    def use(self, host: HostGroup) -> None:
+        """Send over ``host`` from now on; no save is pending."""
+        self._saver.host = host
+
     def export(self, folder: Path) -> None:
         """Write the model folder alone and wait until it is written."""
         self.drain()
         self._saver.export(self._snapshot(None, weights_only=True), folder)
+
+    def _warn_of_unsaved_state(self) -> None:
+        """Warn once of state that the optimizer keeps where a checkpoint does not look for it."""
+        optimizer = self._run.runtime.optimizer
+        place = None if self._said or self._run.comm.grid.rank else unsaved_state(optimizer)
+        if place is not None:
+            self._said = True
+            logger.warning(
+                "checkpoint: optimizer %s keeps state in %s, which is not saved and starts afresh on resume; keep it "
+                "in self.state[parameter], which is saved",
+                type(optimizer.inner).__name__,
+                place,
+            )
 
     def _snapshot(self, user: Any, weights_only: bool = False) -> Snapshot | Exception:
         """This rank's snapshot, or the reason why it could take none, which all ranks have to learn."""

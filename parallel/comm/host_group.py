@@ -46,6 +46,8 @@ class TorchHostGroup:
     def __init__(self, rank: int, size: int, seconds: float) -> None:
         self.rank, self.size = rank, size
         self._owned, self._closed = OwnedGroups(), False
+        self.broken = False
+        """A message was lost. Gloo then closes the connection for good, so the ranks need another group."""
         self._group: dist.ProcessGroup | None = None
         try:
             if size > 1:
@@ -79,7 +81,7 @@ class TorchHostGroup:
         try:
             works = [call(torch.frombuffer(part, dtype=torch.uint8)) for part in parts]
         except RuntimeError as error:
-            raise _lost(self.rank, other, error) from error
+            raise self._lost(other, error) from error
 
         def finish() -> None:
             try:
@@ -87,9 +89,16 @@ class TorchHostGroup:
                     if work is not None:
                         work.wait()
             except RuntimeError as error:
-                raise _lost(self.rank, other, error) from error
+                raise self._lost(other, error) from error
 
         return finish
+
+    def _lost(self, other: int, error: RuntimeError) -> EngineError:
+        self.broken = True
+        return EngineError(
+            f"rank {self.rank} has lost rank {other}, which has ended or hangs ({first_line(error)}); look for the "
+            "first traceback of the job."
+        )
 
 
 def collect(host: HostGroup, data: bytes) -> list[bytes] | None:
@@ -146,10 +155,3 @@ def _receive_text(host: HostGroup, source: int) -> bytes:
     if data:
         host.receive(memoryview(data), source)()
     return bytes(data)
-
-
-def _lost(rank: int, other: int, error: RuntimeError) -> EngineError:
-    return EngineError(
-        f"rank {rank} has lost rank {other}, which has ended or hangs ({first_line(error)}); look for the first "
-        "traceback of the job."
-    )

@@ -68,7 +68,15 @@ def _variable(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdigit()):
         raise GridError(f"{name}={text!r} is not a number of 0 or more; let torchrun set it.")
+    if len(text) > _DIGITS:
+        remedy = "give fewer seconds" if name == _TIMEOUT else "let torchrun set it"
+        raise GridError(f"{name} has {len(text)} digits, and at most {_DIGITS} are allowed; {remedy}.")
     return int(text)
+
+
+_DIGITS = 9
+"""Most digits of a number in the environment: as seconds these are 31 years, which every clock can add."""
+_TIMEOUT = "TRINE_TIMEOUT_SECONDS"
 
 
 def _device(local_rank: int, shared: bool) -> torch.device:
@@ -180,7 +188,7 @@ def _destroy(groups: list[dist.ProcessGroup], ended: Lock) -> None:
 
 def timeout_seconds() -> int:
     """Timeout of any communication between ranks: ``TRINE_TIMEOUT_SECONDS``, by default 600."""
-    return _variable("TRINE_TIMEOUT_SECONDS", 600)
+    return _variable(_TIMEOUT, 600)
 
 
 def shares_memory() -> bool:

@@ -368,7 +368,7 @@ def dropped_in_a_save(folder: str) -> list[bool]:
 def test_a_save_under_way_is_written_to_its_end(run_ranks: RunRanks, tmp_path: Path) -> None:
     """By its own thread, which destroys the host group then; nobody waits for it."""
     assert run_ranks(dropped_in_a_save, 2, str(tmp_path)) == [[True] * 6] * 2
-    assert sorted(path.name for path in (tmp_path / "late").iterdir()) == ["latest", "step-00000001"]
+    assert sorted(path.name for path in (tmp_path / "late").iterdir()) == [".trine.lock", "latest", "step-00000001"]
 
 
 # ------------------------------------------------------------------------------------------------ a forked child

@@ -62,7 +62,25 @@ def test_another_run_is_refused_in_one_sentence(tmp_path: Path, changes: dict[st
     assert (out / "run.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", "{"])
+def test_the_record_does_not_follow_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in ("run.json.tmp", "run.json"):
+        begin(out, settings(out))
+        (out / name).unlink(missing_ok=True)
+        (out / "run.json.tmp").symlink_to(tmp_path / "mine")
+        begin(out, settings(out))
+    assert (tmp_path / "mine").read_text() == "mine" and json.loads((out / "run.json").read_text())["config"][
+        "seed"
+    ] == 1
+    assert [path.name for path in out.iterdir()] == ["run.json"]
+
+
+NESTED, DIGITS = "[" * 100_000, f'{{"corpus": {"9" * 5000}}}'
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "{", NESTED, DIGITS, '{"corpus": 1, "config": 1}'])
 def test_a_record_that_cannot_be_read_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(EngineError, match=r"run\.json cannot be read"):

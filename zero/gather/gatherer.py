@@ -285,10 +285,10 @@ class ParameterGatherer:
         return opened
 
     def close(self, indices: Collection[int]) -> None:
-        """Free the buckets that ``open`` has returned."""
+        """Free the buckets that ``open`` has returned, except memory that the caller has kept a tensor of."""
         self._openings -= 1
         self._opened -= set(indices)
-        self._whole.free(frozenset(indices))
+        self._whole.free(frozenset(indices), leave=True)
 
     def without_content(self) -> AbstractContextManager[None]:
         """Context for code that reads the shapes of parameters only."""

@@ -30,7 +30,7 @@ class UnshardedBuckets:
         """Live buckets that have arrived."""
         self._versions: dict[int, tuple[int, ...]] = {}
         """Versions of the parameters of each shown bucket at its arrival: how often each had been written."""
-        self._index_of = {flat.params.untyped_storage()._cdata: index for index, flat in enumerate(buckets)}
+        self._index_of = {_memory(flat.params): index for index, flat in enumerate(buckets)}
         for index in range(len(buckets)):
             self._hide(index)
 
@@ -47,7 +47,7 @@ class UnshardedBuckets:
         pairs = []
         for index in missing:
             flat = self._buckets[index]
-            flat.params.untyped_storage().resize_(flat.params.numel() * flat.params.element_size())
+            flat.reserve()
             pairs.append((flat.params, flat.kept))
         pending = self._comm.gather_parameters(pairs, "parameters")
         self._live.update(dict.fromkeys(missing, pending))
@@ -83,12 +83,21 @@ class UnshardedBuckets:
                 reveal(parameter)
             self._versions[index] = _versions(self._buckets[index])
 
-    def free(self, indices: frozenset[int]) -> None:
-        """Release the memory of the buckets."""
+    def free(self, indices: frozenset[int], leave: bool = False) -> None:
+        """Release the memory of the buckets.
+
+        ``leave``: memory that other tensors lie in is left to them, with its values. In a pass autograd has such
+        tensors, and the backward gathers their content again; between steps they are somebody's own.
+        """
         for index in indices & self._live.keys():
             self._live.pop(index).wait()
             self._hide(index)
-            self._buckets[index].params.untyped_storage().resize_(0)
+            flat, before = self._buckets[index], _memory(self._buckets[index].params)
+            if leave and flat.escaped:
+                flat.move()
+            flat.release()
+            # a tensor that is made later may get the number of memory that has ended
+            self._index_of[_memory(flat.params)] = self._index_of.pop(before)
 
     def refuse_written(self, indices: frozenset[int]) -> None:
         """Refuse writes of the model into gathered parameters, which would be lost when the bucket is freed.
@@ -109,7 +118,7 @@ class UnshardedBuckets:
     def bucket_of(self, tensor: Tensor) -> int | None:
         """Return the bucket whose memory the tensor lies in."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self._index_of.get(tensor.untyped_storage()._cdata) if _has_memory(tensor) else None
+            return self._index_of.get(_memory(tensor)) if _has_memory(tensor) else None
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
@@ -129,6 +138,11 @@ class UnshardedBuckets:
         flat = self._buckets[index]
         for slot, parameter in zip(flat.bucket.slots, flat.parameters, strict=True):
             conceal(parameter, partial(self._read, index, slot.name))
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the number of the tensor's storage, which stays the same when the storage is resized."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _versions(flat: FlatBucket) -> tuple[int, ...]:

@@ -3,6 +3,9 @@
 moments    state tensors in their parameter's shape; sharded, stored and loaded like the parameter
 numbers    scalars ("step" of torch's Adam), by optimizer group
 options    settings of the groups (lr, betas, the step count of the built-in optimizers)
+
+For a parameter of one element, moments and numbers have the same shape. Such a state is stored as a moment, unless it
+is a number for other parameters of the group (``without_numbers``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.format.host_image import torch_dtype
+from engine.checkpoint.format.manifest import StoredTensor
 from engine.checkpoint.format.safetensors_file import TensorKind, code_of
 from engine.checkpoint.format.strict_json import natural
 from engine.errors import CheckpointError
@@ -21,7 +25,7 @@ from engine.zero.optim.sharded_optimizer import OptimizerTensor, ShardedOptimize
 
 Moments = dict[nn.Parameter, dict[str, Tensor]]
 Numbers = dict[str, dict[str, list[Any]]]
-"""Group -> name -> [value, dtype of a tensor or None]."""
+"""Group -> name -> [value, dtype of a tensor or None], and the number of dims of a tensor that has any."""
 
 _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 """Optimizer options that schedulers change."""
@@ -46,19 +50,55 @@ def group_scalars(optimizer: ShardedOptimizer) -> Numbers:
         CheckpointError: parameters of a group differ, or a state is neither a moment nor a number.
     """
     found: Numbers = {}
+    either: list[tuple[str, str, list[Any]]] = []
     for group, place in _grouped(optimizer):
         values = found.setdefault(str(group), {})
         for name, value in optimizer.inner.state.get(place.parameter, {}).items():
-            if _is_moment(name, value, place):
-                continue
-            number = _number(name, value, optimizer)
-            if values.setdefault(name, number) != number:
-                raise CheckpointError(
-                    f"optimizer {type(optimizer.inner).__name__}: {name!r} is {number[0]} for some parameters of group "
-                    f"{group} and {values[name][0]} for others, and a checkpoint stores one number per group; put "
-                    "parameters that differ into groups of their own."
-                )
+            if not _is_moment(name, value, place):
+                number = _number(name, value, optimizer)
+                _check_equal(optimizer, str(group), name, number, values.setdefault(name, number))
+            elif value.numel() == 1:
+                either.append((str(group), name, _number(name, value, optimizer)))
+    for where, name, number in either:
+        if name in found[where]:
+            _check_equal(optimizer, where, name, number, found[where][name])
     return found
+
+
+def _check_equal(optimizer: ShardedOptimizer, group: str, name: str, one: list[Any], other: list[Any]) -> None:
+    if one != other:
+        raise CheckpointError(
+            f"optimizer {type(optimizer.inner).__name__}: {name!r} is {one[0]} for some parameters of group {group} "
+            f"and {other[0]} for others, and a checkpoint stores one number per group; put parameters that differ into "
+            "groups of their own."
+        )
+
+
+def without_numbers(
+    tensors: Mapping[str, StoredTensor], groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]
+) -> dict[str, StoredTensor]:
+    """The tensors of a save, without the one-element states that are numbers for other parameters of their group.
+
+    The shape of a state does not tell what it is where the parameter has one element, so a rank stores it as a moment.
+
+    Args:
+        groups: the optimizer's groups, as ``describe_optimizer`` gives them.
+        numbers: the numbers of all ranks.
+
+    Raises:
+        CheckpointError: a state is a moment of some parameters of a group, and a number for others.
+    """
+    named = {
+        f"{name}/{row}": name for at, found in numbers.items() for name in found for row in groups[int(at)]["params"]
+    }
+    for key, name in named.items():
+        if key in tensors and tensors[key].kind.elements != 1:
+            raise CheckpointError(
+                f"not saved: the optimizer keeps {name!r} in the shape of {key.partition('/')[2]!r} and as a number "
+                "for other parameters of its group, and a checkpoint has one kind of state per group; put parameters "
+                "that differ into groups of their own."
+            )
+    return {key: tensor for key, tensor in tensors.items() if key not in named}
 
 
 def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
@@ -122,12 +162,17 @@ class Families:
         }
 
 
-def make_moments(optimizer: ShardedOptimizer, families: Families) -> Moments:
-    """Replace the optimizer's state by zeros for the moments that are stored."""
-    inner = optimizer.inner
+def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
+    """Replace the optimizer's state by zeros for the moments that are stored.
+
+    What holds nothing but padding gets the moments of its group, since ``restore`` gives it the group's numbers, and
+    an optimizer takes a state that has some of its entries for one that has all.
+    """
+    inner, names = optimizer.inner, _names(optimizer, table)
+    groups = {place.parameter: names[index] for index, place in _grouped(optimizer)}
     made: Moments = {}
     for place in optimizer.places:
-        wanted = families.of(place.names())
+        wanted = families.of(place.names() or groups.get(place.parameter, ()))
         inner.state[place.parameter] = made[place.parameter] = {
             name: torch.zeros_like(place.parameter.detach(), dtype=_dtype(inner, place.parameter, kind))
             for name, kind in families.kinds.items()
@@ -153,10 +198,17 @@ def restore(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str,
     for index, place in _grouped(optimizer):
         values = stored.get("numbers", {}).get(str(sources[index]), {})
         device = _device_of_numbers(inner.param_groups[index], place.parameter)
-        for name, (value, dtype) in values.items():
-            if dtype is not None:
-                value = torch.tensor(value, dtype=torch_dtype(TensorKind(code_of(dtype), ())), device=device)
-            inner.state[place.parameter][name] = value
+        for name, number in values.items():
+            inner.state[place.parameter][name] = _restored(number, device)
+
+
+def _restored(number: Sequence[Any], device: torch.device) -> Any:
+    """The inverse of ``_number``."""
+    value, dtype, *dims = number
+    if dtype is None:
+        return value
+    shape = (1,) * min(natural(sum(dims), "the number of dims of an optimizer's scalar"), 64)
+    return torch.tensor(value, dtype=torch_dtype(TensorKind(code_of(dtype), shape)), device=device).view(shape)
 
 
 def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
@@ -224,7 +276,8 @@ def _is_moment(name: str, value: Any, place: OptimizerTensor) -> bool:
 
 def _number(name: str, value: Any, optimizer: ShardedOptimizer) -> list[Any]:
     if isinstance(value, Tensor) and value.numel() == 1:
-        return [value.item(), str(value.dtype).removeprefix("torch.")]
+        number = [value.item(), str(value.dtype).removeprefix("torch.")]
+        return [*number, value.dim()] if value.dim() else number
     if value is None or isinstance(value, bool | int | float | str):
         return [value, None]
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -232,6 +285,37 @@ def _number(name: str, value: Any, optimizer: ShardedOptimizer) -> list[Any]:
         f"optimizer {type(optimizer.inner).__name__} keeps {name!r}, {what}; a checkpoint stores state of the "
         "parameter's shape and single numbers, so use an optimizer that keeps only those."
     )
+
+
+def unsaved_state(optimizer: ShardedOptimizer) -> str | None:
+    """Where the optimizer keeps tensors that a checkpoint does not hold, such as "self.muon"; None if nowhere.
+
+    A checkpoint holds what torch's optimizers have: ``self.state[parameter]`` and the options of the groups.
+    """
+    inner = optimizer.inner
+    if isinstance(inner, FlatOptimizer):
+        return None
+    own = {id(place.parameter) for place in optimizer.places}
+    elsewhere = next((key for key in inner.state if id(key) not in own), None)
+    if elsewhere is not None:
+        return f"self.state[{elsewhere!r:.40}]"
+    known = own | {id(inner), id(inner.state), id(inner.param_groups), id(inner.defaults)}
+    return next((f"self.{name}" for name, value in vars(inner).items() if _keeps_tensors(value, known, 4)), None)
+
+
+def _keeps_tensors(value: Any, known: set[int], depth: int) -> bool:
+    """True for a tensor or an optimizer, and for an object that holds one up to ``depth`` steps away."""
+    if id(value) in known or isinstance(value, nn.Parameter | nn.Module | type):
+        return False
+    if isinstance(value, torch.optim.Optimizer):
+        return id(value.state) not in known
+    if isinstance(value, Tensor) or depth == 0:
+        return isinstance(value, Tensor)
+    known.add(id(value))
+    inside = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
+    if not isinstance(inside, list | tuple | set | frozenset):
+        inside = () if callable(value) else vars(value).values() if hasattr(value, "__dict__") else ()
+    return any(_keeps_tensors(item, known, depth - 1) for item in inside)
 
 
 def _plain(value: Any) -> Any:

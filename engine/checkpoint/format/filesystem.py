@@ -70,13 +70,13 @@ class Files:
         """Rename a file or folder within a file system; an existing file is replaced, an existing folder is not."""
         os.rename(path, target)
 
-    def unlink(self, path: Path) -> None:
-        """Remove a file or link."""
-        os.unlink(path)
+    def unlink(self, path: Path, parent: int | None = None) -> None:
+        """Remove a file or link; with ``parent``, the open folder that holds it, whatever ``path`` leads to now."""
+        os.unlink(path if parent is None else path.name, dir_fd=parent)
 
-    def remove_folder(self, path: Path) -> None:
-        """Remove an empty folder."""
-        os.rmdir(path)
+    def remove_folder(self, path: Path, parent: int | None = None) -> None:
+        """Remove an empty folder; ``parent`` as in ``unlink``."""
+        os.rmdir(path if parent is None else path.name, dir_fd=parent)
 
     # ------------------------------------------------------------------ reading
 
@@ -257,13 +257,44 @@ def named(path: Path) -> Iterator[None]:
 
 
 def remove_tree(files: Files, path: Path) -> None:
-    """Remove a file, or a folder with its contents; links are removed and not followed."""
-    if files.is_link(path) or not files.is_folder(path):
-        files.unlink(path)
+    """Remove a file, or a folder with its contents; links are removed and not followed.
+
+    Names are looked up in open folders, so that a folder which somebody replaces by a link meanwhile leads nowhere.
+    """
+    parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _remove(files, path, parent)
+    finally:
+        os.close(parent)
+
+
+def _remove(files: Files, path: Path, parent: int) -> None:
+    """Remove what has the name of ``path`` in the open folder ``parent``."""
+    try:
+        folder = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        with _at(path):
+            files.unlink(path, parent)
         return
-    for name in files.names(path):
-        remove_tree(files, path / name)
-    files.remove_folder(path)
+    try:
+        for name in sorted(os.listdir(folder)):
+            _remove(files, path / name, folder)
+    finally:
+        os.close(folder)
+    with _at(path):
+        files.remove_folder(path, parent)
+
+
+@contextmanager
+def _at(path: Path) -> Iterator[None]:
+    """Put the whole path into an OSError, which has the name in the open folder."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def _is_direct(file: int) -> bool:

@@ -8,7 +8,7 @@ first name in ``model.named_parameters()``.
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -22,6 +22,8 @@ FORMAT, MAJOR, MINOR = "trine-checkpoint", 1, 0
 NAME, COMMIT, CHECKSUMS = "manifest.json", "COMMIT", "checksums.safetensors"
 LIMIT = 1 << 26
 """Largest manifest in bytes: some 500,000 pieces. Parsed, it takes up to twenty times its size."""
+PARTS = 1 << 12
+"""Most parts of a tensor, each of which is that of a tensor rank."""
 
 _FILE = re.compile(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
@@ -216,14 +218,67 @@ def _checksum(fields: Fields) -> Checksum:
 def _tensor(value: Any, files: list[str], what: str) -> StoredTensor:
     fields = Fields(value, what)
     kind = read_kind(fields)
-    pieces = []
-    for entry in fields.list("pieces"):
-        index = natural(Fields(entry, what).any("file"), f"{what}: file")
-        if index >= len(files):
-            raise CheckpointError(f"{what}: file number {index} is not below {len(files)}; the file is damaged.")
-        pieces.append(piece_from_json(entry, kind.shape, files[index], what))
+    parts = _Parts(kind.shape, what)
+    pieces = [_sound(entry, files, parts) or _piece(entry, files, parts) for entry in fields.list("pieces")]
     check_cover(what, kind.shape, pieces)
     return StoredTensor(kind, tuple(pieces))
+
+
+class _Parts:
+    """The parts of a tensor of ``shape``, each made once: a manifest may have 100,000 pieces."""
+
+    def __init__(self, shape: tuple[int, ...], what: str) -> None:
+        self.shape, self.what = shape, what
+        self._whole = Part(shape)
+        self._known: dict[tuple[Any, ...], Part] = {}
+
+    def of(self, rows: Any) -> Part:
+        """The part with these rows."""
+        if rows is None:
+            return self._whole
+        part = _part(rows, self.shape, self.what)
+        if len(self._known) == PARTS:
+            raise CheckpointError(
+                f"{self.what} has more than {PARTS} parts, which no number of tensor ranks makes; the file is damaged."
+            )
+        return self._known.setdefault(_key(rows), part)
+
+    def known(self, rows: Any) -> Part | None:
+        """The part with these rows if it was made before."""
+        if rows is None:
+            return self._whole
+        try:
+            return self._known.get(_key(rows))
+        except (TypeError, ValueError):
+            return None
+
+
+def _key(rows: Any) -> tuple[Any, ...]:
+    dim, pairs = rows
+    return (dim, *map(tuple, pairs))
+
+
+def _sound(entry: Any, files: list[str], parts: _Parts) -> StoredPiece | None:
+    """A piece in which nothing is wrong, of a known part; None if it has to be looked at field by field."""
+    if type(entry) is not dict:
+        return None
+    file, key, flat, part = entry.get("file"), entry.get("key"), entry.get("flat"), parts.known(entry.get("rows"))
+    if part is None or type(file) is not int or type(key) is not str or type(flat) is not list or len(flat) != 2:
+        return None
+    start, stop = flat
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= part.elements:
+        return None
+    return StoredPiece(files[file], key, Piece(part, start, stop)) if 0 <= file < len(files) else None
+
+
+def _piece(entry: Any, files: list[str], parts: _Parts) -> StoredPiece:
+    """A piece, checked field by field."""
+    what, fields = parts.what, Fields(entry, parts.what)
+    index = natural(fields.any("file"), f"{what}: file")
+    if index >= len(files):
+        raise CheckpointError(f"{what}: file number {index} is not below {len(files)}; the file is damaged.")
+    stored = piece_from_json(entry, parts.shape, files[index], what)
+    return replace(stored, piece=replace(stored.piece, part=parts.of(fields.any("rows"))))
 
 
 def check_cover(what: str, shape: tuple[int, ...], pieces: list[StoredPiece]) -> None:

@@ -47,9 +47,14 @@ class TensorKind(NamedTuple):
         return _WIDTHS[self.dtype]
 
     @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
     def bytes(self) -> int:
         """Bytes of the tensor."""
-        return prod(self.shape) * self.width
+        return self.elements * self.width
 
 
 def code_of(dtype: str) -> str:

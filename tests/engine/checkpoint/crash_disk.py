@@ -64,12 +64,12 @@ class Recorder(Files):
         super().rename(path, target)
         self._note("rename", path, target.relative_to(self._root))
 
-    def unlink(self, path: Path) -> None:
-        super().unlink(path)
+    def unlink(self, path: Path, parent: int | None = None) -> None:
+        super().unlink(path, parent)
         self._note("unlink", path)
 
-    def remove_folder(self, path: Path) -> None:
-        super().remove_folder(path)
+    def remove_folder(self, path: Path, parent: int | None = None) -> None:
+        super().remove_folder(path, parent)
         self._note("remove", path)
 
 

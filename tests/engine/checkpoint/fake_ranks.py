@@ -123,7 +123,7 @@ class FakeRun:
         """What one rank does of it."""
         rank = self.ranks[host.rank]
         local_tensors, optimizer = rank.local_tensors, rank.optimizer
-        saver = Saver(local_tensors.ownership, self.tensors, host, files)
+        saver = Saver(local_tensors.ownership, self.tensors, host, files, lambda folder: None)
         pieces = [*local_tensors.masters(), *local_tensors.state(moments_by_bucket(optimizer))]
         weights = [*local_tensors.weights(), *local_tensors.whole()]
         contents = Contents(step, {}, {}, {}, describe_optimizer(optimizer, self.plan.table), None, {})
@@ -156,7 +156,7 @@ def _rank(model: nn.Module, plan: Plan, ownership: SaveOwnership, rank: int) -> 
     optimizer = ShardedOptimizer(trained, plan.groups, lambda groups: FlatAdam(groups), comm, sharded)
     names = [slot.name for flat in trained for slot in flat.bucket.slots]
     kinds = {f"{moment}/{name}": TensorKind("F32", ()) for moment in ("exp_avg", "exp_avg_sq") for name in names}
-    made = make_moments(optimizer, Families(kinds, {"groups": []}))
+    made = make_moments(optimizer, Families(kinds, {"groups": []}), plan.table)
     return FakeRank(LocalTensors(ownership, grid.coord(), model, buckets, optimizer.places), optimizer, made)
 
 

@@ -72,13 +72,13 @@ class FatalFiles(Files):
         self._fate.strike("rename")
         super().rename(path, target)
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, path: Path, parent: int | None = None) -> None:
         self._fate.strike("unlink")
-        super().unlink(path)
+        super().unlink(path, parent)
 
-    def remove_folder(self, path: Path) -> None:
+    def remove_folder(self, path: Path, parent: int | None = None) -> None:
         self._fate.strike("remove_folder")
-        super().remove_folder(path)
+        super().remove_folder(path, parent)
 
     def names(self, path: Path) -> list[str]:
         self._fate.strike("names")

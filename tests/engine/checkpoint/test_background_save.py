@@ -16,8 +16,10 @@ from unittest.mock import patch
 import pytest
 
 from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.folder_locks import LOCK
 from engine.checkpoint.format.step_folders import committed
 from engine.checkpoint.format.step_reader import StepReader
+from engine.errors import EngineError
 from tests.engine.checkpoint.lasting import course, digest, settings, world_of
 from tests.launches import Launch, Line
 
@@ -108,6 +110,42 @@ def test_without_async_a_save_is_over_when_the_call_returns(tmp_path: Path) -> N
         run.until(1)
         assert run.eng.save_checkpoint(tmp_path).done
         assert names(tmp_path) == ["step-00000001"]
+
+
+class Slow(Files):
+    """The next file that is created takes ``seconds``."""
+
+    seconds = 0.0
+
+    def create(self, path: Path) -> int:
+        seconds, self.seconds = self.seconds, 0.0
+        time.sleep(seconds)
+        return super().create(path)
+
+
+def outlasts_the_timeout(folder: str) -> tuple[str, list[str]]:
+    """Body of a rank: rank 1 writes for longer than a silent rank is waited for."""
+    files = Slow()
+    with (
+        patch("engine.checkpoint.coordinator.Files", lambda: files),
+        patch("engine.checkpoint.coordinator.timeout_seconds", lambda: 1),
+        course(settings("dp2", checkpoint={"folder": folder, "on_failure": "continue"})) as run,
+    ):
+        run.until(1)
+        files.seconds = 2.5 * run.eng.grid.rank
+        pending = run.eng.save_checkpoint()
+        with pytest.raises(EngineError) as caught:
+            pending.wait()
+        run.until(2)
+        run.eng.save_checkpoint().wait()
+        run.until(3)
+        assert run.eng.load_checkpoint() == {} and run.eng.step_count == 2
+    return str(caught.value), names(Path(folder))
+
+
+def test_a_save_that_outlasts_the_timeout_does_not_end_all_saves(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for told, left in run_ranks(outlasts_the_timeout, 2, str(tmp_path)):
+        assert "has lost rank" in told and left == ["step-00000002"]
 
 
 # ------------------------------------------------------------------------------------------------ ends of a process
@@ -202,4 +240,4 @@ def test_a_save_that_loses_a_rank_fails_and_takes_its_folder_away(tmp_path: Path
     with Launch(killed_during_a_save, 2, str(tmp_path), env={"TRINE_TIMEOUT_SECONDS": "40"}) as launch:
         ended = launch.end(seconds=90)
     assert [rank.code for rank in ended] == [0, -signal.SIGKILL], ended[0].error
-    assert ended[0].said == [[]]
+    assert ended[0].said == [[LOCK]]

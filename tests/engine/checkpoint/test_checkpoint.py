@@ -67,7 +67,14 @@ def test_a_run_goes_on_bit_for_bit(saved: Path) -> None:
 
 def test_nothing_there_is_none_and_nothing_given_is_empty(tmp_path: Path) -> None:
     with start() as eng:
-        assert eng.load_checkpoint(tmp_path / "run") is None
+        for there in (False, True):
+            with pytest.raises(
+                engine.CheckpointError,
+                match=rf"^load_checkpoint: .*run {'holds no checkpoint' if there else 'is not a folder'}; give the fol",
+            ):
+                eng.load_checkpoint(tmp_path / "run")
+            assert eng.load_checkpoint(tmp_path / "run", missing_ok=True) is None
+            (tmp_path / "run").mkdir(exist_ok=True)
         step = eng.save_checkpoint(tmp_path / "run").wait()
         assert step == tmp_path / "run" / "step-00000000", "also before the first step"
         assert eng.load_checkpoint(step) == {}
@@ -124,7 +131,12 @@ def test_every_saves_and_keep_keeps(tmp_path: Path, caplog: pytest.LogCaptureFix
     checkpoint = {"folder": str(tmp_path / "run"), "every": 2, "keep": 2}
     with caplog.at_level(logging.INFO, "trine"), start(checkpoint=checkpoint) as eng:
         train(eng, 0, 6)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-00000004", "step-00000006"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        ".trine.lock",
+        "latest",
+        "step-00000004",
+        "step-00000006",
+    ]
     assert sum("checkpoint saved" in record.message for record in caplog.records) == 3
     with start(checkpoint=checkpoint) as eng:
         assert eng.load_checkpoint() == {} and eng.step_count == 6
@@ -245,6 +257,8 @@ def test_calls_that_cannot_be_right(tmp_path: Path, saved: Path) -> None:
             eng.save_checkpoint()
         with pytest.raises(engine.EngineError, match=r"^load_checkpoint\(\) got no folder"):
             eng.load_checkpoint()
+        with pytest.raises(engine.EngineError, match=r"^save_checkpoint\(folder, 'best'\): the second argument is cl"):
+            eng.save_checkpoint(tmp_path / "odd", "best")
         with pytest.raises(engine.EngineError, match=r"^register_for_checkpointing\(thing=...\): a Mute lacks state"):
             eng.register_for_checkpointing(thing=Mute())
         with pytest.raises(
@@ -317,4 +331,9 @@ def test_two_engines_in_one_folder_leave_each_others_save_alone(tmp_path: Path) 
             assert not again
     with start() as eng:
         eng.save_checkpoint(tmp_path).wait()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000000", "step-00000000-r1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".trine.lock",
+        "latest",
+        "step-00000000",
+        "step-00000000-r1",
+    ]

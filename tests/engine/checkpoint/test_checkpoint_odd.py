@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -273,6 +274,7 @@ def test_a_save_elsewhere_does_not_stand_for_the_one_at_the_end(tmp_path: Path) 
 def test_an_end_without_a_checkpoint_is_said(tmp_path: Path) -> None:
     with start(checkpoint={"folder": str(tmp_path / "run")}) as eng:
         train(eng, 0, 1)
+        shutil.rmtree(tmp_path / "run")
         (tmp_path / "run").write_text("in the way")
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(engine.CheckpointError):

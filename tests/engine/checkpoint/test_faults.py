@@ -15,6 +15,7 @@ import pytest
 import engine
 from engine.checkpoint import coordinator as durable
 from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.folder_locks import LOCK
 from engine.checkpoint.format.step_folders import committed
 from engine.checkpoint.format.step_reader import StepReader
 from engine.errors import CheckpointError
@@ -50,7 +51,11 @@ class FailingFiles(Files):
         return lambda *given: self._try(name, action, given)
 
     def _try(self, name: str, action: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        path = self._paths[given[0]] if isinstance(given[0], int) else "/".join(map(str, given[:2]))
+        path = (
+            self._paths[given[0]]
+            if isinstance(given[0], int)
+            else "/".join(str(part) for part in given[:2] if not isinstance(part, int))
+        )
         self.seen.append((name, path))
         number = len(self.seen) - 1
         if number == self.at or (self.lasting and number > self.at >= 0):
@@ -121,7 +126,7 @@ def saves_with_every_fault(
         assert str(run) in message and (path.split("/")[-1] in message or name == "rename"), (seen[at], message)
         eng.save_checkpoint().wait()
         assert newest(run) != before and len(committed(Files(), run)) == 1
-        assert sorted(inner.name for inner in run.iterdir()) == ["latest", newest(run)[0]]
+        assert sorted(inner.name for inner in run.iterdir()) == [LOCK, "latest", newest(run)[0]]
     raise AssertionError("never through")
 
 
@@ -183,7 +188,7 @@ def test_a_file_size_limit_of_the_system(eng: engine.Engine, tmp_path: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert re.search(rf"File too large: {tmp_path}/run/.*optim-00000.safetensors {FIGURES}", str(save.problem))
-    assert newest(tmp_path / "run") == before and len(list((tmp_path / "run").iterdir())) == 2
+    assert newest(tmp_path / "run") == before and len(list((tmp_path / "run").iterdir())) == 3
     eng.save_checkpoint().wait()
 
 
@@ -206,7 +211,7 @@ def test_a_disk_that_is_really_full(full_disk: Path, files: FailingFiles, monkey
         eng.train_batch(small.batch(eng, 1))
         with pytest.raises(CheckpointError, match=rf"No space left on device: {full_disk}/run/step-.* {FIGURES}"):
             eng.save_checkpoint().wait()
-        assert newest(full_disk / "run") == before and len(list((full_disk / "run").iterdir())) == 2
+        assert newest(full_disk / "run") == before and len(list((full_disk / "run").iterdir())) == 3
         (full_disk / "other").unlink()
         eng.save_checkpoint().wait()
         assert newest(full_disk / "run")[0] == "step-00000002"

@@ -71,7 +71,7 @@ def trains(line: Line, grid: str, folder: str, kill: Kill) -> None:
     with doomed(fate), course(settings(grid, Path(folder))) as run:
         if run.eng.grid.rank == kill.rank:
             fate.kind, fate.count = kill.kind, kill.count
-        run.eng.load_checkpoint()
+        run.eng.load_checkpoint(missing_ok=True)
         line("ready")
         while run.eng.step_count < STEPS:
             report = run.step()
@@ -175,7 +175,7 @@ def play(grid: str, folder: Path, kills: Iterable[Kill], wanted: int) -> None:
     before = committed(Files(), history.folder)
     assert history.launch(Kill(-1)), "nobody kills the last launch"
     if committed(Files(), history.folder) != before:
-        others = [p.name for p in history.folder.iterdir() if not re.fullmatch(r"step-\d+|latest", p.name)]
+        others = [p.name for p in history.folder.iterdir() if not re.fullmatch(r"step-\d+|latest|.trine.lock", p.name)]
         assert not others, "a save sweeps what the killed ones have left"
     print(f"{done + history.kills} kills on {grid}")
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from engine.errors import GridError
-from engine.parallel.comm.world import read_world, shares_memory
+from engine.parallel.comm.world import read_world, shares_memory, timeout_seconds
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -54,6 +54,14 @@ def test_a_variable_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(GridError) as caught:
         read_world()
     assert str(caught.value) == f"{name}={value!r} is not a number of 0 or more; let torchrun set it."
+
+
+@pytest.mark.parametrize("digits", [10, 30, 5000])
+def test_a_number_that_no_clock_or_job_has_is_refused(monkeypatch: pytest.MonkeyPatch, digits: int) -> None:
+    set_all(monkeypatch, TORCHRUN | {"WORLD_SIZE": "9" * digits, "TRINE_TIMEOUT_SECONDS": "9" * digits})
+    for call, remedy in ((read_world, "let torchrun set it"), (timeout_seconds, "give fewer seconds")):
+        with pytest.raises(GridError, match=rf" has {digits} digits, and at most 9 are allowed; {remedy}\.$"):
+            call()
 
 
 def test_a_digit_that_int_cannot_read_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,30 @@ def test_a_removed_tree_spares_what_links_lead_to(root: Path) -> None:
     assert not root.exists() and (root.parent / "outside").read_bytes() == b"outside"
 
 
+class Swapping(Files):
+    """Puts a link in place of a folder while it is being removed."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        self._folder, self._target = folder, target
+
+    def unlink(self, path: Path, parent: int | None = None) -> None:
+        super().unlink(path, parent)
+        if not self._folder.is_symlink():
+            self._folder.rename(self._folder.with_name("aside"))
+            self._folder.symlink_to(self._target)
+
+
+def test_a_folder_that_becomes_a_link_while_it_is_removed_leads_nowhere(root: Path) -> None:
+    outside = root.parent / "mine"
+    for folder in (root / "model", outside):
+        folder.mkdir(exist_ok=True)
+        for name in ("a", "b"):
+            (folder / name).write_text("mine")
+    with pytest.raises(OSError, match=r"root/model'|/model'"):
+        remove_tree(Swapping(root / "model", outside), root / "model")
+    assert sorted(path.name for path in outside.iterdir()) == ["a", "b"]
+
+
 def test_an_error_while_reading_names_the_file(root: Path) -> None:
     with (
         pytest.raises(CheckpointError, match=r"model/x cannot be read: Input/output error"),

@@ -3,11 +3,13 @@
 import copy
 import json
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.checkpoint.format import manifest as manifest_file
 from engine.checkpoint.format.manifest import Checksum, Manifest, StoredPiece, StoredTensor, from_json, to_json
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.format.safetensors_file import DTYPES, TensorKind
@@ -54,6 +56,32 @@ def manifests(draw: st.DrawFn) -> Manifest:
 def test_out_and_in_again(manifest: Manifest) -> None:
     data = to_json(manifest)
     assert from_json(data, "manifest") == manifest and to_json(from_json(data, "manifest")) == data
+
+
+def many(parts: int) -> bytes:
+    """A manifest of one tensor, of which each piece is a row: of ``parts`` parts, or all of one."""
+    manifest, count = sound(), max(parts, 9)
+    flats = [[0, 1]] * count if parts > 1 else [[row, row + 1] for row in range(count)]
+    rows = [[0, [[row, row + 1]]] if parts > 1 else [0, [[0, count]]] for row in range(count)]
+    pieces = [{"file": 0, "key": "w", "rows": row, "flat": flat} for row, flat in zip(rows, flats, strict=True)]
+    manifest["tensors"]["param/w"] = {"dtype": "F32", "shape": [count], "pieces": pieces}
+    return json.dumps(manifest).encode()
+
+
+def test_a_part_is_made_once_and_there_are_as_many_as_tensor_ranks() -> None:
+    made: list[Part] = []
+
+    def part(rows: Any, shape: tuple[int, ...], what: str) -> Part:
+        made.append(Part(shape, 0, ((0, 9),)))
+        return made[-1]
+
+    with patch.object(manifest_file, "_part", part), pytest.raises(CheckpointError, match="signature"):
+        from_json(many(1), "manifest")
+    assert len(made) == 2, "looked at closely once: to check the piece, and to keep its part"
+    with pytest.raises(CheckpointError, match=r"'param/w'\] has more than 4096 parts, which no number of tensor ranks"):
+        from_json(many(4097), "manifest")
+    with pytest.raises(CheckpointError, match="signature"):
+        from_json(many(4096), "manifest")
 
 
 def sound() -> dict[str, Any]:
