@@ -137,10 +137,13 @@ class OwnedGroups:
         """Create the group of ``ranks`` (None: of all); every rank of the world calls it. None on a rank outside the
         group.
 
+        Without ``timeout`` the group waits for :func:`group_timeout`; torch's own default is half an hour.
+
         Groups are numbered, because torch names the NCCL groups of a ``DeviceMesh`` by how many there are, and once
         groups are destroyed that number is neither unique nor the same on all ranks.
         """
-        made = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=timeout)
+        wait = group_timeout() if timeout is None else timeout
+        made = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=wait)
         if not isinstance(made, dist.ProcessGroup):
             return None
         self._made.append(made)
@@ -181,6 +184,18 @@ def _destroy(groups: list[dist.ProcessGroup], ended: Lock) -> None:
 def timeout_seconds() -> int:
     """Timeout of any communication between ranks: ``TRINE_TIMEOUT_SECONDS``, by default 600."""
     return _variable("TRINE_TIMEOUT_SECONDS", 600)
+
+
+def group_timeout() -> timedelta:
+    """Timeout of the groups that an engine creates: ``TRINE_TIMEOUT_SECONDS``, else that of the process group.
+
+    So the axes of a grid wait as long as the world, also in a process group that the user has started.
+    """
+    world = dist.group.WORLD
+    if world is None or "TRINE_TIMEOUT_SECONDS" in os.environ:
+        return timedelta(seconds=timeout_seconds())
+    timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
+    return timeout
 
 
 def shares_memory() -> bool:
