@@ -14,11 +14,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from engine.launch.train_options import training_options
+from engine.reporting.last_words import LastWords
 
 
 def main() -> None:
-    """Read the options and run; after a failure, torchrun shows the traceback of the rank that failed first."""
+    """Read the options and run; after a failure, torchrun shows what the rank that failed first says of it."""
     options = training_options()
+    LastWords()
 
     from engine.parallel.comm.world import leave_traceback  # import torch only now, so that --help answers at once
 

@@ -232,7 +232,7 @@ def timeouts(given: bool) -> dict[str, set[float]]:
 def test_every_group_waits_as_long_as_it_was_told(run_ranks: RunRanks, given: bool) -> None:
     """With TRINE_TIMEOUT_SECONDS that long; in a process group of the user's as long as it waits."""
     env = {"TRINE_TIMEOUT_SECONDS": str(SECONDS)} if given else {}
-    expected = dict.fromkeys(WIDE, {float(SECONDS if given else 5)})
+    expected = {name: {float(SECONDS if given else 5)} for name in WIDE}
     assert run_ranks(timeouts, 4, given, env=env) == [expected] * 4
 
 
