@@ -106,7 +106,7 @@ def _initialize(model: nn.Module, config: Config, request: Request, world: World
     def complete(example: Batch, problem: Exception | None = None) -> RankRuntime:
         joined = _Joined(model=model, config=config, request=request, comm=comm, device=world.device)
         plan = joined.plan(known, example, problem)
-        with say_if_slow("placing the model on its ranks", world.rank):
+        with say_if_slow("placing the model", world.rank):
             runtime = build(model, plan, comm, world.device, request, example)
         if world.rank == 0:
             logger.info(banner_text(plan, str(world.device)))

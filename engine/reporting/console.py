@@ -69,14 +69,14 @@ class Console(logging.Handler):
         """Whether the logger passes a record on: the application's level counts, also if it is set after the start."""
         if self._quiet and record.levelno < logging.ERROR:
             return False
-        unset = self._level_before == logging.NOTSET
-        return not (unset and _configured()) or record.levelno >= logging.getLogger().level
+        given = logger.parent if self._level_before == logging.NOTSET and _configured() else None
+        return given is None or record.levelno >= given.getEffectiveLevel()
 
 
 def _configured() -> bool:
-    """Whether the application listens to the logger "trine", by a handler there or at the root."""
+    """Whether the application listens to the logger "trine", by a handler there or above it."""
     own = any(not isinstance(handler, Console) for handler in logger.handlers)
-    return own or (logger.propagate and bool(logging.getLogger().handlers))
+    return own or (logger.propagate and logger.parent is not None and logger.parent.hasHandlers())
 
 
 @contextmanager

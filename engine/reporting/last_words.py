@@ -67,7 +67,8 @@ def _place(trace: TracebackType | None) -> list[str]:
     """The line of the user's code that called the engine: the last frame before the engine's own."""
     frames = traceback.extract_tb(trace)
     inside = next((i for i, frame in enumerate(frames) if Path(frame.filename).is_relative_to(PACKAGE)), len(frames))
-    return [f'File "{frame.filename}", line {frame.lineno}: {frame.line}' for frame in frames[:inside][-1:]]
+    real = [frame for frame in frames[:inside] if not frame.filename.startswith("<")]  # others are generated code
+    return [f'File "{frame.filename}", line {frame.lineno}: {frame.line}' for frame in real[-1:]]
 
 
 def _error_file() -> Path | None:

@@ -116,7 +116,7 @@ def _port(variables: _Variables) -> int:
 
 
 def _find_task(variables: _Variables) -> _Task | None:
-    """The rank that MPI or Slurm has given; MPI's counts first, since mpirun in a Slurm job starts daemons with srun."""
+    """The rank that MPI or Slurm has given. MPI's comes first: in a Slurm job, mpirun starts its daemons with srun."""
     if variables.get("TRINE_LAUNCHER") == "none":
         return None
     slurm = _slurm_step(variables)

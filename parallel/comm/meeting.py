@@ -178,8 +178,8 @@ class Meeting:
     def _missing(self, ranks: Sequence[int], seconds: float) -> str:
         return (
             f"{name_ranks(ranks)} of {self.size} did not come to {self.place} within {seconds:.0f} s, so no rank "
-            "starts; look for their own errors, and start all of them with the same address (TRINE_TIMEOUT_SECONDS waits "
-            "longer)."
+            "starts; look for their own errors, and start all of them with the same address (TRINE_TIMEOUT_SECONDS "
+            "waits longer)."
         )
 
 
