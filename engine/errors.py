@@ -37,4 +37,4 @@ def first_line(error: Exception) -> str:
     A place in C++ source at its beginning is left out: ``[../gloo/transport/tcp/pair.cc:538] Connection closed``.
     """
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return re.sub(r"^(\[[^\[\]]*\.(cc|cpp|cxx|h|hpp):\d+\]\s*)+(?=\S)", "", line)
+    return re.sub(r"^(\[[^\[\]\s]*\.(cc|cpp|cxx|h|hpp):\d+\]\s*)+(?=\S)", "", line)
