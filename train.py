@@ -8,7 +8,6 @@ lines.
 """
 
 import logging
-import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -41,7 +40,7 @@ def run(options: Namespace) -> None:
     shape = train.decoder_config(options)
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
 
-    if first := os.environ.get("RANK", "0") == "0":
+    if first := train.job_place()[0] == 0:
         run_folder.open_run(options, settings, training_text, shape)
     example = train.example_batch(settings, shape)
     with engine.initialize(lambda: Decoder(shape), settings, loss_fn=loss_sum, example_batch=example) as eng:
