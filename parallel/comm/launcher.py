@@ -59,7 +59,7 @@ def find_place(variables: _Variables) -> Place | None:
     if task.size == 1:
         return None
     check_rank(task.rank, task.size, task.launcher)
-    if number(variables, "WORLD_SIZE", task.size) != task.size:
+    if read_count(variables, "WORLD_SIZE", task.size) != task.size:
         raise GridError(
             f"WORLD_SIZE={variables['WORLD_SIZE']} is set, and {task.launcher} has started {task.size} processes; "
             "unset WORLD_SIZE, or set RANK, MASTER_ADDR and MASTER_PORT too."
@@ -71,10 +71,10 @@ def find_place(variables: _Variables) -> Place | None:
 def local_rank(variables: _Variables, rank: int) -> int:
     """This process's number among those of its node; ``rank`` where nothing tells it."""
     task = _find_task(variables)
-    return number(variables, "LOCAL_RANK", task.local_rank if task is not None else rank)
+    return read_count(variables, "LOCAL_RANK", task.local_rank if task is not None else rank)
 
 
-def number(variables: _Variables, name: str, default: int) -> int:
+def read_count(variables: _Variables, name: str, default: int) -> int:
     """The value of a variable that counts something.
 
     Raises:
@@ -102,14 +102,14 @@ def _of_torchrun(variables: _Variables) -> Place | None:
             f"{', '.join(present)} is set and {missing} is missing: a distributed job needs all four of "
             f"{', '.join(RENDEZVOUS)}, a single process none of them; start with torchrun."
         )
-    rank, size = number(variables, "RANK", 0), number(variables, "WORLD_SIZE", 1)
+    rank, size = read_count(variables, "RANK", 0), read_count(variables, "WORLD_SIZE", 1)
     check_rank(rank, size, "torchrun")
-    here = number(variables, "LOCAL_RANK", rank)
+    here = read_count(variables, "LOCAL_RANK", rank)
     return Place(rank, size, here, variables["MASTER_ADDR"], _port(variables))
 
 
 def _port(variables: _Variables) -> int:
-    port = number(variables, "MASTER_PORT", 0)
+    port = read_count(variables, "MASTER_PORT", 0)
     if port >= 1 << 16:
         raise GridError(f"MASTER_PORT={port} is above 65535, the largest port; give an open one.")
     return port
@@ -121,14 +121,14 @@ def _find_task(variables: _Variables) -> _Task | None:
         return None
     slurm = _slurm_step(variables)
     if "OMPI_COMM_WORLD_RANK" in variables and "OMPI_COMM_WORLD_SIZE" in variables:
-        rank, size = (number(variables, f"OMPI_COMM_WORLD_{name}", 0) for name in ("RANK", "SIZE"))
-        return _Task("Open MPI", rank, size, number(variables, "OMPI_COMM_WORLD_LOCAL_RANK", rank))
+        rank, size = (read_count(variables, f"OMPI_COMM_WORLD_{name}", 0) for name in ("RANK", "SIZE"))
+        return _Task("Open MPI", rank, size, read_count(variables, "OMPI_COMM_WORLD_LOCAL_RANK", rank))
     if "PMI_RANK" in variables and "PMI_SIZE" in variables:
-        rank, size = number(variables, "PMI_RANK", 0), number(variables, "PMI_SIZE", 1)
+        rank, size = read_count(variables, "PMI_RANK", 0), read_count(variables, "PMI_SIZE", 1)
         if slurm is not None and (slurm.rank, slurm.size) == (rank, size):
             return slurm  # srun with a PMI library: one launcher, two sets of variables
         local = next((name for name in _LOCAL_RANKS_OF_PMI if name in variables), "")
-        return _Task("PMI", rank, size, number(variables, local, rank))
+        return _Task("PMI", rank, size, read_count(variables, local, rank))
     return slurm
 
 
@@ -144,9 +144,9 @@ def _slurm_step(variables: _Variables) -> _Task | None:
         return None
     if "SLURM_PROCID" not in variables or "SLURM_STEP_NUM_TASKS" not in variables:
         return None
-    rank, size = number(variables, "SLURM_PROCID", 0), number(variables, "SLURM_STEP_NUM_TASKS", 1)
+    rank, size = read_count(variables, "SLURM_PROCID", 0), read_count(variables, "SLURM_STEP_NUM_TASKS", 1)
     bound = "SLURM_GPUS_PER_TASK" in variables  # then a task sees its own GPUs only, and counts them from 0
-    return _Task("Slurm", rank, size, 0 if bound else number(variables, "SLURM_LOCALID", rank))
+    return _Task("Slurm", rank, size, 0 if bound else read_count(variables, "SLURM_LOCALID", rank))
 
 
 def _meeting_point(task: _Task, variables: _Variables) -> tuple[str, int]:
@@ -182,7 +182,7 @@ def _slurm_port(task: _Task, variables: _Variables) -> int | None:
     """A port below those that systems give away; jobs and steps that share a node get different ones."""
     if task.launcher != "Slurm" or "SLURM_JOB_ID" not in variables:
         return None
-    job, step = number(variables, "SLURM_JOB_ID", 0), number(variables, "SLURM_STEP_ID", 0)
+    job, step = read_count(variables, "SLURM_JOB_ID", 0), read_count(variables, "SLURM_STEP_ID", 0)
     return 10_000 + (job * 61 + step) % 20_000
 
 

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from engine.errors import GridError, first_line
-from engine.parallel.comm.launcher import Place, find_place, local_rank, number
+from engine.parallel.comm.launcher import Place, find_place, local_rank, read_count
 
 logger = logging.getLogger("trine")
 
@@ -257,7 +257,7 @@ def _destroy(groups: list[dist.ProcessGroup], ended: Lock) -> None:
 
 def timeout_seconds() -> int:
     """Timeout of any communication between ranks: ``TRINE_TIMEOUT_SECONDS``, by default 600."""
-    return number(os.environ, "TRINE_TIMEOUT_SECONDS", 600)
+    return read_count(os.environ, "TRINE_TIMEOUT_SECONDS", 600)
 
 
 def group_timeout() -> timedelta:
@@ -274,7 +274,7 @@ def group_timeout() -> timedelta:
 
 def shares_memory() -> bool:
     """True if ranks of one host may communicate through shared memory; ``TRINE_SHARED_MEMORY=0`` forbids it."""
-    return number(os.environ, "TRINE_SHARED_MEMORY", 1) != 0
+    return read_count(os.environ, "TRINE_SHARED_MEMORY", 1) != 0
 
 
 def leave_traceback(main: Callable[[], None]) -> None:
