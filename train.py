@@ -8,17 +8,18 @@ lines.
 """
 
 import logging
-import os
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 from engine.launch.train_options import training_options
+from engine.reporting.last_words import LastWords
 
 
 def main() -> None:
-    """Read the options and run; after a failure, torchrun shows the traceback of the rank that failed first."""
+    """Read the options and run; after a failure, torchrun shows what the rank that failed first says of it."""
     options = training_options()
+    LastWords()
 
     from engine.parallel.comm.world import leave_traceback  # import torch only now, so that --help answers at once
 
@@ -39,7 +40,7 @@ def run(options: Namespace) -> None:
     shape = train.decoder_config(options)
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
 
-    if first := os.environ.get("RANK", "0") == "0":
+    if first := train.job_place()[0] == 0:
         run_folder.open_run(options, settings, training_text, shape)
     example = train.example_batch(settings, shape)
     with engine.initialize(lambda: Decoder(shape), settings, loss_fn=loss_sum, example_batch=example) as eng:

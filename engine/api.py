@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from engine.build.assemble import build, measure_model, plan_run
+from engine.build.equal_input import describe_input, difference_error
 from engine.build.forward_changes import change_forwards
 from engine.build.place_model import make_model
 from engine.build.request import ModelSource, Request
@@ -21,8 +22,17 @@ from engine.engine import Engine
 from engine.optim.lr_schedules import SchedulerArgument
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.meeting import FailureReports, Meeting
 from engine.parallel.comm.torch_backend import TorchBackend
-from engine.parallel.comm.world import World, open_world, read_world
+from engine.parallel.comm.world import (
+    World,
+    meeting_point,
+    open_store,
+    open_world,
+    prefixed,
+    read_world,
+    timeout_seconds,
+)
 from engine.parallel.grid import Grid
 from engine.planning.analysis import needs_example
 from engine.planning.plan import Plan
@@ -30,6 +40,8 @@ from engine.planning.profile_calls import Costs, needs_profiling
 from engine.program.batch import Batch
 from engine.program.loss import LossFunction
 from engine.reporting.banner import banner_text
+from engine.reporting.console import open_console, say_if_slow
+from engine.reporting.last_words import LastWords
 from engine.resources import EngineResources
 from engine.step.runtime import RankRuntime
 from engine.zero.optim.sharded_optimizer import OptimizerFactory
@@ -62,13 +74,15 @@ def initialize(
         ConfigError, GridError, PlanError: one sentence per problem. They are raised before any communication, except
             for ranks that were given different models or configurations.
     """
-    world = read_world()
-    resolved = load_config(config, world.size)
-    made = make_model(model, resolved.seed, world.device)
     request = Request(loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=lr_scheduler, example_batch=example_batch)
     resources = EngineResources()
+    resources.add(LastWords().close)
     resources.add(request.patches.remove)
     try:
+        world = read_world()
+        resources.add(open_console(world.rank))
+        resolved = load_config(config, world.size)
+        made = make_model(model, resolved.seed, world.device)
         return _initialize(made, resolved, request, world, resources)
     except BaseException:
         resources.close()
@@ -76,12 +90,15 @@ def initialize(
 
 
 def _initialize(model: nn.Module, config: Config, request: Request, world: World, resources: EngineResources) -> Engine:
-    files = model_files(model)
+    files, given = model_files(model), describe_input(model, config, world.device)
     prepare(model, config, request)
     request = replace(request, changes=change_forwards(model, config, world.device, request.patches))
     waits = needs_example(config) and request.example_batch is None
-    known = None if waits or needs_profiling(config) else plan_run(model, config, request, request.example_batch)
-    comm = _open_comm(config, world)
+    known = None
+    if not waits and not needs_profiling(config):
+        with say_if_slow(_PLANNING, world.rank):
+            known = plan_run(model, config, request, request.example_batch)
+    comm = _open_comm(config, world, given)
     resources.add(comm.close)
     coordinator = CheckpointCoordinator(model, config, comm, world.device, files)
     resources.add(coordinator.release)
@@ -91,7 +108,8 @@ def _initialize(model: nn.Module, config: Config, request: Request, world: World
             model=model, config=config, request=request, comm=comm, device=world.device, prepare=coordinator.hold_folder
         )
         plan = joined.plan(known, example, problem)
-        runtime = build(model, plan, comm, world.device, request, example)
+        with say_if_slow("placing the model", world.rank):
+            runtime = build(model, plan, comm, world.device, request, example)
         if world.rank == 0:
             logger.info(banner_text(plan, str(world.device)))
         return runtime
@@ -116,8 +134,11 @@ class _Joined:
 
     def plan(self, known: Plan | None, example: Batch, problem: Exception | None) -> Plan:
         """Return the known plan or make it now; ``problem``, or an error while planning, is raised on all ranks."""
-        costs = Costs.from_bytes(self._measured(example, problem)) if needs_profiling(self.config) else None
-        with all_or_none(self.comm, self.device):
+        rank, costs = self.comm.grid.rank, None
+        if needs_profiling(self.config):
+            with say_if_slow("timing the calls of the model", rank):
+                costs = Costs.from_bytes(self._measured(example, problem))
+        with all_or_none(self.comm, self.device), say_if_slow(_PLANNING, rank):
             if problem is not None:
                 raise problem
             self.prepare()
@@ -132,7 +153,22 @@ class _Joined:
         return from_first(measure, self.comm, self.device)
 
 
-def _open_comm(config: Config, world: World) -> Comm:
-    open_world(world)
+_PLANNING = "planning (trace, tensor plan, pipeline stages)"
+
+
+def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> Comm:
+    """Meet all ranks, refuse different input, then make the groups of the grid."""
+    store = open_store(world)
+    reports = None
+    with say_if_slow("waiting for all ranks", world.rank):
+        if world.size > 1:
+            meeting = Meeting(store, world.rank, world.size, meeting_point(world), timeout_seconds())
+            if (difference := meeting.meet(given)) is not None:
+                raise difference_error(difference)
+            store = prefixed(store, meeting.name)
+            reports = FailureReports(store, world.rank)
+        open_world(world, store)
     grid = Grid(config.pp, config.dp, config.tp, world.rank)
-    return Comm(grid, TorchBackend(grid, world.device))
+    comm = Comm(grid, TorchBackend(grid, world.device))
+    comm.reports = reports
+    return comm

@@ -25,6 +25,7 @@ from engine.parallel.pipeline.schedule.simulate import StepTimeline
 from engine.planning.plan import Plan
 from engine.program.batch import Batch, join_outputs
 from engine.reporting.banner import compare_traffic
+from engine.reporting.console import say_if_slow
 from engine.reporting.sinks import StepReporter
 from engine.reporting.step_report import StepReport
 from engine.resources import EngineResources
@@ -187,7 +188,10 @@ class Engine:
                 "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
             )
         batch = self._completed(batch)
-        return self._report(self._runner.train(batch))
+        if self._reports.attempts:
+            return self._report(self._runner.train(batch))
+        with say_if_slow(f"the first step{', which compiles blocks' * self._config.compile}", self._grid.rank):
+            return self._report(self._runner.train(batch))
 
     @overload
     def eval_batch(self, batch: Batch | Iterator[Batch], return_output: Literal[False] = False) -> StepReport: ...

@@ -1,5 +1,7 @@
 """Errors that a user can meet. Each is one sentence: what was given, the rule, what to do."""
 
+import re
+
 
 class EngineError(Exception):
     """Base of all errors that Trine raises on purpose.
@@ -30,5 +32,9 @@ class CheckpointError(EngineError):
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of the error's message, or its class name if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the first line of the error's message, or its class name if the message is empty.
+
+    A place in C++ source at its beginning is left out: ``[../gloo/transport/tcp/pair.cc:538] Connection closed``.
+    """
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"^(\[[^\[\]\s]*\.(cc|cpp|cxx|h|hpp):\d+\]\s*)+(?=\S)", "", line)

@@ -14,12 +14,18 @@ from engine.data.corpus import Corpus, builtin_corpus, text_corpus
 from engine.launch.run_folder import CHECKPOINTS, METRICS
 from engine.launch.train_options import DATA_CONFIG, DEFAULT_CONFIG
 from engine.models.decoder import Decoder, DecoderConfig, generate
-from engine.parallel.comm.world import read_world
+from engine.parallel.comm.launcher import find_place
 
 EVALUATION_BATCHES = 8
 """Validation batches that a rank reads at the end: enough for two digits of bits per byte."""
 CHECKPOINT_EVERY = 50
 """Default number of steps between checkpoints: half a minute on two CPU cores."""
+
+
+def job_place() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks of the job, before the engine has started it."""
+    place = find_place(os.environ)
+    return (place.rank, place.size) if place is not None else (0, 1)
 
 
 def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
@@ -28,7 +34,7 @@ def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing or is not a JSON object.
     """
-    ranks = read_world().size
+    ranks = job_place()[1]
     path = options.config or root / (DATA_CONFIG if ranks % 4 else DEFAULT_CONFIG)
     settings = engine.load_config(path).to_json()
     given = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -66,7 +72,7 @@ def decoder_config(options: Namespace) -> DecoderConfig:
 
 def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, torch.Tensor]:
     """Return the shapes of one microbatch, so that the engine can cut the model before it reads the first batch."""
-    rows = engine.load_config(settings, read_world().size).micro
+    rows = engine.load_config(settings, job_place()[1]).micro
     ids = torch.empty((rows, shape.context), dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": ids}
 

@@ -1,13 +1,12 @@
 """Assembles the runtime of this rank from a plan; the only module that knows all parts."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from engine.build.equal_input import check_equal
 from engine.build.forward_changes import (
     agree_on_kernels,
     fuse_activations,
@@ -18,11 +17,10 @@ from engine.build.place_model import place_model
 from engine.build.request import Request
 from engine.config import Config
 from engine.config.sections import OptimizerConfig
-from engine.errors import ConfigError, PlanError
 from engine.kernels.dispatch import Kernels
 from engine.optim.lr_schedules import make_learning_rate
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
-from engine.parallel.comm.agreement import all_or_none, bit_sum, gather_from_all
+from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.rng_streams import RandomStreams
@@ -120,55 +118,6 @@ def build(
         nonfinite=NonFinite(plan.table, buckets, comm, device),
         buffers=WrittenBuffers(model),
     )
-
-
-@torch.no_grad()
-def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Refuse ranks that were given different configurations, models or weights, or that made different plans.
-
-    One all-gather of four hashes; only if the weights differ, a second one finds the first parameter.
-    """
-    config = plan.config
-    named = [*model.named_parameters(), *model.named_buffers()]
-    sums = torch.tensor([int(bit_sum(tensor)) for _, tensor in named], dtype=torch.int64)
-    settings = json.dumps(config.to_json(), sort_keys=True)
-    aliased = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    structure = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in aliased])
-    division = repr([(row.name, row.owners, row.ranges) for row in plan.table]) + repr(plan.cut and plan.cut.boundaries)
-    texts = (settings.encode(), structure.encode(), sums.numpy().tobytes(), division.encode())
-    hashes = [_hash(text) for text in texts]
-    gathered = gather_from_all(torch.stack(hashes), comm, device)
-    if others := _differing(gathered, 0):
-        raise ConfigError(
-            f"rank 0 and rank {others[0]} were given different configurations; pass the same one on every rank."
-        )
-    if others := _differing(gathered, 1):
-        raise PlanError(
-            f"rank 0 and rank {others[0]} were given different models (names, shapes, dtypes or requires_grad); build "
-            "the same model on every rank."
-        )
-    if others := _differing(gathered, 3):
-        raise PlanError(
-            f"rank 0 and rank {others[0]} would partition or shard the model differently, because their first batches "
-            "differ; pass the same example_batch to engine.initialize on every rank."
-        )
-    if _differing(gathered, 2):
-        table = gather_from_all(sums, comm, device)
-        column = next(i for i in range(len(named)) if _differing(table, i))
-        raise PlanError(
-            f"rank 0 and rank {_differing(table, column)[0]} were given different weights, first in "
-            f"{named[column][0]!r}; build the model with the same seed on every rank (torch.manual_seed), or pass "
-            "a callable that builds it."
-        )
-
-
-def _differing(table: Tensor, column: int) -> list[int]:
-    return [int(rank) for rank in (table[:, column] != table[0, column]).nonzero().flatten()]
-
-
-def _hash(data: bytes) -> Tensor:
-    digest = hashlib.blake2b(data, digest_size=8).digest()
-    return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64)
 
 
 def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> TensorAxis:

@@ -269,6 +269,13 @@ def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> d
         if not left:
             fits.append(f"parallel.{axis} {_either(_divisors(share)) if automatic else share}")
     given = " x ".join(f"{axis} {size}" for axis, size in fixed.items())
+    if world_size == 1:  # most often a script that was started without its launcher
+        problems.add(
+            "parallel",
+            f"{given} needs {product} processes{' or a multiple' * bool(automatic)}, and this is the only one; start "
+            f"with `torchrun --nproc_per_node {product} ...`, or leave parallel out.",
+        )
+        return None
     rule = "does not divide" if automatic else "is not"
     remedy = f"{', or '.join(fits)} would fit" if fits else f"give sizes from {_either(_divisors(world_size))}"
     problems.add("parallel", f"{given} = {product} {rule} the world size {world_size}; {remedy}.")

@@ -21,7 +21,11 @@ _REFUSED = -1
 def take_batch(
     batch: Batch | Iterator[Batch], config: Config, comm: Comm, device: torch.device
 ) -> tuple[list[Batch], Exception | None]:
-    """The microbatches of a step, and the problem with them, on this rank or on another rank of its replica."""
+    """The microbatches of a step, and the problem with them, on this rank or on another rank of its replica.
+
+    Raises:
+        EngineError: a rank of the replica did not come, or has ended.
+    """
     microbatches: list[Batch] = []
     problem: Exception | None = None
     try:
@@ -31,6 +35,8 @@ def take_batch(
     try:
         check_batch(microbatches, problem, comm, device)
     except EngineError as error:
+        if isinstance(error.__cause__, RuntimeError):
+            raise  # the check itself could not be made: a rank is lost, and no step can agree on anything
         problem = error
     return microbatches, problem
 

@@ -4,6 +4,7 @@ The engine calls ``Comm``; a ``Backend`` carries out the call, ``TorchBackend`` 
 messages are issued at once and completed by ``Pending.wait``.
 """
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,8 +16,11 @@ from torch import Tensor
 
 from engine.errors import EngineError, first_line
 from engine.parallel.comm.backend import Backend, Link, Reduction, Wait
+from engine.parallel.comm.meeting import FailureReports
 from engine.parallel.comm.traffic import Op, Record, Tally, Traffic, sent_bytes
 from engine.parallel.grid import Axis, Grid
+
+logger = logging.getLogger("trine")
 
 FLIGHT_RECORD_LENGTH = 256
 """Number of most recent collectives and messages that are kept."""
@@ -26,11 +30,16 @@ class Pending:
     """A collective or message in flight; ``wait`` completes it and names it if it fails."""
 
     def __init__(
-        self, wait: Wait | None = None, describe: Callable[[], str] = str, broken: Callable[[], None] | None = None
+        self,
+        wait: Wait | None = None,
+        describe: Callable[[], str] = str,
+        broken: Callable[[], None] | None = None,
+        absent: Callable[[], str] = str,
     ) -> None:
         self._wait = wait
         self._describe = describe
         self._broken = broken
+        self._absent = absent
 
     def wait(self) -> None:
         """Block (on a GPU: the current stream) until the result may be read.
@@ -44,25 +53,29 @@ class Pending:
         try:
             wait()
         except RuntimeError as error:
-            raise _named_failure(self._describe(), error, self._broken) from error
+            raise _named_failure(self._describe(), error, self._broken, self._absent) from error
 
 
 _HOLD_BACK_SECONDS = 10.0
 """About a hundred times what the launcher needs to notice that a process has ended and to end the others."""
 
 
-def _named_failure(what: str, error: RuntimeError, broken: Callable[[], None] | None) -> EngineError:
+def _named_failure(
+    what: str, error: RuntimeError, broken: Callable[[], None] | None, absent: Callable[[], str]
+) -> EngineError:
     """The error of a rank whose communication failed, most often because another rank ended first.
 
     A launcher ends this process when it notices the other one's end. Waiting for that leaves the traceback of the first
     failure as the last one of the job; without a launcher there is nothing to wait for.
     """
+    logger.debug("%s failed", what, exc_info=error)
+    who = absent()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if broken is not None:
             broken()
         sleep(_HOLD_BACK_SECONDS)
-    cause = first_line(error)
-    return EngineError(f"{what} failed: {cause}. A peer has probably stopped; look for the first traceback of the job.")
+    stopped = f"A peer has probably stopped{f': {who}' if who else ''}; look for the first traceback of the job."
+    return EngineError(f"{what} failed: {first_line(error)}. {stopped}")
 
 
 class Comm:
@@ -76,6 +89,8 @@ class Comm:
         self.grid = grid
         self.broken: Callable[[], None] | None = None
         """Called before the wait for a launcher to end this process."""
+        self.reports: FailureReports | None = None
+        """Where ranks write down what has failed, to find out who did not come; None: nobody is asked."""
         self.tally = Tally()
         self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
         self._backend = backend
@@ -151,15 +166,21 @@ class Comm:
         self.records.append(record)
         if work.op != "receive":
             self.tally.add(Traffic(axis, label, 1, sent_bytes(work.op, work.bytes, ranks)))
-
-        def describe() -> str:
-            kind = "message" if work.op in ("send", "receive") else "collective"
-            return f"{kind} {record} between ranks {self.grid.peers(axis)} on rank {self.grid.rank}"
-
+        describe, absent = partial(self._describe, record), partial(self._absent, record)
         try:
-            return Pending(call(), describe, self.broken)
+            return Pending(call(), describe, self.broken, absent)
         except RuntimeError as error:
-            raise _named_failure(describe(), error, self.broken) from error
+            raise _named_failure(describe(), error, self.broken, absent) from error
+
+    def _describe(self, record: Record) -> str:
+        kind = "message" if record.op in ("send", "receive") else "collective"
+        return f"{kind} {record} between ranks {self.grid.peers(record.axis)} on rank {self.grid.rank}"
+
+    def _absent(self, record: Record) -> str:
+        """Words about the ranks that did not come to what has failed; the two ends of a message are one call."""
+        op = "message" if record.op in ("send", "receive") else record.op
+        call = f"{op} {record.label!r} over {record.axis}"
+        return self.reports.absent(call, self.grid.peers(record.axis)) if self.reports is not None else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,23 @@
 """The processes of a job: which one this is, how it joins the others, and how it leaves.
 
-One of three files that use ``torch.distributed``; it creates and destroys process groups and sends nothing.
+One of three files that use ``torch.distributed``; it opens the store of the job, creates and destroys process groups,
+and sends nothing.
+
+    read_world   which process this is, from the variables of its launcher
+    open_store   the store at which ranks meet
+    Meeting      all come, and compare what they were given, before any group is made (``meeting``)
+    open_world   the process group of all ranks
+
+The store has no password: whoever reaches its port may read and write it. Where rank 0 holds it, it listens on the
+address of MASTER_ADDR only. Under torchrun its agent usually holds it, and listens on all interfaces of the node; keep
+the nodes' ports from strangers, as for gloo and NCCL, which do not encrypt either.
 """
 
 import atexit
 import logging
 import os
+import socket
+import time
 from _thread import start_new_thread
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,8 +27,11 @@ from threading import Lock
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
 
 from engine.errors import GridError, first_line
+from engine.parallel.comm.launcher import Place, find_place, local_rank, read_count
 
 logger = logging.getLogger("trine")
 
@@ -29,6 +44,8 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    place: Place | None = None
+    """Where the ranks meet; None for one process alone, or where the user has started the process group."""
 
 
 def _end_process_group() -> None:
@@ -37,46 +54,23 @@ def _end_process_group() -> None:
 
 
 def read_world() -> World:
-    """Find this rank and its device without communicating: from the process group or torchrun's variables, else alone.
+    """Find this rank and its device without communicating.
+
+    From the process group if there is one, else from the variables of torchrun, Slurm or MPI, else this process is
+    alone.
 
     Raises:
-        GridError: torchrun's variables are incomplete, or there are more local ranks than GPUs.
+        GridError: those variables are incomplete, or there are more local ranks than GPUs.
     """
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-        local_rank = _variable("LOCAL_RANK", rank)
+        here = local_rank(os.environ, rank)
         shared = dist.get_backend() == "gloo"  # gloo ranks may share a GPU, NCCL ranks may not
-        return World(rank, size, local_rank, _device(local_rank, shared))
-    present = [name for name in _RENDEZVOUS if name in os.environ]
-    if present and len(present) < len(_RENDEZVOUS):
-        missing = ", ".join(name for name in _RENDEZVOUS if name not in os.environ)
-        raise GridError(
-            f"{', '.join(present)} is set and {missing} is missing: a distributed job needs all four of "
-            f"{', '.join(_RENDEZVOUS)}, a single process none of them; start with torchrun."
-        )
-    rank, size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
-    if rank >= size:
-        raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}, since ranks count from 0; let torchrun set both.")
-    local_rank = _variable("LOCAL_RANK", rank)
-    return World(rank, size, local_rank, _device(local_rank, shared=False))
-
-
-_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def _variable(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not (text.isascii() and text.isdigit()):
-        raise GridError(f"{name}={text!r} is not a number of 0 or more; let torchrun set it.")
-    if len(text) > _DIGITS:
-        remedy = "give fewer seconds" if name == _TIMEOUT else "let torchrun set it"
-        raise GridError(f"{name} has {len(text)} digits, and at most {_DIGITS} are allowed; {remedy}.")
-    return int(text)
-
-
-_DIGITS = 9
-"""Most digits of a number in the environment: as seconds these are 31 years, which every clock can add."""
-_TIMEOUT = "TRINE_TIMEOUT_SECONDS"
+        return World(rank, size, here, _device(here, shared))
+    place = find_place(os.environ)
+    if place is None:
+        return World(0, 1, 0, _device(0, shared=False))
+    return World(place.rank, place.size, place.local_rank, _device(place.local_rank, shared=False), place)
 
 
 def _device(local_rank: int, shared: bool) -> torch.device:
@@ -91,10 +85,71 @@ def _device(local_rank: int, shared: bool) -> torch.device:
     return torch.device("cuda", local_rank % gpus)
 
 
-def open_world(world: World) -> None:
+def open_store(world: World) -> Store:
+    """The store of the job: that of the process group, else at the address of ``world.place``.
+
+    torchrun's agent holds the store if it says so; otherwise rank 0 does. A process alone has one in its own memory.
+
+    Raises:
+        GridError: the store cannot be reached within ``TRINE_TIMEOUT_SECONDS``; names the address.
+    """
+    if dist.is_initialized():
+        return distributed_c10d._get_default_store()
+    if world.place is None:
+        return HashStore()
+    place, began = world.place, time.monotonic()
+    hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return TCPStore(
+            place.address,
+            place.port,
+            place.size,
+            hosts,
+            timedelta(seconds=timeout_seconds()),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=_listen(place) if hosts else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise _rendezvous_failure(world, time.monotonic() - began, error) from error
+
+
+def _listen(place: Place) -> int | None:
+    """A socket that listens at the address of the job and nowhere else; None if that address is not of this machine.
+
+    torch's own socket listens on all interfaces.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError:
+        return None  # torch resolves the name again, and its message says what is wrong
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        logger.info(
+            "the store of the job listens on all interfaces, because %s:%d cannot be bound here: %s",
+            place.address, place.port, error.strerror,
+        )  # fmt: skip
+        return None
+    return listener.detach()
+
+
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: all ranks connect at once."""
+
+
+def open_world(world: World, store: Store | None = None) -> None:
     """Start the process group that ``read_world`` described; it ends when the interpreter exits.
 
     ``TRINE_TIMEOUT_SECONDS`` (default 600) is the timeout of the rendezvous and of every collective.
+
+    Args:
+        store: where ranks find each other's addresses, under a prefix that no earlier start of the job has used: what a
+            restarted job finds in torchrun's store are the addresses of processes that have ended. None: the job's.
 
     Raises:
         GridError: the other ranks cannot be reached; names the address and the network interface.
@@ -103,21 +158,32 @@ def open_world(world: World) -> None:
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
         return
-    seconds = timeout_seconds()
+    store = open_store(world) if store is None else store
+    began = time.monotonic()
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     bound = world.device if world.device.type == "cuda" else None
     try:
         dist.init_process_group(
             backend,
-            store=None if "RANK" in os.environ else dist.HashStore(),  # type: ignore[attr-defined]
+            store=store,
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=timeout_seconds()),
             device_id=bound,
         )
     except (RuntimeError, ValueError) as error:
-        raise _rendezvous_failure(world, seconds, error) from error
+        raise _rendezvous_failure(world, time.monotonic() - began, error) from error
     atexit.register(_end_process_group)  # at exit and not with an engine: a process may have several engines
+
+
+def meeting_point(world: World) -> str:
+    """Where the ranks meet, in words."""
+    return "the process group" if world.place is None else f"{world.place.address}:{world.place.port}"
+
+
+def prefixed(store: Store, prefix: str) -> Store:
+    """The keys of ``store`` that begin with ``prefix``."""
+    return PrefixStore(prefix, store)
 
 
 class OwnedGroups:
@@ -145,10 +211,13 @@ class OwnedGroups:
         """Create the group of ``ranks`` (None: of all); every rank of the world calls it. None on a rank outside the
         group.
 
+        Without ``timeout`` the group waits for :func:`group_timeout`; torch's own default is half an hour.
+
         Groups are numbered, because torch names the NCCL groups of a ``DeviceMesh`` by how many there are, and once
         groups are destroyed that number is neither unique nor the same on all ranks.
         """
-        made = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=timeout)
+        wait = group_timeout() if timeout is None else timeout
+        made = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=wait)
         if not isinstance(made, dist.ProcessGroup):
             return None
         self._made.append(made)
@@ -188,12 +257,24 @@ def _destroy(groups: list[dist.ProcessGroup], ended: Lock) -> None:
 
 def timeout_seconds() -> int:
     """Timeout of any communication between ranks: ``TRINE_TIMEOUT_SECONDS``, by default 600."""
-    return _variable(_TIMEOUT, 600)
+    return read_count(os.environ, "TRINE_TIMEOUT_SECONDS", 600)
+
+
+def group_timeout() -> timedelta:
+    """Timeout of the groups that an engine creates: ``TRINE_TIMEOUT_SECONDS``, else that of the process group.
+
+    So the axes of a grid wait as long as the world, also in a process group that the user has started.
+    """
+    world = dist.group.WORLD
+    if world is None or "TRINE_TIMEOUT_SECONDS" in os.environ:
+        return timedelta(seconds=timeout_seconds())
+    timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
+    return timeout
 
 
 def shares_memory() -> bool:
     """True if ranks of one host may communicate through shared memory; ``TRINE_SHARED_MEMORY=0`` forbids it."""
-    return _variable("TRINE_SHARED_MEMORY", 1) != 0
+    return read_count(os.environ, "TRINE_SHARED_MEMORY", 1) != 0
 
 
 def leave_traceback(main: Callable[[], None]) -> None:
@@ -203,14 +284,13 @@ def leave_traceback(main: Callable[[], None]) -> None:
     record(main)()
 
 
-def _rendezvous_failure(world: World, seconds: int, error: Exception) -> GridError:
-    alone = "MASTER_ADDR" not in os.environ
-    address = "of one process" if alone else f"at {os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+def _rendezvous_failure(world: World, seconds: float, error: Exception) -> GridError:
+    address = "of one process" if world.place is None else f"at {meeting_point(world)}"
     interfaces = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
     hint = f"interface settings are {interfaces}" if interfaces else "no network interface is set"
-    cause = first_line(error)
+    logger.debug("rank %d could not join", world.rank, exc_info=error)
     return GridError(
-        f"rank {world.rank} of {world.size} could not join the job {address} within {seconds} s ({cause}); "
-        f"all nodes need the same MASTER_ADDR and an open MASTER_PORT, and {hint}: GLOO_SOCKET_IFNAME or "
-        "NCCL_SOCKET_IFNAME must name an interface of this machine (see `ip address`)."
+        f"rank {world.rank} of {world.size} could not join the job {address}, given up after {seconds:.0f} s "
+        f"({first_line(error)}); all nodes need the same MASTER_ADDR and an open MASTER_PORT, and {hint}: "
+        "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME must name an interface of this machine (see `ip address`)."
     )

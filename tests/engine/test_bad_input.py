@@ -279,11 +279,15 @@ def unequal(what: str) -> str:
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    model = models.decoder()
+    model: nn.Module = models.decoder()
     if what == "weights" and rank == 2:
         with torch.no_grad():
             model.get_parameter("blocks.1.up.bias")[3] += 1e-7
+    if what == "dropout":
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Dropout(0.2 if rank == 2 else 0.1))
     settings = CONFIG | {"train_batch_size": 24, "seed": 5 + (what == "settings" and rank == 1)}
+    if what == "grids" and rank:
+        settings |= {"parallel": {"pipeline": 3}}
     return message(lambda: engine.initialize(model, settings, loss_fn=loss_sum))
 
 
@@ -292,7 +296,20 @@ def test_different_weights_or_settings_are_named(run_ranks: RunRanks) -> None:
     assert len(set(texts)) == 1
     assert texts[0].startswith("rank 0 and rank 2 were given different weights, first in 'blocks.1.up.bias'; build the")
     texts = run_ranks(unequal, 3, "settings")
-    assert set(texts) == {"rank 0 and rank 1 were given different configurations; pass the same one on every rank."}
+    assert set(texts) == {
+        "seed is 5 on ranks 0, 2 and 6 on rank 1: ranks were given different configurations; pass the same one on "
+        "every rank."
+    }
+    texts = run_ranks(unequal, 3, "grids")
+    assert set(texts) == {
+        "parallel.data is 3 on rank 0 and 1 on ranks 1, 2: ranks were given different configurations; pass the same "
+        "one on every rank."
+    }
+    texts = run_ranks(unequal, 3, "dropout")
+    assert set(texts) == {
+        "2.p is 0.1 on ranks 0, 1 and 0.2 on rank 2: ranks were given different models; build the same model on every "
+        "rank."
+    }
 
 
 def unequal_models(what: str) -> str:
@@ -308,10 +325,19 @@ def unequal_models(what: str) -> str:
     return message(lambda: engine.initialize(model, CONFIG | {"train_batch_size": 16}, loss_fn=loss_sum))
 
 
-@pytest.mark.parametrize("what", ["frozen", "size"])
-def test_different_models_are_refused(run_ranks: RunRanks, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        (
+            "frozen",
+            "blocks.0.up.weight is (128, 32) torch.float32 on rank 0 and (128, 32) torch.float32, frozen on rank 1",
+        ),
+        ("size", "class of the model is Decoder on rank 0 and Sequential on rank 1"),
+    ],
+)
+def test_different_models_are_refused(run_ranks: RunRanks, what: str, expected: str) -> None:
     texts = run_ranks(unequal_models, 2, what)
-    assert len(set(texts)) == 1 and texts[0].startswith("rank 0 and rank 1 were given different models (names, shapes")
+    assert set(texts) == {f"{expected}: ranks were given different models; build the same model on every rank."}
 
 
 def fails_on_one_rank(zero: dict[str, Any]) -> tuple[str, float]:

@@ -1,6 +1,7 @@
 """A rank that fails in the middle of a step: the job is down within seconds, and its last traceback is the cause."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+import engine
 from engine.errors import EngineError
+from engine.models.decoder import loss_sum
 from engine.parallel.comm import comm
 from engine.parallel.comm.comm import Pending
+from tests import models
+from tests.launches import Launch, Line
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
@@ -120,6 +125,113 @@ def test_a_broken_collective_waits_for_the_launcher_where_there_is_one(
     with pytest.raises(EngineError, match="look for the first traceback of the job"):
         Pending(broken, lambda: "collective #1").wait()
     assert slept == ([10.0] if launched else [])
+
+
+# a rank that stands still
+
+
+def trains(line: Line, parallel: dict[str, Any], stage: int) -> None:
+    """Train until a step fails, and say why."""
+    torch.manual_seed(7)
+    settings = {
+        "train_batch_size": 8, "gradient_accumulation_steps": 2, "parallel": parallel,
+        "zero_optimization": {"stage": stage}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }  # fmt: skip
+    example, rows = models.batches_for("decoder", 2, 1)[0], 8 // parallel["data"]
+    eng = engine.initialize(models.decoder(), settings, loss_fn=loss_sum, example_batch=example)
+    eng.train_batch(models.batches_for("decoder", rows, 1)[0])
+    line("ready")
+    line.hear()
+    try:
+        while True:
+            eng.train_batch(models.batches_for("decoder", rows, 1)[0])
+    except EngineError as error:
+        line(str(error))
+    os._exit(0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("parallel", "stage"),
+    [({"pipeline": 2, "data": 2}, 3), ({"data": 2, "tensor": 2}, 3), ({"data": 2, "tensor": 2}, 1)],
+)
+def test_all_ranks_end_soon_after_one_stands_still(parallel: dict[str, int], stage: int) -> None:
+    """Its neighbours are named by rank; SIGSTOP closes nothing, so only the timeout can tell."""
+    with Launch(trains, 4, parallel, stage, env={"TRINE_TIMEOUT_SECONDS": "15"}) as launch:
+        launch.hear("ready", seconds=200)
+        launch.send(signal.SIGSTOP, 3)
+        launch.tell("go")
+        began = time.monotonic()
+        for process in launch.processes[:3]:
+            process.join(120)
+        print(f"over after {time.monotonic() - began:.0f} s")
+        launch.processes[3].kill()
+        ended = launch.end()
+    assert [rank.code for rank in ended] == [0, 0, 0, -signal.SIGKILL], [rank.error for rank in ended]
+    said = [rank.said[-1] for rank in ended[:3]]
+    assert all("A peer has probably stopped: " in text for text in said), said
+    assert any("rank 3 did not come, ended or stands still" in text for text in said), "\n".join(said)
+    assert all(place not in text for text in said for place in (".cc:", "frame #")), said
+
+
+# a mistake on all ranks, and a job that torchrun restarts
+
+MISTAKE = """
+import engine
+from torch import nn
+
+settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Addam"}}
+engine.initialize(nn.Linear(4, 4), settings, loss_fn=lambda output, batch: output.square().mean())
+"""
+RESTART = """
+import os, time
+from engine.api import _open_comm
+from engine.config import load_config
+from engine.parallel.comm.world import read_world
+
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt and rank:
+    time.sleep(3)
+comm = _open_comm(load_config({"train_batch_size": 2}, 2), read_world(), {})
+if not attempt:
+    if rank:
+        os._exit(3)
+    time.sleep(100)
+print(f"rank {rank} of attempt {attempt} has come", flush=True)
+"""
+
+
+def launch_two(folder: Path, script_text: str) -> str:
+    """What a job of two ranks under torchrun prints, which may restart it once."""
+    script = folder / "script.py"
+    script.write_text(script_text)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"TRINE_TIMEOUT_SECONDS": "60"}
+    restarts = ["--max_restarts", "1"] if script_text == RESTART else []
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *restarts,
+         str(script)], env=environment, cwd=folder, text=True, timeout=240, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    return done.stdout
+
+
+@pytest.mark.long
+def test_a_job_that_torchrun_restarts_finds_its_ranks_though_one_is_late(tmp_path: Path) -> None:
+    printed = launch_two(tmp_path, RESTART)
+    assert all(f"rank {rank} of attempt 1 has come" in printed for rank in (0, 1)), printed
+
+
+@pytest.mark.long
+def test_a_mistake_on_all_ranks_is_printed_once_and_ends_torchruns_summary(tmp_path: Path) -> None:
+    printed = launch_two(tmp_path, MISTAKE)
+    ranks, summary = printed.split("script.py FAILED")
+    ranks = "\n".join(line for line in ranks.splitlines() if "torch/distributed/" not in line)
+    sentence = next(line for line in ranks.splitlines() if "ConfigError" in line)
+    assert ranks.count("ConfigError: ") == 1 and '"Addam"' in sentence, printed
+    assert "Traceback" not in ranks.split('File "')[0], printed
+    assert summary.rstrip("= \n").endswith(sentence), printed
 
 
 def dies() -> None:

@@ -227,6 +227,10 @@ def test_file_problems(tmp_path: Path) -> None:
                                       "or parallel.pipeline 2 would fit."),
         ({"data": 3, "tensor": 3}, 8, "parallel: data 3 x tensor 3 x pipeline 1 = 9 is not the world size 8; "
                                       "give sizes from 1, 2, 4 or 8."),
+        ({"data": 2, "tensor": 2}, 1, "parallel: data 2 x tensor 2 x pipeline 1 needs 4 processes, and this is the "
+                                      "only one; start with `torchrun --nproc_per_node 4 ...`, or leave parallel out."),
+        ({"tensor": 2}, 1, "parallel: tensor 2 x pipeline 1 needs 2 processes or a multiple, and this is the only one; "
+                           "start with `torchrun --nproc_per_node 2 ...`, or leave parallel out."),
     ],
 )  # fmt: skip
 def test_world_that_does_not_fit(axes: dict[str, Any], world_size: int, parts: str) -> None:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from engine.errors import EngineError
 from engine.parallel.comm.backend import Channel, Link
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.host_group import TorchHostGroup
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.grid import Axis, Grid
 from tests.ranks import RankError
@@ -194,6 +197,43 @@ def test_the_kernel_counts_the_bytes_that_we_count(run_ranks: RunRanks, ranks: i
     ratios = run_ranks(wire, ranks)[0]
     print(ratios)
     assert all(0.95 < ratio < 1.05 for ratio in ratios.values()), ratios
+
+
+# how long a group waits
+
+SECONDS = 77
+WIDE = {"2x1x2": (2, 1, 2), "1x2x2": (1, 2, 2), "2x2x1": (2, 2, 1)}
+
+
+def timeouts(given: bool) -> dict[str, set[float]]:
+    """Body of a rank: by grid, the seconds that every group of several axes waits, and the shared memory."""
+    found: dict[str, set[float]] = {}
+    world, gloo = dist.group.WORLD, torch.device("cpu")
+    assert world is not None
+    world._get_backend(gloo).options._timeout = timedelta(seconds=5)
+    for name, (pp, dp, tp) in WIDE.items():
+        grid = Grid(pp, dp, tp, dist.get_rank())
+        backend = TorchBackend(grid, gloo, linked=True)
+        backend.open_gathers()
+        backend.link([Link(Channel("forward", 0, 1), 0, 1)] * (pp > 1))
+        backend.connect((0, 1) if pp > 1 else (0,))
+        host = TorchHostGroup(grid.rank, grid.world_size, float(SECONDS if given else 5))
+        opened = [group for group in distributed_c10d._world.pg_map if group is not world]
+        assert len(opened) > 3, "dp or pp, the gathers, stages, the host group"
+        found[name] = {group._get_backend(gloo).options._timeout.total_seconds() for group in opened}
+        found[name] |= {shared._host_barrier._seconds for shared in backend._shared.values()}
+        assert bool(backend._shared) is (tp > 1)
+        host.close()
+        backend.close()
+    return found
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_every_group_waits_as_long_as_it_was_told(run_ranks: RunRanks, given: bool) -> None:
+    """With TRINE_TIMEOUT_SECONDS that long; in a process group of the user's as long as it waits."""
+    env = {"TRINE_TIMEOUT_SECONDS": str(SECONDS)} if given else {}
+    expected = {name: {float(SECONDS if given else 5)} for name in WIDE}
+    assert run_ranks(timeouts, 4, given, env=env) == [expected] * 4
 
 
 # a peer that stops

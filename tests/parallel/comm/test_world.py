@@ -4,11 +4,22 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from engine.errors import GridError
-from engine.parallel.comm.world import read_world, shares_memory, timeout_seconds
+from engine.parallel.comm.launcher import Place
+from engine.parallel.comm.world import (
+    World,
+    _listen,
+    _rendezvous_failure,
+    open_store,
+    read_world,
+    shares_memory,
+    timeout_seconds,
+)
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -108,11 +119,52 @@ def test_a_world_that_cannot_be_joined_is_refused_with_its_address() -> None:
         start({}),
     ]
     closed, misnamed, single = (process.communicate(timeout=120)[0].strip() for process in started)
-    assert f"refused: rank 1 of 2 could not join the job at 127.0.0.1:{port} within 2 s" in closed
+    assert f"refused: rank 1 of 2 could not join the job at 127.0.0.1:{port}, given up after " in closed
     assert "the same MASTER_ADDR and an open MASTER_PORT" in closed and "no network interface is set" in closed
     assert "refused: rank 0 of 1 could not join" in misnamed and "nope0" in misnamed
     assert "interface settings are {'GLOO_SOCKET_IFNAME': 'nope0'}" in misnamed
     assert single == "joined 1"
+
+
+def test_the_time_that_is_told_is_the_time_that_has_passed() -> None:
+    world = World(1, 2, 1, torch.device("cpu"), Place(1, 2, 1, "10.0.0.7", 29500))
+    text = str(_rendezvous_failure(world, 2.4, RuntimeError("refused\nframe #0: c10::Error")))
+    assert text.startswith("rank 1 of 2 could not join the job at 10.0.0.7:29500, given up after 2 s (refused); all")
+
+
+def test_tasks_of_srun_join_at_the_first_node_of_their_step() -> None:
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+    given = slurm | {"MASTER_PORT": closed_port(), "TRINE_TIMEOUT_SECONDS": "100"}
+    started = [start(given | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in "01"]
+    assert [process.communicate(timeout=120)[0].strip() for process in started] == ["joined 2"] * 2
+
+
+def listens_at(port: int) -> set[str]:
+    """Addresses, as the kernel writes them, at which somebody listens on this port."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    places = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return {address for address, number in places if int(number, 16) == port}
+
+
+@pytest.mark.parametrize(
+    ("address", "bound"), [("127.0.0.1", {"0100007F"}), ("192.0.2.1", set())], ids=["of this machine", "elsewhere"]
+)
+def test_the_store_listens_where_the_address_says(address: str, bound: set[str]) -> None:
+    port = int(closed_port())
+    descriptor = _listen(Place(0, 2, 0, address, port))
+    assert listens_at(port) == bound
+    assert (descriptor is not None) is bool(bound)
+    if descriptor is not None:
+        socket.close(descriptor)
+
+
+def test_rank_zero_opens_the_store_there_and_another_rank_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    port = int(closed_port())
+    worlds = [World(rank, 2, rank, torch.device("cpu"), Place(rank, 2, rank, "127.0.0.1", port)) for rank in (0, 1)]
+    first, second = (open_store(world) for world in worlds)
+    first.set("a", "b")
+    assert second.get("a") == b"b" and listens_at(port) == {"0100007F"}
 
 
 @pytest.mark.parametrize(("given", "shares"), [(None, True), ("1", True), ("0", False)])

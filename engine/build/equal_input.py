@@ -1,0 +1,131 @@
+"""What all ranks must have been given alike: versions, configuration, model, weights, and the plan made from them.
+
+describe_input     as text, before any group is made; the store of the job compares it (``parallel/comm/meeting``)
+check_equal        weights and plans, by hashes, once the model is planned
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import Config
+from engine.errors import ConfigError, EngineError, GridError, PlanError
+from engine.parallel.comm.agreement import bit_sum, gather_from_all
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.meeting import Difference
+from engine.planning.plan import Plan
+
+_SETUP, _CONFIG, _MODEL = "setup ", "config ", "model "
+"""First words of the keys of a description, which tell what kind of mistake a difference is."""
+
+
+def describe_input(model: nn.Module, config: Config, device: torch.device) -> dict[str, str]:
+    """Everything that changes training and that ranks may have been given differently, as text by key.
+
+    The grid comes before the sizes of batches, which follow from it.
+
+    Versions and kind of device; the resolved configuration; of the model the classes of its modules, the shapes, dtypes
+    and ``requires_grad`` of its parameters and buffers, and every attribute that is a plain number (dropout's ``p``, a
+    norm's ``eps``, ``training``). A model may know the rank or device that it runs on, so attributes which are called
+    so are left out, and so are private ones.
+    """
+    setup = {"trine": _trine_version(), "torch": str(torch.__version__), "python": _python(), "device": device.type}
+    return {
+        **{_SETUP + name: value for name, value in setup.items()},
+        **{_CONFIG + key: value for key, value in _flat({"parallel": None} | config.to_json())},
+        **{_MODEL + key: value for key, value in _structure(model)},
+    }
+
+
+def difference_error(difference: Difference) -> EngineError:
+    """The error of all ranks that were given different input."""
+    kind, _, key = difference.key.partition(" ")
+    told = str(Difference(key, difference.values))
+    if kind == _CONFIG.strip():
+        return ConfigError(f"{told}: ranks were given different configurations; pass the same one on every rank.")
+    if kind == _MODEL.strip():
+        return PlanError(f"{told}: ranks were given different models; build the same model on every rank.")
+    return GridError(f"{told}: ranks run on different software or hardware; install the same on every node.")
+
+
+def _trine_version() -> str:
+    try:
+        return version("trine")
+    except PackageNotFoundError:
+        return "not installed, run from its source"
+
+
+def _python() -> str:
+    return ".".join(platform.python_version_tuple()[:2])
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(path, JSON of the value) of everything in a JSON value that is no object."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, json.dumps(value, sort_keys=True)
+
+
+def _structure(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, module in model.named_modules(remove_duplicate=False):
+        yield f"class of {name or 'the model'}", type(module).__qualname__
+        for key, value in sorted(vars(module).items()):
+            if type(value) in (int, float, bool) and not key.startswith("_") and not {"rank", "device"} & _words(key):
+                yield f"{name}.{key}" if name else key, repr(value)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, f"{tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield name, f"{tuple(buffer.shape)} {buffer.dtype}"
+
+
+def _words(name: str) -> set[str]:
+    return set(name.lower().split("_"))
+
+
+@torch.no_grad()
+def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
+    """Refuse ranks that were given different weights, or that made different plans.
+
+    One all-gather of three hashes; only if the weights differ, a second one finds the first parameter.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    sums = torch.tensor([int(bit_sum(tensor)) for _, tensor in named], dtype=torch.int64)
+    names = repr([name for name, _ in named])
+    division = repr([(row.name, row.owners, row.ranges) for row in plan.table]) + repr(plan.cut and plan.cut.boundaries)
+    texts = (names.encode(), sums.numpy().tobytes(), division.encode())
+    gathered = gather_from_all(torch.stack([_hash(text) for text in texts]), comm, device)
+    if others := _differing(gathered, 0):
+        raise PlanError(
+            f"rank 0 and rank {others[0]} have changed their models since engine.initialize, and have different "
+            "parameters now; build the same model on every rank, before that call."
+        )
+    if others := _differing(gathered, 2):
+        raise PlanError(
+            f"rank 0 and rank {others[0]} would partition or shard the model differently, because their first batches "
+            "differ; pass the same example_batch to engine.initialize on every rank."
+        )
+    if _differing(gathered, 1):
+        table = gather_from_all(sums, comm, device)
+        column = next(i for i in range(len(named)) if _differing(table, i))
+        raise PlanError(
+            f"rank 0 and rank {_differing(table, column)[0]} were given different weights, first in "
+            f"{named[column][0]!r}; build the model with the same seed on every rank (torch.manual_seed), or pass "
+            "a callable that builds it."
+        )
+
+
+def _differing(table: Tensor, column: int) -> list[int]:
+    return [int(rank) for rank in (table[:, column] != table[0, column]).nonzero().flatten()]
+
+
+def _hash(data: bytes) -> Tensor:
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64)

@@ -1,0 +1,97 @@
+"""What an engine says on stderr of rank 0: the banner, notes, warnings, and what takes long at the start.
+
+the application has configured logging   its handlers and levels decide, nothing is added
+it has not                               lines of the logger "trine" from INFO, without prefix
+TRINE_QUIET=1                            errors only, in both cases
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Timer
+from time import monotonic
+
+logger = logging.getLogger("trine")
+
+SLOW_SECONDS = 2.0
+"""A part of the start that takes longer says so."""
+
+
+def open_console(rank: int) -> Callable[[], None]:
+    """Let the lines of this process reach stderr, and return the function that ends it; engines share one console.
+
+    On other ranks than 0 nothing is done: Python itself writes warnings to stderr where nobody has configured logging.
+    """
+    if rank:
+        return lambda: None
+    console = next((handler for handler in logger.handlers if isinstance(handler, Console)), None) or Console()
+    console.engines += 1
+    ended = False
+
+    def end() -> None:
+        nonlocal ended
+        if not ended:
+            ended = True
+            console.leave()
+
+    return end
+
+
+class Console(logging.Handler):
+    """The handler of the logger "trine" as long as an engine lives and the application has no handler of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engines = 0
+        self._level_before = logger.level
+        self._quiet = os.environ.get("TRINE_QUIET", "0") not in ("", "0")
+        if logger.level == logging.NOTSET and not self._quiet:
+            logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+        logger.addFilter(self._is_wanted)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, unless the application's own handlers do."""
+        if not _configured():
+            print(self.format(record), file=sys.stderr, flush=True)
+
+    def leave(self) -> None:
+        """Take the handler off with the last engine, and give the level back."""
+        self.engines -= 1
+        if not self.engines:
+            logger.removeFilter(self._is_wanted)
+            logger.removeHandler(self)
+            logger.setLevel(self._level_before)
+
+    def _is_wanted(self, record: logging.LogRecord) -> bool:
+        """Whether the logger passes a record on: the application's level counts, also if it is set after the start."""
+        if self._quiet and record.levelno < logging.ERROR:
+            return False
+        given = logger.parent if self._level_before == logging.NOTSET and _configured() else None
+        return given is None or record.levelno >= given.getEffectiveLevel()
+
+
+def _configured() -> bool:
+    """Whether the application listens to the logger "trine", by a handler there or above it."""
+    own = any(not isinstance(handler, Console) for handler in logger.handlers)
+    return own or (logger.propagate and logger.parent is not None and logger.parent.hasHandlers())
+
+
+@contextmanager
+def say_if_slow(what: str, rank: int, seconds: float = SLOW_SECONDS) -> Iterator[None]:
+    """Say that ``what`` is under way once it has taken ``seconds``, and in the end how long it took; on rank 0."""
+    if rank:
+        yield
+        return
+    began = monotonic()
+    timer = Timer(seconds, logger.info, (f"{what} ...",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if (took := monotonic() - began) >= seconds:
+            logger.info("%s took %.1f s", what, took)

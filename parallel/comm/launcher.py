@@ -1,0 +1,205 @@
+"""The place of this process in a job, from the variables of whatever has started it. No torch, no communication.
+
+    torchrun     RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK; they come first
+    Open MPI     OMPI_COMM_WORLD_RANK, .._SIZE, .._LOCAL_RANK
+    PMI          PMI_RANK, PMI_SIZE: MPICH, Intel MPI, Cray, and srun with such a library
+    Slurm        SLURM_PROCID and SLURM_STEP_NUM_TASKS inside a step that srun has started
+
+Only torchrun says where the ranks meet. MASTER_ADDR and MASTER_PORT may be given to the others, too. Without them, a
+Slurm step meets at its first node, where task 0 runs, at a port made of the numbers of job and step.
+
+A shell is no rank. In the script of sbatch, Slurm sets SLURM_PROCID=0 and SLURM_NTASKS=N although there is one process;
+in the shell of salloc it sets SLURM_NTASKS only, or runs the shell as an "interactive step" with a reserved number. So
+only an ordinary SLURM_STEP_ID counts, together with the number of tasks of that step, not of the job. The shell of
+``srun --pty`` is a step of its own, of one task unless it was asked for more.
+
+``TRINE_LAUNCHER=none`` makes every process that torchrun has not started a job of its own, for N runs side by side.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.errors import GridError
+
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_Variables = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A process of a job that a launcher has started, and the address at which its ranks meet."""
+
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What a launcher other than torchrun tells a process."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+
+
+def find_place(variables: _Variables) -> Place | None:
+    """The place of this process; None if it is alone.
+
+    Raises:
+        GridError: the variables are incomplete or contradict each other, or do not tell where the ranks meet.
+    """
+    task = _find_task(variables)
+    if task is None or "RANK" in variables:
+        return _of_torchrun(variables)
+    if task.size == 1:
+        return None
+    check_rank(task.rank, task.size, task.launcher)
+    if read_count(variables, "WORLD_SIZE", task.size) != task.size:
+        raise GridError(
+            f"WORLD_SIZE={variables['WORLD_SIZE']} is set, and {task.launcher} has started {task.size} processes; "
+            "unset WORLD_SIZE, or set RANK, MASTER_ADDR and MASTER_PORT too."
+        )
+    address, port = _meeting_point(task, variables)
+    return Place(task.rank, task.size, task.local_rank, address, port)
+
+
+def local_rank(variables: _Variables, rank: int) -> int:
+    """This process's number among those of its node; ``rank`` where nothing tells it."""
+    task = _find_task(variables)
+    return read_count(variables, "LOCAL_RANK", task.local_rank if task is not None else rank)
+
+
+def read_count(variables: _Variables, name: str, default: int) -> int:
+    """The value of a variable that counts something.
+
+    Raises:
+        GridError: it is not a number of 0 or more, or longer than any clock or job has.
+    """
+    text = variables.get(name, str(default))
+    if not (text.isascii() and text.isdigit()):
+        raise GridError(f"{name}={text!r} is not a number of 0 or more; let torchrun set it.")
+    if len(text) > _DIGITS:
+        remedy = "give fewer seconds" if name.endswith("_SECONDS") else "let torchrun set it"
+        raise GridError(f"{name} has {len(text)} digits, and at most {_DIGITS} are allowed; {remedy}.")
+    return int(text)
+
+
+_DIGITS = 9
+"""Most digits of a number in the environment: as seconds these are 31 years, which every clock can add."""
+
+
+def check_rank(rank: int, size: int, launcher: str) -> None:
+    """Refuse a rank outside the job."""
+    if rank >= size:
+        raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}, since ranks count from 0; let {launcher} set both.")
+
+
+def _of_torchrun(variables: _Variables) -> Place | None:
+    present = [name for name in RENDEZVOUS if name in variables]
+    if not present:
+        return None
+    if len(present) < len(RENDEZVOUS):
+        missing = ", ".join(name for name in RENDEZVOUS if name not in variables)
+        raise GridError(
+            f"{', '.join(present)} is set and {missing} is missing: a distributed job needs all four of "
+            f"{', '.join(RENDEZVOUS)}, a single process none of them; start with torchrun."
+        )
+    rank, size = read_count(variables, "RANK", 0), read_count(variables, "WORLD_SIZE", 1)
+    check_rank(rank, size, "torchrun")
+    here = read_count(variables, "LOCAL_RANK", rank)
+    return Place(rank, size, here, variables["MASTER_ADDR"], _port(variables))
+
+
+def _port(variables: _Variables) -> int:
+    port = read_count(variables, "MASTER_PORT", 0)
+    if port >= 1 << 16:
+        raise GridError(f"MASTER_PORT={port} is above 65535, the largest port; give an open one.")
+    return port
+
+
+def _find_task(variables: _Variables) -> _Task | None:
+    """The rank that MPI or Slurm has given. MPI's comes first: in a Slurm job, mpirun starts its daemons with srun."""
+    if variables.get("TRINE_LAUNCHER") == "none":
+        return None
+    slurm = _slurm_step(variables)
+    if "OMPI_COMM_WORLD_RANK" in variables and "OMPI_COMM_WORLD_SIZE" in variables:
+        rank, size = (read_count(variables, f"OMPI_COMM_WORLD_{name}", 0) for name in ("RANK", "SIZE"))
+        return _Task("Open MPI", rank, size, read_count(variables, "OMPI_COMM_WORLD_LOCAL_RANK", rank))
+    if "PMI_RANK" in variables and "PMI_SIZE" in variables:
+        rank, size = read_count(variables, "PMI_RANK", 0), read_count(variables, "PMI_SIZE", 1)
+        if slurm is not None and (slurm.rank, slurm.size) == (rank, size):
+            return slurm  # srun with a PMI library: one launcher, two sets of variables
+        local = next((name for name in _LOCAL_RANKS_OF_PMI if name in variables), "")
+        return _Task("PMI", rank, size, read_count(variables, local, rank))
+    return slurm
+
+
+_LOCAL_RANKS_OF_PMI = ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID")
+"""Of MPICH and Intel MPI, and of Cray."""
+_RESERVED_STEPS = 0xFFFFFFF0
+"""Step numbers from here on are shells and daemons: the batch script, salloc's interactive step, prolog and epilog."""
+
+
+def _slurm_step(variables: _Variables) -> _Task | None:
+    step = variables.get("SLURM_STEP_ID", "")
+    if not step.isdigit() or int(step) >= _RESERVED_STEPS:
+        return None
+    if "SLURM_PROCID" not in variables or "SLURM_STEP_NUM_TASKS" not in variables:
+        return None
+    rank, size = read_count(variables, "SLURM_PROCID", 0), read_count(variables, "SLURM_STEP_NUM_TASKS", 1)
+    bound = "SLURM_GPUS_PER_TASK" in variables  # then a task sees its own GPUs only, and counts them from 0
+    return _Task("Slurm", rank, size, 0 if bound else read_count(variables, "SLURM_LOCALID", rank))
+
+
+def _meeting_point(task: _Task, variables: _Variables) -> tuple[str, int]:
+    """Where the ranks of a job without torchrun meet: as given, or the first node of a Slurm step."""
+    address = variables.get("MASTER_ADDR") or _first_node(task, variables)
+    port = _port(variables) if "MASTER_PORT" in variables else _slurm_port(task, variables)
+    if address is None or port is None:
+        command = _COMMANDS[task.launcher].format(size=task.size)
+        raise GridError(
+            f"rank {task.rank} of {task.size} was started by {task.launcher}, and nothing tells where the ranks meet; "
+            f"start with `{command}`, or with torchrun on every node, or set TRINE_LAUNCHER=none for {task.size} runs "
+            "of one process."
+        )
+    return address, port
+
+
+_COMMANDS = {
+    "Open MPI": "mpirun -n {size} -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500 python train.py",
+    "PMI": "mpiexec -n {size} -genv MASTER_ADDR HOST_OF_RANK_0 -genv MASTER_PORT 29500 python train.py",
+    "Slurm": "MASTER_ADDR=HOST_OF_TASK_0 MASTER_PORT=29500 srun -n {size} python train.py",
+}
+
+
+def _first_node(task: _Task, variables: _Variables) -> str | None:
+    """The node of task 0: the first one of the step, unless a file of hosts has put the tasks anywhere."""
+    if task.launcher != "Slurm" or "arbitrary" in variables.get("SLURM_DISTRIBUTION", ""):
+        return None
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+    return first_host(nodes) or None
+
+
+def _slurm_port(task: _Task, variables: _Variables) -> int | None:
+    """A port below those that systems give away; jobs and steps that share a node get different ones."""
+    if task.launcher != "Slurm" or "SLURM_JOB_ID" not in variables:
+        return None
+    job, step = read_count(variables, "SLURM_JOB_ID", 0), read_count(variables, "SLURM_STEP_ID", 0)
+    return 10_000 + (job * 61 + step) % 20_000
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm list: ``a[07-09,12]-x[1-2],b3`` begins with ``a07-x1``."""
+    host, rest = "", nodes
+    while rest and rest[0] != ",":
+        if rest[0] == "[":
+            choices, _, rest = rest[1:].partition("]")
+            host += choices.split(",")[0].split("-")[0]
+        else:
+            host, rest = host + rest[0], rest[1:]
+    return host

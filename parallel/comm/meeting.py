@@ -1,0 +1,246 @@
+"""What ranks tell each other through the store of the job, before there are groups and after one has failed.
+
+    ranks 1 ..   hello: a word of this start, and a digest of what the rank was given
+    rank 0       answers each hello with that word and the name of this meeting, until all have come
+    all          use keys under that name from here on; where digests differ, rank 0 finds the first difference
+
+A store may outlive a start: torchrun keeps it when it restarts a job, with everything that the ranks before have
+written, addresses too. A rank takes an answer for its own only if it contains its own word, so nothing that is left
+over can be mistaken for an answer, and the name is new each time, however often and on which nodes a job was restarted.
+"""
+
+import json
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from hashlib import sha256
+from typing import Protocol, TypedDict
+
+from engine.errors import GridError, first_line
+
+_POLL_SECONDS = 0.01
+_GRACE_SECONDS = 5.0
+"""How much longer other ranks wait than rank 0, which tells them who has not come."""
+_REPORT_SECONDS = 2.0
+"""How long a rank whose communication has failed waits for the reports of others, which notice at the same time."""
+
+
+class KeyStore(Protocol):
+    """The part of ``torch.distributed.Store`` that is used here; every call may raise RuntimeError."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that exists."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether the keys exist."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Return when the keys exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first key for which ranks were given different values."""
+
+    key: str
+    values: tuple[tuple[tuple[int, ...], str | None], ...]
+    """(ranks, their value), rank 0's first; None: these ranks have no such key."""
+
+    def __str__(self) -> str:
+        told = (f"{'absent' if value is None else value} on {name_ranks(ranks)}" for ranks, value in self.values)
+        return f"{self.key} is {' and '.join(told)}"
+
+
+class _Verdict(TypedDict):
+    """What rank 0 tells all ranks."""
+
+    missing: list[int]
+    """Ranks that have not come."""
+    alike: list[list[int]]
+    """Ranks that were given the same, in groups; one group if all were."""
+    seconds: float
+    """How long rank 0 has waited."""
+
+
+@dataclass(slots=True)
+class Meeting:
+    """All ranks of a job, which have come together at ``place``; every rank calls ``meet`` at the same point."""
+
+    store: KeyStore
+    rank: int
+    size: int
+    place: str
+    """In words, for messages."""
+    seconds: float
+    name: str = ""
+    """Prefix of all keys of this meeting, unknown before ``meet``."""
+    _heard: dict[int, str] = field(default_factory=dict)
+
+    def meet(self, given: Mapping[str, str]) -> Difference | None:
+        """Wait for all ranks and compare what they were ``given``; the same result on every rank.
+
+        Raises:
+            GridError: ranks did not come within ``seconds``; the message names them.
+        """
+        text = json.dumps(dict(given))
+        word = f"{secrets.token_hex(8)} {sha256(text.encode()).hexdigest()}"
+        try:
+            verdict = self._host(word) if self.rank == 0 else self._join(word)
+            alike = [tuple(ranks) for ranks in verdict["alike"]]
+            found = self._compare(alike, text) if len(alike) > 1 and not verdict["missing"] else None
+            if found is not None or verdict["missing"]:
+                self._leave([rank for rank in range(1, self.size) if rank not in verdict["missing"]])
+        except RuntimeError as error:
+            raise GridError(
+                f"rank {self.rank} has lost {self.place}, where the ranks of this job meet ({first_line(error)}): the "
+                "process that holds it has ended; look for the first traceback of the job."
+            ) from error
+        if verdict["missing"]:
+            raise GridError(self._missing(verdict["missing"], verdict["seconds"]))
+        return found
+
+    def _leave(self, others: Sequence[int]) -> None:
+        """Before an error: rank 0, which may hold the store and end now, lets the others read all of it."""
+        self.store.set(f"{self.name}/read/{self.rank}", "")
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while self.rank == 0 and others and time.monotonic() < deadline:
+            others = [rank for rank in others if not self.store.check([f"{self.name}/read/{rank}"])]
+            time.sleep(_POLL_SECONDS)
+
+    def _host(self, word: str) -> "_Verdict":
+        """Rank 0: answer all ranks until they have come; tell them who has not, and who was given the same."""
+        self.name, began = word.split()[0], time.monotonic()
+        waiting = set(range(1, self.size))
+        while waiting and time.monotonic() - began < self.seconds:
+            waiting -= {rank for rank in waiting if self._answered(rank)}
+            time.sleep(_POLL_SECONDS * bool(waiting))
+        alike: dict[str, list[int]] = {}
+        for rank in range(self.size):
+            digest = (self._heard.get(rank) or word).split()[1]
+            alike.setdefault(digest, []).append(rank)
+        verdict = _Verdict(missing=sorted(waiting), alike=list(alike.values()), seconds=time.monotonic() - began)
+        self.store.set(f"{self.name}/verdict", json.dumps(verdict))
+        return verdict
+
+    def _answered(self, rank: int) -> bool:
+        """Whether ``rank`` has taken the answer to its newest hello; a hello of an earlier start is answered, too."""
+        hello = self._read(f"hello/{rank}")
+        if hello is not None and hello != self._heard.get(rank):
+            self._heard[rank] = hello
+            self.store.set(f"answer/{rank}", f"{hello.split()[0]} {self.name}")
+        return hello is not None and self._read(f"{self.name}/come/{rank}") == hello.split()[0]
+
+    def _join(self, word: str) -> "_Verdict":
+        """Another rank: say hello, take the answer to it, and hear the verdict."""
+        own, answer, began = word.split()[0], "", time.monotonic()
+        deadline = began + self.seconds + _GRACE_SECONDS
+        self.store.set(f"hello/{self.rank}", word)
+        while not answer.startswith(own):
+            if time.monotonic() > deadline:
+                raise GridError(self._missing([0], time.monotonic() - began))
+            time.sleep(_POLL_SECONDS * bool(answer))
+            answer = self._read(f"answer/{self.rank}") or "-"
+        self.name = answer.split()[1]
+        self.store.set(f"{self.name}/come/{self.rank}", own)
+        try:
+            self.store.wait([f"{self.name}/verdict"], timedelta(seconds=max(1.0, deadline - time.monotonic())))
+        except RuntimeError as error:
+            raise GridError(self._missing([0], time.monotonic() - began)) from error
+        verdict: _Verdict = json.loads(self.store.get(f"{self.name}/verdict"))
+        return verdict
+
+    def _compare(self, alike: Sequence[tuple[int, ...]], text: str) -> Difference | None:
+        """The first difference; rank 0 reads one text of each kind and tells the result."""
+        if any(self.rank == ranks[0] for ranks in alike):
+            self.store.set(f"{self.name}/given/{self.rank}", zlib.compress(text.encode()).hex())
+        patience = timedelta(seconds=self.seconds)
+        if self.rank == 0:
+            keys = [f"{self.name}/given/{ranks[0]}" for ranks in alike]
+            self.store.wait(keys, patience)
+            texts = [json.loads(zlib.decompress(bytes.fromhex(self.store.get(key).decode()))) for key in keys]
+            found = first_difference(alike, texts)
+            self.store.set(f"{self.name}/difference", json.dumps(found and [found.key, found.values]))
+            return found
+        self.store.wait([f"{self.name}/difference"], patience)
+        told = json.loads(self.store.get(f"{self.name}/difference"))
+        return told and Difference(told[0], tuple((tuple(ranks), value) for ranks, value in told[1]))
+
+    def _read(self, key: str) -> str | None:
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def _missing(self, ranks: Sequence[int], seconds: float) -> str:
+        return (
+            f"{name_ranks(ranks)} of {self.size} did not come to {self.place} within {seconds:.0f} s, so no rank "
+            "starts; look for their own errors, and start all of them with the same address (TRINE_TIMEOUT_SECONDS "
+            "waits longer)."
+        )
+
+
+def first_difference(alike: Sequence[tuple[int, ...]], texts: Sequence[Mapping[str, str]]) -> Difference | None:
+    """The first key, in the order of the first text, that does not have one value in all ``texts``.
+
+    Args:
+        alike: ranks that were given the same, by text.
+    """
+    keys = dict.fromkeys(key for text in texts for key in text)
+    for key in keys:
+        values = [text.get(key) for text in texts]
+        if len(set(values)) == 1:
+            continue
+        by_value: dict[str | None, list[int]] = {}
+        for ranks, value in zip(alike, values, strict=True):
+            by_value.setdefault(value, []).extend(ranks)
+        return Difference(key, tuple((tuple(sorted(ranks)), value) for value, ranks in by_value.items()))
+    return None
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0, 2``; of many, the first ones."""
+    shown = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+class FailureReports:
+    """Tells which ranks did not come to a collective that has failed, from what each rank writes down when one fails.
+
+    Args:
+        store: of the job, with a prefix of the meeting.
+    """
+
+    def __init__(self, store: KeyStore, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    def absent(self, what: str, peers: Sequence[int]) -> str:
+        """Words about the ``peers`` whose collective was not ``what``; empty if nothing is known.
+
+        It never takes much longer than two seconds: the store may be that of a rank which has ended or stands still.
+        """
+        words: list[str] = []
+        asking = threading.Thread(target=self._ask, args=(what, peers, words.append), daemon=True)
+        asking.start()
+        asking.join(2 * _REPORT_SECONDS)
+        return words[0] if words else ""
+
+    def _ask(self, what: str, peers: Sequence[int], tell: Callable[[str], object]) -> None:
+        silent, elsewhere = [rank for rank in peers if rank != self._rank], list[str]()
+        deadline = time.monotonic() + _REPORT_SECONDS
+        try:
+            self._store.set(f"failed/{self._rank}", what)
+            while silent and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                for rank in [rank for rank in silent if self._store.check([f"failed/{rank}"])]:
+                    silent.remove(rank)
+                    there = self._store.get(f"failed/{rank}").decode()
+                    elsewhere += [f"rank {rank} was in {there}"] * (there != what)
+        except RuntimeError:
+            tell("rank 0 does not answer" if self._rank else "")
+            return
+        words = [f"{name_ranks(silent)} did not come, ended or stands still"] * bool(silent)
+        tell(", ".join([*words, *elsewhere]))
