@@ -99,7 +99,7 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
         if tensor and watch and watch.used_both_ways:
             tensor = replace(tensor, equal=watch.used_both_ways)
             watch = _watch(config, request, tensor)
-            trace = trace_example(request.program, request.example, stages, watch)
+            trace = trace_example(request.program, request.example, stages, watch, split=config.parallel.split)
     except PlanError as problem:
         if config.pp > 1 or (tensor is not None and tensor.follows_activations):
             raise
@@ -126,7 +126,7 @@ def _trace(
     config: Config, request: PlanRequest, stages: int, tensor: TensorPlan | None, watch: TrafficRecorder | None
 ) -> ModelTrace:
     try:
-        return trace_example(request.program, request.example, stages, watch)
+        return trace_example(request.program, request.example, stages, watch, split=config.parallel.split)
     except PlanError:
         raise
     except Exception:
