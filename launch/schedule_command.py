@@ -104,12 +104,16 @@ def _cost(options: Namespace) -> Cost:
     return Cost(options.forward, backward, into, weight, options.transfer)
 
 
-def _made(asked: _Asked) -> Schedule:
+def _made(asked: _Asked, cost: Cost) -> Schedule:
+    """The schedule of a kind, in the order that suits ``cost``, the times of a rank's whole slice."""
     ranks = RANKS if asked.ranks is None else asked.ranks
     microbatches = MICROBATCHES if asked.microbatches is None else asked.microbatches
     usual = SCHEDULE_KINDS[asked.kind].virtual_stages if asked.kind in SCHEDULE_KINDS else 1
     virtual = usual if asked.virtual_stages is None else asked.virtual_stages
-    return make_schedule(asked.kind, ranks, microbatches, virtual)
+    schedule = make_schedule(asked.kind, ranks, microbatches, virtual)
+    if cost == Cost() or not schedule.splits:
+        return schedule
+    return make_schedule(asked.kind, ranks, microbatches, virtual, cost.shared(ranks, schedule.stages))
 
 
 def _read(asked: _Asked) -> Schedule:
@@ -129,7 +133,7 @@ def _read(asked: _Asked) -> Schedule:
 
 
 def _print_one(asked: _Asked, cost: Cost, options: Namespace) -> Panel:
-    schedule = _read(asked) if asked.kind.endswith(ENDINGS) else _made(asked)
+    schedule = _read(asked) if asked.kind.endswith(ENDINGS) else _made(asked, cost)
     check(schedule)
     timeline = simulate(schedule, cost_of_slices(schedule, cost))
     if options.tokens:
@@ -174,7 +178,7 @@ def _print_comparison(asked: _Asked, cost: Cost) -> list[Panel]:
     for kind in SCHEDULE_KINDS.values():
         virtual = asked.virtual_stages if kind.most is None else None  # the other kinds fix their number of stages
         try:
-            schedule = _made(_Asked(kind.name, asked.ranks, asked.microbatches, virtual))
+            schedule = _made(_Asked(kind.name, asked.ranks, asked.microbatches, virtual), cost)
         except ScheduleError as error:
             refused[kind.name] = str(error)
             continue
