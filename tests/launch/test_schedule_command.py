@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from engine.launch.cli import main
-from engine.parallel.pipeline.schedule.actions import parse_schedule
 from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS
 from engine.parallel.pipeline.schedule.one_f_one_b import one_f_one_b
+from engine.parallel.pipeline.schedule.schedule_file import parse_schedule
 
 ROOT = Path(__file__).parents[2]
 V_SHAPE = "0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 1I0 2W0 1W0\n"

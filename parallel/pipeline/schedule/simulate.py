@@ -53,6 +53,10 @@ class Cost:
         forward, for_inputs, for_weights = self.times[stage]
         return (forward, for_inputs + for_weights, for_inputs, for_weights)["FBIW".index(op)]
 
+    @classmethod
+    def of_parts(cls, forward: float, backward_input: float, backward_weight: float, transfer: float = 0) -> "Cost":
+        """Costs whose whole backward takes both of its parts."""
+        return cls(forward, backward_input + backward_weight, backward_input, backward_weight, transfer)
 
     def shared(self, ranks: int, stages: int) -> "Cost":
         """Costs of stages, from these of a rank's whole slice; a transfer keeps its time."""

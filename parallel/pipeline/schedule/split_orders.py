@@ -1,12 +1,12 @@
 """Orders of split backwards by rule: what each rank does is counted, whatever an action or a message takes.
 
-A rule keeps the distance in actions between a send and its use the same in all rounds, so that slow messages cost little.
-Both rules are those of the papers, in the form in which ``torch.distributed.pipelining`` has them too.
+A rule keeps the distance in actions between a send and its use the same in all rounds, so that slow messages cost
+little. Both rules are those of the papers, in the form in which ``torch.distributed.pipelining`` has them too.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 
 from engine.parallel.pipeline.schedule.actions import Action, Op, loop, rounds
 
@@ -19,7 +19,7 @@ def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
     count = -(-microbatches // ranks)
     full = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]
     starts = [-(-microbatches * index // count) for index in range(count + 1)]
-    even = [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    even = [range(start, stop) for start, stop in pairwise(starts)]
     return [full] if full == even else [full, even]
 
 

@@ -37,8 +37,8 @@ def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | N
     as 1F1B's rank 0. Rank r defers r weight gradients, into the time that 1F1B leaves idle on later ranks.
 
     With ``cost``, the order with the shortest step at that cost, simulated, out of greedy ones and those of
-    :func:`interleaved_split`; with several stages on a rank, and a number of microbatches that p does not divide, it may
-    then hold (v-1)n + p activations, n microbatches in the largest of ``rounds``.
+    :func:`interleaved_split`; with several stages on a rank, and a number of microbatches that p does not divide, it
+    may then hold (v-1)n + p activations, n microbatches in the largest of ``rounds``.
     """
     p, m, v = ranks, microbatches, virtual_stages
     placement, most = loop(p, v), p * v
@@ -88,8 +88,8 @@ def _listed(placement: Placement, microbatches: int, policy: Policy) -> Rows:
 def _best(name: str, placement: Placement, microbatches: int, orders: Iterable[Rows], cost: Cost | None) -> Schedule:
     """The order with the shortest step at ``cost``, the first of equals.
 
-    Without ``cost`` all actions take one clock and messages none; of the orders that are shortest then, the one is taken
-    that loses least when messages take time.
+    Without ``cost`` all actions take one clock and messages none; of the orders that are shortest then, the one is
+    taken that loses least when messages take time.
     """
     stages = sum(map(len, placement))
     split = [Schedule(name, stages, microbatches, rows, placement) for rows in dict.fromkeys(orders)]
