@@ -20,8 +20,8 @@ from engine.parallel.pipeline.schedule.split_orders import (
 )
 
 _OPS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-_SLOW = (Cost(transfer=0.25), Cost(transfer=0.5))
-"""Slow messages that decide between orders which are equally short without them."""
+_SLOW = (Cost(transfer=0.25), Cost(transfer=0.5), Cost(transfer=2))
+"""Slow messages, which an order for unknown costs has to bear."""
 
 
 # zb_h1(3, 4): 1f1b with the weight gradients of the later ranks deferred into what was their idle time. Rank 0 needs
@@ -54,8 +54,8 @@ def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | N
 # zb_v(2, 4): stages 0 and 3 on rank 0, 1 and 2 on rank 1. Rank 0 holds the activations of stage 0 longest and those of
 # stage 3 shortest; a rank in the middle holds both half as long. So all ranks need the same memory.
 #
-#    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 0B0 0F3 0B1 0B1 3F2 3I2 3W2 3F3 3I3 3W3 0B2 0B2 0B3 0B3   .
-#    rank 1    . 1F0 2F0 1F1 2F1 2I0 1B0 1B0 2I1 1B1 1B1 1F2 2F2 2W0 2W1 1F3 2F3 2I2 1I2 2I3 1W2 1I3 1W3 2W2 2W3
+#    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3B1 3B1 0F3 0B0 0B0 3F2 3I2 3W2 0B1 0B1 3F3 3I3 3W3 0B2 0B2 0B3 0B3   .
+#    rank 1    . 1F0 2F0 1F1 2F1 2B0 2B0 1F2 1I0 1W0 2F2 2B1 2B1 1F3 1I1 1W1 2F3 2B2 2B2 1I2 2I3 1I3 1W2 2W3 1W3
 def zb_v(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedule:
     """ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r.
 
@@ -107,22 +107,17 @@ def _end(schedule: Schedule, cost: Cost) -> float:
 def _joined(split: Schedule, cost: Cost | None) -> Schedule:
     """The same order with adjacent I and W as one B, unless another stage would wait longer for it.
 
-    Without ``cost`` the previous stage must start later than B ends, because a message takes time too.
+    Without ``cost`` nobody may wait longer when messages are slow either.
     """
-    rules, known = DependencyGraph(split), cost or Cost()
-    begins, ends = action_times(rules, known)
-    takers = dict(rules.sends())
-    late = {
-        number
-        for number, taker in takers.items()
-        if ends[number + 1 : number + 2] and not _in_time(ends[number + 1], begins[taker], cost)
-    }
+    rules = DependencyGraph(split)
+    late: set[int] = set()
+    for known in (cost,) if cost else (Cost(), *_SLOW):
+        begins, ends = action_times(rules, known)
+        ends.append(0)  # an input gradient at the end of the last row has no weight gradient after it
+        sent = rules.sends()
+        late.update(number for number, taker in sent if begins[taker] < ends[number + 1] + known.transfer)
     rows = tuple(tuple(_actions(rules.actions[row.start : row.stop], row.start, late)) for row in rules.rows)
     return replace(split, per_rank=rows)
-
-
-def _in_time(end: float, begin: float, cost: Cost | None) -> bool:
-    return begin > end if cost is None else begin >= end + cost.transfer
 
 
 def _actions(row: Sequence[Action], first: int, late: Collection[int]) -> Iterator[Action]:
