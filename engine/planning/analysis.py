@@ -67,7 +67,7 @@ def needs_example(config: Config) -> bool:
     return config.tp > 1 or config.pp > 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
     """Result of an analysis; empty where planning needs no example."""
 
@@ -119,12 +119,20 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     notes = (*notes, *costs)
     measured = _measured(cut, request.costs) if decision is None else None
     if tensor is None or watch is None:
-        return Analysis(trace, cut, notes=notes, decision=decision, measured=measured)
+        return Analysis(timeline=trace, cut=cut, notes=notes, decision=decision, measured=measured)
     tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
     use = find_logit_use(tensor, trace, config.tp)
     notes = (*notes, *_notes_on_logits(use))
     tallies = traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp)
-    return Analysis(trace, cut, _by_stage(trace, cut, *tallies), notes, decision, tensor, measured)
+    return Analysis(
+        timeline=trace,
+        cut=cut,
+        traffic=_by_stage(trace, cut, *tallies),
+        notes=notes,
+        decision=decision,
+        tensor=tensor,
+        measured=measured,
+    )
 
 
 def _trace(
@@ -231,7 +239,7 @@ def _order_of_calls(config: Config, request: PlanRequest) -> Analysis:
             raise
         note = "parameters are gathered in the order of their registration, because the trace of the example has failed"
         return Analysis(notes=(f"{note}: {first_line(error)}",))
-    return Analysis(trace, notes=_ran_on_zeros(trace))
+    return Analysis(timeline=trace, notes=_ran_on_zeros(trace))
 
 
 def _check_reads(watch: TrafficRecorder | None) -> None:

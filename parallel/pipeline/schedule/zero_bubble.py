@@ -10,14 +10,14 @@ from dataclasses import replace
 from engine.parallel.pipeline.schedule.actions import Action, Op, Placement, Schedule, loop, v_shape
 from engine.parallel.pipeline.schedule.dependencies import DependencyGraph
 from engine.parallel.pipeline.schedule.list_scheduler import Policy, list_schedule
-from engine.parallel.pipeline.schedule.simulate import Cost, action_times
-from engine.parallel.pipeline.schedule.split_orders import (
+from engine.parallel.pipeline.schedule.one_f_one_b import (
     Rows,
     interleaved_split,
     long_rounds,
     short_rounds,
     v_split,
 )
+from engine.parallel.pipeline.schedule.simulate import Cost, action_times
 
 _OPS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _SLOW = (Cost(transfer=0.25), Cost(transfer=0.5), Cost(transfer=2))

@@ -10,9 +10,15 @@ import pytest
 
 from engine.parallel.pipeline.schedule.actions import Schedule
 from engine.parallel.pipeline.schedule.kinds import make_schedule
-from engine.parallel.pipeline.schedule.one_f_one_b import gpipe, one_f_one_b
+from engine.parallel.pipeline.schedule.one_f_one_b import (
+    gpipe,
+    interleaved_split,
+    long_rounds,
+    one_f_one_b,
+    short_rounds,
+    v_split,
+)
 from engine.parallel.pipeline.schedule.simulate import Cost, StageTimes, peak_live, simulate
-from engine.parallel.pipeline.schedule.split_orders import interleaved_split, long_rounds, short_rounds, v_split
 from engine.parallel.pipeline.schedule.validate import check
 from tests.parallel.pipeline.torch_orders import torch_allows, torch_order
 
