@@ -118,21 +118,13 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     cut, decision, costs = _cut(config, trace, request.costs, stages)
     notes = (*notes, *costs)
     measured = _measured(cut, request.costs) if decision is None else None
+    found = Analysis(timeline=trace, cut=cut, notes=notes, decision=decision, measured=measured)
     if tensor is None or watch is None:
-        return Analysis(timeline=trace, cut=cut, notes=notes, decision=decision, measured=measured)
+        return found
     tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
     use = find_logit_use(tensor, trace, config.tp)
-    notes = (*notes, *_notes_on_logits(use))
-    tallies = traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp)
-    return Analysis(
-        timeline=trace,
-        cut=cut,
-        traffic=_by_stage(trace, cut, *tallies),
-        notes=notes,
-        decision=decision,
-        tensor=tensor,
-        measured=measured,
-    )
+    traffic = _by_stage(trace, cut, traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp))
+    return replace(found, traffic=traffic, notes=(*notes, *_notes_on_logits(use)), tensor=tensor)
 
 
 def _trace(

@@ -140,8 +140,8 @@ def _deepest_first(placement: Placement, microbatches: int) -> list[list[tuple[i
     return rows
 
 
-# ---- split backwards by rule: the distance in actions between a send and its use is the same in all rounds, so that slow
-# messages cost little. Both rules are those of the papers, as torch.distributed.pipelining has them too.
+# ---- split backwards by rule: the distance in actions between a send and its use is the same in all rounds, so that
+# slow messages cost little. Both rules are those of the papers, as torch.distributed.pipelining has them too.
 
 Rows = tuple[tuple[Action, ...], ...]
 """A row of actions for each rank; every backward is split."""
