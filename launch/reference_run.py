@@ -1,6 +1,7 @@
 """Parts of the reference run outside the engine: settings, corpus, validation and the sample at the end."""
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path

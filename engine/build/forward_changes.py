@@ -120,7 +120,7 @@ def _compile(model: nn.Module, patches: ForwardPatches) -> None:
     blocks = [units.modules[name] for name in units.blocks]
     if not blocks:
         raise ConfigError(
-            "compile true: the model has no chain of blocks (a ModuleList or Sequential of one class) to compile; "
+            "compile true: the model has no chain of blocks (elements of a ModuleList or Sequential) to compile; "
             "compile it in your code, or leave compile out."
         )
     for block in blocks:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.placeholders import placeholder
+from engine.parallel.pipeline.partition.partition import Split, units_for_split
 from engine.parallel.tensor.layers.planned_traffic import TrafficRecorder
 from engine.parallel.trace.model_trace import Material, ModelTrace
 from engine.parallel.trace.tracer import trace_model
@@ -28,10 +29,12 @@ def trace_example(
     stages: int,
     watch: TrafficRecorder | None = None,
     material: Material | None = None,
+    split: Split = "auto",
 ) -> ModelTrace:
     """The trace of one training microbatch; ``watch`` records the traffic of sharded layers.
 
-    ``material`` receives the arguments of every call, for measurements.
+    ``material`` receives the arguments of every call, for measurements. ``split``: as ``parallel.split``;
+    the modules that it names are recorded as calls even inside a block.
 
     Raises:
         PlanError: the model cannot be traced; says what it does and where.
@@ -45,7 +48,8 @@ def trace_example(
 
     # shard first: keep_fp32 wraps the forwards of the layers that the run has
     with torch.enable_grad(), watch.cut() if watch else nullcontext(), run_dtypes(program.model, program.precision):
-        return trace_model(program.model, run, stages=stages, material=material)
+        units = units_for_split(program.model, split, stages)
+        return trace_model(program.model, run, units, stages=stages, material=material)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def profile_run(program: Program, example: Batch, config: Config, stages: int, d
         PlanError: the model cannot be traced.
     """
     material = Material()
-    trace = trace_example(program, example, stages, material=material)
+    trace = trace_example(program, example, stages, material=material, split=config.parallel.split)
     settings = config.activation_checkpointing
     partly, recomputed = selective_blocks(program.model, settings), recomputed_blocks(program.model, settings)
     selective = Selective(find_operators(settings))

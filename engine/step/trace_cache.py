@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError
 from engine.parallel.model.side_effects import AttributeState, State
-from engine.parallel.pipeline.partition.partition import Partition, repartition
+from engine.parallel.pipeline.partition.partition import Partition, repartition, units_for_split
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.model_trace import ModelTrace, trace_difference
 from engine.parallel.trace.tracer import trace_model
@@ -104,7 +104,9 @@ class TraceCache:
 
     def _trace(self, run: ForwardCall) -> ModelTrace:
         with self._axis.dry_run():
-            return trace_model(self._program.model, run, stages=self._plan.schedule.stages)
+            stages = self._plan.schedule.stages
+            units = units_for_split(self._program.model, self._plan.config.parallel.split, stages)
+            return trace_model(self._program.model, run, units, stages)
 
     def _key(self, microbatch: Batch, kind: str) -> object:
         leaves, spec = pytree.tree_flatten(microbatch)

@@ -1,7 +1,9 @@
 """Units and blocks of a model: the modules that are treated as black boxes.
 
-A *chain* is a ModuleList or Sequential whose children with parameters share one class; its children are *blocks*.
-A *unit* is a block, or any other outermost module with parameters. Code that runs outside units is *glue*.
+A *chain* is a ModuleList or Sequential whose children with parameters share one class, or a *hybrid* one of several
+classes; its children are *blocks*. In a hybrid chain, blocks are the children that hold modules of their own (attention
+and state-space blocks in turns), and single layers beside them are ordinary units. A *unit* is a block, or any other
+outermost module with parameters. Code that runs outside units is *glue*.
 
     model ---- embed            unit
           +--- layers           chain
@@ -10,8 +12,9 @@ A *unit* is a block, or any other outermost module with parameters. Code that ru
           +--- scale            a bare parameter: glue reads it
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from torch import nn
@@ -23,6 +26,8 @@ class Units:
 
     modules: Mapping[str, nn.Module]
     blocks: tuple[str, ...]
+    whole_blocks: tuple[str, ...]
+    """Names of the blocks before any was opened."""
 
 
 def find_units(model: nn.Module, deep: bool = False, mixed: bool = False) -> Units:
@@ -30,11 +35,12 @@ def find_units(model: nn.Module, deep: bool = False, mixed: bool = False) -> Uni
 
     Args:
         deep: chains inside the elements of a chain give the blocks (Swin).
-        mixed: a Sequential whose children have several classes is a chain too (VGG: convolutions and norms).
+        mixed: children of any classes form a chain, even single layers (VGG: convolutions and norms).
     """
     walk = _Walk(deep, mixed)
     walk.visit(model, "")
-    return Units(MappingProxyType(walk.modules), tuple(walk.blocks))
+    blocks = tuple(walk.blocks)
+    return Units(MappingProxyType(walk.modules), blocks, blocks)
 
 
 def open_units(units: Units, names: Iterable[str]) -> Units:
@@ -47,7 +53,27 @@ def open_units(units: Units, names: Iterable[str]) -> Units:
         modules.update(parts)
         if name in units.blocks:
             blocks.extend(parts)
-    return Units(MappingProxyType(modules), tuple(blocks))
+    return replace(units, modules=MappingProxyType(modules), blocks=tuple(blocks))
+
+
+def open_around(units: Units, names: Iterable[str]) -> Units:
+    """The same units, with those opened that hide a module of ``names``; names of no module are passed over."""
+    for name in names:
+        around = _unit_around(units, name)
+        while around is not None:
+            units = open_units(units, [around])
+            around = _unit_around(units, name)
+    return units
+
+
+def _unit_around(units: Units, name: str) -> str | None:
+    """The unit that has a module ``name`` with parameters inside it, or None."""
+    for unit, module in units.modules.items():
+        if name.startswith(f"{unit}."):
+            named = dict(module.named_modules(remove_duplicate=False))
+            inner = named.get(name[len(unit) + 1 :])
+            return unit if inner is not None and _weighty(inner) else None
+    return None
 
 
 def weighty_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -69,8 +95,12 @@ class _Walk:
         self._seen.add(id(module))
         prefix = f"{name}." if name else ""
         if self._is_chain(module):
+            hybrid = self._is_hybrid(weighty_children(module))
             for key, child in weighty_children(module):
-                self._visit_block(child, prefix + key)
+                if hybrid and not weighty_children(child):
+                    self.visit(child, prefix + key)
+                else:
+                    self._visit_block(child, prefix + key)
         elif name and not any(self._is_chain(inner) for inner in module.modules()):
             self.modules[name] = module
         else:
@@ -90,10 +120,28 @@ class _Walk:
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             return False
         children = weighty_children(module)
-        if self._mixed and isinstance(module, nn.Sequential):
-            return len(children) > 1
+        if self._mixed and len(children) > 1:
+            return True
         same = len({type(child) for _, child in children}) == 1
-        return same and (len(children) > 1 or isinstance(module, nn.ModuleList))
+        if same:
+            return len(children) > 1 or isinstance(module, nn.ModuleList)
+        return self._is_hybrid(children)
+
+    def _is_hybrid(self, children: Sequence[tuple[str, nn.Module]]) -> bool:
+        """True for several classes with blocks among them.
+
+        Blocks that hold chains themselves (experts) are blocks only if there are several of their class, since an
+        encoder between two adapters is not one block, but holds blocks; nor is a bare container one.
+        """
+        blocks = [child for _, child in children if weighty_children(child)]
+        if self._mixed or len({type(child) for _, child in children}) == 1 or len(blocks) < 2:
+            return False
+        count = Counter(map(type, blocks))
+        around = {type(block) for block in blocks if any(map(self._is_chain, block.modules()))}
+        return all(count[kind] > 1 and kind not in _CONTAINERS for kind in around)
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def _weighty(module: nn.Module) -> bool:

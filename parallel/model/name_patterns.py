@@ -27,6 +27,15 @@ def starred(name: str) -> str:
     return _NUMBER.sub(r"\1*", name)
 
 
+def name_runs(names: Iterable[str]) -> str:
+    """Names as a list in which numbered ones share an entry: ``embed, h.0 to h.11, norm``; the first few entries."""
+    runs: dict[str, list[str]] = {}
+    for name in names:
+        runs.setdefault(starred(name), []).append(name)
+    entries = [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs.values()]
+    return ", ".join(entries[:_LISTED]) + (" and others" if len(entries) > _LISTED else "")
+
+
 def refuse_unmatched(
     given: Iterable[tuple[str, str]], names: Sequence[str], kind: str, error: type[EngineError] = ConfigError
 ) -> None:

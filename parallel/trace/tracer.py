@@ -47,6 +47,7 @@ def trace_model(
     unchanged afterwards.
 
     Args:
+        units: the units to record; default: those of ``find_units``, as fine as ``stages`` need.
         stages: descend into chains inside chains, then into every Sequential, if the outer chains have fewer blocks.
         device: the device that values claim to be on; default: that of the parameters, or the CPU if those are on meta.
         material: filled with the arguments and memory of the calls, for measuring.
@@ -87,7 +88,7 @@ def _trace_opened(
         raise PlanError(problems[0])
     trace = ModelTrace(
         values=tuple(recorder.provenance.values),
-        calls=tuple(_mark_starts(recorder.calls, units.blocks, original.blocks)),
+        calls=tuple(_mark_starts(recorder.calls, units)),
         glue=tuple(recorder.glue),
         units=tuple(units.modules),
         blocks=units.blocks,
@@ -150,9 +151,9 @@ def _run(
 
 def _fails_on_zeros(read: OnZeros, error: Exception) -> str:
     return (
-        f"the model reads the content of a tensor ({read.operation} {read.where}), which stands for zeros while the model is "
-        f"traced on shapes, and its code does not take zeros ({first_line(error)}); compute from shapes there, or use "
-        "the data axis and ZeRO alone, which need no trace."
+        f"the model reads the content of a tensor ({read.operation} {read.where}), which stands for zeros while the "
+        f"model is traced on shapes, and its code does not take zeros ({first_line(error)}); compute from shapes there, "
+        "or use the data axis and ZeRO alone, which need no trace."
     )
 
 
@@ -165,14 +166,14 @@ def _hiding(recorder: Recorder, units: Units) -> Iterable[str]:
             yield name
 
 
-def _mark_starts(calls: list[Call], blocks: tuple[str, ...], original: tuple[str, ...]) -> list[Call]:
+def _mark_starts(calls: list[Call], units: Units) -> list[Call]:
     """Mark the calls at which a stage may start: those of blocks, and the first call inside an opened block."""
-    of_block = set(blocks)
+    of_block = set(units.blocks)
     marked: list[Call] = []
     last: str | None = None
     seen: set[str] = set()
     for call in calls:
-        block = next((name for name in original if is_inside(call.unit, name)), None)
+        block = next((name for name in units.whole_blocks if is_inside(call.unit, name)), None)
         block = block if call.unit in of_block else None
         starts = block is not None and (block == call.unit or block != last or call.unit in seen)
         if starts:

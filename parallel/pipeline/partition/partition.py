@@ -5,8 +5,9 @@
 2. Each boundary then moves back over calls of other units to where the fewest bytes cross: T5's decoder embedding moves
    to the later stage, and one value is sent instead of two.
 
-``parallel.split`` names the boundaries instead: ``h.4`` starts a stage at the first call of unit ``h.4``; ``block:2``
-at the third call of ``block``, counted from 0 (ALBERT calls one block many times).
+``parallel.split`` names the boundaries instead: ``h.4`` starts a stage at the first call of module ``h.4``; ``block:2``
+at the third call of ``block``, counted from 0 (ALBERT calls one block many times). A module inside a unit may be named
+too (``h.4.mlp``): the units around it are opened, so that the trace has its calls.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,9 +15,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import accumulate
+from typing import Literal
+
+from torch import nn
 
 from engine.errors import PlanError
-from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.model.blocks import Units, find_units, open_around
+from engine.parallel.model.name_patterns import is_inside, name_runs
 from engine.parallel.pipeline.partition.cost_model import flops_of_calls
 from engine.parallel.pipeline.partition.stage_plan import Planner, StagePlan
 from engine.parallel.trace.model_trace import ModelTrace
@@ -52,6 +57,17 @@ class Partition:
         calls = enumerate(trace.calls)
         stages += [self.stage_of_call[index] for index, call in calls if is_inside(name, call.unit)]
         return max(stages, default=len(self.stages) - 1)
+
+
+Split = Literal["auto"] | Sequence[str]
+"""Value of ``parallel.split``: "auto", or the module whose call starts each stage but the first."""
+
+
+def units_for_split(model: nn.Module, split: Split, stages: int) -> Units | None:
+    """The units to trace such that each module that ``split`` names is called as one; None: the usual ones."""
+    if split == "auto" or stages == 1:
+        return None
+    return open_around(find_units(model), [_read_entry(entry)[0] for entry in split])
 
 
 def make_cut(
@@ -124,7 +140,7 @@ def _even_starts(trace: ModelTrace, stages: int, costs: Sequence[float] | None) 
         hint = "name the calls that start stages in parallel.split" if len(trace.calls) >= stages else "use fewer"
         raise PlanError(
             f"parallel.pipeline cuts the model into {stages} stages, but its forward calls only {len(starts)} blocks "
-            f"(elements of a ModuleList or Sequential of one class); {hint}."
+            f"(elements of a ModuleList or Sequential); {hint}."
         )
     return balance(costs or flops_of_calls(trace), starts[1:], stages) if stages > 1 else []
 
@@ -159,20 +175,39 @@ def _read_split(trace: ModelTrace, stages: int, split: Sequence[str]) -> list[in
 
 
 def _find(trace: ModelTrace, entry: str) -> int:
-    name, colon, number = entry.rpartition(":")
-    if not colon:
-        name, number = entry, "0"
+    name, number = _read_entry(entry)
     found = _calls_of(trace, name) if name else []
     if not found:
-        near = get_close_matches(name, dict.fromkeys(call.unit for call in trace.calls), 3, 0.4)
-        hint = f"similar names are {', '.join(near)}" if near else "the plan lists the names"
-        raise PlanError(f"parallel.split: the forward calls no unit {entry!r}; {hint}.")
+        raise PlanError(f"parallel.split: the forward calls no unit {entry!r}; {_names_instead(trace, name)}.")
     if not number.isdecimal() or int(number) >= len(found):
         raise PlanError(
             f"parallel.split: {entry!r} asks for call {number} of {name!r}, which is called {len(found)} times, "
             f"counted from 0; give a number up to {len(found) - 1}."
         )
     return found[int(number)]
+
+
+def _read_entry(entry: str) -> tuple[str, str]:
+    """Module and number of its earlier calls, as text."""
+    name, colon, number = entry.rpartition(":")
+    return (name, number) if colon else (entry, "0")
+
+
+def _names_instead(trace: ModelTrace, name: str) -> str:
+    """Names that an entry of ``split`` may have: the most similar ones, and what the forward calls."""
+    called = list(dict.fromkeys(call.unit for call in trace.calls))
+    inside = (parameter.rpartition(".")[0] for parameter in trace.parameter_bytes)
+    known = list(dict.fromkeys([*called, *(module for path in inside for module in _paths(path))]))
+    ends = [module for module in known if name and module.endswith(f".{name}")]
+    close = [module for module in get_close_matches(name, known, 4, 0.4) if module != name]  # it may never be called
+    near = (ends or close)[:3]
+    similar = f"similar names are {', '.join(near)}; " if near else ""
+    return f"{similar}name a module that it calls ({name_runs(called)}), or a module with parameters inside one of them"
+
+
+def _paths(path: str) -> list[str]:
+    """A module and those around it: ``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    return list(accumulate(path.split("."), lambda outer, key: f"{outer}.{key}")) if path else []
 
 
 def _calls_of(trace: ModelTrace, name: str, or_around: bool = False) -> list[int]:

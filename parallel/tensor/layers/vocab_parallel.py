@@ -60,8 +60,8 @@ def _check_ids(ids: Tensor, size: int) -> None:
         torch._assert_async(inside)
     elif ids.device.type == "cpu" and not bool(inside):
         raise EngineError(
-            f"a token id is outside the vocabulary of {size} rows: the ids of this batch reach from {int(ids.min())} to "
-            f"{int(ids.max())}; give ids from 0 to {size - 1}."
+            f"a token id is outside the vocabulary of {size} rows: the ids of this batch reach from {int(ids.min())} "
+            f"to {int(ids.max())}; give ids from 0 to {size - 1}."
         )
 
 

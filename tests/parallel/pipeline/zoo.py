@@ -101,6 +101,55 @@ class Own(nn.Module):
         return out
 
 
+class MixerBlock(nn.Module):
+    """Another way along the sequence: a sum that decays, as in linear attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.decay = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.cumsum(self.mix(self.norm(x)) * self.decay, 1)
+
+
+class Hybrid(Own):
+    """Blocks of two classes in turns."""
+
+    def add(self) -> None:
+        self.blocks = nn.ModuleList(MixerBlock() if index % 2 else Block() for index in range(len(self.blocks)))
+
+
+class HybridExperts(Hybrid):
+    """The blocks of one class hold lists of experts."""
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.stack([torch.tanh(expert(x)) for expert in self.experts]).sum(0)
+
+    def add(self) -> None:
+        self.blocks = nn.ModuleList(MixerBlock() if index % 2 else self.Mixture() for index in range(len(self.blocks)))
+
+
+class HybridSequential(nn.Module):
+    """All in one Sequential, inside a module that wraps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        blocks = [MixerBlock() if index % 2 else Block() for index in range(4)]
+        self.inner = nn.Sequential(
+            nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        )
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.inner(ids)
+
+
 class Tied(Own):
     """The head is a function of the embedding's weight: glue reads a parameter."""
 
@@ -433,6 +482,9 @@ CASES: Mapping[str, Case] = MappingProxyType({
     "decoder": Case(decoder, run_own, tokens),
     "nano": Case(nano, run_nano, nano_tokens, exact=False),
     "own": own(Own),
+    "hybrid": own(Hybrid),
+    "hybrid_experts": own(HybridExperts),
+    "hybrid_sequential": own(HybridSequential),
     "tied": own(Tied, exact=False),
     "x0": own(FirstReadByAll, exact=False),
     "skips": own(SkipsInGlue, exact=False, tier=2),

@@ -1,6 +1,7 @@
 """Where stages begin, what travels, and who holds what."""
 
 import re
+from collections.abc import Callable
 from itertools import chain, combinations, pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from engine.errors import PlanError
-from engine.parallel.pipeline.partition.partition import Partition, balance, make_cut, repartition
+from engine.parallel.pipeline.partition.partition import Partition, balance, make_cut, repartition, units_for_split
 from engine.parallel.pipeline.partition.stage_plan import MOST_DEAD_BYTES, VertexCut
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.parallel.trace.tracer import trace_model
@@ -188,6 +189,79 @@ def test_split_names_the_calls_that_start_stages() -> None:
     assert first_units(timeline, cut) == ["embed", "blocks.1", "head"]
     opened = timeline_of("shared_by_blocks")
     assert first_units(opened, make_cut(opened, 2, ["blocks.4"])) == ["embed", "blocks.4.own"]
+
+
+class Wrapped(nn.Module):
+    """A module that wraps a model without a list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attributes()
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.inner(ids)
+
+
+class Attributes(Own):
+    """Its blocks are attributes."""
+
+    def add(self) -> None:
+        self.first, self.second = self.blocks[:2]
+        del self.blocks
+
+    def trunk(self, x: Tensor) -> Any:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize(
+    ("build", "split", "start"),
+    [
+        (Own, "blocks.3.down", "blocks.3.down"),
+        (Own, "blocks.3", "blocks.3"),
+        (Wrapped, "inner.second", "inner.second"),
+        (Wrapped, "inner.first.up:0", "inner.first.up"),
+    ],
+)
+def test_split_names_calls_inside_a_unit(build: Callable[[], nn.Module], split: str, start: str) -> None:
+    model, ids = build(), torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    units = units_for_split(model, [split], 2)
+    timeline = trace_model(model, lambda: run_own(model, ids), units, stages=2)
+    cut = make_cut(timeline, 2, [split])
+    assert cut.boundaries == ((start, 0),)
+    again = repartition(timeline, cut.boundaries, [plan.parameters for plan in cut.stages])
+    assert again.owners == cut.owners
+    assert units_for_split(model, "auto", 2) is units_for_split(model, [split], 1) is None
+
+
+def test_a_whole_block_may_be_named_beside_its_parts() -> None:
+    model, ids, split = Own(), torch.zeros(ROWS, LENGTH, dtype=torch.int64), ["blocks.3", "blocks.3.down"]
+    timeline = trace_model(model, lambda: run_own(model, ids), units_for_split(model, split, 3), stages=3)
+    assert first_units(timeline, make_cut(timeline, 3, split)) == ["embed", "blocks.3.norm", "blocks.3.down"]
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "hint"),
+    [
+        (
+            Wrapped, "first",
+            "similar names are inner.first; name a module that it calls (inner), or a module with parameters inside "
+            "one of them.",
+        ),
+        (
+            Own, "zzz",
+            "name a module that it calls (embed, blocks.0 to blocks.5, norm, head), or a module with parameters "
+            "inside one of them.",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_split_is_told_the_names_that_it_could_use(
+    build: Callable[[], nn.Module], name: str, hint: str
+) -> None:
+    model, ids = build(), torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    timeline = trace_model(model, lambda: run_own(model, ids), units_for_split(model, [name], 2), stages=2)
+    with pytest.raises(PlanError) as caught:
+        make_cut(timeline, 2, [name])
+    assert str(caught.value).endswith(f"calls no unit {name!r}; {hint}")
 
 
 @pytest.mark.parametrize(

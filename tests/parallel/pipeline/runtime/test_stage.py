@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
 from engine.parallel.model.forward_patch import ForwardPatches
-from engine.parallel.pipeline.partition.partition import Partition, make_cut, repartition
+from engine.parallel.pipeline.partition.partition import Partition, make_cut, repartition, units_for_split
 from engine.parallel.pipeline.runtime.stage import Stage
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.parallel.trace.tracer import trace_model
@@ -80,6 +80,23 @@ def test_many_architectures(name: str, stages: int) -> None:
     batches = batches_of(case, 2)
     timeline = trace_model(model, lambda: case.run(model, batches[0]), stages=stages)
     check_play(Play(case, model, make_cut(timeline, stages)), timeline, model, batches)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [("own", "blocks.3.down"), ("hybrid", "blocks.3.mix"), ("hybrid_sequential", "inner.3.up"), ("t5", "lm_head")],
+)
+def test_a_stage_may_begin_inside_a_block(name: str, split: str) -> None:
+    case = CASES[name]
+    model = case.build()
+    batches = batches_of(case, 3)
+    units = units_for_split(model, [split], 2)
+    timeline = trace_model(model, lambda: case.run(model, batches[0]), units, stages=2)
+    cut = make_cut(timeline, 2, [split])
+    losses, gradients = Play(case, model, cut).train(timeline, batches)
+    expected_losses, expected = whole(case, copy.deepcopy(model), batches)
+    assert losses == expected_losses
+    assert_same(gradients, expected, exact=False)  # a residual adds two gradients in another order
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -1,0 +1,85 @@
+"""Lists of blocks of several classes, and stages that begin inside a block: trained as in one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.verify import verify
+from tests import models
+from tests.engine.parity.launches import settings
+
+RunRanks = Callable[..., list[Any]]
+
+
+class LinearAttention(nn.Module):
+    """A decaying sum along the sequence."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.mix, self.out = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.decay = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.out(torch.tanh(torch.cumsum(self.mix(self.norm(x)) * self.decay, 1)))
+        return out
+
+
+class Hybrid(nn.Module):
+    """Attention and linear attention in turns."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed, self.head = nn.Embedding(models.VOCABULARY, width), nn.Linear(width, models.VOCABULARY)
+        self.layers = nn.ModuleList(
+            LinearAttention(width) if index % 2 else models.NanoBlock(width, 2) for index in range(4)
+        )
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class Wrapper(nn.Module):
+    """What an adapter library puts around a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Hybrid()
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        out: Tensor = self.inner(ids, targets)
+        return out
+
+
+def train(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Any]:
+    """Body of a rank."""
+    batches = [(t[:, :-1], t[:, 1:]) for t in models.token_batches(8, 3)]
+    return [verify(Wrapper, settings(2, parallel=parallel, **rest), batches) for parallel, rest in cases]
+
+
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"activation_checkpointing": {"mode": "full"}}),
+    ({"split": ["inner.layers.2.proj"]}, {}),
+    ({"split": ["inner.layers.1.out"]}, {"activation_checkpointing": {"mode": "full"}}),
+    ({"split": ["inner.layers.1.out"], "schedule": "zb-h1"}, {"zero_optimization": {"stage": 1}}),
+]
+
+
+def test_blocks_of_several_classes_are_cut_as_in_one_process(run_ranks: RunRanks) -> None:
+    for case, result in zip(CASES, run_ranks(train, 2, CASES)[0], strict=True):
+        assert result.holds(), f"{case}: {result}"
+        assert min(result.reference.norms) > 0.05, "clipping must be active"
+
+
+@pytest.mark.long
+def test_blocks_of_several_classes_are_sharded_and_cut(run_ranks: RunRanks) -> None:
+    cases = [({"tensor": 2}, {}), ({"tensor": 2, "split": ["inner.layers.2"]}, {"zero_optimization": {"stage": 1}})]
+    for case, result in zip(cases, run_ranks(train, 4, cases)[0], strict=True):
+        assert result.holds(), f"{case}: {result}"
