@@ -78,6 +78,7 @@ BROAD_HANDLERS = {
     ("engine/planning/profile_calls.py", "run"): "a note of the plan",
     ("engine/planning/tensor_plan_proof.py", "_prove_unit"): "a note of the plan",
     ("engine/planning/tensor_plan_search.py", "_material_of_shorter"): "a note of the plan",
+    ("engine/planning/tensor_plan_search.py", "_trace_short"): "a note of the plan, or the next attempt's own error",
     ("engine/planning/tensor_plan_search.py", "take"): "a reason in the table of the tensor plan",
     ("parallel/comm/agreement.py", "raise_together"): "every rank raises the sentence that it makes of it",
     ("parallel/kernel_injection/equivalence.py", "agrees"): "nobody: a trial asks whether a module can be replaced",

@@ -152,8 +152,8 @@ def _run(
 def _fails_on_zeros(read: OnZeros, error: Exception) -> str:
     return (
         f"the model reads the content of a tensor ({read.operation} {read.where}), which stands for zeros while the "
-        f"model is traced on shapes, and its code does not take zeros ({first_line(error)}); compute from shapes there, "
-        "or use the data axis and ZeRO alone, which need no trace."
+        f"model is traced on shapes, and its code does not take zeros ({first_line(error)}); compute from shapes "
+        "there, or use the data axis and ZeRO alone, which need no trace."
     )
 
 

@@ -81,9 +81,9 @@ def test_two_nodes(tmp_path: Path) -> None:
     try:
         outputs = [node.communicate(timeout=120) for node in nodes]
     finally:
-        for node in nodes:
-            node.kill()
-            node.communicate()
+        for process in nodes:
+            process.kill()
+            process.communicate()
     assert [node.returncode for node in nodes] == [0, 0], outputs[0][1][-2000:]
     assert "4 ranks = 2 pipeline x 1 data x 2 tensor" in outputs[0][0] and "step 3/3" in outputs[0][0]
     assert "step" not in outputs[1][0], "only rank 0 speaks"
