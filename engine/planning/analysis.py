@@ -104,6 +104,8 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
             tensor = replace(tensor, equal=watch.used_both_ways)
             watch = _watch(config, request, tensor)
             trace = trace_example(request.program, request.example, stages, watch, split=config.parallel.split)
+    except _WrongPlanError:
+        raise
     except PlanError as problem:
         if config.pp > 1 or (tensor is not None and tensor.follows_activations):
             raise
@@ -134,10 +136,26 @@ def _trace(
         return trace_example(request.program, request.example, stages, watch, split=config.parallel.split)
     except PlanError:
         raise
-    except Exception:
-        if tensor is not None:  # code that cannot run on its part; the proof names the block
-            _prove(config, request, tensor)
-        raise
+    except Exception as error:
+        if tensor is None or is_own_mistake(error):
+            raise
+        raise _find_wrong_part(config, request, tensor, error) from error
+
+
+class _WrongPlanError(PlanError):
+    """The sharded forward raises, and the unsharded one does not."""
+
+
+def _find_wrong_part(config: Config, request: PlanRequest, tensor: TensorPlan, error: Exception) -> _WrongPlanError:
+    try:
+        _prove(config, request, tensor)  # code that cannot run on its shard; the proof names the block
+    except PlanError as wrong:
+        return _WrongPlanError(str(wrong))
+    trace_example(request.program, request.example, 1)  # raises what the model raises without the plan
+    return _WrongPlanError(
+        f"with the layers of parallel.tensor_plan on {config.tp} tensor ranks the forward raises: {first_line(error)}; "
+        'no block is wrong by itself, so correct the styles of layers outside blocks, or let them be found with "auto".'
+    )
 
 
 def _prove(config: Config, request: PlanRequest, tensor: TensorPlan) -> tuple[str, ...]:

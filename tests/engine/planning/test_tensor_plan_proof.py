@@ -147,6 +147,21 @@ def test_layers_outside_blocks_are_said_to_be_unproven() -> None:
     assert note == "parallel.tensor_plan is not proven for what lies outside blocks: first"
 
 
+class Between(Chain):
+    """Norms what lies between the layers outside of its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.layer_norm(self.first(x), (WIDTH,)))
+
+
+def test_layers_outside_blocks_that_do_not_run_on_shards_are_refused_by_a_sentence() -> None:
+    model = Between(Perceptron(), Perceptron())
+    with pytest.raises(
+        PlanError, match=r"with the layers of parallel\.tensor_plan on 2 tensor ranks the forward raises: "
+    ):
+        planned(model, {"first": "column", "last": "row"})
+
+
 def test_vocabularies_are_said_to_be_unproven() -> None:
     tokens, styles = token_batches(2, 1)[0], {"h.*.fc": "column", "h.*.proj": "row"}
     (note,) = checked(nano(), styles | {"wte": "vocabulary", "lm_head": "vocabulary"}, (tokens, tokens))
