@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import load_config
+from engine.config import Config, ScheduleCosts, load_config
 from engine.errors import EngineError, ScheduleError
 from engine.parallel.pipeline.report.perfetto import trace
 from engine.parallel.pipeline.report.svg import svg
 from engine.parallel.pipeline.report.text import Panel, Summary, cost_of_slices, draw, number, summarize
-from engine.parallel.pipeline.schedule.actions import ENDINGS, Schedule, read_schedule
+from engine.parallel.pipeline.schedule.actions import Schedule
 from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
+from engine.parallel.pipeline.schedule.schedule_file import ENDINGS, read_schedule
 from engine.parallel.pipeline.schedule.simulate import Cost, simulate
 from engine.parallel.pipeline.schedule.validate import check
 
@@ -32,11 +33,11 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--microbatches", type=int, help=f"microbatches per step (default {MICROBATCHES})")
     command.add_argument("--virtual-stages", type=int, help="stages on each rank (default: that of the kind)")
     times = command.add_argument_group("times of a rank's whole slice; each stage takes its share of them")
-    times.add_argument("--forward", type=float, default=1, help="default %(default)s")
+    times.add_argument("--forward", type=float, help="default: that of the configuration, or 1")
     times.add_argument("--backward", type=float, help="default: input + weight")
     times.add_argument("--input", type=float, help="gradient of the input (default: half a backward, or 1)")
     times.add_argument("--weight", type=float, help="gradient of the weights (default: half a backward, or 1)")
-    times.add_argument("--transfer", type=float, default=0, help="time of one message (default %(default)s)")
+    times.add_argument("--transfer", type=float, help="time of one message (default: that of the configuration, or 0)")
     command.add_argument("--compare", action="store_true", help="print a table of all kinds for these sizes")
     command.add_argument("--tokens", action="store_true", help="print the action tokens, to start a file of your own")
     command.add_argument("--width", type=int, help="columns of the picture (default: width of the terminal)")
@@ -50,7 +51,8 @@ def run(options: Namespace) -> None:
     Raises:
         EngineError: the kind does not exist or refuses these sizes; a file is malformed or cannot be written.
     """
-    asked, cost = _asked(options), _cost(options)
+    config = None if options.config is None else load_config(options.config, options.world)
+    asked, cost = _asked(options, config), _cost(options, config)
     if options.compare and (options.kind or options.tokens):
         raise ScheduleError(
             f"--compare shows the figures of all kinds; leave out {options.kind or '--tokens'}, or --compare."
@@ -71,14 +73,13 @@ class _Asked:
     virtual_stages: int | None
 
 
-def _asked(options: Namespace) -> _Asked:
+def _asked(options: Namespace, config: Config | None) -> _Asked:
     """Collect the request from the command line, then the configuration, then the defaults."""
     given = _Asked(options.kind or "1f1b", options.ranks, options.microbatches, options.virtual_stages)
-    if options.config is None and options.world is not None:
+    if config is None and options.world is not None:
         raise ScheduleError("--world fills in sizes of a configuration; give --config too, or leave --world out.")
-    if options.config is None:
+    if config is None:
         return given
-    config = load_config(options.config, options.world)
     kind = options.kind or config.parallel.schedule
     ranks = config.parallel.pipeline if given.ranks is None else given.ranks
     microbatches = config.gradient_accumulation_steps if given.microbatches is None else given.microbatches
@@ -91,25 +92,37 @@ def _asked(options: Namespace) -> _Asked:
     return _Asked(kind, ranks, microbatches, virtual)
 
 
-def _cost(options: Namespace) -> Cost:
+def _cost(options: Namespace, config: Config | None) -> Cost:
+    """Times of a slice from the command line, then the configuration, then the defaults."""
     named = {word: getattr(options, word) for word in ("forward", "backward", "input", "weight", "transfer")}
     for word, time in named.items():
         if time is not None and not (math.isfinite(time) and time >= 0 and (time or word != "forward")):
             at_least = "more than 0" if word == "forward" else "0 or more"
             raise ScheduleError(f"--{word} {time:g} is not a duration; give a number, {at_least}.")
-    half = 1 if options.backward is None else options.backward / 2
-    into = half if options.input is None else options.input
-    weight = half if options.weight is None else options.weight
-    backward = into + weight if options.backward is None else options.backward
-    return Cost(options.forward, backward, into, weight, options.transfer)
+    known = (config and config.parallel.schedule_costs) or ScheduleCosts()
+    half = None if options.backward is None else options.backward / 2
+    into = _first(options.input, half, known.input)
+    weight = _first(options.weight, half, known.weight)
+    backward = _first(options.backward, into + weight)
+    return Cost(
+        _first(options.forward, known.forward), backward, into, weight, _first(options.transfer, known.transfer)
+    )  # fmt: skip
 
 
-def _made(asked: _Asked) -> Schedule:
+def _first(*times: float | None) -> float:
+    return next(time for time in times if time is not None)
+
+
+def _made(asked: _Asked, cost: Cost) -> Schedule:
+    """The schedule of a kind, in the order that suits ``cost``, the times of a rank's whole slice."""
     ranks = RANKS if asked.ranks is None else asked.ranks
     microbatches = MICROBATCHES if asked.microbatches is None else asked.microbatches
     usual = SCHEDULE_KINDS[asked.kind].virtual_stages if asked.kind in SCHEDULE_KINDS else 1
     virtual = usual if asked.virtual_stages is None else asked.virtual_stages
-    return make_schedule(asked.kind, ranks, microbatches, virtual)
+    schedule = make_schedule(asked.kind, ranks, microbatches, virtual)
+    if cost == Cost() or not schedule.splits:
+        return schedule
+    return make_schedule(asked.kind, ranks, microbatches, virtual, cost.shared(ranks, schedule.stages))
 
 
 def _read(asked: _Asked) -> Schedule:
@@ -129,7 +142,7 @@ def _read(asked: _Asked) -> Schedule:
 
 
 def _print_one(asked: _Asked, cost: Cost, options: Namespace) -> Panel:
-    schedule = _read(asked) if asked.kind.endswith(ENDINGS) else _made(asked)
+    schedule = _read(asked) if asked.kind.endswith(ENDINGS) else _made(asked, cost)
     check(schedule)
     timeline = simulate(schedule, cost_of_slices(schedule, cost))
     if options.tokens:
@@ -146,6 +159,8 @@ def _print_one(asked: _Asked, cost: Cost, options: Namespace) -> Panel:
     }
     for name, text in lines.items():
         print(f"{name:<22} {text}")
+    for note in schedule.notes:
+        print(f"note: {note}")
     return Panel(timeline)
 
 
@@ -174,7 +189,7 @@ def _print_comparison(asked: _Asked, cost: Cost) -> list[Panel]:
     for kind in SCHEDULE_KINDS.values():
         virtual = asked.virtual_stages if kind.most is None else None  # the other kinds fix their number of stages
         try:
-            schedule = _made(_Asked(kind.name, asked.ranks, asked.microbatches, virtual))
+            schedule = _made(_Asked(kind.name, asked.ranks, asked.microbatches, virtual), cost)
         except ScheduleError as error:
             refused[kind.name] = str(error)
             continue

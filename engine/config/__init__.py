@@ -27,6 +27,7 @@ from engine.config.sections import (
     OffloadConfig,
     OptimizerConfig,
     ParallelConfig,
+    ScheduleCosts,
     SchedulerConfig,
     WatchdogConfig,
     ZeroConfig,
@@ -45,6 +46,7 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "ScheduleCosts",
     "SchedulerConfig",
     "WatchdogConfig",
     "ZeroConfig",
@@ -197,6 +199,12 @@ def _check_between(config: Config, problems: Problems) -> None:
     """Check the rules between keys."""
     if config.bf16.enabled and config.fp16.enabled:
         problems.add("fp16.enabled", "true while bf16.enabled is true too; switch one of them off.")
+    if config.parallel.schedule_costs is not None and config.parallel.schedule not in ("zb-h1", "zb-v"):
+        problems.add(
+            "parallel.schedule_costs",
+            f"given for schedule {shown_value(config.parallel.schedule)}, whose order does not depend on them; leave "
+            "them out, or choose zb-h1 or zb-v.",
+        )
     params = config.optimizer.params if config.optimizer else FrozenMap()
     if params.get("nesterov") and (not params["momentum"] or params["dampening"]):
         given = f"momentum is {params['momentum']} and dampening {params['dampening']}"

@@ -28,6 +28,20 @@ def _words(*options: str, noun: str) -> Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleCosts:
+    """Times of a pipeline rank's whole slice of the model, in any one unit; each stage takes its share of them."""
+
+    forward: float = setting(1.0, Real(above=0))
+    """Forward of one microbatch."""
+    input: float = setting(1.0, NOT_NEGATIVE)
+    """Gradient of the inputs, the part of a backward that other stages wait for."""
+    weight: float = setting(1.0, NOT_NEGATIVE)
+    """Gradient of the weights, the part of a backward that can wait."""
+    transfer: float = setting(0.0, NOT_NEGATIVE)
+    """One message to another rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """Layout of the processes as data x tensor x pipeline, and how the model is cut over them."""
 
@@ -45,6 +59,8 @@ class ParallelConfig:
         rules=(Choice(options=SCHEDULES, noun="a schedule"), Text(noun="a schedule", ends=(".csv", ".txt"))),
         remedy=f"give {', '.join(SCHEDULES)}, or the path of a .csv or .txt file of actions"))  # fmt: skip
     """Pipeline schedule: a name, or the path of a .csv or .txt file of action tokens."""
+    schedule_costs: ScheduleCosts | None = setting(None, Section(cls=ScheduleCosts, null=True))
+    """Times for which zb-h1 and zb-v choose their order; null: measured ones with balance "time", else equal ones."""
     virtual_stages: int = setting(1, SIZE)
     """Model stages on each pipeline rank, for schedules with virtual stages."""
     split: Literal["auto"] | tuple[str, ...] = setting("auto", AnyOf(

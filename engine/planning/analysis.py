@@ -23,9 +23,11 @@ from engine.parallel.pipeline.partition.auto_schedule import (
     MicrobatchCost,
     ScheduleDecision,
     choose,
+    cost_of_stages,
 )
 from engine.parallel.pipeline.partition.cost_model import stage_costs
 from engine.parallel.pipeline.partition.partition import Partition, make_cut
+from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.pipeline.schedule.validate import check
 from engine.parallel.tensor.layers.planned_traffic import (
     LogitUse,
@@ -65,7 +67,7 @@ def needs_example(config: Config) -> bool:
     return config.tp > 1 or config.pp > 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
     """Result of an analysis; empty where planning needs no example."""
 
@@ -76,6 +78,8 @@ class Analysis:
     decision: ScheduleDecision | None = None
     tensor: TensorPlan | None = None
     """How layers are sharded over tp; None without tensor parallelism."""
+    measured: Cost | None = None
+    """Measured costs of the stages of a schedule that the configuration names; None if none were measured."""
 
 
 def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
@@ -113,13 +117,14 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
         _check_partial(request.program.model, tensor, trace, watch)
     cut, decision, costs = _cut(config, trace, request.costs, stages)
     notes = (*notes, *costs)
+    measured = _measured(cut, request.costs) if decision is None else None
+    found = Analysis(timeline=trace, cut=cut, notes=notes, decision=decision, measured=measured)
     if tensor is None or watch is None:
-        return Analysis(trace, cut, notes=notes, decision=decision)
+        return found
     tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
     use = find_logit_use(tensor, trace, config.tp)
-    notes = (*notes, *_notes_on_logits(use))
-    tallies = traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp)
-    return Analysis(trace, cut, _by_stage(trace, cut, *tallies), notes, decision, tensor)
+    traffic = _by_stage(trace, cut, traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp))
+    return replace(found, traffic=traffic, notes=(*notes, *_notes_on_logits(use)), tensor=tensor)
 
 
 def _trace(
@@ -203,6 +208,18 @@ def _cut(
     return choice.cut, choice.decision, notes
 
 
+def _measured(cut: Partition | None, costs: Costs | None) -> Cost | None:
+    """The measured costs of the stages of a partition."""
+    if cut is None or costs is None or not costs.measured:
+        return None
+    return cost_of_stages(stage_costs(cut.stage_of_call, costs.calls), costs.transfer_seconds(_mean_crossing(cut)))
+
+
+def _mean_crossing(cut: Partition) -> float:
+    """Bytes that cross a boundary between stages, on average."""
+    return cut.crossing_bytes / max(len(cut.stages) - 1, 1)
+
+
 def _order_of_calls(config: Config, request: PlanRequest) -> Analysis:
     """Trace an example, if there is one, for the order of ZeRO 3 gathers and the parameters that glue code reads."""
     if not shards_parameters(config) or request.example is None:
@@ -214,7 +231,7 @@ def _order_of_calls(config: Config, request: PlanRequest) -> Analysis:
             raise
         note = "parameters are gathered in the order of their registration, because the trace of the example has failed"
         return Analysis(notes=(f"{note}: {first_line(error)}",))
-    return Analysis(trace, notes=_ran_on_zeros(trace))
+    return Analysis(timeline=trace, notes=_ran_on_zeros(trace))
 
 
 def _check_reads(watch: TrafficRecorder | None) -> None:
@@ -311,7 +328,7 @@ def choose_schedule(
     }
     tried |= {virtual: f"the model does not cut into {config.pp * virtual} stages" for virtual in problems}
     fewest = next(iter(cuts.values()))
-    crossing = fewest.crossing_bytes / max(len(fewest.stages) - 1, 1)
+    crossing = _mean_crossing(fewest)
     limit = config.parallel.activation_limit_bytes
     machine = Machine(config.pp, config.accumulation, costs.transfer_seconds(crossing), limit)
     decision = choose(tried, machine, kinds)

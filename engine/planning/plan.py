@@ -20,9 +20,11 @@ from engine.parallel.grid import Coord, Grid
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.pipeline.partition.auto_schedule import ScheduleDecision
 from engine.parallel.pipeline.partition.partition import Partition
-from engine.parallel.pipeline.schedule.actions import ENDINGS, Schedule, read_schedule
+from engine.parallel.pipeline.schedule.actions import Schedule
 from engine.parallel.pipeline.schedule.kinds import make_schedule
 from engine.parallel.pipeline.schedule.one_f_one_b import forward_only
+from engine.parallel.pipeline.schedule.schedule_file import ENDINGS, read_schedule
+from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.pipeline.schedule.validate import check
 from engine.parallel.shard_table import Division, ShardTable, build_table
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
@@ -198,10 +200,12 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     requested = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
     analysis = analyze(config, request, requested.stages if requested else config.pp)
     schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
+    if analysis.measured is not None and config.parallel.schedule_costs is None:
+        schedule = _made(config, config.parallel.schedule, analysis.measured)
     table = build_table(model, assigned, _division(config, analysis, schedule))
     calls = [call.unit for call in analysis.timeline.calls] if analysis.timeline else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
-    notes = [*_notes(model, config, precision), *analysis.notes]
+    notes = [*_notes(model, config, precision), *schedule.notes, *analysis.notes]
     users = Users(schedule.stages_of_rank, analysis.cut, analysis.timeline, gathers)
     return Plan(
         config=config,
@@ -253,11 +257,15 @@ def _schedule(config: Config) -> Schedule:
     if kind == "auto":
         kind = "1f1b"  # with one pipeline rank; with several, analyze() has chosen a schedule
     if not kind.endswith(ENDINGS):
-        schedule = make_schedule(kind, ranks, microbatches, config.parallel.virtual_stages)
         if ranks == 1:  # one rank waits for nobody, so every kind is a plain loop
-            schedule = make_schedule("1f1b", 1, microbatches)
-        check(schedule)
-        return schedule
+            make_schedule(kind, ranks, microbatches, config.parallel.virtual_stages)
+            return make_schedule("1f1b", 1, microbatches)
+        schedule = _made(config, kind)
+        given = config.parallel.schedule_costs
+        if given is None:
+            return schedule
+        cost = Cost.of_parts(given.forward, given.input, given.weight, given.transfer)
+        return _made(config, kind, cost.shared(ranks, schedule.stages))
     schedule = read_schedule(kind)
     check(schedule)
     if len(schedule.per_rank) != ranks or schedule.microbatches != microbatches or not schedule.training:
@@ -271,6 +279,13 @@ def _schedule(config: Config) -> Schedule:
             f"schedule {kind} has {schedule.stages} stages, but parallel.pipeline 1 does not cut the model; give a "
             "file of one stage, or leave the schedule out."
         )
+    return schedule
+
+
+def _made(config: Config, kind: str, cost: Cost | None = None) -> Schedule:
+    """The schedule of a kind, checked; zb-h1 and zb-v in the order that suits ``cost``."""
+    schedule = make_schedule(kind, config.pp, config.accumulation, config.parallel.virtual_stages, cost)
+    check(schedule)
     return schedule
 
 

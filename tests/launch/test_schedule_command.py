@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from engine.launch.cli import main
-from engine.parallel.pipeline.schedule.actions import parse_schedule
 from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS
 from engine.parallel.pipeline.schedule.one_f_one_b import one_f_one_b
+from engine.parallel.pipeline.schedule.schedule_file import parse_schedule
 
 ROOT = Path(__file__).parents[2]
 V_SHAPE = "0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 1I0 2W0 1W0\n"
@@ -216,3 +216,31 @@ sys.exit(str([name for name in ("torch", "numpy") if name in sys.modules]))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stderr == "[]\n"
     assert (tmp_path / "a.svg").exists() and (tmp_path / "a.json").exists()
+
+
+def test_the_order_of_a_kind_follows_the_times(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ("--ranks", "4", "--microbatches", "32", "--virtual-stages", "4")
+    assert "time of the step       114," in run(capsys, "zb-h1", *sizes, "--transfer", "0.2")
+    parallel = {
+        "pipeline": 4,
+        "schedule": "zb-h1",
+        "virtual_stages": 4,
+        "schedule_costs": {"transfer": 0.2, "input": 2},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6,
+                                "parallel": parallel}))  # fmt: skip
+    shown = run(capsys, "--config", path, "--world", "4")
+    assert "takes 1, its backward 3 (split: 2 + 1), a transfer 0.2" in shown
+    assert shown == run(capsys, "zb-h1", "--ranks", "4", "--microbatches", "6", "--virtual-stages", "4", "--input", "2",
+                        "--transfer", "0.2")  # fmt: skip
+    assert "a transfer" not in run(capsys, "--config", path, "--world", "4", "--transfer", "0")
+
+
+def test_what_a_file_of_torch_holds_beside_actions_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "torch.csv"
+    path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,,0B1,0REDUCE_GRAD\n")
+    assert run(capsys, path).splitlines()[-2:] == [
+        f"note: schedule {path}: the REDUCE_GRAD of the file are checked, but made where the run needs them",
+        f"note: schedule {path}: the overlapped pairs of the file run one after the other",
+    ]

@@ -155,6 +155,12 @@ def choose(
     return ScheduleDecision(schedule, chosen.virtual_stages, limit, (chosen, *others, *refused))
 
 
+def cost_of_stages(stages: Sequence[MicrobatchCost], transfer_seconds: float) -> Cost:
+    """The costs of stages, for making and simulating schedules."""
+    times = tuple(StageTimes(s.forward_seconds, s.input_seconds, s.weight_seconds) for s in stages)
+    return Cost(transfer=transfer_seconds, times=times)
+
+
 def peak_bytes(schedule: Schedule, stages: Sequence[MicrobatchCost]) -> tuple[int, ...]:
     """Most bytes of activations that each rank holds at once.
 
@@ -203,9 +209,11 @@ def _try(
     if why_unfit(*sizes) is not None:
         few = SCHEDULE_KINDS[tried.kind].microbatches_of(machine.ranks)
         return replace(tried, refused=f"needs {few} microbatches"), None
-    schedule = make_schedule(*sizes)
-    times = tuple(StageTimes(s.forward_seconds, s.input_seconds, s.weight_seconds) for s in stages)
-    timeline = simulate(schedule, Cost(transfer=machine.transfer_seconds, times=times))
+    cost = cost_of_stages(stages, machine.transfer_seconds)
+    schedule = make_schedule(*sizes, cost)
+    if max(peak_bytes(schedule, stages)) > limit:  # an order for these costs may hold more than the usual one
+        schedule = make_schedule(*sizes)
+    timeline = simulate(schedule, cost)
     peak = max(peak_bytes(schedule, stages))
     over = "more than the limit" if peak > limit else ""
     return replace(tried, seconds=timeline.makespan, bubble=timeline.bubble, peak_bytes=peak, refused=over), schedule

@@ -66,11 +66,7 @@ def cost_of_slices(schedule: Schedule, whole: Cost) -> Cost:
 
     So schedules with one and with several stages on a rank can be compared.
     """
-    ranks = len(schedule.per_rank)
-    share = (ranks / schedule.stages,) * schedule.stages if schedule.stages != ranks else ()
-    return Cost(
-        whole.forward, whole.backward, whole.backward_input, whole.backward_weight, whole.transfer, share
-    )  # fmt: skip
+    return whole.shared(len(schedule.per_rank), schedule.stages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ A stage is placed on one rank; a rank may hold several stages (interleaved, V-sh
 whole, ``B``, or split into ``I``, the gradient of the input that the previous stage waits for, and ``W``,
 the gradient of the weights that no stage waits for (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
 
-In a file, a schedule is one line of tokens per rank, as ``trine schedule --tokens`` prints it.
-
 The built-in kinds use three placements:
 
     line    one stage per rank                   0  1  2
@@ -26,11 +24,10 @@ last rank passes values on to itself, and the loss is computed on rank 0, which 
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 from engine.errors import ScheduleError
@@ -92,6 +89,8 @@ class Schedule:
     """Stages placed on each rank, ascending."""
     training: bool = True
     """False for a schedule without backwards."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What a file says that is checked, but not run as it says it."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.microbatches < 1:
@@ -173,57 +172,8 @@ class Schedule:
         return fed
 
     def text(self) -> str:
-        """One line of tokens per rank, which :func:`parse_schedule` reads."""
+        """One line of tokens per rank, as files of schedules have them."""
         return "".join(" ".join(map(str, row)) + "\n" for row in self.per_rank)
-
-
-def parse_schedule(text: str, name: str) -> Schedule:
-    """Read a schedule: one line of tokens per rank, separated by blanks or commas; ``#`` starts a comment.
-
-    A stage is placed on the rank whose line has it. ``check`` tells whether the order is possible.
-
-    Raises:
-        ScheduleError: a token is wrong, a stage is on several lines, or stages are left out.
-    """
-    rows: list[tuple[Action, ...]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        tokens = line.partition("#")[0].replace(",", " ").split()
-        try:
-            row = tuple(Action.parse(token) for token in tokens)
-        except ScheduleError as error:
-            raise ScheduleError(f"{name}, line {number}: {error}") from None
-        if row:
-            rows.append(row)
-    placed = tuple(tuple(sorted({action.stage for action in row})) for row in rows)
-    actions = [action for row in rows for action in row]
-    # count distinct numbers, since the largest may be a typing error such as 0F10000000
-    return Schedule(
-        name=name,
-        stages=len({action.stage for action in actions}),
-        microbatches=len({action.microbatch for action in actions}),
-        per_rank=tuple(rows),
-        stages_of_rank=placed,
-        training=any(action.op is not Op.FORWARD for action in actions),
-    )
-
-
-ENDINGS = (".txt", ".csv")
-"""File names of schedules; in a configuration or on the command line, any other text names a kind."""
-
-
-def read_schedule(path: str) -> Schedule:
-    """The schedule of a file, named by its path; ``check`` still has to prove it.
-
-    Raises:
-        ScheduleError: the file cannot be read, or is not a schedule.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(f"schedule {path}: {error.strerror}; give the path of a file of actions.") from None
-    except UnicodeDecodeError:
-        raise ScheduleError(f"schedule {path} is not a text file; give a file of actions such as 0F0 0B0.") from None
-    return parse_schedule(text, path)
 
 
 Placement = tuple[tuple[int, ...], ...]

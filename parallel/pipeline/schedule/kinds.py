@@ -21,6 +21,7 @@ from engine.errors import ScheduleError
 from engine.parallel.pipeline.schedule.actions import Schedule
 from engine.parallel.pipeline.schedule.dualpipe_v import dualpipe_v
 from engine.parallel.pipeline.schedule.one_f_one_b import gpipe, interleaved, looped_bfs, one_f_one_b
+from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.pipeline.schedule.zero_bubble import zb_h1, zb_v
 
 
@@ -42,8 +43,8 @@ class ScheduleKind:
     """Most stages on each rank; None: any number."""
     splits: bool
     """True if weight gradients are computed apart from input gradients."""
-    make: Callable[[int, int, int], Schedule]
-    """Makes the schedule from ranks, microbatches and stages on each rank, which must be allowed."""
+    make: Callable[[int, int, int, Cost | None], Schedule]
+    """Makes the schedule from ranks, microbatches and stages on each rank, which must be allowed, and known costs."""
     microbatches_of: Callable[[int], int] = lambda ranks: 1
     """Fewest microbatches for a number of ranks."""
 
@@ -58,7 +59,7 @@ _ALL = (
         fewest=1,
         most=1,
         splits=False,
-        make=lambda p, m, v: gpipe(p, m),
+        make=lambda p, m, v, cost: gpipe(p, m),
     ),
     ScheduleKind(
         name="1f1b",
@@ -69,7 +70,7 @@ _ALL = (
         fewest=1,
         most=1,
         splits=False,
-        make=lambda p, m, v: one_f_one_b(p, m),
+        make=lambda p, m, v, cost: one_f_one_b(p, m),
     ),
     ScheduleKind(
         name="interleaved",
@@ -80,7 +81,7 @@ _ALL = (
         fewest=2,
         most=None,
         splits=False,
-        make=interleaved,
+        make=lambda p, m, v, cost: interleaved(p, m, v),
     ),
     ScheduleKind(
         name="looped-bfs",
@@ -91,7 +92,7 @@ _ALL = (
         fewest=2,
         most=None,
         splits=False,
-        make=looped_bfs,
+        make=lambda p, m, v, cost: looped_bfs(p, m, v),
     ),
     ScheduleKind(
         name="zb-h1",
@@ -113,7 +114,7 @@ _ALL = (
         fewest=2,
         most=2,
         splits=True,
-        make=lambda p, m, v: zb_v(p, m),
+        make=lambda p, m, v, cost: zb_v(p, m, cost),
     ),
     ScheduleKind(
         name="dualpipe-v",
@@ -124,7 +125,7 @@ _ALL = (
         fewest=2,
         most=2,
         splits=True,
-        make=lambda p, m, v: dualpipe_v(p, m),
+        make=lambda p, m, v, cost: dualpipe_v(p, m),
         microbatches_of=lambda p: 2 * p,
     ),
 )
@@ -164,10 +165,13 @@ def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1)
     return None
 
 
-def make_schedule(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+def make_schedule(
+    kind: str, ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None
+) -> Schedule:
     """The training schedule of a kind, for ``virtual_stages`` stages on each of ``ranks`` ranks.
 
-    A kind that always has two stages on a rank treats 1, the default of the configuration, as not given.
+    A kind that always has two stages on a rank treats 1, the default of the configuration, as not given. The order of
+    zb-h1 and zb-v follows ``cost``, if that is known; the placement of stages does not depend on it.
 
     Raises:
         ScheduleError: there is no such kind, or it does not allow these sizes.
@@ -175,7 +179,7 @@ def make_schedule(kind: str, ranks: int, microbatches: int, virtual_stages: int 
     reason = why_unfit(kind, ranks, microbatches, virtual_stages)
     if reason is not None:
         raise ScheduleError(reason)
-    return SCHEDULE_KINDS[kind].make(ranks, microbatches, _held(SCHEDULE_KINDS[kind], virtual_stages))
+    return SCHEDULE_KINDS[kind].make(ranks, microbatches, _held(SCHEDULE_KINDS[kind], virtual_stages), cost)
 
 
 def _held(kind: ScheduleKind, virtual_stages: int) -> int:

@@ -1,6 +1,6 @@
 """A schedule simulated in time: start and end of each action, idle time, live activations."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -52,6 +52,15 @@ class Cost:
             return self.of(op) * (self.stages[stage] if self.stages else 1)
         forward, for_inputs, for_weights = self.times[stage]
         return (forward, for_inputs + for_weights, for_inputs, for_weights)["FBIW".index(op)]
+
+    @classmethod
+    def of_parts(cls, forward: float, backward_input: float, backward_weight: float, transfer: float = 0) -> "Cost":
+        """Costs whose whole backward takes both of its parts."""
+        return cls(forward, backward_input + backward_weight, backward_input, backward_weight, transfer)
+
+    def shared(self, ranks: int, stages: int) -> "Cost":
+        """Costs of stages, from these of a rank's whole slice; a transfer keeps its time."""
+        return replace(self, stages=(ranks / stages,) * stages) if stages != ranks else self
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 DESIGN: dict[str, Any] = json.loads("""{
   "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8,
   "parallel": {"data": "auto", "tensor": 2, "pipeline": 2, "sequence_parallel": true,
-               "schedule": "1f1b", "virtual_stages": 1, "split": "auto", "tensor_plan": "auto",
+               "schedule": "1f1b", "schedule_costs": null, "virtual_stages": 1, "split": "auto", "tensor_plan": "auto",
                "verify_plan": true},
   "zero_optimization": {"stage": 1, "reduce": "step", "gather": "microbatch",
                         "offload_optimizer": {"device": "none"}},

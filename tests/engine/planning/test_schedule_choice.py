@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from engine.build.assemble import plan_run
 from engine.build.request import Request
 from engine.config import Config, load_config
-from engine.errors import PlanError, ScheduleError
-from engine.parallel.pipeline.partition.auto_schedule import MicrobatchCost
+from engine.errors import ConfigError, PlanError, ScheduleError
+from engine.parallel.pipeline.partition.auto_schedule import MicrobatchCost, cost_of_stages
+from engine.parallel.pipeline.partition.cost_model import stage_costs
 from engine.parallel.pipeline.schedule.kinds import make_schedule
+from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.parallel.trace.tracer import trace_model
 from engine.planning.analysis import ScheduleChoice, choose_schedule
@@ -110,3 +112,30 @@ def test_a_plan_has_the_choice_of_what_can_run() -> None:
 def test_one_rank_needs_no_choice() -> None:
     plan = plan_run(Chain(), config(1), Request(), None)
     assert plan.decision is None and plan.schedule == make_schedule("1f1b", 1, 4)
+
+
+def named(**parallel: Any) -> Config:
+    sizes = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": 6}
+    return load_config(sizes | {"parallel": {"pipeline": 2, "schedule": "zb-h1", "virtual_stages": 2, **parallel}}, 2)
+
+
+def test_a_named_schedule_takes_the_order_that_suits_measured_or_declared_costs() -> None:
+    example = torch.ones(ROWS, WIDTH)
+    costs = seconds(of_block=1e-4, first=1e-4)
+    assert plan_run(Chain(), named(), Request(), example).schedule == make_schedule("zb-h1", 2, 6, 2)
+    measured = plan_run(Chain(), named(balance="time"), Request(), example, costs)
+    assert measured.cut is not None
+    stages = stage_costs(measured.cut.stage_of_call, costs.calls)
+    crossing = measured.cut.crossing_bytes / (len(measured.cut.stages) - 1)
+    known = cost_of_stages(stages, costs.transfer_seconds(crossing))
+    assert measured.schedule == make_schedule("zb-h1", 2, 6, 2, known)
+    given = {"forward": 1, "input": 2, "weight": 0.5, "transfer": 0}
+    declared = plan_run(Chain(), named(balance="time", schedule_costs=given), Request(), example, costs)
+    assert declared.schedule == make_schedule("zb-h1", 2, 6, 2, Cost.of_parts(1, 2, 0.5, 0).shared(2, 4))
+    assert declared.schedule != make_schedule("zb-h1", 2, 6, 2)
+
+
+def test_costs_of_a_schedule_that_does_not_depend_on_them_are_refused() -> None:
+    for schedule in ("1f1b", "auto", "own.csv"):
+        with pytest.raises(ConfigError, match=r"schedule_costs: given for schedule .*; leave them out"):
+            named(schedule=schedule, virtual_stages=1, schedule_costs={"transfer": 0.5})

@@ -1,6 +1,6 @@
 """Timelines for tests of pictures."""
 
-from engine.parallel.pipeline.schedule.actions import parse_schedule
+from engine.parallel.pipeline.schedule.schedule_file import parse_schedule
 from engine.parallel.pipeline.schedule.simulate import Span, StepTimeline
 
 V_SHAPE = parse_schedule("0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 1I0 2W0 1W0", "v")

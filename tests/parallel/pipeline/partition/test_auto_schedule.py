@@ -18,8 +18,8 @@ from engine.parallel.pipeline.partition.auto_schedule import (
     choose,
     peak_bytes,
 )
-from engine.parallel.pipeline.schedule.actions import parse_schedule
 from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
+from engine.parallel.pipeline.schedule.schedule_file import parse_schedule
 from engine.parallel.pipeline.schedule.simulate import Cost, StageTimes, peak_live, simulate
 
 Cuts = dict[int, Sequence[MicrobatchCost] | str]

@@ -54,7 +54,11 @@ def test_rows_do_not_depend_on_the_seed_of_hashes() -> None:
     code = """
 import hashlib
 from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
-text = "".join(make_schedule(kind.name, 4, 11, kind.virtual_stages).text() for kind in SCHEDULE_KINDS.values())
+from engine.parallel.pipeline.schedule.simulate import Cost
+text = "".join(
+    make_schedule(kind.name, 4, 11, kind.virtual_stages, cost).text()
+    for kind in SCHEDULE_KINDS.values() for cost in (None, Cost(transfer=0.3))
+)
 print(hashlib.sha256(text.encode()).hexdigest())
 """
     digests = {

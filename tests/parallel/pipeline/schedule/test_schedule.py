@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ScheduleError
-from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule, parse_schedule
+from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
 from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
 from engine.parallel.pipeline.schedule.one_f_one_b import forward_only, gpipe, one_f_one_b
+from engine.parallel.pipeline.schedule.schedule_file import parse_schedule
 
 ROOT = Path(__file__).parents[4]
 SIZES = (st.integers(1, 8), st.integers(1, 24))
