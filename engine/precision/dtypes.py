@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from engine.config import Config
 from engine.errors import PlanError
 from engine.parallel.model.placeholders import placeholder
-from engine.precision.fp32_modules import KeptFp32, find_fp32_modules
+from engine.precision.fp32_modules import KeptFp32, find_fp32_modules, running_statistics
 
 _WIRE: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,7 +109,8 @@ def make_precision(config: Config, model: nn.Module) -> Precision:
     Raises:
         ConfigError: a pattern of ``keep_fp32`` matches no module, or splits a shared tensor.
     """
-    kept = find_fp32_modules(model, config.keep_fp32)
+    narrow = config.bf16.enabled or config.fp16.enabled
+    kept = find_fp32_modules(model, (*config.keep_fp32, *(running_statistics(model) if narrow else ())))
     wire = _WIRE[config.communication_data_type] if config.communication_data_type else None
     if config.bf16.enabled:
         master, narrow_moments = not config.bf16.bf16_master_weights_and_grads, config.bf16.bf16_optimizer_states

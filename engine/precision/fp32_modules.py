@@ -1,4 +1,4 @@
-"""Modules that stay in fp32 in a bf16 or fp16 model: those that ``keep_fp32`` names, and their submodules.
+"""Modules that stay in fp32 in a bf16 or fp16 model: those that ``keep_fp32`` names, and their submodules; BatchNorm.
 
     bf16 --> | to fp32 -> the module's own forward, parameters in fp32 -> to bf16 | --> bf16
 
@@ -45,6 +45,18 @@ def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
     inside = frozenset(name for name, _ in tensors if any(is_inside(name, root) for root in roots))
     _refuse_shared(tensors, inside)
     return KeptFp32(tuple(name for name in named if name in objects.values()), inside)
+
+
+def running_statistics(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules with running statistics (BatchNorm).
+
+    The statistics are sums of many small steps and stay in fp32, and torch's kernels want the weights in their dtype.
+    """
+    return tuple(name for name, module in model.named_modules() if name and _is_tensor(module, "running_mean"))
+
+
+def _is_tensor(module: nn.Module, name: str) -> bool:
+    return isinstance(module._buffers.get(name), Tensor)
 
 
 def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) -> None:

@@ -60,7 +60,12 @@ def check_scalar(loss: Any, what: str) -> Tensor:
 
 def _check_weight(weight: Any, what: str) -> Tensor | float:
     if isinstance(weight, Tensor) and weight.ndim == 0:
-        return weight.detach()
+        if weight.requires_grad:
+            raise EngineError(
+                f"{what} has a gradient, so it is a second loss and not the number of summed losses; return the sum of "
+                "both losses, or (sum, weight) with the weight detached."
+            )
+        return weight
     if isinstance(weight, int | float):
         return float(weight)
     given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"

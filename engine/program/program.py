@@ -3,6 +3,7 @@
 ``evaluating`` puts the model in eval mode inside a with statement.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from engine.errors import EngineError, first_line
 from engine.precision.dtypes import Precision
 from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.loss import LossFunction, WeightedLoss, find_loss
@@ -46,7 +48,12 @@ class Program:
     def forward(self, microbatch: Batch) -> ForwardResult:
         """Output and loss of one microbatch."""
         moved = self.move(microbatch)
-        output = call_model(self.model, self.cast(moved))
+        try:
+            output = call_model(self.model, self.cast(moved))
+        except RuntimeError as error:
+            if self.precision.compute is None or not _MIXED_DTYPES.search(str(error)):
+                raise
+            raise _mixed_dtypes(error, self.precision.compute) from error
         return ForwardResult(output, find_loss(output, moved, self.loss_fn))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +65,18 @@ class Program:
     def on(self, device: torch.device) -> "Program":
         """The same program on another device."""
         return replace(self, device=device)
+
+
+_MIXED_DTYPES = re.compile(r"same dtype|expected scalar type|expected m1 and m2|should be the same|same type")
+"""What torch says of an operation that is given tensors of two dtypes."""
+
+
+def _mixed_dtypes(error: RuntimeError, compute: torch.dtype) -> EngineError:
+    narrow = str(compute).removeprefix("torch.")
+    return EngineError(
+        f"the forward meets two dtypes ({first_line(error)}): weights and inputs are {narrow} in this run, and a "
+        "tensor that the forward makes itself is not; make it with dtype=x.dtype, or name its module in keep_fp32."
+    )
 
 
 @contextmanager
