@@ -10,6 +10,7 @@ from numbers import Real as RealNumber
 from types import MappingProxyType
 from typing import Any
 
+from engine.config.other_engines import other_engines_word
 from engine.config.rules import Flag, FrozenMap, Int, Problems, Rule, Text
 from engine.config.wording import join_path, kind, shown_value
 
@@ -303,8 +304,9 @@ class _Walk:
     def _not_an_object(self, path: str, value: object) -> None:
         if value is None:
             return
-        same = [ours for ours in self._ours if ours.rpartition(".")[2] == path]
-        hint = f" Did you mean {' or '.join(sorted(same))}?" if same else ""
+        same = [ours for ours in self._ours if ours.rpartition(".")[2] == path.rpartition(".")[2]]
+        elsewhere = other_engines_word(path)
+        hint = f" Did you mean {' or '.join(sorted(same))}?" if same else f" As a size, {elsewhere}." * bool(elsewhere)
         self._problems.add(
             path, f"{shown_value(value)} is {kind(value)}; DeepSpeed's section is an object, or leave it out.{hint}"
         )
