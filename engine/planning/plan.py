@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from engine.config import Config
-from engine.errors import PlanError, ScheduleError
+from engine.errors import PlanError
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
@@ -20,10 +20,9 @@ from engine.parallel.grid import Coord, Grid
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.pipeline.partition.auto_schedule import ScheduleDecision
 from engine.parallel.pipeline.partition.partition import Partition
-from engine.parallel.pipeline.schedule.actions import ENDINGS, Schedule, read_schedule
-from engine.parallel.pipeline.schedule.kinds import make_schedule
+from engine.parallel.pipeline.schedule.actions import Schedule
+from engine.parallel.pipeline.schedule.kinds import training_schedule
 from engine.parallel.pipeline.schedule.one_f_one_b import forward_only
-from engine.parallel.pipeline.schedule.validate import check
 from engine.parallel.shard_table import Division, ShardTable, build_table
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
@@ -244,34 +243,8 @@ def check_settings(model: nn.Module, config: Config) -> None:
 
 
 def _schedule(config: Config) -> Schedule:
-    """The training schedule, checked before anything is built.
-
-    Raises:
-        ScheduleError: the schedule is unknown, would deadlock, or has other stages or microbatches than the run.
-    """
-    kind, ranks, microbatches = config.parallel.schedule, config.pp, config.accumulation
-    if kind == "auto":
-        kind = "1f1b"  # with one pipeline rank; with several, analyze() has chosen a schedule
-    if not kind.endswith(ENDINGS):
-        schedule = make_schedule(kind, ranks, microbatches, config.parallel.virtual_stages)
-        if ranks == 1:  # one rank waits for nobody, so every kind is a plain loop
-            schedule = make_schedule("1f1b", 1, microbatches)
-        check(schedule)
-        return schedule
-    schedule = read_schedule(kind)
-    check(schedule)
-    if len(schedule.per_rank) != ranks or schedule.microbatches != microbatches or not schedule.training:
-        raise ScheduleError(
-            f"schedule {kind} has {len(schedule.per_rank)} lines and {schedule.microbatches} microbatches"
-            f"{'' if schedule.training else ', and no backward'}; this run needs a line for each of {ranks} pipeline "
-            f"ranks, with F and B (or I and W) of {microbatches} microbatches."
-        )
-    if ranks == 1 and schedule.stages > 1:
-        raise ScheduleError(
-            f"schedule {kind} has {schedule.stages} stages, but parallel.pipeline 1 does not cut the model; give a "
-            "file of one stage, or leave the schedule out."
-        )
-    return schedule
+    """The training schedule; with several pipeline ranks, :func:`analyze` has chosen it for "auto"."""
+    return training_schedule(config.parallel.schedule, config.pp, config.accumulation, config.parallel.virtual_stages)
 
 
 def _moments(config: Config) -> int | None:
