@@ -52,8 +52,8 @@ def unchecked(config: Config, sized: bool) -> Iterator[str]:
     for key, given in patterns.items():
         if given:
             yield f"{key}: whether the names are the model's"
-    if config.activation_checkpointing.every is not None:
-        yield f"activation_checkpointing.every {config.activation_checkpointing.every}: whether there are so many blocks"
+    if (every := config.activation_checkpointing.every) is not None:
+        yield f"activation_checkpointing.every {every}: whether the model has so many blocks"
     if config.compile:
         yield "compile: whether the model has blocks to compile"
     if config.kernels == "triton":

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from engine.config.between import check_optimizer, check_parallel, check_precision, check_recomputation, check_zero
-from engine.config.deepspeed import KEYS, translate
+from engine.config.deepspeed import translate
+from engine.config.deepspeed_keys import KEYS
 from engine.config.reader import Section, Typed, dump_section, paths, read_json, read_section, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (

@@ -126,7 +126,8 @@ class Rule:
         try:
             return self.accept(value)
         except RefusedError as why:
-            problems.add(at, f"{shown_value(value)} {why}; {self.ask()}.")
+            reason = "leaves the value to the Hugging Face Trainer" if value == "auto" else why
+            problems.add(at, f"{shown_value(value)} {reason}; {self.ask()}.")
             return None
 
     def dump(self, value: Any) -> Any:

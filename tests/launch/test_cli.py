@@ -86,8 +86,8 @@ def test_check_says_what_it_cannot_know(tmp_path: Path, capsys: pytest.CaptureFi
     config.write_text(json.dumps({"train_batch_size": 4} | tuned | grid | more))
     assert main(["check", str(config)]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not checked: ")]
-    for key in ("--ranks N", "parallel.tensor 2", "parallel.pipeline 2", "parallel.split", "keep_fp32", "optimizer null",
-                "activation_checkpointing.every 3", "compile", "kernels", "checkpoint.init_from"):  # fmt: skip
+    for key in ("--ranks N", "parallel.tensor 2", "parallel.pipeline 2", "parallel.split", "keep_fp32", "kernels",
+                "optimizer null", "activation_checkpointing.every 3", "compile", "checkpoint.init_from"):  # fmt: skip
         assert sum(key in line for line in said) == 1, (key, said)
     config.write_text(json.dumps({"train_batch_size": 4}))
     assert main(["check", str(config), "--ranks", "2"]) == 0
