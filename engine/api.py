@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.build.assemble import build, measure_model, plan_run
 from engine.build.forward_changes import change_forwards
-from engine.build.place_model import make_model
+from engine.build.place_model import make_model, unwrap
 from engine.build.request import ModelSource, Request
 from engine.build.validate import prepare
 from engine.checkpoint.coordinator import CheckpointCoordinator
@@ -50,7 +50,8 @@ def initialize(
     Starts the process group (NCCL on GPUs, gloo otherwise) unless one exists; a run without torchrun has one process.
 
     Args:
-        model: a module, or a callable that builds one; every rank passes the same weights.
+        model: a module, or a callable that builds one; every rank passes the same weights. Of a module inside
+            DistributedDataParallel, DataParallel or torch.compile, the inner one is trained.
         config: a dict, the path of a JSON file, or a :class:`Config`.
         loss_fn: ``(output, batch) -> loss``, a 0-dim mean or (sum, weight); None: the model's output contains the loss.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
@@ -64,7 +65,8 @@ def initialize(
     """
     world = read_world()
     resolved = load_config(config, world.size)
-    made = make_model(model, resolved.seed, world.device)
+    made, notes = unwrap(make_model(model, resolved.seed, world.device))
+    resolved = replace(resolved, notes=(*resolved.notes, *notes))
     request = Request(loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=lr_scheduler, example_batch=example_batch)
     resources = EngineResources()
     resources.add(request.patches.remove)

@@ -35,6 +35,30 @@ def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Modul
     return model
 
 
+def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return the module inside the wrappers of torch that rename every parameter, and a note for each of them.
+
+    Raises:
+        PlanError: the wrapper has changed the parameters themselves.
+    """
+    notes: list[str] = []
+    while True:
+        kind = type(model).__name__
+        if kind == "FullyShardedDataParallel" or any(type(p).__name__ == "DTensor" for p in model.parameters()):
+            raise PlanError(
+                f"the model is a {kind} whose parameters are sharded already; give the module as it was before, "
+                "zero_optimization.stage 3 shards its parameters and parallel.tensor its layers."
+            )
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner, instead = model.module, "data ranks are the engine's (parallel.data)"
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            instead = '"compile": true compiles its blocks'
+        else:
+            return model, tuple(notes)
+        notes.append(f"model: the {type(inner).__name__} inside {kind} is trained, without the wrapper; {instead}")
+        model = inner
+
+
 def place_model(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, patches: ForwardPatches
 ) -> tuple[FlatBucket, ...]:

@@ -90,3 +90,38 @@ def test_nothing_runs_after_close() -> None:
         assert str(caught.value).startswith(f"{name} after close(), which has given back the engine's parts; build a")
     eng.close()
     assert eng.step_count == 1 and eng.plan.groups, "what is only read stays readable"
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile, lambda model: nn.DataParallel(torch.compile(model))])
+def test_wrappers_that_rename_parameters_are_taken_off(wrap: Callable[[nn.Module], Any]) -> None:
+    inner = nn.Linear(3, 3)
+    with start(wrap(inner)) as eng:
+        assert eng.module is inner and {row.name for row in eng.plan.table} == {"weight", "bias"}
+        notes = [note for note in eng.plan.notes if "the Linear inside" in note or "inside DataParallel" in note]
+        assert notes and all("is trained, without the wrapper" in note for note in notes)
+        assert eng.train_batch(torch.ones(2, 3)).step == 1
+
+
+def wrapped() -> tuple[list[float], list[str]]:
+    """Body of a rank: the model comes in DistributedDataParallel."""
+    config = CONFIG | {"train_batch_size": 4}
+    engine.initialize(nn.Linear(1, 1), config).close()  # opens the process group
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    with engine.initialize(model, config, lambda output, batch: output.square().mean()) as eng:
+        losses = [eng.train_batch(torch.full((2, 3), 1.0 + eng.grid.rank)).loss for _ in range(3)]
+        return losses, [row.name for row in eng.plan.table]
+
+
+def test_a_model_in_ddp_trains_as_without(run_ranks: Callable[..., list[Any]]) -> None:
+    one, other = run_ranks(wrapped, 2)
+    assert one == other and sorted(one[1]) == ["bias", "weight"]
+    with start(train_batch_size=4) as eng:
+        batch = torch.cat([torch.ones(2, 3), torch.full((2, 3), 2.0)])
+        assert one[0] == pytest.approx([eng.train_batch(batch).loss for _ in range(3)], rel=1e-6)
+
+
+def test_a_model_that_is_sharded_already_is_refused() -> None:
+    wrapper = type("FullyShardedDataParallel", (nn.Linear,), {})
+    with pytest.raises(engine.PlanError, match="sharded already; give the module as it was before"):
+        start(wrapper(3, 3))
