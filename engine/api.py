@@ -18,6 +18,7 @@ from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.engine import Engine
+from engine.optim.given_optimizer import read_optimizer
 from engine.optim.lr_schedules import SchedulerArgument
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
@@ -42,7 +43,7 @@ def initialize(
     config: Mapping[str, Any] | str | os.PathLike[str] | Config,
     loss_fn: LossFunction | None = None,
     example_batch: Any = None,
-    optimizer: OptimizerFactory | None = None,
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
     lr_scheduler: SchedulerArgument | None = None,
 ) -> Engine:
     """Put ``model`` on the grid that ``config`` describes.
@@ -56,7 +57,8 @@ def initialize(
         loss_fn: ``(output, batch) -> loss``, a 0-dim mean or (sum, weight); None: the model's output contains the loss.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
-        optimizer: ``params -> torch.optim.Optimizer``, in place of the configured one.
+        optimizer: ``params -> torch.optim.Optimizer``, in place of the configured one; or an optimizer over the
+            model's parameters, whose class, groups and options are taken.
         lr_scheduler: ``update -> factor`` or ``optimizer -> LRScheduler``.
 
     Raises:
@@ -67,7 +69,12 @@ def initialize(
     resolved = load_config(config, world.size)
     made, notes = unwrap(make_model(model, resolved.seed, world.device))
     resolved = replace(resolved, notes=(*resolved.notes, *notes))
-    request = Request(loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=lr_scheduler, example_batch=example_batch)
+    request = Request(loss_fn=loss_fn, lr_scheduler=lr_scheduler, example_batch=example_batch)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        given = read_optimizer(optimizer, made, resolved.optimizer)
+        request = replace(request, optimizer=given.factory, given=given)
+    else:
+        request = replace(request, optimizer=optimizer)
     resources = EngineResources()
     resources.add(request.patches.remove)
     try:

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.build.request import ModelSource
-from engine.errors import PlanError
+from engine.errors import EngineError, PlanError
 from engine.parallel.comm.comm import Comm
-from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.materialize import materialize, replace_meta
 from engine.parallel.model.placeholders import replace_absent
 from engine.parallel.model.rng_streams import keyed_generators
@@ -99,4 +99,21 @@ def place_model(
     replace_absent(model, rows.keys(), device)
     for flat in buckets:
         fill(flat, placed=meta)
+    if config.tp > 1 or config.pp > 1:
+        _refuse_state_dicts(model, patches)
     return buckets
+
+
+def _refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
+    """Refuse ``load_state_dict`` on modules of which this rank holds a part."""
+
+    def refuse(*_: object) -> None:
+        raise EngineError(
+            "load_state_dict on a model of which each rank holds a part (parallel.tensor, parallel.pipeline), so that "
+            "full tensors do not fit; call eng.load_checkpoint(folder), give checkpoint.init_from, or load the model "
+            "before engine.initialize."
+        )
+
+    for module in model.modules():
+        handle = module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+        patches.hook(module, PatchLayer.PARAMETERS, handle, "refuses load_state_dict, since parameters are in parts")

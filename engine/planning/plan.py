@@ -190,7 +190,8 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         ScheduleError: the schedule does not exist or does not fit.
     """
     model = request.program.model
-    assigned, groups = assign_groups(model, config.optimizer)
+    given = request.given
+    assigned, groups = (given.assigned, given.groups) if given else assign_groups(model, config.optimizer)
     precision = make_precision(config, model)
     if not assigned:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")

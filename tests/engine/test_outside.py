@@ -15,7 +15,9 @@ CONFIG: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "SGD", "p
 
 def start(model: nn.Module | None = None, **changes: Any) -> engine.Engine:
     torch.manual_seed(0)
-    return engine.initialize(model or nn.Linear(3, 3), CONFIG | changes, lambda output, batch: output.square().mean())
+    return engine.initialize(
+        nn.Linear(3, 3) if model is None else model, CONFIG | changes, lambda output, batch: output.square().mean()
+    )
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -92,7 +94,12 @@ def test_nothing_runs_after_close() -> None:
     assert eng.step_count == 1 and eng.plan.groups, "what is only read stays readable"
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile, lambda model: nn.DataParallel(torch.compile(model))])
+def data_parallel_of_compiled(model: nn.Module) -> nn.Module:
+    compiled: Any = torch.compile(model)
+    return nn.DataParallel(compiled)
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile, data_parallel_of_compiled])
 def test_wrappers_that_rename_parameters_are_taken_off(wrap: Callable[[nn.Module], Any]) -> None:
     inner = nn.Linear(3, 3)
     with start(wrap(inner)) as eng:

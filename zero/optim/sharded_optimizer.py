@@ -33,11 +33,13 @@ class GroupOptions:
 
     lr: float | None = None
     weight_decay: float | None = None
+    others: tuple[tuple[str, Any], ...] = ()
+    """Options of a group of the user's own optimizer."""
 
-    def as_kwargs(self) -> dict[str, float]:
+    def as_kwargs(self) -> dict[str, Any]:
         """Return the overrides as keys of a torch parameter group."""
         values = {"lr": self.lr, "weight_decay": self.weight_decay}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None} | dict(self.others)
 
 
 @dataclass(frozen=True, slots=True)
