@@ -174,7 +174,7 @@ class Engine:
                 iterator of microbatches, from which exactly ``accumulation`` items are pulled.
 
         Communicates values and their gradients over pp, activations over tp, gradients and parameters over
-        dp, a digest of the batch over the replica and six scalars over the world.
+        dp, a digest of the batch over the replica and eight scalars over the world.
 
         Raises:
             EngineError: the batch is bad, or differs from that of its replica: all ranks raise, each its own error, and

@@ -263,6 +263,12 @@ def _notes(model: nn.Module, config: Config, precision: Precision) -> tuple[str,
             "loss: a Hugging Face output.loss is a mean per microbatch; with unequal token counts pass a loss_fn that "
             "returns (sum, weight) for the exact mean over tokens"
         )
+    if 1 <= config.accumulation < config.pp:
+        count = f"{config.accumulation} microbatch{'es' * (config.accumulation > 1)}"
+        notes.append(
+            f"pipeline: {count} for {config.pp} pipeline ranks, so that ranks wait for each other in every step; raise "
+            "gradient_accumulation_steps, with smaller microbatches if need be"
+        )
     if precision.compute is not None:
         frozen = [
             name

@@ -103,7 +103,8 @@ class StepReporter:
             peak_bytes=peak_memory(self._device),
             bytes_sent=self._comm.tally.since(step.sent).bytes(),
             skipped=outcome.skipped,
-            nonfinite=outcome.nonfinite,
+            nonfinite=outcome.nonfinite.name if outcome.nonfinite else None,
+            nonfinite_ranks=outcome.nonfinite.ranks if outcome.nonfinite else (),
             loss_scale=outcome.scale,
         )
 

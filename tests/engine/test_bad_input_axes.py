@@ -448,9 +448,9 @@ def unfit() -> tuple[str, bool]:
     """Body of a rank: full tensors are loaded into a model of two tensor ranks."""
     model = models.decoder()
     full = model.state_dict()
-    with engine.initialize(model, BASE | {"parallel": {"tensor": 2}}, loss_sum, batch(2)):
-        with pytest.raises(engine.EngineError) as caught:
-            model.load_state_dict(full)
+    eng = engine.initialize(model, BASE | {"parallel": {"tensor": 2}}, loss_sum, batch(2))
+    with eng, pytest.raises(engine.EngineError) as caught:
+        model.load_state_dict(full)
     return str(caught.value), any(module._load_state_dict_pre_hooks for module in model.modules())
 
 

@@ -31,6 +31,8 @@ class GradientHooks:
         self._parameters = parameters
         self._take, self._warns = take, warns
         self._open = False
+        self.watched: list[Tensor] | None = None
+        """While not None: for each gradient that arrives, whether it is finite, on the device."""
         self._handles = []
         for name, parameter in parameters.items():
             untyped: Any = parameter  # torch leaves the method untyped
@@ -77,6 +79,8 @@ class GradientHooks:
                 "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."
             )
         grad, parameter.grad = parameter.grad, None
+        if self.watched is not None:
+            self.watched.append(grad.isfinite().all())
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
 
 
@@ -110,6 +114,12 @@ class Reducer(Protocol):
 
     def reset(self) -> None:
         """Forget the gradients of an unfinished step."""
+
+    def watch(self, on: bool) -> None:
+        """From now on look whether each gradient of this rank is finite, before it is summed over data ranks."""
+
+    def found_nonfinite(self) -> bool:
+        """Whether a watched gradient of this step was not finite; waits for the device, and starts anew."""
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
@@ -150,6 +160,15 @@ class SharedReduction:
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
         self._hooks.remove()
+
+    def watch(self, on: bool) -> None:
+        """From now on look whether each gradient that a backward delivers is finite; see :class:`Reducer`."""
+        self._hooks.watched = [] if on else None
+
+    def found_nonfinite(self) -> bool:
+        """Whether a watched gradient was not finite since the last call."""
+        watched, self._hooks.watched = self._hooks.watched, self._hooks.watched and []
+        return bool(watched) and not torch.stack(watched or []).all()
 
     def _on_wire(self, grads: Tensor) -> Tensor:
         """Return ``grads`` as they are sent: themselves, or a copy in the dtype of the wire."""
