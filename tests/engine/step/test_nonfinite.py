@@ -215,7 +215,7 @@ class Steep(torch.autograd.Function):
         return given.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * math.nan
 
 
@@ -223,7 +223,7 @@ def spoiled(alike: bool) -> tuple[list[tuple[str | None, tuple[int, ...]]], list
     """Body of a rank: rank 1 spoils its gradient twice, and its loss once; what is reported, and what is logged."""
     said: list[str] = []
     listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: said.append(record.getMessage())
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("trine").addHandler(listener)
     kinds = ["", "gradient", "gradient", "", "loss", "gradient"]
     reports: list[engine.StepReport] = []
