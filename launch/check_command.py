@@ -10,7 +10,7 @@ from engine.config import Config, load_config
 from engine.config.between import check_installed, check_plans
 
 
-def run(options: Namespace) -> None:
+def check_configuration(options: Namespace) -> None:
     """Print notes, what was not checked, and the verdict.
 
     Raises:

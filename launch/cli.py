@@ -35,7 +35,7 @@ def _parser() -> ArgumentParser:
     command.add_argument("config", type=Path)
     sized = "number of processes that it must fit"
     command.add_argument("--ranks", "--world", type=int, default=None, dest="world", metavar="N", help=sized)
-    command.set_defaults(run=check.run)
+    command.set_defaults(run=check.check_configuration)
 
     command = commands.add_parser("plan", help="print what every rank would hold and send, without starting processes")
     command.add_argument("config", type=Path)

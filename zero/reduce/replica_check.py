@@ -129,14 +129,15 @@ class NonFinite:
             dtype=torch.int64, device=self._device,
         )  # fmt: skip
         table = torch.empty((self._comm.grid.world_size, len(mine)), dtype=mine.dtype, device=self._device)
+        table[self._comm.grid.rank] = mine
         self._comm.all_gather(table.view(-1), mine, "world", NON_FINITE).wait()
         for row in self._comm.tally.since(before).rows():
             sent.add(row)
         numbers, arisen, losses = (column.tolist() for column in table.unbind(dim=1))
-        if any(losses):
-            return NonFiniteSource("the loss", _ranks(losses))
         if not math.isfinite(weight):
             return NonFiniteSource("the weight", ())
+        if any(losses):
+            return NonFiniteSource("the loss", _ranks(losses))
         lowest = min(numbers)
         return NonFiniteSource(self._names[lowest] if lowest < absent else "the gradient norm", _ranks(arisen))
 
