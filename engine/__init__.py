@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine import data, verify
     from engine.api import initialize
     from engine.config import Config, load_config
     from engine.engine import Engine
@@ -28,9 +29,14 @@ __all__ = [
     "PlanError",
     "ScheduleError",
     "StepReport",
+    "__version__",
+    "data",
     "initialize",
     "load_config",
+    "verify",
 ]
+
+__version__ = "0.1.0"
 
 _HOMES = MappingProxyType(
     {
@@ -46,6 +52,8 @@ _HOMES = MappingProxyType(
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    if name in ("data", "verify"):
+        return import_module(f"engine.{name}")
     return getattr(import_module(_HOMES.get(name, "engine.errors")), name)
 
 

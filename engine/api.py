@@ -12,13 +12,14 @@ from torch import nn
 from engine.build.assemble import build, measure_model, plan_run
 from engine.build.equal_input import describe_input, difference_error
 from engine.build.forward_changes import change_forwards
-from engine.build.place_model import make_model
+from engine.build.place_model import make_model, unwrap
 from engine.build.request import ModelSource, Request
 from engine.build.validate import prepare
 from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.engine import Engine
+from engine.optim.given_optimizer import read_optimizer
 from engine.optim.lr_schedules import SchedulerArgument
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
@@ -54,7 +55,7 @@ def initialize(
     config: Mapping[str, Any] | str | os.PathLike[str] | Config,
     loss_fn: LossFunction | None = None,
     example_batch: Any = None,
-    optimizer: OptimizerFactory | None = None,
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
     lr_scheduler: SchedulerArgument | None = None,
 ) -> Engine:
     """Put ``model`` on the grid that ``config`` describes.
@@ -62,27 +63,35 @@ def initialize(
     Starts the process group (NCCL on GPUs, gloo otherwise) unless one exists; a run without torchrun has one process.
 
     Args:
-        model: a module, or a callable that builds one; every rank passes the same weights.
+        model: a module, or a callable that builds one; every rank passes the same weights. Of a module inside
+            DistributedDataParallel, DataParallel or torch.compile, the inner one is trained.
         config: a dict, the path of a JSON file, or a :class:`Config`.
         loss_fn: ``(output, batch) -> loss``, a 0-dim mean or (sum, weight); None: the model's output contains the loss.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
-        optimizer: ``params -> torch.optim.Optimizer``, in place of the configured one.
+        optimizer: ``params -> torch.optim.Optimizer``, in place of the configured one; or an optimizer over the
+            model's parameters, whose class, groups and options are taken.
         lr_scheduler: ``update -> factor`` or ``optimizer -> LRScheduler``.
 
     Raises:
         ConfigError, GridError, PlanError: one sentence per problem. They are raised before any communication, except
             for ranks that were given different models or configurations.
     """
-    request = Request(loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=lr_scheduler, example_batch=example_batch)
     resources = EngineResources()
     resources.add(LastWords().close)
-    resources.add(request.patches.remove)
     try:
         world = read_world()
         resources.add(open_console(world.rank))
         resolved = load_config(config, world.size)
-        made = make_model(model, resolved.seed, world.device)
+        made, notes = unwrap(make_model(model, resolved.seed, world.device))
+        resolved = replace(resolved, notes=(*resolved.notes, *notes))
+        request = Request(loss_fn=loss_fn, lr_scheduler=lr_scheduler, example_batch=example_batch)
+        resources.add(request.patches.remove)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            given = read_optimizer(optimizer, made, resolved.optimizer)
+            request = replace(request, optimizer=given.factory, given=given)
+        else:
+            request = replace(request, optimizer=optimizer)
         return _initialize(made, resolved, request, world, resources)
     except BaseException:
         resources.close()

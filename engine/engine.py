@@ -158,6 +158,7 @@ class Engine:
 
         ``draw`` shows it beside what ``simulate(plan.schedule)`` of ``engine.parallel.pipeline`` predicts.
         """
+        self._resources.refuse_closed("timeline")
         return measured_timeline(self.plan.schedule, self._runtime.executor, self._comm, self._device)
 
     def traffic_report(self) -> str:
@@ -174,7 +175,7 @@ class Engine:
                 iterator of microbatches, from which exactly ``accumulation`` items are pulled.
 
         Communicates values and their gradients over pp, activations over tp, gradients and parameters over
-        dp, a digest of the batch over the replica and six scalars over the world.
+        dp, a digest of the batch over the replica and eight scalars over the world.
 
         Raises:
             EngineError: the batch is bad, or differs from that of its replica: all ranks raise, each its own error, and
@@ -207,6 +208,7 @@ class Engine:
 
         With ``return_output``: (report, model output of rank 0's share, None on other ranks).
         """
+        self._resources.refuse_closed("eval_batch")
         batch = self._completed(batch)
         step, outcome = self._runner.evaluate(batch, "output" if return_output else "evaluate")
         report = self._reports.make(step, outcome, self.plan, self._update.made)
@@ -248,6 +250,7 @@ class Engine:
         Raises:
             EngineError: no backward was called in this step.
         """
+        self._resources.refuse_closed("step()")
         if self._built is None:
             raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
         finished = self._runner.step()
@@ -263,6 +266,7 @@ class Engine:
         Raises:
             EngineError: inside ``full_parameters`` with sharded parameters, whose changes take effect at its end.
         """
+        self._resources.refuse_closed("full_state_dict")
         if self._runtime.gatherer is not None:
             self._runtime.gatherer.refuse_opened("full_state_dict")
         return self._checkpoints.gather_full_state()
@@ -279,6 +283,7 @@ class Engine:
         Raises:
             EngineError: inside a forward; no parameter matches; data ranks have written different values.
         """
+        self._resources.refuse_closed("full_parameters")
         runtime = self._runtime
         sharded = ShardedModel(
             model=self._model,
@@ -292,6 +297,7 @@ class Engine:
 
     def register_for_checkpointing(self, **things: Any) -> None:
         """Save and load other objects too, such as ``data=sampler``; its ``state_dict`` is JSON, equal on all ranks."""
+        self._resources.refuse_closed("register_for_checkpointing")
         self._checkpoints.register(things)
 
     def save_checkpoint(self, folder: Path_ | None = None, client_state: Any = None) -> PendingSave:
@@ -369,6 +375,7 @@ class Engine:
     # ------------------------------------------------------------------ around a step
 
     def _refuse_pipeline(self, call: str) -> None:
+        self._resources.refuse_closed(call)
         if self._config.pp > 1:
             raise EngineError(
                 f"{call} with parallel.pipeline {self._config.pp}: forwards and backwards of all stages are one "
@@ -376,6 +383,7 @@ class Engine:
             )
 
     def _refuse_unfinished(self, call: str) -> None:
+        self._resources.refuse_closed(call)
         if self._built is not None:
             self._runner.refuse_unfinished(call)
 

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from engine.errors import EngineError
+
 
 class EngineResources:
     """Closes what an engine owns: patches of the model, logs, signal handlers, process groups, shared memory.
@@ -17,6 +19,7 @@ class EngineResources:
 
     def __init__(self) -> None:
         self._closers = ExitStack()
+        self._closed = False
         self._process = os.getpid()
 
     def add(self, close: Callable[[], object]) -> None:
@@ -25,7 +28,20 @@ class EngineResources:
 
     def close(self) -> None:
         """Give everything back, the newest first, also what is left when one of them raises."""
+        self._closed = True
         self._closers.close()
+
+    def refuse_closed(self, call: str) -> None:
+        """Refuse ``call`` after ``close``.
+
+        Raises:
+            EngineError: everything has been given back.
+        """
+        if self._closed:
+            raise EngineError(
+                f"{call} after close(), which has given back the engine's parts; build a new engine with "
+                "engine.initialize."
+            )
 
     def __del__(self) -> None:
         """Close; not in a forked child, whose parent still uses everything, nor when the interpreter ends."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.config import load_config
 from engine.config.json_schema import schema
 from engine.errors import EngineError
+from engine.launch import check_command as check
 from engine.launch import schedule_command as schedule
 
 
@@ -32,8 +33,9 @@ def _parser() -> ArgumentParser:
 
     command = commands.add_parser("check", help="check a configuration and report all mistakes at once")
     command.add_argument("config", type=Path)
-    command.add_argument("--world", type=int, default=None, help="number of processes that it must fit")
-    command.set_defaults(run=_check)
+    sized = "number of processes that it must fit"
+    command.add_argument("--ranks", "--world", type=int, default=None, dest="world", metavar="N", help=sized)
+    command.set_defaults(run=check.check_configuration)
 
     command = commands.add_parser("plan", help="print what every rank would hold and send, without starting processes")
     command.add_argument("config", type=Path)
@@ -73,13 +75,6 @@ def _add_checkpoint_commands(commands: "_SubParsersAction[ArgumentParser]") -> N
 
 def _print_schema(options: Namespace) -> None:
     print(json.dumps(schema(), indent=2))
-
-
-def _check(options: Namespace) -> None:
-    config = load_config(options.config, options.world)
-    for note in config.notes:
-        print(f"note: {note}")
-    print(f"{options.config} is valid" + (f" for {options.world} ranks" if options.world else ""))
 
 
 def _plan(options: Namespace) -> None:

@@ -46,7 +46,8 @@ class ProgressLine:
         ]
         if report.loss_scale != 1.0:
             parts.append(f"scale {report.loss_scale:g}")
-        return "  ".join(parts) + (f"  SKIPPED: {report.nonfinite} not finite" if report.skipped else "")
+        where = f" on rank {', '.join(map(str, report.nonfinite_ranks))}" if report.nonfinite_ranks else ""
+        return "  ".join(parts) + (f"  SKIPPED: {report.nonfinite} not finite{where}" if report.skipped else "")
 
     def _eta(self, done: int) -> str:
         if len(self._marks) <= WARM_UP_STEPS:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -79,3 +80,15 @@ def test_another_package_called_kernels_is_not_hidden(tmp_path: Path) -> None:
 def test_a_file_has_one_module_name() -> None:
     code = "import engine.parallel.grid as a, sys; sys.exit(any(n.split('.')[0] == 'parallel' for n in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_package_names_its_version_and_its_modules_without_importing_torch() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    code = f"""
+import sys, engine
+assert engine.__version__ == {version!r}
+assert "torch" not in sys.modules and {{"data", "verify", "__version__"}} <= set(dir(engine))
+assert callable(engine.verify.verify) and engine.data.__name__ == "engine.data"
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -57,9 +57,9 @@ from engine.zero.reduce.step_reducer import GradientReducer
 def plan_run(model: nn.Module, config: Config, request: Request, example: Batch, costs: Costs | None = None) -> Plan:
     """The plan of this run; see :func:`engine.planning.plan.build_plan` for what it refuses."""
     program = Program(model, request.loss_fn, make_precision(config, model), torch.device("cpu"))
-    return build_plan(
-        config, PlanRequest(program, example, request.optimizer is not None, costs, request.changes.replacements)
-    )
+    replacements = request.changes.replacements
+    wish = PlanRequest(program, example, request.optimizer is not None, costs, replacements, request.given)
+    return build_plan(config, wish)
 
 
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.build.request import ModelSource
-from engine.errors import PlanError
+from engine.errors import EngineError, PlanError
 from engine.parallel.comm.comm import Comm
-from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.materialize import materialize, replace_meta
 from engine.parallel.model.placeholders import replace_absent
 from engine.parallel.model.rng_streams import keyed_generators
@@ -38,6 +38,30 @@ def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Modul
     if not isinstance(model, nn.Module):
         raise PlanError(f"the model callable returned a {type(model).__name__}; it must return an nn.Module.")
     return model
+
+
+def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return the module inside the wrappers of torch that rename every parameter, and a note for each of them.
+
+    Raises:
+        PlanError: the wrapper has changed the parameters themselves.
+    """
+    notes: list[str] = []
+    while True:
+        kind = type(model).__name__
+        if kind == "FullyShardedDataParallel" or any(type(p).__name__ == "DTensor" for p in model.parameters()):
+            raise PlanError(
+                f"the model is a {kind} whose parameters are sharded already; give the module as it was before, "
+                "zero_optimization.stage 3 shards its parameters and parallel.tensor its layers."
+            )
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner, instead = model.module, "data ranks are the engine's (parallel.data)"
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            instead = '"compile": true compiles its blocks'
+        else:
+            return model, tuple(notes)
+        notes.append(f"model: the {type(inner).__name__} inside {kind} is trained, without the wrapper; {instead}")
+        model = inner
 
 
 def place_model(
@@ -82,6 +106,8 @@ def place_model(
     replace_absent(model, rows.keys(), device)
     for flat in buckets:
         fill(flat, placed=meta)
+    if config.tp > 1 or config.pp > 1:
+        _refuse_state_dicts(model, patches)
     return buckets
 
 
@@ -99,3 +125,18 @@ def _forget_backward(parameters: Iterable[nn.Parameter]) -> bool:
             parameter.data = torch.empty(0, dtype=other, device=data.device)
             parameter.data = data
     return found
+
+
+def _refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
+    """Refuse ``load_state_dict`` on modules of which this rank holds a part."""
+
+    def refuse(*_: object) -> None:
+        raise EngineError(
+            "load_state_dict on a model of which each rank holds a part (parallel.tensor, parallel.pipeline), so that "
+            "full tensors do not fit; call eng.load_checkpoint(folder), give checkpoint.init_from, or load the model "
+            "before engine.initialize."
+        )
+
+    for module in model.modules():
+        handle = module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+        patches.hook(module, PatchLayer.PARAMETERS, handle, "refuses load_state_dict, since parameters are in parts")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from engine.build.forward_changes import ForwardChanges
+from engine.optim.given_optimizer import GivenOptimizer
 from engine.optim.lr_schedules import SchedulerArgument
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.program.batch import Batch
@@ -23,6 +24,8 @@ class Request:
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerArgument | None = None
     example_batch: Batch = None
+    given: GivenOptimizer | None = None
+    """The user's optimizer that ``optimizer`` builds anew; None if the user gave a callable or nothing."""
     changes: ForwardChanges = field(default_factory=ForwardChanges)
     """Changes of the model's forwards that were made before planning."""
     patches: ForwardPatches = field(default_factory=ForwardPatches)

@@ -7,6 +7,7 @@ from torch import nn
 
 from engine.build.request import Request
 from engine.config import Config
+from engine.config.between import check_installed
 from engine.config.sections import Bf16Config
 from engine.errors import ConfigError, PlanError
 from engine.parallel.activation_checkpointing.blocks import find_operators, recomputed_blocks
@@ -14,33 +15,14 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.planning.analysis import needs_example
 from engine.planning.plan import check_settings
 from engine.program.batch import Batch, named_tensors
-from engine.reporting.sinks import check_sinks
 
 
 def prepare(model: nn.Module, config: Config, request: Request) -> None:
     """Refuse what is wrong without a batch and without communication; switch off the model's key-value cache."""
-    _refuse_unbuilt(config)
-    zero = config.zero_optimization
-    if zero.reduce == "microbatch" and zero.stage < 2:
-        raise ConfigError(
-            f"zero_optimization.reduce 'microbatch' with stage {zero.stage}: only stages 2 and 3 keep gradients as "
-            "shards; set stage to 2, or reduce to 'step'."
-        )
-    if (zero.gather == "step" or zero.keep_gathered_bytes) and zero.stage < 3:
-        what = "gather 'step'" if zero.gather == "step" else "keep_gathered_bytes"
-        raise ConfigError(
-            f"zero_optimization.{what} with stage {zero.stage}: only stage 3 gathers parameters; set stage to 3, or "
-            "leave it out."
-        )
-    if config.parallel.sequence_parallel_regather and not config.parallel.sequence_parallel:
-        raise ConfigError(
-            "parallel.sequence_parallel_regather true without sequence_parallel: only sequence parallelism "
-            "gathers again; set sequence_parallel too, or leave it out."
-        )
     _check_master(config.bf16, request)
     find_operators(config.activation_checkpointing)
     recomputed_blocks(model, config.activation_checkpointing)
-    check_sinks(config.monitor)
+    check_installed(config.monitor)
     if config.optimizer is None and request.optimizer is None:
         raise ConfigError(
             "optimizer: null, and no optimizer was passed to initialize; name one in the config, or pass optimizer=...."
@@ -53,24 +35,10 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
 
 
 def _check_master(bf16: Bf16Config, request: Request) -> None:
-    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
-        raise ConfigError(
-            "bf16.bf16_optimizer_states true with an fp32 master, which is the larger part of the state; set "
-            "bf16.bf16_master_weights_and_grads too, or leave it out."
-        )
     if bf16.enabled and bf16.bf16_master_weights_and_grads and request.optimizer is not None:
         raise ConfigError(
             "bf16.bf16_master_weights_and_grads true with an optimizer passed in code, which rounds every update to "
             "nearest and so loses small ones; name AdamW, Adam, SGD or Lion in the config, or leave it out."
-        )
-
-
-def _refuse_unbuilt(config: Config) -> None:
-    """Refuse settings that the configuration knows and this version does not implement."""
-    if (device := config.zero_optimization.offload_optimizer.device) != "none":
-        raise ConfigError(
-            f"zero_optimization.offload_optimizer.device {device!r}: this version keeps optimizer state on the device; "
-            "leave it out."
         )
 
 

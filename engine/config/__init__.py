@@ -1,7 +1,7 @@
 """Configuration: reads JSON into typed frozen dataclasses and reports all mistakes at once. Imports no torch.
 
 ``load_config`` works in four steps: the file, DeepSpeed's own keys (``deepspeed``), the typed sections (``sections``,
-read by ``reader`` with the ``rules`` of their fields), and the rules between keys (this file).
+read by ``reader`` with the ``rules`` of their fields), and the rules between keys (``between``, and the sizes here).
 """
 
 import math
@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from engine.config.deepspeed import KEYS, translate
+from engine.config.between import check_optimizer, check_parallel, check_precision, check_recomputation, check_zero
+from engine.config.deepspeed import translate
+from engine.config.deepspeed_keys import KEYS
 from engine.config.reader import Section, Typed, dump_section, paths, read_json, read_section, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (
@@ -197,41 +199,11 @@ def _read(source: "ConfigSource | Config", problems: Problems) -> Config:
 
 def _check_between(config: Config, problems: Problems) -> None:
     """Check the rules between keys."""
-    if config.bf16.enabled and config.fp16.enabled:
-        problems.add("fp16.enabled", "true while bf16.enabled is true too; switch one of them off.")
-    if config.parallel.schedule_costs is not None and config.parallel.schedule not in ("zb-h1", "zb-v"):
-        problems.add(
-            "parallel.schedule_costs",
-            f"given for schedule {shown_value(config.parallel.schedule)}, whose order does not depend on them; leave "
-            "them out, or choose zb-h1 or zb-v.",
-        )
-    params = config.optimizer.params if config.optimizer else FrozenMap()
-    if params.get("nesterov") and (not params["momentum"] or params["dampening"]):
-        given = f"momentum is {params['momentum']} and dampening {params['dampening']}"
-        problems.add(
-            "optimizer.params.nesterov", f"true needs momentum above 0 and dampening 0, but {given}; give both."
-        )
-    _check_recomputation(config.activation_checkpointing, problems)
-    automatic = [axis for axis in AXES if getattr(config.parallel, axis) == "auto"]
-    if len(automatic) > 1:
-        named = " and ".join(automatic)
-        problems.add("parallel", f'{named} are "auto" ("auto" is the default of data); give all but one a number.')
-
-
-def _check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
-    extra = [key for key in ("save", "every") if getattr(given, key) is not None]
-    if given.mode != "selective":
-        for key in extra:
-            problems.add(
-                f"activation_checkpointing.{key}",
-                f'given with mode {shown_value(given.mode)}; set the mode to "selective", or leave {key} out.',
-            )
-    elif len(extra) == 2:
-        problems.add(
-            "activation_checkpointing",
-            "save and every are both given; give save to keep operators of all blocks, or every to recompute whole "
-            "blocks.",
-        )
+    check_precision(config.bf16, config.fp16, problems)
+    check_optimizer(config.optimizer, problems)
+    check_recomputation(config.activation_checkpointing, problems)
+    check_zero(config.zero_optimization, problems)
+    check_parallel(config.parallel, problems)
 
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:

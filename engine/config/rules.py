@@ -13,6 +13,7 @@ from numbers import Integral
 from numbers import Real as RealNumber
 from typing import Any
 
+from engine.config.other_engines import other_engines_word
 from engine.config.wording import join_path, kind, shown_value
 from engine.errors import ConfigError
 from engine.parallel.activation_checkpointing.operators import OPERATOR_KINDS
@@ -66,6 +67,10 @@ class Problems:
 
     def unknown(self, at: str, key: object, level: Sequence[str]) -> None:
         """Note an unknown key; ``level`` lists the keys of its section."""
+        path = f"{at}.{key}" if at else str(key)
+        if path not in self._ours and (elsewhere := other_engines_word(path)):
+            self.add(join_path(at, key), f"unknown key; {elsewhere}.")
+            return
         self._searches += 1
         searched = isinstance(key, str) and self._searches <= _SEARCHES
         near = _nearest(at, str(key), level, (self._ours, self._theirs)) if searched else []
@@ -121,7 +126,8 @@ class Rule:
         try:
             return self.accept(value)
         except RefusedError as why:
-            problems.add(at, f"{shown_value(value)} {why}; {self.ask()}.")
+            reason = "leaves the value to the Hugging Face Trainer" if value == "auto" else why
+            problems.add(at, f"{shown_value(value)} {reason}; {self.ask()}.")
             return None
 
     def dump(self, value: Any) -> Any:

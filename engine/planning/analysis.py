@@ -12,6 +12,7 @@ from torch import nn
 
 from engine.config import Config
 from engine.errors import PlanError, first_line
+from engine.optim.given_optimizer import GivenOptimizer
 from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.kernel_injection.inject import Replacement
@@ -60,6 +61,8 @@ class PlanRequest:
     """Measured costs of the calls; None: FLOPs are counted instead."""
     replacements: tuple[Replacement, ...] = ()
     """Modules whose forwards run the engine's operators."""
+    given: GivenOptimizer | None = None
+    """The user's optimizer, whose groups take the place of the configured ones."""
 
 
 def needs_example(config: Config) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from engine.config import Config
-from engine.errors import PlanError, ScheduleError
+from engine.errors import PlanError
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
@@ -21,9 +21,8 @@ from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.pipeline.partition.auto_schedule import ScheduleDecision
 from engine.parallel.pipeline.partition.partition import Partition
 from engine.parallel.pipeline.schedule.actions import Schedule
-from engine.parallel.pipeline.schedule.kinds import make_schedule
+from engine.parallel.pipeline.schedule.kinds import make_schedule, training_schedule
 from engine.parallel.pipeline.schedule.one_f_one_b import forward_only
-from engine.parallel.pipeline.schedule.schedule_file import ENDINGS, read_schedule
 from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.pipeline.schedule.validate import check
 from engine.parallel.shard_table import Division, ShardTable, build_table
@@ -193,7 +192,8 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         ScheduleError: the schedule does not exist or does not fit.
     """
     model = request.program.model
-    assigned, groups = assign_groups(model, config.optimizer)
+    given = request.given
+    assigned, groups = (given.assigned, given.groups) if given else assign_groups(model, config.optimizer)
     precision = make_precision(config, model)
     if not assigned:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")
@@ -248,42 +248,14 @@ def check_settings(model: nn.Module, config: Config) -> None:
 
 
 def _schedule(config: Config) -> Schedule:
-    """The training schedule, checked before anything is built.
-
-    Raises:
-        ScheduleError: the schedule is unknown, would deadlock, or has other stages or microbatches than the run.
-    """
-    kind, ranks, microbatches = config.parallel.schedule, config.pp, config.accumulation
-    if kind == "auto":
-        kind = "1f1b"  # with one pipeline rank; with several, analyze() has chosen a schedule
-    if not kind.endswith(ENDINGS):
-        if ranks == 1:  # one rank waits for nobody, so every kind is a plain loop
-            make_schedule(kind, ranks, microbatches, config.parallel.virtual_stages)
-            return make_schedule("1f1b", 1, microbatches)
-        schedule = _made(config, kind)
-        given = config.parallel.schedule_costs
-        if given is None:
-            return schedule
-        cost = Cost.of_parts(given.forward, given.input, given.weight, given.transfer)
-        return _made(config, kind, cost.shared(ranks, schedule.stages))
-    schedule = read_schedule(kind)
-    check(schedule)
-    if len(schedule.per_rank) != ranks or schedule.microbatches != microbatches or not schedule.training:
-        raise ScheduleError(
-            f"schedule {kind} has {len(schedule.per_rank)} lines and {schedule.microbatches} microbatches"
-            f"{'' if schedule.training else ', and no backward'}; this run needs a line for each of {ranks} pipeline "
-            f"ranks, with F and B (or I and W) of {microbatches} microbatches."
-        )
-    if ranks == 1 and schedule.stages > 1:
-        raise ScheduleError(
-            f"schedule {kind} has {schedule.stages} stages, but parallel.pipeline 1 does not cut the model; give a "
-            "file of one stage, or leave the schedule out."
-        )
-    return schedule
+    """The training schedule; with several pipeline ranks, :func:`analyze` has chosen it for "auto"."""
+    parallel, given = config.parallel, config.parallel.schedule_costs
+    cost = None if given is None else Cost.of_parts(given.forward, given.input, given.weight, given.transfer)
+    return training_schedule(parallel.schedule, config.pp, config.accumulation, parallel.virtual_stages, cost)
 
 
-def _made(config: Config, kind: str, cost: Cost | None = None) -> Schedule:
-    """The schedule of a kind, checked; zb-h1 and zb-v in the order that suits ``cost``."""
+def _made(config: Config, kind: str, cost: Cost) -> Schedule:
+    """The schedule of a kind in the order that suits the ``cost`` of a stage, checked."""
     schedule = make_schedule(kind, config.pp, config.accumulation, config.parallel.virtual_stages, cost)
     check(schedule)
     return schedule
@@ -303,6 +275,12 @@ def _notes(model: nn.Module, config: Config, precision: Precision) -> tuple[str,
         notes.append(
             "loss: a Hugging Face output.loss is a mean per microbatch; with unequal token counts pass a loss_fn that "
             "returns (sum, weight) for the exact mean over tokens"
+        )
+    if 1 <= config.accumulation < config.pp:
+        count = f"{config.accumulation} microbatch{'es' * (config.accumulation > 1)}"
+        notes.append(
+            f"pipeline: {count} for {config.pp} pipeline ranks, so that ranks wait for each other in every step; raise "
+            "gradient_accumulation_steps, with smaller microbatches if need be"
         )
     if precision.compute is not None:
         frozen = [

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +10,6 @@ import torch
 
 from engine.config import Config
 from engine.config.sections import MonitorConfig
-from engine.errors import ConfigError
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.planning.plan import Plan
@@ -66,15 +64,6 @@ class TensorBoard:
         self._writer.close()
 
 
-def check_sinks(config: MonitorConfig) -> None:
-    """Refuse a sink whose package is not installed, on every rank, before anything is started."""
-    if config.tensorboard and find_spec("tensorboard") is None:
-        raise ConfigError(
-            f"monitor.tensorboard: {config.tensorboard!r} needs the package tensorboard, which is not installed; "
-            "pip install 'trine[ui]', or leave it out."
-        )
-
-
 def make_sinks(config: MonitorConfig) -> Sequence[Sink]:
     """The sinks that a configuration asks for."""
     sinks: list[Sink] = []
@@ -114,7 +103,8 @@ class StepReporter:
             peak_bytes=peak_memory(self._device),
             bytes_sent=self._comm.tally.since(step.sent).bytes(),
             skipped=outcome.skipped,
-            nonfinite=outcome.nonfinite,
+            nonfinite=outcome.nonfinite.name if outcome.nonfinite else None,
+            nonfinite_ranks=outcome.nonfinite.ranks if outcome.nonfinite else (),
             loss_scale=outcome.scale,
         )
 

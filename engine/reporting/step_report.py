@@ -43,10 +43,13 @@ class StepReport:
     skipped: bool
     """The gradient was not finite and nothing was updated."""
     nonfinite: str | None
-    """Cause of a skipped step: the name of the first parameter whose gradient is not finite, or "the loss", "the
-    weight" or "the gradient norm" if all gradients are finite; None in any other step."""
+    """Cause of a skipped step: "the loss", "the weight", the name of the first parameter whose gradient is not finite
+    while the loss is, or "the gradient norm"; None in any other step."""
     loss_scale: float
     """Factor of the loss in backward; 1.0 without fp16."""
+    nonfinite_ranks: tuple[int, ...] = ()
+    """Ranks on which it was not finite; empty for the first skipped step if it was a gradient, whose sum over data
+    ranks hides them."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -73,6 +73,11 @@ def check_batch(microbatches: Sequence[Batch], problem: Exception | None, comm: 
             )
 
 
+def small_digest(microbatches: Sequence[Batch]) -> int:
+    """Digest from 1 to 2^20, whose square sums exactly over any number of ranks in fp64."""
+    return _digest(microbatches) % (2**20 - 3) + 1
+
+
 def _digest(microbatches: Sequence[Batch]) -> int:
     """62-bit digest of names, shapes, dtypes and content of all tensors."""
     shapes, content = 0, 0

@@ -22,13 +22,15 @@ from engine.parallel.pipeline.runtime.outputs import Carrier
 from engine.program.batch import Batch, is_text
 from engine.program.loss import check_pair, check_trainable
 from engine.program.program import evaluating
-from engine.step.batch_check import check_batch, take_batch
+from engine.step.batch_check import check_batch, small_digest, take_batch
 from engine.step.microbatches import StepKind, StepMicrobatches
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
 from engine.step.update import Update, UpdateOutcome
 from engine.zero.attachment import Attachment
 from engine.zero.reduce.reducer import Backward
+
+_COMPARED_STEPS = 2  # one batch may be alike by chance, and a digest costs the host a look at every row
 
 
 class RunControl(Protocol):
@@ -65,6 +67,8 @@ class StepRunner:
         self._forwards = 0
         """Forwards of the loop since its last backward."""
         self._loop_started: float | None = None
+        self._compared = 0
+        """Steps in which the batches of the data ranks were compared."""
 
     def train(self, batch: Batch | Iterator[Batch]) -> FinishedStep:
         """See :meth:`engine.Engine.train_batch`."""
@@ -157,6 +161,8 @@ class StepRunner:
         if torch.is_grad_enabled():
             self._runtime.buffers.remember()
         taken, step.problem = take_batch(batch, self._config, self._comm, self._device)
+        if kind == "train" and self._compared < _COMPARED_STEPS and self._comm.grid.dp > 1 and step.problem is None:
+            step.digest, self._compared = small_digest(taken), self._compared + 1
         step.text = step.problem is None and is_text(taken[0])  # on every rank, also on those without the loss
         return step, StepMicrobatches(self._runtime, step, taken, self._random_key, kind)
 

@@ -32,6 +32,8 @@ class StepState:
     """``tokens`` counts tokens, not rows."""
     microbatches: int = 0
     problem: Exception | None = None
+    digest: int = 0
+    """Small digest of the batch, from 1; 0: not compared in this step."""
     outputs: list[Any] = field(default_factory=list)
     look_again: Callable[[], None] | None = None
     """Traces again after a NaN loss, and raises if the forward has changed; all ranks call it together."""
@@ -65,6 +67,9 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     """Number of ranks that failed in this step."""
     stops: Scalar
     """Number of ranks that were asked to stop."""
+    digest: Scalar
+    """Sum of the digests of the data ranks' batches, and below of their squares."""
+    digest_squared: Scalar
 
     @staticmethod
     def pack(step: StepState, squared_norm: Tensor | float, speaks: bool, stop: bool) -> Tensor:
@@ -79,11 +84,18 @@ class StepTotals(NamedTuple, Generic[Scalar]):
             tokens=float(step.tokens) if speaks else 0.0,
             problems=float(step.problem is not None),
             stops=float(stop),
+            digest=float(step.digest if speaks else 0),
+            digest_squared=float(step.digest**2 if speaks else 0),
         )
         packed = torch.zeros(CONTROL_SCALARS, dtype=torch.float64, device=step.loss.device)
         for place, value in enumerate(share):
             packed[place] = value
         return packed
+
+    def same_batch(self, data_ranks: int) -> bool:
+        """Whether all data ranks were given one batch: the squares of equal digests sum to least."""
+        total, squares = int(self.digest), int(self.digest_squared)  # type: ignore[call-overload]
+        return total > 0 and data_ranks > 1 and data_ranks * squares == total**2
 
     @staticmethod
     def on_device(packed: Tensor) -> "StepTotals[Tensor]":

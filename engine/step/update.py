@@ -8,6 +8,7 @@ If the kernels of the optimizer read the decision on the device, the host does n
 finish reductions -> control sum -> decide, update, gather on the device -> the host reads the decision
 """
 
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -30,6 +31,9 @@ from engine.zero.flat_buckets import gradient_squared_norm
 from engine.zero.optim.flat_optimizers import Bookkeeping
 from engine.zero.optim.master_weights import clip_factor, factor_on_device, gradient_norm
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+from engine.zero.reduce.replica_check import NonFiniteSource
+
+logger = logging.getLogger("trine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,8 @@ class UpdateOutcome:
     lr: float
     scale: float
     """The loss scale of this step."""
-    nonfinite: str | None
-    """Name of what was not finite in a skipped step; None in any other step."""
+    nonfinite: NonFiniteSource | None
+    """What was not finite in a skipped step, and where; None in any other step."""
 
     @property
     def skipped(self) -> bool:
@@ -112,6 +116,8 @@ class Update:
         self._checks = config.bf16.check_grad_overflow or not config.bf16.enabled
         self._seconds = 0.0
         self._in_a_row = 0
+        self._told = False
+        self._alike = 0
         self.made = 0
         """Number of updates."""
         self.skipped = 0
@@ -144,6 +150,13 @@ class Update:
         if launched is not None and not made:
             launched.put_back()
         totals = self._check(StepTotals.unpack(sums), step)
+        self._alike += totals.same_batch(self._comm.grid.dp)
+        if self._alike == 2 and totals.digest and self._comm.grid.rank == 0:
+            logger.warning(
+                "all %d data ranks were given the same batch in each of the first two steps, so they compute what one "
+                "would; give each its own rows: let the sampler use eng.grid.coord().dp and eng.grid.dp.",
+                self._comm.grid.dp,
+            )
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._seconds
         divisor = totals.weight * step.scale
@@ -160,12 +173,28 @@ class Update:
         self._seconds = time.perf_counter() - agreed
         return UpdateOutcome(totals=totals, norm=norm, lr=lr, scale=step.scale, nonfinite=nonfinite)
 
-    def _skip(self, totals: StepTotals[float], step: StepState, runtime: RankRuntime) -> str:
-        """Skip the step: restore the buffers, and return the name of what was not finite."""
-        nonfinite = runtime.nonfinite.find(totals.loss, totals.weight, step.sent)
+    def _skip(self, totals: StepTotals[float], step: StepState, runtime: RankRuntime) -> NonFiniteSource:
+        """Skip the step: restore the buffers, and return what was not finite. The first time the log says it.
+
+        A sum over data ranks hides on which of them a gradient was not finite. From here on to the next update every
+        gradient is looked at before the sum, so that a second skipped step can name the rank.
+        """
+        own = runtime.reducer.found_nonfinite()
+        nonfinite = runtime.nonfinite.find(step.loss, totals.weight, own, step.sent)
+        runtime.reducer.watch(True)
         runtime.buffers.put_back()
         self.skipped += 1
         self._in_a_row += 1
+        if not self._told and self._comm.grid.rank == 0:
+            scale = f"; the loss scale is {step.scale:g} and will fall" * self.scale.dynamic
+            logger.warning(
+                "the step after update %d is skipped, because %s was not finite%s. Further skipped steps are counted "
+                "in eng.skipped_steps and are not logged.",
+                self.made,
+                nonfinite.subject,
+                scale,
+            )
+        self._told = True
         return nonfinite
 
     def _make(self, factor: float, launched: bool, runtime: RankRuntime) -> None:
@@ -178,6 +207,8 @@ class Update:
             runtime.optimizer.step(factor)
         runtime.learning_rate.done()
         self.made += 1
+        if self._in_a_row:
+            runtime.reducer.watch(False)
         self._in_a_row = 0
 
     def agree(self, step: StepState, last_rank: int) -> StepTotals[float]:
@@ -238,18 +269,14 @@ class Update:
             EngineError: ``watchdog.max_skipped_steps`` steps in a row were skipped; the same on every rank.
         """
         allowed = self._config.watchdog.max_skipped_steps
-        if not outcome.skipped or not allowed or self._in_a_row < allowed:
+        if outcome.nonfinite is None or not allowed or self._in_a_row < allowed:
             return
         scale = ""
         if self._config.fp16.enabled:
             lowest = "" if self.scale.can_fall else ", which cannot fall further"
             scale = f" with the loss scale at {outcome.scale:g}{lowest}"
         raise EngineError(
-            f"{self._in_a_row} steps in a row were skipped{scale}, because {_subject(outcome.nonfinite)} was not "
+            f"{self._in_a_row} steps in a row were skipped{scale}, because {outcome.nonfinite.subject} was not "
             f"finite after update {self.made}: lower the learning rate or check data and loss, and resume from "
             "the last checkpoint; watchdog.max_skipped_steps sets how many may be skipped (0: any number)."
         )
-
-
-def _subject(nonfinite: str | None) -> str:
-    return str(nonfinite) if str(nonfinite).startswith("the ") else f"the gradient of {nonfinite!r}"

@@ -120,7 +120,7 @@ def test_failed_step_leaves_no_gradient_behind() -> None:
 def test_what_this_version_cannot_do_is_said_at_once() -> None:
     settings = CONFIG | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     text = message(lambda: engine.initialize(models.decoder(), settings), engine.ConfigError)
-    assert text.startswith("zero_optimization.offload_optimizer.device 'cpu': this version keeps")
+    assert text.startswith('zero_optimization.offload_optimizer.device: "cpu": this version keeps')
 
 
 def test_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,12 +139,12 @@ def test_reduction_of_every_microbatch_needs_shards() -> None:
     settings = CONFIG | {"zero_optimization": {"stage": 1, "reduce": "microbatch"}}
     text = message(lambda: engine.initialize(models.decoder(), settings), engine.ConfigError)
     assert text.startswith(
-        "zero_optimization.reduce 'microbatch' with stage 1: only stages 2 and 3 keep gradients as shards"
+        'zero_optimization.reduce: "microbatch" with stage 1: only stages 2 and 3 keep gradients as shards'
     )
 
 
 @pytest.mark.parametrize(
-    ("zero", "named"), [({"gather": "step"}, "gather 'step'"), ({"keep_gathered_bytes": 9}, "keep_gathered_bytes")]
+    ("zero", "named"), [({"gather": "step"}, 'gather: "step"'), ({"keep_gathered_bytes": 9}, "keep_gathered_bytes: 9")]
 )
 def test_only_sharded_parameters_are_gathered(zero: dict[str, Any], named: str) -> None:
     settings = CONFIG | {"zero_optimization": {"stage": 2} | zero}

@@ -442,3 +442,19 @@ def test_calls_that_come_too_early_or_cannot_be(run_ranks: RunRanks, grid: str) 
         assert first[5].startswith("eng(batch) with parallel.pipeline 2: forwards and backwards of all stages are one")
     else:
         assert first[4].startswith("backward(loss) before eng(batch): there is no forward to differentiate; call eng")
+
+
+def unfit() -> tuple[str, bool]:
+    """Body of a rank: full tensors are loaded into a model of two tensor ranks."""
+    model = models.decoder()
+    full = model.state_dict()
+    eng = engine.initialize(model, BASE | {"parallel": {"tensor": 2}}, loss_sum, batch(2))
+    with eng, pytest.raises(engine.EngineError) as caught:
+        model.load_state_dict(full)
+    return str(caught.value), any(module._load_state_dict_pre_hooks for module in model.modules())
+
+
+def test_full_tensors_do_not_load_into_a_cut_model(run_ranks: RunRanks) -> None:
+    (one, left), other = run_ranks(unfit, 2)
+    assert (one, left) == other and not left
+    assert one.startswith("load_state_dict on a model of which each rank holds a part") and "eng.load_checkpoint" in one

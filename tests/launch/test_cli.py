@@ -4,9 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
+import engine
 from engine.launch.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +36,62 @@ def test_a_setting_that_is_not_built_is_refused(tmp_path: Path, capsys: pytest.C
     path.write_text('{"train_batch_size": 8, "watchdog": {"timeout_seconds": 30}}')
     assert main(["check", str(path)]) == 1
     assert "watchdog.timeout_seconds: 30 would have no effect" in capsys.readouterr().err
+
+
+ONE_RULE: tuple[dict[str, Any], ...] = (
+    {"zero_optimization": {"stage": 1, "reduce": "microbatch"}},
+    {"zero_optimization": {"stage": 2, "gather": "step"}},
+    {"zero_optimization": {"keep_gathered_bytes": 9}},
+    {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    {"parallel": {"sequence_parallel_regather": True}},
+    {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+    {"parallel": {"schedule": "no_such_file.csv"}},
+    {"parallel": {"schedule": "dualpipe-v"}, "gradient_accumulation_steps": 1},
+    {"parallel": {"schedule": "interleaved"}},
+    {"activation_checkpointing": {"mode": "selective", "save": ["aten.no_such"]}},
+    {"monitor": {"tensorboard": "board"}},
+)
+
+
+@pytest.mark.parametrize("raw", ONE_RULE, ids=str)
+def test_check_and_initialize_refuse_in_the_same_words(
+    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.config.between.find_spec", lambda name: None)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train_batch_size": 4} | raw))
+    with pytest.raises(engine.EngineError) as caught:
+        engine.initialize(nn.Linear(2, 2), config).close()
+    assert main(["check", str(config), "--ranks", "1"]) == 1
+    assert capsys.readouterr().err.strip() == str(caught.value)
+
+
+@pytest.mark.parametrize("plan", ["no_such.json", {"*.q": "colunm"}], ids=str)
+def test_a_tensor_plan_that_fits_no_model_is_refused(
+    plan: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train_batch_size": 4, "parallel": {"tensor": 2, "tensor_plan": plan}}))
+    assert main(["check", str(config)]) == 1
+    text = capsys.readouterr().err
+    assert "parallel.tensor_plan = 'no_such.json' cannot be read" in text or "colunm" in text
+
+
+def test_check_says_what_it_cannot_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    tuned = {"optimizer": None, "compile": True, "kernels": "triton", "keep_fp32": ["*norm"]}
+    grid = {"parallel": {"tensor": 2, "pipeline": 2, "split": ["a", "b"]}}
+    more = {"checkpoint": {"init_from": "x"}, "activation_checkpointing": {"mode": "selective", "every": 3}}
+    config.write_text(json.dumps({"train_batch_size": 4} | tuned | grid | more))
+    assert main(["check", str(config)]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not checked: ")]
+    for key in ("--ranks N", "parallel.tensor 2", "parallel.pipeline 2", "parallel.split", "keep_fp32", "kernels",
+                "optimizer null", "activation_checkpointing.every 3", "compile", "checkpoint.init_from"):  # fmt: skip
+        assert sum(key in line for line in said) == 1, (key, said)
+    config.write_text(json.dumps({"train_batch_size": 4}))
+    assert main(["check", str(config), "--ranks", "2"]) == 0
+    assert capsys.readouterr().out == f"{config} is valid for 2 ranks\n"
 
 
 def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.ops.adamw import DeviceDecision, fits_adamw_kernel
 from engine.parallel.comm.comm import Comm
@@ -33,11 +33,13 @@ class GroupOptions:
 
     lr: float | None = None
     weight_decay: float | None = None
+    others: tuple[tuple[str, Any], ...] = ()
+    """Options of a group of the user's own optimizer."""
 
-    def as_kwargs(self) -> dict[str, float]:
+    def as_kwargs(self) -> dict[str, Any]:
         """Return the overrides as keys of a torch parameter group."""
         values = {"lr": self.lr, "weight_decay": self.weight_decay}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None} | dict(self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class ShardedOptimizer:
         self._kernels = REFERENCE
         self._make = partial(_make, factory, groups, members)
         self.inner = self._make()
+        self._stepping = False
+        self.inner.register_step_pre_hook(self._refuse_own_step)
         self._begins_with_state = bool(self.inner.state)
         if sharded:
             check_elementwise(self.inner, "zero_optimization.stage 1 or more")
@@ -151,7 +155,7 @@ class ShardedOptimizer:
         self._give_gradients()
         self.inner.fused = FusedAdam(self._kernels, decision, narrow, self._rounding)
         try:
-            self.inner.step()
+            self._step_inner()
         finally:
             self.inner.fused = None
         self._gather(rounded=True)
@@ -174,7 +178,7 @@ class ShardedOptimizer:
         if self._rounding is not None:
             self._rounding.scale = scale
         self._give_gradients()
-        self.inner.step()
+        self._step_inner()
         self._gather(rounded=False)
         self.settle()
 
@@ -183,6 +187,21 @@ class ShardedOptimizer:
         # the writes bypassed autograd, which must refuse a backward through a graph of the old weights
         torch.autograd.graph.increment_version([p for flat in self._buckets for p in flat.parameters])
         torch.clear_autocast_cache()  # an autocast around several steps would go on using copies of the old weights
+
+    def _step_inner(self) -> None:
+        self._stepping = True
+        try:
+            self.inner.step()
+        finally:
+            self._stepping = False
+
+    def _refuse_own_step(self, *_: object) -> None:
+        """Refuse a step that the user makes: its gradients are unreduced sums, and no parameter would be gathered."""
+        if not self._stepping:
+            raise EngineError(
+                "step() on the engine's optimizer, which would update from gradients that are not reduced and leave "
+                "the parameters as they are; call eng.step() after eng.backward(loss), or eng.train_batch(batch)."
+            )
 
     def _give_gradients(self) -> None:
         for place in self.places:

@@ -1,5 +1,6 @@
 """Interface of the gradient reducers, and the hooks that take every gradient off its parameter when it is complete."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,17 +15,24 @@ from engine.parallel.comm.comm import Comm, Pending
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.sharded_parameter import ShardedParameter
 
+logger = logging.getLogger("trine")
+
 Take = Callable[[str, Tensor], None]
 """Called with (parameter name, gradient) each time a backward produces one; dense, in the parameter's shape."""
 
 
 class GradientHooks:
-    """Passes gradients to ``take`` while ``backward`` is open, so that none stays on a parameter."""
+    """Passes gradients to ``take`` while ``backward`` is open, so that none stays on a parameter.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], take: Take) -> None:
-        self._parameters = tuple(parameters.values())
-        self._take = take
+    A gradient that reaches a parameter in any other way changes no weight; if ``warns``, the log says so once.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], take: Take, warns: bool = False) -> None:
+        self._parameters = parameters
+        self._take, self._warns = take, warns
         self._open = False
+        self.watched: list[Tensor] | None = None
+        """While not None: for each gradient that arrives, whether it is finite, on the device."""
         self._handles = []
         for name, parameter in parameters.items():
             untyped: Any = parameter  # torch leaves the method untyped
@@ -33,8 +41,9 @@ class GradientHooks:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Context of one backward. A ``grad`` that a backward of the user's own has left is set aside and restored."""
-        users = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        users = [(p, p.grad) for p in self._parameters.values() if p.grad is not None]
         for parameter, _ in users:
+            self._warn(parameter)
             parameter.grad = None
         self._open = True
         try:
@@ -49,8 +58,20 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
 
+    def _warn(self, parameter: Tensor) -> None:
+        if not self._warns or parameter.grad is None:
+            return
+        self._warns = False
+        name = next(name for name, known in self._parameters.items() if known is parameter)
+        logger.warning(
+            "parameter %r has a gradient of its own (loss.backward(), or a grad that was set), which no step of the "
+            "engine uses; call eng.backward(loss) and eng.step(), or eng.train_batch(batch).",
+            name,
+        )
+
     def _arrive(self, name: str, parameter: Tensor) -> None:
         if not self._open or parameter.grad is None:
+            self._warn(parameter)
             return  # a gradient of the user's own backward
         if isinstance(parameter, ShardedParameter):
             raise EngineError(
@@ -58,6 +79,8 @@ class GradientHooks:
                 "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."
             )
         grad, parameter.grad = parameter.grad, None
+        if self.watched is not None:
+            self.watched.append(grad.isfinite().all())
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
 
 
@@ -92,6 +115,12 @@ class Reducer(Protocol):
     def reset(self) -> None:
         """Forget the gradients of an unfinished step."""
 
+    def watch(self, on: bool) -> None:
+        """From now on look whether each gradient of this rank is finite, before it is summed over data ranks."""
+
+    def found_nonfinite(self) -> bool:
+        """Whether a watched gradient of this step was not finite; waits for the device, and starts anew."""
+
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
 
@@ -121,7 +150,8 @@ class SharedReduction:
         self._sum_partial = setup.sum_partial
         self._abandoned: list[Pending] = []
         names = [slot.name for flat in setup.buckets for slot in flat.bucket.slots]
-        self._hooks = GradientHooks({name: setup.parameters[name] for name in names}, self.take)
+        trained = {name: setup.parameters[name] for name in names}
+        self._hooks = GradientHooks(trained, self.take, warns=setup.comm.grid.rank == 0)
 
     def take(self, name: str, grad: Tensor) -> None:
         """Take the gradient of a parameter inside a backward."""
@@ -130,6 +160,15 @@ class SharedReduction:
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
         self._hooks.remove()
+
+    def watch(self, on: bool) -> None:
+        """From now on look whether each gradient that a backward delivers is finite; see :class:`Reducer`."""
+        self._hooks.watched = [] if on else None
+
+    def found_nonfinite(self) -> bool:
+        """Whether a watched gradient was not finite since the last call."""
+        watched, self._hooks.watched = self._hooks.watched, self._hooks.watched and []
+        return bool(watched) and not torch.stack(watched or []).all()
 
     def _on_wire(self, grads: Tensor) -> Tensor:
         """Return ``grads`` as they are sent: themselves, or a copy in the dtype of the wire."""

@@ -7,8 +7,10 @@ once, a bit sum of every gradient that should be equal. :class:`NonFinite` runs 
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.errors import PlanError
 from engine.parallel.comm.agreement import bit_sum
@@ -78,8 +80,24 @@ def overlap(slot: Slot, shard: slice) -> slice:
 NON_FINITE = "non-finite"
 
 
+@dataclass(frozen=True, slots=True)
+class NonFiniteSource:
+    """What was not finite in a step, and where; the same on every rank."""
+
+    name: str
+    """"the loss", "the weight", the first parameter whose gradient is not finite, or "the gradient norm"."""
+    ranks: tuple[int, ...]
+    """Ranks on which it arose; empty where the sum over data ranks has hidden them."""
+
+    @property
+    def subject(self) -> str:
+        """Subject of a sentence: what was not finite, and on which ranks."""
+        what = self.name if self.name.startswith("the ") else f"the gradient of {self.name!r}"
+        return f"{what} on rank{'s' * (len(self.ranks) > 1)} {_listed(self.ranks)}" if self.ranks else what
+
+
 class NonFinite:
-    """Finds the first parameter, in the order of the plan's table, whose reduced gradient is not finite."""
+    """Finds what was not finite: the loss, or the first parameter in the order of the plan's table."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm, device: torch.device) -> None:
         self._names = [row.name for row in table]
@@ -91,22 +109,42 @@ class NonFinite:
         self._comm, self._device = comm, device
 
     @torch.no_grad()
-    def find(self, loss: float, weight: float, sent: Tally) -> str:
-        """Return its name on every rank; else "the loss", "the weight" or "the gradient norm", whichever is not finite.
+    def find(self, loss: Tensor, weight: float, own: bool, sent: Tally) -> NonFiniteSource:
+        """Return the source of a skipped step, the same on every rank.
 
-        One all-reduce of 8 bytes over the world, label "non-finite". ``sent`` gets this traffic, which the step leaves
-        out.
+        One all-gather of 24 bytes a rank over the world, label "non-finite". ``sent`` gets this traffic, which the step
+        leaves out.
+
+        Args:
+            loss: this rank's sum of losses, 0-dim.
+            weight: sum of weights over all ranks.
+            own: a backward of this rank is known to have given a gradient that was not finite before its reduction.
         """
         before = self._comm.tally.copy()
         first = next((number for number, flat, part in self._places if not flat.gradient(part).isfinite().all()), None)
-        rank = 0 if first is None else len(self._names) - first  # inverted, because the ranks take the maximum
-        found = torch.tensor([rank], dtype=torch.int64, device=self._device)
-        self._comm.all_reduce(found, "world", NON_FINITE, "max").wait()
+        absent = len(self._names)
+        arose = own or (first is not None and self._comm.grid.dp == 1)
+        mine = torch.tensor(
+            [absent if first is None else first, int(arose), int(not loss.isfinite())],
+            dtype=torch.int64, device=self._device,
+        )  # fmt: skip
+        table = torch.empty((self._comm.grid.world_size, len(mine)), dtype=mine.dtype, device=self._device)
+        table[self._comm.grid.rank] = mine
+        self._comm.all_gather(table.view(-1), mine, "world", NON_FINITE).wait()
         for row in self._comm.tally.since(before).rows():
             sent.add(row)
-        largest = int(found)
-        if largest:
-            return self._names[len(self._names) - largest]
+        numbers, arisen, losses = (column.tolist() for column in table.unbind(dim=1))
         if not math.isfinite(weight):
-            return "the weight"
-        return "the gradient norm" if math.isfinite(loss) else "the loss"
+            return NonFiniteSource("the weight", ())
+        if any(losses):
+            return NonFiniteSource("the loss", _ranks(losses))
+        lowest = min(numbers)
+        return NonFiniteSource(self._names[lowest] if lowest < absent else "the gradient norm", _ranks(arisen))
+
+
+def _ranks(flags: Sequence[int]) -> tuple[int, ...]:
+    return tuple(rank for rank, flag in enumerate(flags) if flag)
+
+
+def _listed(ranks: Sequence[int], most: int = 8) -> str:
+    return ", ".join(map(str, ranks[:most])) + f" and {len(ranks) - most} more" * (len(ranks) > most)

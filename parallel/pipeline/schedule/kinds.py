@@ -21,7 +21,9 @@ from engine.errors import ScheduleError
 from engine.parallel.pipeline.schedule.actions import Schedule
 from engine.parallel.pipeline.schedule.dualpipe_v import dualpipe_v
 from engine.parallel.pipeline.schedule.one_f_one_b import gpipe, interleaved, looped_bfs, one_f_one_b
+from engine.parallel.pipeline.schedule.schedule_file import ENDINGS, read_schedule
 from engine.parallel.pipeline.schedule.simulate import Cost
+from engine.parallel.pipeline.schedule.validate import check
 from engine.parallel.pipeline.schedule.zero_bubble import zb_h1, zb_v
 
 
@@ -185,3 +187,39 @@ def make_schedule(
 def _held(kind: ScheduleKind, virtual_stages: int) -> int:
     """Stages on each rank; a number that the kind fixes need not be given."""
     return kind.virtual_stages if virtual_stages == 1 and kind.fewest == kind.most else virtual_stages
+
+
+def training_schedule(
+    kind: str, ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None
+) -> Schedule:
+    """The training schedule that ``parallel.schedule`` names, a kind or a file; checked before anything is built.
+
+    "auto" stands for 1f1b here: with several ranks, the choice needs the costs of a model. zb-h1 and zb-v take the
+    order that suits ``cost``, which is that of a rank's whole slice.
+
+    Raises:
+        ScheduleError: the schedule is unknown, would deadlock, or has other stages or microbatches than the run.
+    """
+    kind = "1f1b" if kind == "auto" else kind
+    if not kind.endswith(ENDINGS):
+        schedule = make_schedule(kind, ranks, microbatches, virtual_stages)
+        if ranks == 1:  # one rank waits for nobody, so every kind is a plain loop
+            schedule = make_schedule("1f1b", 1, microbatches)
+        elif cost is not None:
+            schedule = make_schedule(kind, ranks, microbatches, virtual_stages, cost.shared(ranks, schedule.stages))
+        check(schedule)
+        return schedule
+    schedule = read_schedule(kind)
+    check(schedule)
+    if len(schedule.per_rank) != ranks or schedule.microbatches != microbatches or not schedule.training:
+        raise ScheduleError(
+            f"schedule {kind} has {len(schedule.per_rank)} lines and {schedule.microbatches} microbatches"
+            f"{'' if schedule.training else ', and no backward'}; this run needs a line for each of {ranks} pipeline "
+            f"ranks, with F and B (or I and W) of {microbatches} microbatches."
+        )
+    if ranks == 1 and schedule.stages > 1:
+        raise ScheduleError(
+            f"schedule {kind} has {schedule.stages} stages, but parallel.pipeline 1 does not cut the model; give a "
+            "file of one stage, or leave the schedule out."
+        )
+    return schedule

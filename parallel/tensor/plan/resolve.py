@@ -5,17 +5,16 @@ every rank. ``layers.apply_plan`` applies it to a model, and the shard table tak
 "auto" the plan is searched instead: ``auto``.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-from engine.errors import ConfigError, PlanError
+from engine.errors import PlanError
 from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.parallel.tensor.plan.sharding_rules import cut_model
-from engine.parallel.tensor.plan.styles import Style, parse_style
+from engine.parallel.tensor.plan.styles import Patterns, Style, parse_style, read_setting
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 
 
@@ -32,36 +31,6 @@ def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int
     source, patterns = read_setting(setting)
     plan = cut_model(model, match_styles(model, patterns), tp, source, sequence)
     return replace(plan, patterns=patterns)
-
-
-Patterns = Mapping[str, str]
-EXAMPLE = '{"*.query": "column", "*.output": "row"}'
-
-
-def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
-    """(source of the plan, style by pattern).
-
-    Raises:
-        ConfigError: the file does not hold such a mapping.
-    """
-    return ("parallel.tensor_plan", setting) if not isinstance(setting, str) else (setting, _read_file(setting))
-
-
-def _read_file(path: str) -> Patterns:
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(
-            f"parallel.tensor_plan = {path!r} cannot be read ({reason}); give a JSON file with {EXAMPLE}."
-        ) from error
-    if not (isinstance(found, dict) and found and all(isinstance(style, str) for style in found.values())):
-        raise ConfigError(
-            f"parallel.tensor_plan = {path!r} must hold a JSON object from name patterns to styles; write it as "
-            f"{EXAMPLE}."
-        )
-    return found
 
 
 def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:

@@ -28,12 +28,13 @@ For modules that compute with sizes, one or more of
     heads:a=q         the attribute a becomes the number of local heads of child q; ``a?`` where it may be absent
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from engine.errors import PlanError
+from engine.errors import ConfigError, PlanError
 
 LAYER_STYLES = ("column", "column+gather", "row", "vocabulary", "experts", "cut", "partial", "replicate")
 CUTTING = ("column", "column+gather", "row", "cut")
@@ -166,3 +167,33 @@ _WORDS: Mapping[str, Callable[..., Style]] = MappingProxyType(
         r"heads:(\w+)(\??)=([\w.]+)": _count,
     }
 )
+
+
+Patterns = Mapping[str, str]
+EXAMPLE = '{"*.query": "column", "*.output": "row"}'
+
+
+def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
+    """(source of the plan, style by pattern).
+
+    Raises:
+        ConfigError: the file does not hold such a mapping.
+    """
+    return ("parallel.tensor_plan", setting) if not isinstance(setting, str) else (setting, _read_file(setting))
+
+
+def _read_file(path: str) -> Patterns:
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"parallel.tensor_plan = {path!r} cannot be read ({reason}); give a JSON file with {EXAMPLE}."
+        ) from error
+    if not (isinstance(found, dict) and found and all(isinstance(style, str) for style in found.values())):
+        raise ConfigError(
+            f"parallel.tensor_plan = {path!r} must hold a JSON object from name patterns to styles; write it as "
+            f"{EXAMPLE}."
+        )
+    return found

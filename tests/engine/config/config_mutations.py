@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.config import Config
-from engine.config.deepspeed import KEYS
+from engine.config.deepspeed_keys import KEYS
 from engine.config.reader import paths
 from tests.engine.config.odd_values import NAMES, Odd, any_value, holds_foreign, shown
 from tests.engine.config.valid_configs import VALID, Tree

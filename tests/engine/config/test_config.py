@@ -110,7 +110,8 @@ def test_params_are_read_only() -> None:
         ),
         (
             {"gradient_clipping": "auto"},
-            'gradient_clipping: "auto" is text; give a number, 0 switches clipping off.',
+            'gradient_clipping: "auto" leaves the value to the Hugging Face Trainer; '
+            "give a number, 0 switches clipping off.",
         ),
         (
             {"gradient_clipping": True},
@@ -140,7 +141,10 @@ def test_params_are_read_only() -> None:
             "watchdog.timeout_seconds: 60 would have no effect, since this version has no watchdog that looks at time; "
             "leave it out, max_skipped_steps works without it.",
         ),
-        ({"bf16": {"enabled": "auto"}}, 'bf16.enabled: "auto" is text; give true or false.'),
+        (
+            {"bf16": {"enabled": "auto"}},
+            'bf16.enabled: "auto" leaves the value to the Hugging Face Trainer; give true or false.',
+        ),
         (
             {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
             "fp16.enabled: true while bf16.enabled is true too; switch one of them off.",

@@ -1,12 +1,13 @@
 """DeepSpeed's JSON: honoured, noted or refused with the reason."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from engine.config import Config, load_config
-from engine.config.deepspeed import TABLE, Noted
+from engine.config.deepspeed_keys import TABLE, Noted
 from engine.config.reader import paths
 from engine.errors import ConfigError
 
@@ -24,10 +25,10 @@ ZERO2: dict[str, Any] = json.loads("""{
     "overlap_comm": true,
   "reduce_scatter": true, "reduce_bucket_size": 5e8, "contiguous_gradients": true,
     "round_robin_gradients": true,
-  "offload_optimizer": {"device": "cpu", "pin_memory": true}, "offload_param": {"device": "none",
+  "offload_optimizer": {"device": "none", "pin_memory": true}, "offload_param": {"device": "none",
     "buffer_count": 5},
   "zero_quantized_weights": false, "zero_hpz_partition_size": 1},
-  "activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": false},
+  "activation_checkpointing": {"mode": "full", "partition_activations": true, "cpu_checkpointing": false},
   "checkpoint": {"tag_validation": "Warn"}, "pipeline": {"stages": "auto", "seed_layers": false},
   "tensor_parallel": {"autotp_size": 2}, "tensorboard": {"enabled": true, "output_path": "logs/",
     "job_name": "run"},
@@ -52,7 +53,6 @@ def test_full_zero2_bf16_file() -> None:
     assert (config.dp, config.tp, config.micro, config.accumulation) == (4, 2, 8, 8)
     assert config.monitor.every == 100 and config.monitor.tensorboard == "logs/run"
     assert config.zero_optimization.stage == 2 and config.zero_optimization.reduce_bucket_size == 500_000_000
-    assert config.zero_optimization.offload_optimizer.device == "cpu"
     assert config.optimizer is not None and config.optimizer.type == "AdamW"
     assert config.optimizer.params["weight_decay"] == 3e-7
     assert config.scheduler is not None and config.scheduler.params["total_num_steps"] == 50_000
@@ -60,6 +60,8 @@ def test_full_zero2_bf16_file() -> None:
         "zero_optimization.overlap_comm: accepted, changes nothing here; Trine plans its own messages." in config.notes
     )
     assert all("changes nothing here" in note for note in config.notes)
+    assert config.activation_checkpointing.mode == "full"
+    assert sum("partition_activations" in note for note in config.notes) == 1
 
 
 @pytest.mark.parametrize(
@@ -80,15 +82,18 @@ def test_adam_is_adamw_unless_told(given: str, mode: bool | None, kind: str, dec
     [
         ({"fp32_allreduce": True}, {"communication_data_type": "fp32"}),
         ({"communication_data_type": "bfp16"}, {"communication_data_type": "bf16"}),
-        (
-            {"zero_optimization": {"cpu_offload": True}},
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-        ),
         ({"compile": {"enabled": True}}, {"compile": True}),
         ({"compile": {"deepcompile": False}}, {}),
         ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
         ({"data_parallel_size": 4}, {"parallel": {"data": 4}}),
         ({"tensor_parallel": {"autotp_size": 0}}, {}),
+        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, {"parallel": {"tensor": 2}}),
+        ({"pipeline": {"stages": 4}}, {"parallel": {"pipeline": 4}}),
+        ({"pipeline": {"stages": "auto", "partition": "best", "activation_checkpoint_interval": 0}}, {}),
+        ({"pipeline": {"activation_checkpoint_interval": 1}}, {"activation_checkpointing": {"mode": "full"}}),
+        ({"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}}, {}),
+        ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}}, {}),
+        ({"steps_per_print": float("inf")}, {}),
         ({"tensorboard": {"enabled": False, "output_path": "x"}}, {}),
         ({"tensorboard": None, "pipeline": None, "amp": None}, {}),
     ],
@@ -117,6 +122,7 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
         ({"progressive_layer_drop": {"enabled": True}}, ("progressive_layer_drop.enabled: true",)),
         ({"sparse_attention": {"mode": "fixed"}}, ("sparse_attention.mode",)),
         ({"amp": {"enabled": True}}, ("use bf16.enabled",)),
+        ({"zero_optimization": {"cpu_offload": True}}, ("offload_optimizer.device", "keeps optimizer state on the")),
         ({"gradient_allreduce_op": "sum"}, ("gradient_allreduce_op", "loss_fn")),
         ({"tensorboard": {"enabled": True}}, ("tensorboard.output_path: missing; give a folder.",)),
         (
@@ -128,6 +134,19 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
             ("tensor_parallel.autotp_size: asks for parallel.tensor 2, which is given as 4; keep one of them.",),
         ),
         ({"tensor_parallel": {"autotp_size": "2"}}, ('tensor_parallel.autotp_size: "2" is text;',)),
+        ({"pipeline": {"partition": "uniform"}}, ("pipeline.partition: ", "parallel.split", "parallel.balance")),
+        ({"pipeline": {"seed_layers": True}}, ("pipeline.seed_layers: true", "where you build it")),
+        ({"pipeline": {"activation_checkpoint_interval": 4}}, ("activation_checkpoint_interval: 4", '"mode": "full"')),
+        (
+            {"pipeline": {"stages": 2}, "parallel": {"pipeline": 4}},
+            ("pipeline.stages: asks for parallel.pipeline 2, which is given as 4; keep one of them.",),
+        ),
+        ({"activation_checkpointing": {"number_checkpoints": 4}}, ("number_checkpoints: 4 asks", '"mode": "full"')),
+        (
+            {"activation_checkpointing": {"partition_activations": True, "mode": "none"}},
+            ("partition_activations: true",),
+        ),
+        ({"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}}, ("drop parts",)),
         ({"pipeline": {"stags": 2}}, ("pipeline.stags: unknown key. Did you mean pipeline.stages?",)),
         ({"checkpoint": {"tag_validaton": 1}}, ("Did you mean checkpoint.tag_validation?",)),
         ({"pipeline": 2}, ("pipeline: 2 is a number;", "Did you mean parallel.pipeline?")),
@@ -152,9 +171,20 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
 def test_noted_keys_take_what_hugging_face_writes() -> None:
     """A value that is not used need not be written out; one that is used must be."""
     zero = {"stage": 3, "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": "auto"}
-    assert _refusal({"zero_optimization": zero}).startswith(
-        'zero_optimization.reduce_bucket_size: "auto" is text; give'
+    given = {"zero_optimization": zero, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2}
+    assert load_config(given, 4) == replace(
+        load_config({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}, 4),
+        notes=load_config(given).notes,
     )
+    assert {note.split(":")[0] for note in load_config(given).notes} == {
+        "zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.reduce_bucket_size", "train_batch_size"
+    }  # fmt: skip
+    assert _refusal({"bf16": {"enabled": "auto"}}).startswith(
+        'bf16.enabled: "auto" leaves the value to the Hugging Face Trainer; give'
+    )
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    with pytest.raises(ConfigError, match="train_batch_size: missing; give train_batch_size, train_micro"):
+        load_config(sizes, 1)
 
 
 def test_table_does_not_shadow_our_own_keys() -> None:

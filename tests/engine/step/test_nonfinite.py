@@ -1,6 +1,7 @@
 """A step whose gradients are not finite anywhere is made nowhere, leaves no trace, and says where it was."""
 
 import json
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_a_skipped_step_leaves_no_bit_and_names_the_first_parameter(run_ranks: R
     for rank, cases in enumerate(run_ranks(train_all, math.prod(GRIDS[grid].values()), grid)):
         for (stage, kind), found in cases:
             where = (rank, stage, kind)
-            name = "blocks.1.norm1.weight" if kind == "gradient" else "tokens.weight"
+            name = "blocks.1.norm1.weight" if kind == "gradient" else "the loss"
             assert found["reports"] == [(True, name)] * 3, where
             assert found["kept"] == [True] * 3 and found["as if never"], where
             assert (found["skipped"], found["extra"]) == (3, 3), where
@@ -138,8 +139,8 @@ def test_progress_and_logs_name_it(tmp_path: Path, capsys: pytest.CaptureFixture
     progress = ProgressLine(steps=9, every=9)
     for report in reports:
         progress.show(report)
-    assert capsys.readouterr().out.rstrip().endswith("SKIPPED: weight not finite")
-    assert [json.loads(line)["nonfinite"] for line in log.read_text().splitlines()] == [None, "weight"]
+    assert capsys.readouterr().out.rstrip().endswith("SKIPPED: the loss not finite on rank 0")
+    assert [json.loads(line)["nonfinite"] for line in log.read_text().splitlines()] == [None, "the loss"]
 
 
 class Settings:
@@ -159,6 +160,8 @@ def alone(settings: Settings, factors: list[float], where: str = "all") -> list[
         total, one = output.square().sum(), torch.ones(())
         if where == "weight":
             return total, one * factor
+        if where == "steep":  # a finite loss whose gradient is not
+            return (total - total.detach()) * factor, one
         return (total + factor if where == "value" else total * factor), one
 
     with engine.initialize(nn.Linear(3, 3), settings.config, loss) as eng:
@@ -168,7 +171,10 @@ def alone(settings: Settings, factors: list[float], where: str = "all") -> list[
 
 
 def test_what_is_not_finite_is_named_also_where_it_is_no_gradient() -> None:
-    assert alone(Settings(), [math.nan])[0].nonfinite == "weight"
+    (lost,) = alone(Settings(), [math.nan])
+    assert (lost.nonfinite, lost.nonfinite_ranks) == ("the loss", (0,))
+    (steep,) = alone(Settings(), [3e38], "steep")
+    assert (steep.nonfinite, steep.nonfinite_ranks) == ("weight", (0,))
     assert alone(Settings(), [math.nan], "weight")[0].nonfinite == "the weight"
     (report,) = alone(Settings(), [math.inf], "value")
     assert (report.skipped, report.nonfinite, report.loss) == (False, None, math.inf), "gradients are finite"
@@ -178,9 +184,7 @@ def test_a_run_of_skipped_steps_is_stopped_and_good_steps_begin_it_anew() -> Non
     few = Settings(watchdog={"max_skipped_steps": 3})
     reports = alone(few, [math.nan, math.nan, 1.0, math.nan, math.nan, 1.0])
     assert [report.skipped for report in reports] == [True, True, False] * 2
-    with pytest.raises(
-        EngineError, match=r"^3 steps in a row .* because the gradient of 'weight' was not finite after "
-    ):
+    with pytest.raises(EngineError, match=r"^3 steps in a row .* because the loss on rank 0 was not finite after "):
         alone(few, [1.0, math.nan, math.nan, math.nan, 1.0])
     assert len(alone(Settings(watchdog={"max_skipped_steps": 0}), [math.nan] * 120)) == 120
 
@@ -200,14 +204,61 @@ def stopped() -> str:
 
 def test_all_ranks_are_stopped_by_the_same_error(run_ranks: RunRanks) -> None:
     one, other = run_ranks(stopped, 2)
-    assert one == other and one.startswith("2 2 steps in a row were skipped, because the gradient of 'weight'")
+    assert one == other and one.startswith("2 2 steps in a row were skipped, because the loss on rank 1 was")
+
+
+class Steep(torch.autograd.Function):
+    """Passes a value on; its gradient is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * math.nan
+
+
+def spoiled(alike: bool) -> tuple[list[tuple[str | None, tuple[int, ...]]], list[str]]:
+    """Body of a rank: rank 1 spoils its gradient twice, and its loss once; what is reported, and what is logged."""
+    said: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trine").addHandler(listener)
+    kinds = ["", "gradient", "gradient", "", "loss", "gradient"]
+    reports: list[engine.StepReport] = []
+
+    def loss(output: Tensor, batch: Tensor) -> Tensor:
+        kind = kinds[len(reports)] if eng.grid.rank == 1 else ""
+        total = output.square().mean()
+        spoil: Any = Steep.apply
+        return spoil(total) if kind == "gradient" else total * math.nan if kind == "loss" else total
+
+    with engine.initialize(nn.Linear(3, 3), {"train_batch_size": 8}, loss) as eng:
+        for _ in kinds:
+            reports.append(eng.train_batch(torch.full((4, 3), 1.0 if alike else 1.0 + eng.grid.rank)))
+    logging.getLogger("trine").removeHandler(listener)
+    return [(report.nonfinite, report.nonfinite_ranks) for report in reports], said
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_ranks_are_named_and_warnings_come_once(run_ranks: RunRanks, alike: bool) -> None:
+    (reports, said), (others, silent) = run_ranks(spoiled, 2, alike)
+    assert reports == others and not silent
+    # the sum has hidden the rank of the first one; from then to the next update gradients are looked at before it
+    assert reports == [
+        (None, ()), ("weight", ()), ("weight", (1,)), (None, ()), ("the loss", (1,)), ("weight", (1,))
+    ]  # fmt: skip
+    skipped = [line for line in said if "is skipped, because the gradient of 'weight' was not finite" in line]
+    same = [line for line in said if line.startswith("all 2 data ranks were given the same batch")]
+    assert (len(skipped), len(same), len(said)) == (1, int(alike), 1 + alike), said
 
 
 @pytest.mark.parametrize("checks", [True, False])
 def test_bf16_without_the_check_makes_the_step(checks: bool) -> None:
     settings = Settings(bf16={"enabled": True, "check_grad_overflow": checks})
     (report,) = alone(settings, [math.nan])
-    assert (report.skipped, report.nonfinite, report.step) == ((True, "weight", 0) if checks else (False, None, 1))
+    assert (report.skipped, report.nonfinite, report.step) == ((True, "the loss", 0) if checks else (False, None, 1))
 
 
 def test_the_three_calls_put_buffers_back_too() -> None:

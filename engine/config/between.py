@@ -1,0 +1,122 @@
+"""Rules between the keys of a configuration, whatever the model. Every way to read a configuration obeys them."""
+
+from importlib.util import find_spec
+
+from engine.config.rules import FrozenMap, Problems
+from engine.config.sections import (
+    ActivationCheckpointingConfig,
+    Bf16Config,
+    Fp16Config,
+    MonitorConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ZeroConfig,
+)
+from engine.config.wording import shown_value
+from engine.errors import ConfigError
+from engine.parallel.pipeline.schedule.kinds import training_schedule
+from engine.parallel.tensor.plan.styles import parse_style, read_setting
+
+
+def check_precision(bf16: Bf16Config, fp16: Fp16Config, problems: Problems) -> None:
+    """Note dtypes that exclude each other."""
+    if bf16.enabled and fp16.enabled:
+        problems.add("fp16.enabled", "true while bf16.enabled is true too; switch one of them off.")
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        problems.add(
+            "bf16.bf16_optimizer_states",
+            "true with an fp32 master, which is the larger part of the state; set bf16.bf16_master_weights_and_grads "
+            "too, or leave it out.",
+        )
+
+
+def check_optimizer(optimizer: OptimizerConfig | None, problems: Problems) -> None:
+    """Note params of an optimizer that need others."""
+    params = optimizer.params if optimizer else FrozenMap()
+    if params.get("nesterov") and (not params["momentum"] or params["dampening"]):
+        given = f"momentum is {params['momentum']} and dampening {params['dampening']}"
+        problems.add(
+            "optimizer.params.nesterov", f"true needs momentum above 0 and dampening 0, but {given}; give both."
+        )
+
+
+def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
+    """Note keys of a mode that is not chosen, and two ways to choose what is recomputed."""
+    extra = [key for key in ("save", "every") if getattr(given, key) is not None]
+    if given.mode != "selective":
+        for key in extra:
+            problems.add(
+                f"activation_checkpointing.{key}",
+                f'given with mode {shown_value(given.mode)}; set the mode to "selective", or leave {key} out.',
+            )
+    elif len(extra) == 2:
+        problems.add(
+            "activation_checkpointing",
+            "save and every are both given; give save to keep operators of all blocks, or every to recompute whole "
+            "blocks.",
+        )
+
+
+def check_zero(zero: ZeroConfig, problems: Problems) -> None:
+    """Note settings that need another stage, and what this version does not do."""
+    if zero.reduce == "microbatch" and zero.stage < 2:
+        problems.add(
+            "zero_optimization.reduce",
+            f'"microbatch" with stage {zero.stage}: only stages 2 and 3 keep gradients as shards; set stage to 2, or '
+            'reduce to "step".',
+        )
+    for key, asks in (("gather", zero.gather == "step"), ("keep_gathered_bytes", zero.keep_gathered_bytes)):
+        if asks and zero.stage < 3:
+            problems.add(
+                f"zero_optimization.{key}",
+                f"{shown_value(getattr(zero, key))} with stage {zero.stage}: only stage 3 gathers parameters; set "
+                "stage to 3, or leave it out.",
+            )
+    if (device := zero.offload_optimizer.device) != "none":
+        problems.add(
+            "zero_optimization.offload_optimizer.device",
+            f"{shown_value(device)}: this version keeps optimizer state on the device; leave it out.",
+        )
+
+
+def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
+    """Note settings of the axes that need others."""
+    automatic = [axis for axis in ("data", "tensor", "pipeline") if getattr(parallel, axis) == "auto"]
+    if len(automatic) > 1:
+        named = " and ".join(automatic)
+        problems.add("parallel", f'{named} are "auto" ("auto" is the default of data); give all but one a number.')
+    if parallel.schedule_costs is not None and parallel.schedule not in ("zb-h1", "zb-v"):
+        problems.add(
+            "parallel.schedule_costs",
+            f"given for schedule {shown_value(parallel.schedule)}, whose order does not depend on them; leave them "
+            "out, or choose zb-h1 or zb-v.",
+        )
+    if parallel.sequence_parallel_regather and not parallel.sequence_parallel:
+        problems.add(
+            "parallel.sequence_parallel_regather",
+            "true without sequence_parallel: only sequence parallelism gathers again; set sequence_parallel too, or "
+            "leave it out.",
+        )
+
+
+def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
+    """Refuse a schedule or a tensor plan that no model could be given; sizes that are not known yet are left out.
+
+    Raises:
+        ConfigError, PlanError, ScheduleError: the sentence that ``engine.initialize`` would raise.
+    """
+    kind, ranks = parallel.schedule, parallel.pipeline
+    if isinstance(ranks, int) and microbatches is not None and (kind != "auto" or ranks == 1):
+        training_schedule(kind, ranks, microbatches, parallel.virtual_stages)
+    if parallel.tensor != 1 and parallel.tensor_plan != "auto":
+        for style in read_setting(parallel.tensor_plan)[1].values():
+            parse_style(style)
+
+
+def check_installed(monitor: MonitorConfig) -> None:
+    """Refuse a log whose package is not installed, on every rank, before anything is started."""
+    if monitor.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError(
+            f"monitor.tensorboard: {shown_value(monitor.tensorboard)} needs the package tensorboard, which is not "
+            "installed; pip install 'trine[ui]', or leave it out."
+        )

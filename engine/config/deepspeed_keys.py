@@ -1,0 +1,266 @@
+"""The table of DeepSpeed's own keys: each is honored, noted as without effect, or refused with the reason. Pure data.
+
+Keys that Trine shares with DeepSpeed are declared in ``sections`` instead. The table covers DeepSpeed 0.19 and the
+older spellings that its files still use.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from engine.config.rules import Choice, Flag, FrozenMap, Int, Rule, Text
+from engine.config.wording import join_path
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A key without effect here, whatever its value."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A key that is harmless at these values; any other value asks for something that Trine does not do."""
+
+    allowed: tuple[object, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A key that is honored under another name.
+
+    Values in ``idle`` ask for nothing; ``becomes`` maps values to ours.
+    """
+
+    target: str
+    rule: Rule
+    idle: tuple[object, ...] = (None,)
+    becomes: Mapping[Any, Any] = field(default_factory=FrozenMap)
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A section that is harmless while its switch is off; its other keys are then ignored."""
+
+    reason: str
+    switch: str = "enabled"
+    off: tuple[object, ...] = (False, None)
+
+
+@dataclass(frozen=True, slots=True)
+class WithMode:
+    """A key about recomputed activations: harmless at ``idle``, noted beside a mode, refused where none recomputes."""
+
+    idle: tuple[object, ...]
+    reason: str
+
+
+Treatment = Noted | Only | Moved | Feature | WithMode
+
+_OWN_PLAN = "Trine plans its own messages"
+_ALWAYS = "Trine always does this"
+_REPORTED = "Trine's step report has these figures"
+_NO_EFFECT = "only DeepSpeed's internals read it"
+
+_NOTED = MappingProxyType({
+    "": {
+        _REPORTED: "wall_clock_breakdown memory_breakdown dump_state timers",
+        _OWN_PLAN: "prescale_gradients gradient_predivide_factor disable_allgather"
+                   " seq_parallel_communication_data_type",
+        _NO_EFFECT: "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_python_gc"
+                    " vocabulary_size graph_harvesting aio",
+        "your data loader decides": "dataloader_drop_last",
+    },
+    "zero_optimization": {
+        _OWN_PLAN: "overlap_comm contiguous_gradients reduce_scatter allgather_partitions"
+                   " allgather_bucket_size use_multi_rank_bucket_allreduce round_robin_gradients"
+                   " sub_group_size stage3_prefetch_bucket_size prefetch_bucket_size"
+                   " stage3_param_persistence_threshold param_persistence_threshold"
+                   " stage3_model_persistence_threshold"
+                   " model_persistence_threshold"
+                   " stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance"
+                   " max_reuse_distance stage3_module_granularity_threshold module_granularity_threshold"
+                   " stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params"
+                   " stage3_allgather_sequential allgather_sequential",
+        _NO_EFFECT: "load_from_fp32_weights elastic_checkpoint legacy_stage1 memory_efficient_linear"
+                    " pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings leaf_module"
+                    " fast_sharding_for_leaf_module cpu_offload_use_pin_memory"
+                    " save_muon_momentum_buffer_in_memory enable_sanity_checks",
+        _ALWAYS: "ignore_unused_parameters compute_grad_norm",
+        "save_pretrained writes whole weights when asked": "stage3_gather_16bit_weights_on_model_save"
+                   " gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
+    },
+    "zero_optimization.offload_optimizer": {
+        _NO_EFFECT: "buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload"
+                    " cpuadam_cores_perc",
+    },
+    "fp16": {_NO_EFFECT: "auto_cast"},
+    "bf16": {_NO_EFFECT: "immediate_grad_update"},
+    "optimizer": {_NO_EFFECT: "legacy_fusion"},
+    "optimizer.params": {_NO_EFFECT: "torch_adam fused foreach"},
+    "activation_checkpointing": {
+        _NO_EFFECT: "profile synchronize_checkpoint_boundary",
+    },
+    "checkpoint": {
+        "Trine's checkpoints are whole or absent and load on any grid": "tag_validation load_universal"
+                   " parallel_write writer checkpoint_serialization",
+    },
+    "pipeline": {
+        _OWN_PLAN: "pipe_partitioned grad_partitioned",
+        "recomputation here is never re-entrant, which computes the same": "use_reentrant",
+    },
+    "tensor_parallel": {
+        "Trine finds the styles from the model, or reads parallel.tensor_plan": "preset_model dtype"
+                   " tp_grain_size keep_module_on_host replace_with_kernel_inject",
+        _OWN_PLAN: "tp_overlap_comm",
+    },
+    "tensor_parallel.tp": {"Trine finds the styles from the model": "tp_grain_size"},
+    "flops_profiler": {
+        _REPORTED: "enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor",
+    },
+    "comms_logger": {_REPORTED: "enabled verbose prof_all prof_ops debug"},
+    "compile": {
+        _NO_EFFECT: "free_activation offload_activation offload_opt_states offload_parameters double_buffer"
+                    " symmetric_memory debug_log sync_before_reduce sync_after_reduce sync_before_allgather"
+                    " sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes"
+                    " backend kwargs",
+    },
+})  # fmt: skip
+
+_OFF = (False, None)
+_CURRICULUM = "Trine does not change the data; order or cut it in your data loader"
+_SPARSE = "Trine does not compress or drop parts of the model; do it in the model"
+_LOGGERS = "Trine writes monitor.jsonl and monitor.tensorboard; use those"
+_NO_PARAMS = 'Trine offloads optimizer state only; give "none"'
+_GRID = "parallel.tensor says how many ranks share a layer; remove it"
+_ONE_SHARDING = "Trine shards over the whole data axis, once; remove it"
+_QUANTIZED = Only(_OFF, "Trine sends exact values; remove it")
+_OTHER_ADAM = "AdamW and Adam here are torch's; pass optimizer=... to engine.initialize"
+
+_TECHNIQUES = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
+               "channel_pruning")  # fmt: skip
+_COMPRESSION: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
+    f"compression_training.{technique}": {
+        "shared_parameters": Feature(_SPARSE),
+        "different_groups": Noted("shared_parameters.enabled switches it on, which is refused"),
+    }
+    for technique in _TECHNIQUES
+})  # fmt: skip
+_TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
+    "": {
+        "steps_per_print": Moved("monitor.every", Int(low=1), (None, float("inf"))),
+        "fp32_allreduce": Moved("communication_data_type", Flag(), _OFF, MappingProxyType({True: "fp32"})),
+        "data_parallel_size": Moved("parallel.data", Int(low=1)),
+        "sequence_parallel_size": Only((1, None), "use parallel.tensor with parallel.sequence_parallel"),
+        "gradient_allreduce_op": Only(("mean", None), "gradients are averaged; scale the loss in loss_fn"),
+        "sparse_gradients": Only(_OFF, "gradients are dense here; remove it"),
+        "managed_gradient_accumulation": Only((True, None), "Trine counts the microbatches; use train_batch"),
+        "use_data_before_expert_parallelism": Only(_OFF, "Trine has no expert axis; remove it"),
+        "torch_autocast": Feature("use bf16.enabled, or call train_batch inside torch.autocast"),
+        "amp": Feature("Apex is not supported; use bf16.enabled"),
+        "wandb": Feature(_LOGGERS),
+        "comet": Feature(_LOGGERS),
+        "csv_monitor": Feature(_LOGGERS),
+        "autotuning": Feature("Trine does not search; compare settings with `trine plan`"),
+        "elasticity": Feature("a checkpoint loads on any number of processes; restart instead"),
+        "nebula": Feature("checkpoint.async writes in the background; use it"),
+        "hybrid_engine": Feature("Trine trains only; generate with the saved model"),
+        "expert_parallel": Feature("Trine has no expert axis; use parallel.tensor"),
+        "curriculum_learning": Feature(_CURRICULUM),
+        "data_efficiency": Feature(_CURRICULUM),
+        "progressive_layer_drop": Feature(_SPARSE),
+        "quantize_training": Feature(_SPARSE),
+        "eigenvalue": Feature(_SPARSE),
+        "sparse_attention": Feature(_SPARSE, "mode", (None,)),
+    },
+    "compression_training": {"layer_reduction": Feature(_SPARSE)},
+    "zero_optimization": {
+        "offload_param": Feature(_NO_PARAMS, "device", ("none", None)),
+        "cpu_offload_params": Only(_OFF, _NO_PARAMS),
+        "cpu_offload": Moved("zero_optimization.offload_optimizer.device", Flag(), _OFF,
+                             MappingProxyType({True: "cpu"})),
+        "zero_quantized_weights": _QUANTIZED,
+        "zero_quantized_nontrainable_weights": _QUANTIZED,
+        "zero_quantized_gradients": _QUANTIZED,
+        "zeropp_loco_param": _QUANTIZED,
+        "zero_hpz_partition_size": Only((1, None), _ONE_SHARDING),
+        "mics_shard_size": Only((-1, None), _ONE_SHARDING),
+        "mics_hierarchical_params_gather": Only(_OFF, _ONE_SHARDING),
+        "zenflow": Only((None,), "Trine updates every parameter in every step; remove it"),
+    },
+    "fp16": {
+        "fp16_master_weights_and_grads": Only(_OFF, "fp16 training keeps fp32 copies here; remove it"),
+    },
+    "optimizer.params": {
+        "bias_correction": Only((True, None), _OTHER_ADAM),
+        "amsgrad": Only(_OFF, _OTHER_ADAM),
+        "max_grad_norm": Only((0, None), "clipping is not the optimizer's; give gradient_clipping"),
+    },
+    "scheduler.params": {
+        "last_batch_iteration": Only((-1, None), "a checkpoint restores the position; remove it"),
+    },
+    "tensor_parallel": {
+        "autotp_size": Moved("parallel.tensor", Int(low=0), (None, 0)),
+        "partition_config": Only((None,), "Trine has its own form; write the styles as parallel.tensor_plan"),
+        "injection_policy_tuple": Only((None,), "Trine has its own form; write the styles as parallel.tensor_plan"),
+        "enabled": Only((True, None), "the size decides; leave parallel.tensor at 1 instead"),
+    },
+    "tensor_parallel.tp": {
+        "tp_size": Moved("parallel.tensor", Int(low=1), (None, 1)),
+        "mpu": Only((None,), _GRID),
+        "tp_group": Only((None,), _GRID),
+    },
+    "pipeline": {
+        "stages": Moved("parallel.pipeline", Int(low=1), (None, "auto")),
+        "partition": Only(("best", "auto", None), "parallel.balance says what stages share equally, and parallel.split "
+                          "names the first module of each"),
+        "seed_layers": Only(_OFF, "the model is built before the engine; seed its layers where you build it"),
+        "activation_checkpoint_interval": Moved(
+            "activation_checkpointing.mode",
+            Choice(options=(1,), noun="an interval that Trine has", remedy='give 1, or "activation_checkpointing": '
+                   '{"mode": "full"}, which recomputes each block by itself'),
+            (0, None), MappingProxyType({1: "full"})),
+    },
+    "activation_checkpointing": {
+        "partition_activations": WithMode(_OFF, "parallel.sequence_parallel shards activations over tensor ranks"),
+        "number_checkpoints": WithMode((None, 0), "each block is a checkpoint; every n-th only with mode selective"
+                                       " and every"),
+        "contiguous_memory_optimization": WithMode(_OFF, "torch's allocator places the activations"),
+        "cpu_checkpointing": Only(_OFF, 'activations stay on the GPU; give "mode": "full" to recompute them'),
+    },
+    "checkpoint": {
+        "use_node_local_storage": Only(_OFF, "checkpoints need a folder that all nodes share; remove it"),
+    },
+    "compile": {
+        "enabled": Moved("compile", Flag(), _OFF),
+        "deepcompile": Only(_OFF, 'Trine uses torch.compile; give "compile": true'),
+    },
+    "data_types": {
+        "grad_accum_dtype": Only(("fp32", None), "gradients are accumulated in fp32 here; remove it"),
+    },
+})  # fmt: skip
+
+TENSORBOARD = MappingProxyType({"enabled": Flag(), "output_path": Text(null=True), "job_name": Text(null=True)})
+TABLE: Mapping[str, Treatment] = MappingProxyType(
+    {
+        join_path(at, key): Noted(why)
+        for at, group in _NOTED.items()
+        for why, keys in group.items()
+        for key in keys.split()
+    }
+    | {
+        join_path(at, key): treatment
+        for at, group in (*_TREATED.items(), *_COMPRESSION.items())
+        for key, treatment in group.items()
+    }
+)
+KEYS = (*TABLE, *(f"tensorboard.{key}" for key in TENSORBOARD), *("tensorboard", "bfloat16"))
+DERIVED: Mapping[str, str] = MappingProxyType({
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+                    "derived from the other sizes here"),
+    "zero_optimization.reduce_bucket_size": "Trine's own size here",
+})  # fmt: skip
+"""Keys of Trine's for which "auto", as files for the Hugging Face Trainer write it, has one meaning: which one."""

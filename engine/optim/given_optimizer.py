@@ -1,0 +1,102 @@
+"""An optimizer that the user has built over the model's parameters: its class, groups and options, to build it anew.
+
+The engine moves parameters into flat buckets, shards them, or leaves them to other stages, so an optimizer that holds
+the user's parameters cannot be used itself.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.config.sections import OptimizerConfig
+from engine.errors import ConfigError
+from engine.zero.optim.sharded_optimizer import GroupOptions, OptimizerFactory
+
+
+@dataclass(frozen=True, slots=True)
+class GivenOptimizer:
+    """What an optimizer of the user says about its parameters."""
+
+    factory: OptimizerFactory
+    assigned: Mapping[str, int]
+    """Group of every trainable parameter, by its first name."""
+    groups: tuple[GroupOptions, ...]
+
+
+def read_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimizerConfig | None
+) -> GivenOptimizer:
+    """Read class, groups and options of an optimizer over the parameters of ``model``.
+
+    Raises:
+        ConfigError: it has parameters that are not the model's, lacks trainable ones, has made steps, cannot be built
+            anew, or the configuration has groups too.
+    """
+    kind = type(optimizer).__name__
+    if config is not None and (config.groups or config.no_weight_decay):
+        raise ConfigError(
+            f"optimizer is a {kind} with groups of its own, and the configuration has optimizer.groups or "
+            "optimizer.no_weight_decay; keep one of them."
+        )
+    if any(_has_stepped(state) for state in optimizer.state.values()):
+        raise ConfigError(
+            f"optimizer is a {kind} that has made steps, whose state an engine cannot take; pass a new one, and load "
+            "the state with eng.load_checkpoint."
+        )
+    assigned = _assigned(optimizer, model)
+    groups = tuple(GroupOptions(others=tuple(_options(group).items())) for group in optimizer.param_groups)
+    return GivenOptimizer(_factory(optimizer), assigned, groups)
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Whether there is state of a step; Adagrad makes state in its constructor, with a step count of 0."""
+    return bool(state) and not ("step" in state and float(state["step"]) == 0)
+
+
+def _assigned(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int]:
+    kind = type(optimizer).__name__
+    held = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    known = {id(parameter) for parameter in model.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ConfigError(
+                    f"optimizer is a {kind} whose group {index} has a parameter of shape {tuple(parameter.shape)} that "
+                    f"is not the model's; build it over model.parameters(), or pass optimizer=lambda params: "
+                    f"{kind}(params, ...)."
+                )
+    if missing := [name for name, parameter in named.items() if id(parameter) not in held]:
+        raise ConfigError(
+            f"optimizer is a {kind} without the trainable parameter {missing[0]!r}; add it to a group, or freeze it "
+            "with requires_grad_(False)."
+        )
+    return {name: held[id(parameter)] for name, parameter in named.items()}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a group; a scheduler that was made for the optimizer has moved lr away from ``initial_lr``."""
+    options = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
+    return options | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
+
+
+def _factory(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
+    kind, defaults = type(optimizer), optimizer.defaults
+    _, *parameters = inspect.signature(kind).parameters.values()
+    options = {each.name: defaults[each.name] for each in parameters if each.name in defaults}
+    for name in _required(parameters):
+        if name not in options:
+            raise ConfigError(
+                f"optimizer is a {kind.__name__}, whose constructor needs {name}, which the optimizer does not keep "
+                f"among its defaults; pass optimizer=lambda params: {kind.__name__}(params, {name}=...)."
+            )
+    return lambda groups: kind(groups, **options)
+
+
+def _required(parameters: list[inspect.Parameter]) -> Iterator[str]:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    yield from (p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in variadic)

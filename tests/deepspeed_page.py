@@ -1,0 +1,138 @@
+"""``docs/deepspeed_configs.md``: what becomes of every key in the DeepSpeed configurations of the tests.
+
+``python -m tests.deepspeed_page --write`` after keys or files have changed; a test compares.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.config import Config, load_config
+from engine.config.deepspeed import translate
+from engine.config.deepspeed_keys import KEYS, TABLE, Feature, Moved, Noted, Only, WithMode
+from engine.config.reader import paths
+from engine.config.rules import Problems
+from engine.errors import ConfigError
+from tests.structure import ROOT
+
+PAGE = ROOT / "docs" / "deepspeed_configs.md"
+FOLDER = ROOT / "tests" / "engine" / "config" / "deepspeed"
+Outcome = Literal["acted on", "noted", "off", "refused"]
+OURS = frozenset(paths(Config))
+HEAD = """# DeepSpeed configurations here
+
+{files} configurations of the shapes that DeepSpeed's users have, and what becomes of every key: {accepted} are
+accepted, {refused} are refused with all reasons at once. Generated from `tests/engine/config/deepspeed/`
+(`python -m tests.deepspeed_page --write`); a test compares. `trine check FILE` says it for yours.
+
+| word | meaning |
+|---|---|
+| acted on | the run does what the key says |
+| off | the value asks for nothing, or for what the engine always does |
+| noted | accepted without effect; a note of the run says so, with the reason |
+| refused | the run does not start; the sentence says what to give instead |
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a configuration is told, by JSON path."""
+
+    refusals: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def files() -> dict[str, Any]:
+    """The configurations, by file name."""
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(FOLDER).glob("*.json"))}
+
+
+def told(raw: Mapping[str, Any]) -> Told:
+    """Its refusals and notes, also the notes of a refused configuration."""
+    _, notes = translate(raw, OURS, Problems("the config", tuple(OURS), KEYS))
+    try:
+        load_config(raw)
+    except ConfigError as error:
+        return Told(tuple(line for line in str(error).splitlines() if not line.endswith("in the config:")), notes)
+    return Told((), notes)
+
+
+def leaves(raw: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, object]]:
+    """Its keys that have an outcome of their own: values, and sections that are treated as a whole."""
+    for key, value in raw.items():
+        path = f"{at}.{key}" if at else key
+        if isinstance(value, dict) and path not in TABLE and (is_section(path) or is_theirs(path)):
+            yield from leaves(value, path)
+        else:
+            yield path, value
+
+
+def is_section(path: str) -> bool:
+    """Whether Trine has keys below this path."""
+    return any(ours.startswith(f"{path}.") for ours in OURS)
+
+
+def is_theirs(path: str) -> bool:
+    """Whether DeepSpeed has keys below this path."""
+    return any(theirs.startswith(f"{path}.") for theirs in TABLE)
+
+
+def outcome(path: str, value: object, said: Told) -> Outcome | None:
+    """What becomes of a key; None: nothing is said and nothing is done."""
+    if any(about(line, path) for line in said.refusals):
+        return "refused"
+    if any(about(line, path) for line in said.notes):
+        return "noted"
+    match TABLE.get(path):
+        case Only() | Feature() | WithMode():
+            return "off"
+        case Moved(idle=idle):
+            return "off" if value in idle else "acted on"
+        case Noted():
+            return None
+    params = path.split(".params.")[0] + ".type" if ".params." in path else path
+    if path in OURS or path in ("bfloat16", "tensorboard"):
+        return "refused" if any(about(line, params) for line in said.refusals) else "acted on"
+    return "refused" if any(about(line, params) for line in said.refusals) else None
+
+
+def about(line: str, path: str) -> bool:
+    """Whether a sentence is about this key, or about what lies in or around it."""
+    named = line.partition(": ")[0]
+    return named == path or named.startswith(f"{path}.") or path.startswith(f"{named}.")
+
+
+def outcomes(raw: Mapping[str, Any]) -> dict[str, Outcome | None]:
+    """Key -> what becomes of it."""
+    said = told(raw)
+    return {path: outcome(path, value, said) for path, value in leaves(raw)}
+
+
+def rendered() -> str:
+    """The page."""
+    found = {name: (outcomes(raw), told(raw)) for name, raw in files().items()}
+    refused = sum(bool(said.refusals) for _, said in found.values())
+    lines = [HEAD.format(files=len(found), accepted=len(found) - refused, refused=refused)]
+    for name, (keys, said) in found.items():
+        lines += [f"## {name}", "", "Refused:" if said.refusals else "Accepted.", ""]
+        if said.refusals:
+            lines += [*(f"- {escaped(line)}" for line in said.refusals), ""]
+        for word in ("acted on", "off"):
+            if chosen := [f"`{path}`" for path, became in keys.items() if became == word]:
+                lines += [f"{word}: {', '.join(chosen)}", ""]
+        if said.notes:
+            lines += ["noted:", "", *(f"- {escaped(note)}" for note in said.notes), ""]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def escaped(text: str) -> str:
+    """``text`` with nothing that Markdown would take for a mark."""
+    return re.sub(r"([*_<|])", r"\\\1", text)
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    PAGE.write_text(rendered(), encoding="utf-8")
