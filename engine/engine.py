@@ -3,7 +3,6 @@
 train_batch    complete the build (first batch) -> StepRunner.train -> report -> checkpoint if it is time
 """
 
-import difflib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,11 +144,6 @@ class Engine:
         Raises:
             EngineError: the model has no module of that name.
         """
-        names = dict(self._model.named_modules(remove_duplicate=False))
-        if module not in names:
-            near = difflib.get_close_matches(module, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "give a name of model.named_modules()."
-            raise EngineError(f"explain({module!r}): the model has no module of that name; {hint}")
         lines = self._runtime.patches.explain(self._model, module)
         return "\n".join(lines) or f"{module or 'the model'}: runs as it is, without a patch of the engine"
 

@@ -23,12 +23,15 @@ removed in the opposite order.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import IntEnum
 from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from engine.errors import EngineError
 
 _FORWARD, _COMPILED = "forward", "_compiled_call_impl"
 _NOTHING = object()
@@ -135,7 +138,15 @@ class ForwardPatches:
         """Patches around and inside the module ``name`` of ``model``, as lines ``path: note``.
 
         Modules around it come first, from outside to inside, then the module itself, then the modules in it.
+
+        Raises:
+            EngineError: the model has no module of that name; proposes one.
         """
+        names = dict(model.named_modules(remove_duplicate=False))
+        if name not in names:
+            near = get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "give a name of model.named_modules()."
+            raise EngineError(f"explain({name!r}): the model has no module of that name; {hint}")
         parts = name.split(".") if name else []
         outside = [".".join(parts[:count]) for count in range(len(parts))]
         inside = [f"{name}.{path}" if name else path for path, _ in model.get_submodule(name).named_modules() if path]
