@@ -240,4 +240,4 @@ def test_a_save_that_loses_a_rank_fails_and_takes_its_folder_away(tmp_path: Path
     with Launch(killed_during_a_save, 2, str(tmp_path), env={"TRINE_TIMEOUT_SECONDS": "40"}) as launch:
         ended = launch.end(seconds=90)
     assert [rank.code for rank in ended] == [0, -signal.SIGKILL], ended[0].error
-    assert ended[0].said == [[LOCK]]
+    assert set(ended[0].said[0]) <= {LOCK}, "no part of a checkpoint is left"

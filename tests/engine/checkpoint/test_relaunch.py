@@ -48,7 +48,7 @@ class Grid:
     def settings(self, **changes: Any) -> dict[str, Any]:
         """Every grid has the same microbatches, two a data rank or more."""
         return {
-            "train_batch_size": ROWS, "train_micro_batch_size_per_gpu": MICRO, "gradient_clipping": 0.3,
+            "train_batch_size": ROWS, "train_micro_batch_size_per_gpu": MICRO, "gradient_clipping": 0.1,
             "parallel": {"data": self.dp, "tensor": self.tp, "pipeline": self.pp},
             "zero_optimization": {"stage": self.zero, "reduce_bucket_size": 6000}, "optimizer": ADAM,
         } | changes  # fmt: skip
@@ -145,7 +145,7 @@ def test_goes_on_on_another_grid(run_ranks: RunRanks, tmp_path: Path, name: str,
     print(f"{name}, {first} -> {then}: largest deviation of a loss {worst:.1e}")
     assert worst <= 1e-6
     assert all(abs(one - other) <= 1e-5 * other for (_, one), (_, other) in zip(found, expected, strict=True))
-    assert all(norm > 0.3 for _, norm in expected), "clipping must be active"
+    assert all(norm > 0.1 for _, norm in expected), "clipping must be active"
 
 
 # ------------------------------------------------------------------------------------------------ the same grid

@@ -19,10 +19,8 @@ from pathlib import Path
 from engine.checkpoint.format.folder_locks import FolderLocks
 locks = FolderLocks()
 locks.hold(Path(sys.argv[1]))
-child = os.fork()
-if child == 0:
-    time.sleep(600)
-print(child, flush=True)
+if os.fork() == 0:
+    print(os.getpid(), flush=True)  # the child speaks: what it does after a fork is done
 time.sleep(600)
 """
 """A run with a worker, as a data loader forks it."""
