@@ -89,7 +89,7 @@ def skips(stage: int, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("stage", "kind"), [(1, "gradient"), (3, "activation")])
 def test_a_skipped_step_leaves_no_bit(run_ranks: RunRanks, stage: int, kind: str) -> None:
     for found in run_ranks(skips, 2, stage, kind, env=INTERPRETED):
-        name = "blocks.1.norm1.weight" if kind == "gradient" else "tokens.weight"
+        name = "blocks.1.norm1.weight" if kind == "gradient" else "the loss"
         assert found["reports"] == [(True, name)] * 3
         assert found["kept"] == [True] * 3 and found["as if never"]
         assert (found["skipped"], found["extra"]) == (3, 3)
