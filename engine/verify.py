@@ -189,8 +189,9 @@ class _Reference:
 
     def _step(self, batch: Batch) -> tuple[float, float]:
         total = weight = 0.0
+        given = self.config.optimizer
         for master in self.masters.values():
-            master.grad = torch.zeros_like(master)
+            master.grad = torch.zeros_like(master) if given is not None and given.update_unused else None
         micro = self.config.micro
         for index in range(self.config.dp * self.config.accumulation):
             part = take_rows(batch, index * micro, micro)
@@ -214,9 +215,10 @@ class _Reference:
     def _collect(self) -> None:
         for name, parameter in self.parameters.items():
             grad, parameter.grad = parameter.grad, None
-            total = self.masters[name].grad
-            if grad is not None and total is not None:
-                total += grad
+            master = self.masters[name]
+            if grad is not None:
+                master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+                master.grad += grad
 
     @torch.no_grad()
     def _update(self) -> None:

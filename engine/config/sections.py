@@ -314,6 +314,8 @@ class OptimizerConfig:
     """Name patterns of parameters without weight decay."""
     groups: tuple[GroupConfig, ...] = setting((), Sections(cls=GroupConfig))
     """Parameters with a learning rate or weight decay of their own."""
+    update_unused: bool = setting(False, Flag())
+    """Update parameters without a gradient in a step by decay and momentum, as DeepSpeed does; false: as torch, no."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

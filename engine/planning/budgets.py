@@ -18,7 +18,7 @@ from engine.precision.dtypes import Precision
 from engine.zero.gather.gather_schedule import GatherOrder, count_gathers
 from engine.zero.layout import FlatLayout
 
-CONTROL_SCALARS = 8
+CONTROL_SCALARS = 9
 """fp64 values that one step sums over all ranks: loss, weight, norm squared, tokens, problems, stop requests."""
 
 

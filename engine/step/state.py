@@ -70,9 +70,11 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     digest: Scalar
     """Sum of the digests of the data ranks' batches, and below of their squares."""
     digest_squared: Scalar
+    unused: Scalar
+    """Number of parameters, over all ranks, that may be used otherwise than the optimizer takes for granted."""
 
     @staticmethod
-    def pack(step: StepState, squared_norm: Tensor | float, speaks: bool, stop: bool) -> Tensor:
+    def pack(step: StepState, squared_norm: Tensor | float, speaks: bool, stop: bool, unused: int = 0) -> Tensor:
         """This rank's summands, [``CONTROL_SCALARS``] fp64 on the device of the loss.
 
         ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does.
@@ -86,6 +88,7 @@ class StepTotals(NamedTuple, Generic[Scalar]):
             stops=float(stop),
             digest=float(step.digest if speaks else 0),
             digest_squared=float(step.digest**2 if speaks else 0),
+            unused=float(unused),
         )
         packed = torch.zeros(CONTROL_SCALARS, dtype=torch.float64, device=step.loss.device)
         for place, value in enumerate(share):

@@ -72,7 +72,7 @@ class Condition:
         totals = StepTotals.on_device(values)
         divisor = totals.weight * self.scale
         norm, factor = factor_on_device(totals.squared_norm, divisor, self.max_norm)
-        go = (totals.problems == 0) & (divisor != 0)
+        go = (totals.problems == 0) & (divisor != 0) & (totals.unused == 0)
         if self.finite:
             go = go & norm.isfinite()
         if self.loss:
@@ -114,6 +114,7 @@ class Update:
     def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
         self._config, self._comm, self._device = config, comm, device
         self._checks = config.bf16.check_grad_overflow or not config.bf16.enabled
+        self._updates_unused = config.optimizer is not None and config.optimizer.update_unused
         self._seconds = 0.0
         self._in_a_row = 0
         self._told = False
@@ -144,12 +145,17 @@ class Update:
         # The control sum comes before the decision: clipping and finiteness need the norm over all shards, and a rank
         # that decided from its own values could skip where others update, or raise where others wait for it.
         squared_norm = gradient_squared_norm(runtime.buckets, runtime.kernels)
-        packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop)
+        surprises = (
+            0 if self._updates_unused else runtime.optimizer.unexpected(runtime.reducer.unused, runtime.reducer.names)
+        )
+        packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop, surprises)
         launched = self._launch(packed, step, runtime) if runtime.optimizer.decides_on_device else None
         sums, made = launched.read() if launched is not None else (packed.tolist(), False)
         if launched is not None and not made:
             launched.put_back()
         totals = self._check(StepTotals.unpack(sums), step)
+        if totals.unused:
+            runtime.optimizer.unused = self._find_unused(runtime)
         self._alike += totals.same_batch(self._comm.grid.dp)
         if self._alike == 2 and totals.digest and self._comm.grid.rank == 0:
             logger.warning(
@@ -218,10 +224,23 @@ class Update:
         """
         return self._check(StepTotals.unpack(self._sum(step, 0.0, last_rank, False).tolist()), step)
 
-    def _sum(self, step: StepState, squared_norm: Tensor | float, last_rank: int, stop: bool) -> Tensor:
+    def _find_unused(self, runtime: RankRuntime) -> frozenset[str]:
+        """Parameters without a gradient on any rank; one small all-reduce over the world, label "used".
+
+        Needed only in steps that use other parameters than the step before, or where ranks use different ones.
+        """
+        names = [row.name for row in runtime.plan.table if row.trainable]
+        own = runtime.reducer.names - runtime.reducer.unused
+        used = torch.tensor([name in own for name in names], dtype=torch.float32, device=self._device)
+        self._comm.all_reduce(used, "world", "used").wait()
+        return frozenset(name for name, ranks in zip(names, used.tolist(), strict=True) if not ranks)
+
+    def _sum(
+        self, step: StepState, squared_norm: Tensor | float, last_rank: int, stop: bool, unused: int = 0
+    ) -> Tensor:
         """The packed totals, summed over the world; one all-reduce, label "control"."""
         coord = self._comm.grid.coord()
-        packed = StepTotals.pack(step, squared_norm, coord.tp == 0 and coord.pp == last_rank, stop)
+        packed = StepTotals.pack(step, squared_norm, coord.tp == 0 and coord.pp == last_rank, stop, unused)
         self._comm.all_reduce(packed, "world", "control").wait()
         return packed
 

@@ -9,9 +9,10 @@ Adam can also update through kernels that read the decision on the device (``ker
 If the host then finds that the update was skipped, it restores what it has counted in advance (``Bookkeeping``).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from types import MappingProxyType
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -23,10 +24,19 @@ from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_
 from engine.zero.optim.bf16_updates import RoundedUpdates
 
 
+class UpdatePiece(NamedTuple):
+    """Elements of a flat tensor that have missed the same number of updates."""
+
+    part: slice
+    missed: int
+
+
 class FlatOptimizer(torch.optim.Optimizer):
     """Base class that calls ``_update`` for each group with the tensors that have gradients."""
 
     elementwise = True
+    pieces: Mapping[Tensor, tuple[UpdatePiece, ...]] = MappingProxyType({})
+    """The pieces to update of tensors that are not updated as a whole."""
     rounding: RoundedUpdates | None = None
     """Update rule for bf16 weights without masters, if there are any."""
 
@@ -47,6 +57,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        rounded = self.rounding is not None
+        for weight in [w for w in weights if w in self.pieces and not (rounded and w.dtype == torch.bfloat16)]:
+            self._update_pieces(weight, group)
+        weights = [w for w in weights if w not in self.pieces or (rounded and w.dtype == torch.bfloat16)]
         if self.rounding is not None:
             for weight in [weight for weight in weights if weight.dtype == torch.bfloat16]:
                 self._update_rounded(weight, group, self.rounding)
@@ -54,15 +68,37 @@ class FlatOptimizer(torch.optim.Optimizer):
         if weights:
             self._update(weights, [weight.grad for weight in weights if weight.grad is not None], group)
 
+    def _update_pieces(self, weight: Tensor, group: dict[str, Any]) -> None:
+        """Apply the update to each piece, with its own step count; state is keyed by tensor, so by the piece.
+
+        A tensor without a piece gets its moments all the same, because a checkpoint has them for every parameter.
+        """
+        assert weight.grad is not None
+        known = self.state[weight]
+        for part, missed in self.pieces[weight] or (UpdatePiece(slice(0, 0), 0),):
+            age, piece = group["step"] - missed, weight.detach().view(-1)[part]
+            self.state[piece] = {name: moment.view(-1)[part] for name, moment in known.items()} if age > 1 else {}
+            self._update([piece], [weight.grad.view(-1)[part]], {**group, "step": age})
+            for name, moment in self.state.pop(piece).items():
+                if name not in known:
+                    known[name] = torch.zeros_like(weight, dtype=moment.dtype)
+                known[name].view(-1)[part].copy_(moment)
+
     def _update_rounded(self, weight: Tensor, group: dict[str, Any], rounding: RoundedUpdates) -> None:
         """Apply the same update to fp32 copies, one piece after another."""
         known = dict(self.state[weight])
         # State is keyed by tensor, so the fp32 copy gets the piece's moments for the time of its update.
+        of_weight = self.pieces.get(weight)
         for piece in rounding.pieces(weight):
-            wide = weight[piece.part].float()
-            self.state[wide] = {name: moment[piece.part].float() for name, moment in known.items()}
+            missed = next(iter(_missed_at(of_weight, piece.part.start)), None)
+            if missed is None:  # an empty piece, so that the moments exist
+                piece, missed = piece._replace(part=slice(0, 0), places=piece.places[:0]), 0
+            wide, age = weight[piece.part].float(), group["step"] - missed
+            fresh = missed and age == 1
+            self.state[wide] = {} if fresh else {name: moment[piece.part].float() for name, moment in known.items()}
             assert weight.grad is not None
-            self._update([wide], [weight.grad[piece.part].float().mul_(rounding.scale)], group)
+            grad = weight.grad[piece.part].float().mul_(rounding.scale)
+            self._update([wide], [grad], {**group, "step": age})
             for kind, (name, values) in enumerate(sorted(self.state.pop(wide).items()), start=1):
                 if name not in self.state[weight]:
                     self.state[weight][name] = torch.zeros_like(weight, dtype=rounding.moments)
@@ -95,16 +131,41 @@ class FusedAdam:
         rounded = self.rounding is not None and weights.dtype == torch.bfloat16
         return self.rounding.moments if rounded and self.rounding is not None else weights.dtype
 
-    def update(self, weights: Tensor, moments: tuple[Tensor, Tensor], step: int, rule: AdamRule) -> None:
-        """Make update number ``step`` from ``weights.grad``: one launch, or one for each parameter with rounding."""
+    def update(
+        self,
+        weights: Tensor,
+        moments: tuple[Tensor, Tensor],
+        step: int,
+        rule: AdamRule,
+        pieces: Sequence[UpdatePiece] | None,
+    ) -> None:
+        """Make update number ``step`` from ``weights.grad``: one launch, or one for each parameter with rounding.
+
+        ``pieces``: the elements to update; None: all.
+        """
         assert weights.grad is not None
-        run = AdamRun(weights.detach(), weights.grad, *moments, self.narrow[weights])
-        if self.rounding is None or weights.dtype != torch.bfloat16:
+        narrow = self.narrow[weights]
+        run = AdamRun(weights.detach(), weights.grad, *moments, narrow)
+        if self.rounding is not None and weights.dtype == torch.bfloat16:
+            for part, how in self.rounding.runs(weights, step):
+                own = AdamRun(run.weights[part], run.gradient[part], run.first[part], run.second[part])
+                for missed in _missed_at(pieces, part.start):
+                    adamw_(own, rule, step - missed, self.decision, self.kernels, how)
+            return
+        if pieces is None:
             adamw_(run, rule, step, self.decision, self.kernels)
             return
-        for part, how in self.rounding.runs(weights, step):
-            own = AdamRun(run.weights[part], run.gradient[part], run.first[part], run.second[part])
-            adamw_(own, rule, step, self.decision, self.kernels, how)
+        for part, missed in pieces:
+            also = narrow if narrow is None else narrow.view(-1)[part]
+            own = AdamRun(run.weights[part], run.gradient[part], run.first[part], run.second[part], also)
+            adamw_(own, rule, step - missed, self.decision, self.kernels)
+
+
+def _missed_at(pieces: Sequence[UpdatePiece] | None, place: int) -> list[int]:
+    """The updates that an element has missed; nothing if it is not updated now."""
+    if pieces is None:
+        return [0]
+    return [missed for part, missed in pieces if part.start <= place < part.stop]
 
 
 class FlatAdam(FlatOptimizer):
@@ -133,7 +194,7 @@ class FlatAdam(FlatOptimizer):
         for weight in weights:
             dtype = self.fused.moments(weight)
             (first,), (second,) = (self._moments([weight], name, dtype) for name in ("exp_avg", "exp_avg_sq"))
-            self.fused.update(weight, (first, second), group["step"], _adam_rule(group))
+            self.fused.update(weight, (first, second), group["step"], _adam_rule(group), self.pieces.get(weight))
 
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         rule = _adam_rule(group)

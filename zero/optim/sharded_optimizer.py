@@ -13,8 +13,9 @@ from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.ops.adamw import DeviceDecision, fits_adamw_kernel
 from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.layout import Slot
 from engine.zero.optim.bf16_updates import RoundedUpdates
-from engine.zero.optim.flat_optimizers import FlatAdam, FlatOptimizer, FusedAdam
+from engine.zero.optim.flat_optimizers import FlatAdam, FlatOptimizer, FusedAdam, UpdatePiece
 from engine.zero.optim.master_weights import sync_masters
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -58,10 +59,16 @@ class OptimizerTensor:
         start = self.flat.owned.start
         return self.flat.kept[self.part.start - start : self.part.stop - start].view(self.parameter.shape)
 
+    def slots(self) -> Iterator[tuple[Slot, slice]]:
+        """Yield the parameters whose elements it contains, and which of its own elements those are."""
+        for slot in self.flat.bucket.slots:
+            start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
+            if start < stop:
+                yield slot, slice(start - self.part.start, stop - self.part.start)
+
     def names(self) -> list[str]:
         """Return the names of the parameters whose elements it contains."""
-        part = self.part
-        return [s.name for s in self.flat.bucket.slots if max(s.start, part.start) < min(s.stop, part.stop)]
+        return [slot.name for slot, _ in self.slots()]
 
 
 class ShardedOptimizer:
@@ -107,6 +114,10 @@ class ShardedOptimizer:
         self._make = partial(_make, factory, groups, members)
         self.inner = self._make()
         self._stepping = False
+        self.unused = frozenset[str]()
+        """Parameters that had no gradient on any rank in the last step that was looked at: an update leaves them."""
+        self.missed: dict[str, int] = {}
+        """Number of updates that left a parameter as it was; the same on all ranks."""
         self.inner.register_step_pre_hook(self._refuse_own_step)
         self._begins_with_state = bool(self.inner.state)
         if sharded:
@@ -163,6 +174,8 @@ class ShardedOptimizer:
     def forget(self) -> None:
         """Reset the state to that of a new optimizer; some (Adagrad) create state in their constructor."""
         self.inner.state.clear()
+        self.unused = frozenset()
+        self.missed.clear()
         if self._begins_with_state:
             self.inner.state.update(self._make().state)
         for group in self.inner.param_groups if isinstance(self.inner, FlatOptimizer) else ():
@@ -183,17 +196,56 @@ class ShardedOptimizer:
         self.settle()
 
     def settle(self) -> None:
-        """Tell autograd that the parameters have changed."""
+        """Count the update for each parameter, and tell autograd that the parameters have changed."""
+        for name in self.unused:
+            self.missed[name] = self.missed.get(name, 0) + 1
         # the writes bypassed autograd, which must refuse a backward through a graph of the old weights
         torch.autograd.graph.increment_version([p for flat in self._buckets for p in flat.parameters])
         torch.clear_autocast_cache()  # an autocast around several steps would go on using copies of the old weights
 
+    def unexpected(self, unused: frozenset[str], among: frozenset[str]) -> int:
+        """Count the parameters of this rank, ``among``, of which this step makes another use than the last one."""
+        return len(unused ^ (self.unused & among))
+
     def _step_inner(self) -> None:
+        """Step; parameters without a gradient keep values and moments, and built-in optimizers their step count."""
+        kept: list[tuple[Tensor, Tensor]] = []
+        if isinstance(self.inner, FlatOptimizer):
+            several = self.places if self.unused or self.missed else ()
+            self.inner.pieces = {place.parameter: tuple(self._pieces(place)) for place in several}
+        else:
+            kept = [(part, part.clone()) for place in self.places for part in self._unused_parts(place)]
         self._stepping = True
         try:
             self.inner.step()
         finally:
             self._stepping = False
+        for part, before in kept:
+            part.copy_(before)
+
+    def _pieces(self, place: OptimizerTensor) -> Iterator[UpdatePiece]:
+        """Yield runs of parameters that are updated and have missed the same number of updates."""
+        run: UpdatePiece | None = None
+        for slot, part in place.slots():
+            missed = None if slot.name in self.unused else self.missed.get(slot.name, 0)
+            if run is not None and missed == run.missed:
+                run = UpdatePiece(slice(run.part.start, part.stop), run.missed)
+                continue
+            if run is not None:
+                yield run
+            run = None if missed is None else UpdatePiece(part, missed)
+        if run is not None:
+            yield run
+
+    def _unused_parts(self, place: OptimizerTensor) -> Iterator[Tensor]:
+        """Yield the values and moments that the step of an optimizer of the user's must leave."""
+        parts = [part for slot, part in place.slots() if slot.name in self.unused]
+        if not parts:
+            return
+        weights = place.parameter.detach()
+        for value in (weights, *self.inner.state.get(place.parameter, {}).values()):
+            if isinstance(value, Tensor) and value.shape == weights.shape:
+                yield from (value.view(-1)[part] for part in parts)
 
     def _refuse_own_step(self, *_: object) -> None:
         """Refuse a step that the user makes: its gradients are unreduced sums, and no parameter would be gathered."""

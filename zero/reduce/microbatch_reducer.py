@@ -112,6 +112,7 @@ class MicrobatchReducer(SharedReduction):
         Afterwards each shard of ``grads`` holds the sum over microbatches and data ranks.
         """
         self._settle()
+        self._end_step()
         for stage, done in self._rounds.items():
             for _ in range(done, self._microbatches):
                 self._begin_round(stage)
@@ -131,13 +132,14 @@ class MicrobatchReducer(SharedReduction):
         self._abandoned += [flight.pending for flight in self._flights]
         self._flights.clear()
         self._kept.clear()
+        self._seen.clear()
         self._rounds = dict.fromkeys(self._rounds, 0)
         for filling in self._fillings:
             filling.touched = False
             self._begin(filling)
         self._next = 0
 
-    def take(self, name: str, grad: Tensor) -> None:
+    def _add(self, name: str, grad: Tensor) -> None:
         """Add a gradient to its bucket, or keep it for the second part of its backward."""
         if self._keeping is not None:
             self._keeping.append((name, grad))

@@ -112,6 +112,14 @@ class Reducer(Protocol):
     def finish(self) -> None:
         """Complete every sum; communicates."""
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the parameters of this rank whose gradients are reduced."""
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """Those without a gradient in the finished step."""
+
     def reset(self) -> None:
         """Forget the gradients of an unfinished step."""
 
@@ -151,11 +159,21 @@ class SharedReduction:
         self._abandoned: list[Pending] = []
         names = [slot.name for flat in setup.buckets for slot in flat.bucket.slots]
         trained = {name: setup.parameters[name] for name in names}
+        self.names, self.unused = frozenset(names), frozenset[str]()
+        self._seen: set[str] = set()
         self._hooks = GradientHooks(trained, self.take, warns=setup.comm.grid.rank == 0)
 
     def take(self, name: str, grad: Tensor) -> None:
         """Take the gradient of a parameter inside a backward."""
+        self._seen.add(name)
+        self._add(name, grad)
+
+    def _add(self, name: str, grad: Tensor) -> None:
         raise NotImplementedError
+
+    def _end_step(self) -> None:
+        """Note which parameters had no gradient."""
+        self.unused = self.names - self._seen
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""

@@ -104,6 +104,7 @@ class GradientReducer(SharedReduction):
         a parameter without a gradient in this step contributes zero.
         """
         self._settle()
+        self._end_step()
         self._add_parts()
         while self._next < len(self._progress):
             self._launch()
@@ -124,6 +125,7 @@ class GradientReducer(SharedReduction):
         error of this step, because a peer may never have joined the collective.
         """
         self._next = 0
+        self._seen.clear()
         for progress in self._progress:
             if progress.reduction is not None:
                 self._abandoned.append(progress.reduction)
@@ -132,7 +134,7 @@ class GradientReducer(SharedReduction):
             for place in progress.places:
                 place.touched = place.arrived = False
 
-    def take(self, name: str, grad: Tensor) -> None:
+    def _add(self, name: str, grad: Tensor) -> None:
         """Add a gradient to its bucket."""
         place = self._places[name]
         progress = place.progress

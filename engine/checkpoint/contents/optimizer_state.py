@@ -3,6 +3,7 @@
 moments    state tensors in their parameter's shape; sharded, stored and loaded like the parameter
 numbers    scalars ("step" of torch's Adam), by optimizer group
 options    settings of the groups (lr, betas, the step count of the built-in optimizers)
+missed     by parameter, the updates that it had no gradient for
 
 For a parameter of one element, moments and numbers have the same shape. Such a state is stored as a moment, unless it
 is a number for other parameters of the group (``without_numbers``).
@@ -125,7 +126,8 @@ def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable) -> dict[s
         {"params": names, "options": {key: _plain(value) for key, value in group.items() if _is_plain(key, value)}}
         for group, names in zip(optimizer.inner.param_groups, _names(optimizer, table), strict=True)
     ]
-    return {"type": _type(optimizer), "groups": groups}
+    missed = {"missed": dict(sorted(optimizer.missed.items()))} if optimizer.missed else {}
+    return {"type": _type(optimizer), "groups": groups, **missed}
 
 
 def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: object) -> None:
@@ -188,6 +190,8 @@ def restore(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str,
     parameters were grouped differently when saved keeps its configured rate and weight decay.
     """
     inner, sources = optimizer.inner, _sources(optimizer, table, stored)
+    missed = stored.get("missed", {})
+    optimizer.missed = {row.name: natural(missed[row.name], "missed updates") for row in table if row.name in missed}
     for group, names, source in zip(inner.param_groups, _names(optimizer, table), sources, strict=True):
         then = stored["groups"][source] if source is not None else {"params": [], "options": {}}
         if isinstance(inner, FlatOptimizer):

@@ -22,7 +22,7 @@ BASE: dict[str, Any] = {
     "train_batch_size": 16,
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}},
-    "gradient_clipping": 0.5,
+    "gradient_clipping": 0.25,
 }
 GRIDS: dict[str, dict[str, Any]] = {
     "dp2": {"data": 2},
@@ -515,7 +515,7 @@ def test_norm_is_of_the_whole_model(run_ranks: RunRanks, world: int) -> None:
     cases = [case for case, (grid, _) in WHERE_OTHERS_FAIL.items() if ranks(grid) == world]
     for case, runs in zip(cases, run_ranks(norms, world, cases)[0], strict=True):
         result = Parity(*runs)
-        assert result.norm <= 1e-5 and min(result.reference.norms) > 0.5, f"{case}: {result}"
+        assert result.norm <= 1e-5 and min(result.reference.norms) > 0.25, f"{case}: {result}"
 
 
 class HeadNorm(nn.Module):

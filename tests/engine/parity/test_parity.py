@@ -35,7 +35,7 @@ def config_for(dp: int, stage: int, **changes: Any) -> dict[str, Any]:
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 6000},
         "optimizer": ADAMW,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_min_lr": 1e-3}},
-        "gradient_clipping": 0.5,
+        "gradient_clipping": 0.25,
     } | changes
 
 
@@ -61,7 +61,7 @@ def test_fp32_equals_one_process(run_ranks: RunRanks, parity_table: Table, name:
     result = parity(run_ranks, name, config_for(dp, stage), dp)
     parity_table.cells[name, f"dp{dp} ZeRO-{stage}"] = f"{result.loss:.0e}"
     assert result.holds(), str(result)
-    assert all(norm > 0.5 for norm in result.reference.norms), "clipping must be active"
+    assert all(norm > 0.25 for norm in result.reference.norms), "clipping must be active"
 
 
 @pytest.mark.parametrize("dp", [2, pytest.param(4, marks=pytest.mark.long)])

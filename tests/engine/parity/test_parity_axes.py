@@ -78,7 +78,7 @@ def check(run_ranks: RunRanks, table: Table, name: str, grid: str, ways: Sequenc
     results = run_ranks(train_all, prod(GRIDS[grid].values()), name, grid, ways, seconds=300.0)[0]
     for way, result in zip(ways, results, strict=True):
         assert result.holds(), f"{name} on {grid}, {way}: {result}"
-        assert all(norm > 0.5 for norm in result.reference.norms), "clipping must be active"
+        assert all(norm > 0.25 for norm in result.reference.norms), "clipping must be active"
     table.cells[name, grid] = f"{max(result.loss for result in results):.0e}"
 
 

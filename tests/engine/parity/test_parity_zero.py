@@ -74,7 +74,7 @@ def check(run_ranks: RunRanks, table: Table, name: str, grid: str, ways: Sequenc
         worst[stage] = max(worst.get(stage, 0.0), result.loss)
         assert run.losses == pytest.approx(runs[0].losses, rel=1e-6), f"{WAYS[way]}: stages agree"
         assert run.norms == pytest.approx(runs[0].norms, rel=1e-6), f"{WAYS[way]}: stages agree"
-    assert all(norm > 0.5 for norm in alone.norms), "clipping must be active"
+    assert all(norm > 0.25 for norm in alone.norms), "clipping must be active"
     table.cells[name, grid] = " / ".join(f"{worst[stage]:.0e}" for stage in sorted(worst))
 
 

@@ -47,14 +47,14 @@ def on_grid(name: str, dp: int, stage: int) -> Parity | None:
 def test_one_process_keeps_the_promise() -> None:
     result = on_grid("decoder", 1, 1)
     assert result is not None and result.holds(), str(result)
-    assert all(norm > 0.5 for norm in result.reference.norms), "clipping must be active"
+    assert all(norm > 0.25 for norm in result.reference.norms), "clipping must be active"
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_data_ranks_keep_the_promise(run_ranks: RunRanks, stage: int) -> None:
     result = run_ranks(on_grid, 2, "decoder tied", 2, stage, env=INTERPRETED)[0]
     assert isinstance(result, Parity) and result.holds(), str(result)
-    assert all(norm > 0.5 for norm in result.reference.norms), "clipping must be active"
+    assert all(norm > 0.25 for norm in result.reference.norms), "clipping must be active"
 
 
 def awkward(mode: str) -> tuple[list[float], dict[str, Tensor], list[float]]:
