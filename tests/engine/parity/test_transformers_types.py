@@ -72,9 +72,9 @@ class Page:
             f"{transformers.__version__}. Every type with a causal, masked or sequence-to-sequence head that builds "
             f"small from its configuration class alone: three clipped steps of four microbatches of two rows and "
             f"{LENGTH} tokens, as they are. A cell is the largest relative deviation of a loss from one process, whose "
-            "norms and weights are equal as well (DESIGN, promise 3), or the sentence of the refusal. \"rounding "
-            "alone\": the model amplifies rounding errors, and one process deviates from itself by so much when its weights "
-            "differ in their last bits.",
+            "norms and weights are equal as well (DESIGN, promise 3), or the sentence of the refusal. "
+            '"rounding alone": the model amplifies rounding errors, and one process deviates from itself by so much '
+            "when its weights differ in their last bits.",
             "",
             f"{len(names)} types.",
             "",
