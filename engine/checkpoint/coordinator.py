@@ -17,6 +17,7 @@ from engine.checkpoint.format.folder_locks import FolderLocks
 from engine.checkpoint.format.step_folders import make_run_folder
 from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.full_state import Entry, FullState
+from engine.checkpoint.huggingface import refuse_adapters
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
 from engine.checkpoint.resume import ClientState, LoadRequest, Resume, find_checkpoint, loading, start_weights
 from engine.checkpoint.run_state import RunState
@@ -163,6 +164,7 @@ class CheckpointCoordinator:
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """See :meth:`engine.Engine.save_pretrained`."""
+        refuse_adapters(self._model)
         self.refuse_spoiled()
         checkpoints, _ = self._writer("save_pretrained")
         checkpoints.export(resolved(folder))

@@ -126,6 +126,24 @@ def model_files(model: nn.Module) -> dict[str, bytes]:
     return files
 
 
+def refuse_adapters(model: nn.Module) -> None:
+    """Refuse to write a folder that ``from_pretrained`` would fill up with random weights.
+
+    Raises:
+        CheckpointError: the model is wrapped (PEFT), or adapters stand in place of its layers.
+    """
+    kind = type(model)
+    inside = getattr(model, "base_model_prefix", None) is not None and not hasattr(kind, "base_model_prefix")
+    adapter = next((name for name, _ in model.named_parameters() if ".base_layer." in name or ".lora_" in name), None)
+    if inside or adapter is not None:
+        what = f"has adapters ({adapter!r})" if adapter is not None else "wraps another model"
+        raise CheckpointError(
+            f"save_pretrained: this {kind.__name__} {what}, and transformers would load none of its keys and start "
+            "from random weights; save adapters from eng.full_state_dict() with the library that made them, or merge "
+            "them into the model first."
+        )
+
+
 def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
     """The same files; "config.json" states the dtype of the weights ("bfloat16")."""
     return {

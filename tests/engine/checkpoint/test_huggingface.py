@@ -203,3 +203,48 @@ def test_the_cache_of_the_hub_whose_files_are_links(tmp_path: Path) -> None:
         (tmp_path / "blobs" / f"{index:040x}").symlink_to(file)
         (tmp_path / "snapshots" / file.name).symlink_to(Path("..") / "blobs" / f"{index:040x}")
     assert same(starts("llama", {}, 0, str(tmp_path / "snapshots"), str(tmp_path / "out"), {}), given.state_dict())
+
+
+class Adapter(torch.nn.Module):
+    """As PEFT wraps a layer: the layer stays, a pair of small ones is added."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = torch.nn.Linear(layer.in_features, 2, bias=False)
+        self.lora_B = torch.nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+class Wrapper(torch.nn.Module):
+    """As PEFT wraps a model: what it lacks it asks of the model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_model"), name)
+
+    def forward(self, **batch: Any) -> Any:
+        return self.base_model(**batch)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_adapters_are_no_pretrained_folder(wrapped: bool, tmp_path: Path) -> None:
+    model: Any = models.llama()
+    if wrapped:
+        model = Wrapper(model)
+    else:
+        model.model.layers[0].mlp.up_proj = Adapter(model.model.layers[0].mlp.up_proj)
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with engine.initialize(model, config, example_batch=models.batches_for("llama", 2, 1)[0]) as eng:
+        eng.train_batch(models.batches_for("llama", 2, 1)[0])
+        with pytest.raises(engine.CheckpointError, match="would load none of its keys and start from random weights"):
+            eng.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
