@@ -23,7 +23,7 @@ FULL: Tree = json.loads("""{
            "consecutive_hysteresis": false, "min_loss_scale": 1},
   "communication_data_type": "fp32", "keep_fp32": ["*norm*"],
   "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
-                "no_weight_decay": ["*.bias"], "groups": [{"params": ["head.*"], "lr": 1e-4, "weight_decay": 0}]},
+                "update_unused": True, "no_weight_decay": ["*.bias"], "groups": [{"params": ["head.*"], "lr": 1e-4, "weight_decay": 0}]},
   "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000, "warmup_min_ratio": 0.1,
                 "warmup_num_steps": 100, "cos_min_ratio": 0.01, "warmup_type": "linear"}},
   "gradient_clipping": 1.0,
