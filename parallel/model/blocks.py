@@ -87,6 +87,7 @@ class _Walk:
         self.blocks: list[str] = []
         self._deep, self._mixed = deep, mixed
         self._seen: set[int] = set()
+        self._in_block = False
 
     def visit(self, module: nn.Module, name: str) -> None:
         """Add ``module`` as a unit, or look inside it."""
@@ -108,12 +109,14 @@ class _Walk:
                 self.visit(child, prefix + key)
 
     def _visit_block(self, block: nn.Module, name: str) -> None:
+        outside, self._in_block = self._in_block, True
         if self._deep and any(self._is_chain(inner) and len(weighty_children(inner)) > 1 for inner in block.modules()):
             self.visit(block, name)
         elif id(block) not in self._seen:
             self._seen.add(id(block))
             self.modules[name] = block
             self.blocks.append(name)
+        self._in_block = outside
 
     def _is_chain(self, module: nn.Module) -> bool:
         """True for a chain. A ModuleList of one element counts: it may be called many times (ALBERT)."""
@@ -131,10 +134,11 @@ class _Walk:
         """True for several classes with blocks among them.
 
         Blocks that hold chains themselves (experts) are blocks only if there are several of their class, since an
-        encoder between two adapters is not one block, but holds blocks; nor is a bare container one.
+        encoder between two adapters is not one block, but holds blocks; nor is a bare container one. The parts of a
+        block are no hybrid chain: a T5 block is a list of attention and perceptron, and is skipped as a whole.
         """
         blocks = [child for _, child in children if weighty_children(child)]
-        if self._mixed or len({type(child) for _, child in children}) == 1 or len(blocks) < 2:
+        if self._mixed or self._in_block or len({type(child) for _, child in children}) == 1 or len(blocks) < 2:
             return False
         count = Counter(map(type, blocks))
         around = {type(block) for block in blocks if any(map(self._is_chain, block.modules()))}
