@@ -356,7 +356,9 @@ def test_tensor_ranks_stay_equal_where_they_hold_the_same(run_ranks: RunRanks, n
     + [wide("llama", grid) for grid in ("tp2", "pp2", "tp2 x pp2")],
 )
 def test_bf16_stays_close_to_bf16_of_one_process(run_ranks: RunRanks, name: str, grid: str) -> None:
-    result = parity(run_ranks, grid, MODELS[name], batches(name, steps=4), loss_of(name), bf16={"enabled": True})
+    # no clipping: one process sums the norm in fp32, and the last bit of its factor decides how a weight is rounded
+    changes: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 0.0}
+    result = parity(run_ranks, grid, MODELS[name], batches(name, steps=4), loss_of(name), **changes)
     assert result.loss <= (1e-4 if "tp" in grid else 1e-7), "sums of halves are rounded anew, stages change no bit"
 
 

@@ -16,6 +16,7 @@ from engine.parallel.pipeline.partition.partition import Partition, balance, mak
 from engine.parallel.pipeline.partition.stage_plan import MOST_DEAD_BYTES, VertexCut
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.parallel.trace.tracer import trace_model
+from tests import models
 from tests.parallel.pipeline.play import batches_of
 from tests.parallel.pipeline.zoo import CASES, LENGTH, ROWS, VOCABULARY, WIDTH, Own, albert, run_own, tokens
 
@@ -340,7 +341,7 @@ def test_recut_keeps_the_boundaries_on_another_input() -> None:
         other = trace_model(model, lambda: case.run(model, shorter))
     again = repartition(other, cut.boundaries, [plan.parameters for plan in cut.stages])
     assert again.boundaries == cut.boundaries and again.owners == cut.owners
-    assert again.crossing_bytes * 12 == cut.crossing_bytes * 5
+    assert again.crossing_bytes * models.LENGTH == cut.crossing_bytes * 5
 
 
 def test_recut_refuses_another_path() -> None:
