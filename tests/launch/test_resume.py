@@ -84,7 +84,7 @@ def test_one_process_stopped_by_sigterm_goes_on_to_the_bit(tmp_path: Path) -> No
     end(whole, tmp_path, "whole")
     check_same(rows(tmp_path, "stopped"), rows(tmp_path, "whole"))
     assert sorted(path.name for path in (tmp_path / "stopped/checkpoints").glob("*")) == [
-        "latest", f"step-{STEPS - EVERY:08d}", f"step-{STEPS:08d}",
+        ".trine.lock", "latest", f"step-{STEPS - EVERY:08d}", f"step-{STEPS:08d}",
     ]  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def by_formula(eng: Engine, moments: int) -> int:
 
 
 def settled_bytes(expected: int) -> int:
-    """Bytes alive, once gloo's thread has let go of the control values (64 bytes) of the last collective."""
+    """Bytes alive, once gloo's thread has let go of the control values (72 bytes) of the last collective."""
     deadline = time.monotonic() + 2
     while (found := live_bytes()) != expected and time.monotonic() < deadline:
         time.sleep(0.01)

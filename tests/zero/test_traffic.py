@@ -58,7 +58,7 @@ def expected(eng: Engine, wire: str | None) -> dict[tuple[str, str], tuple[int, 
         sent = {"bf16": 2, "fp16": 2, "fp32": 4}[wire] if wire else summed
         gradients += rounds * (2 if stage == 0 else 1) * bucket.elements * sent * (N - 1) // N
         parameters += bucket.elements * width * (N - 1) // N
-    rows = {("dp", "gradients"): (rounds * calls, gradients), ("world", "control"): (1, 2 * 8 * 8 * (N - 1) // N)}
+    rows = {("dp", "gradients"): (rounds * calls, gradients), ("world", "control"): (1, 2 * 8 * 9 * (N - 1) // N)}
     if stage == 3:
         return rows | {("dp", "parameters"): gathered(eng)}
     return rows | ({("dp", "parameters"): (calls, parameters)} if stage else {})

@@ -129,7 +129,7 @@ def expected(found: Found, config: dict[str, Any], tied: bool) -> dict[tuple[str
     add(("pp", "backward"), m, (not first) * m * HIDDEN)
     k = 2 if tied and p > 1 and (first or last) else 1
     add(("pp", "ties"), 1, 2 * (k - 1) / k * found.tied / n)
-    add(("world", "control"), 1, 2 * 2 * 8 * (n * t * p - 1) / (n * t * p))
+    add(("world", "control"), 1, 2 * 2 * 9 * (n * t * p - 1) / (n * t * p))
     add(("replica", "batch check"), 1, 2 * (t * p - 1))
     return rows
 
