@@ -92,6 +92,9 @@ def measure(mode: Mode, precision: str, wire: str | None, size: int) -> tuple[in
         report = eng.train_batch(batch(eng, step))
         rows = eng.sent.since(before).rows()
         found: dict[tuple[str, str], tuple[int, int]] = {(row.axis, row.label): (row.calls, row.bytes) for row in rows}
+        told = found.pop(("world", "used"), None) is not None
+        if told != (step == 0):  # the first step finds the parameter that nobody uses, and the next one expects it
+            wrong.append(f"step {step}: unused parameters were {'looked for' * told or 'not looked for'}")
         planned = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.plan.rank(eng.grid.rank).traffic}
         if not found == planned == expected(eng, wire):
             wrong.append(f"step {step}: found {found}, planned {planned}, formula {expected(eng, wire)}")

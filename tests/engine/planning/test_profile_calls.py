@@ -45,17 +45,20 @@ class Pause(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """As many FLOPs as any other, and as slow as it is told. ``number``: which of the layers it is."""
+    """As many FLOPs as any other, and as slow as it is told. ``number``: which of the layers it is.
+
+    The times are private, since ranks compare the public numbers of their modules, and here they differ.
+    """
 
     def __init__(self, forward: float = 0.0, backward: float = 0.0, number: int = 0) -> None:
         super().__init__()
-        self.seconds, self.backward, self.number = forward, backward, number
+        self._seconds, self._backward, self.number = forward, backward, number
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
+        time.sleep(self._seconds)
         pause: Any = Pause.apply
-        return F.relu(self.linear(pause(x, self.backward) if self.backward else x))
+        return F.relu(self.linear(pause(x, self._backward) if self._backward else x))
 
 
 class Chain(nn.Module):
