@@ -159,24 +159,34 @@ def _trace_short(program: Program, example: Batch, length: int) -> tuple[Batch, 
 
     A model may count on its own length (image tokens, windows), so the last one tried is the example as it is.
     """
-    shortened = [_short(example, length), _short(example, length, floats=True)]
-    refused = ""
-    for tried in shortened:
-        material = Material()
-        try:
-            if _lengths(tried) != _lengths(example):
-                return tried, trace_example(program, tried, 1, material=material), material, ""
-        except Exception as error:  # not every model takes every length
-            if is_own_mistake(error):
-                raise
-            refused = refused or first_line(error)
+    found, refused = _try_length(program, example, length)
+    if found is not None:
+        return *found, ""
     material = Material()
     trace = trace_example(program, example, 1, material=material)
     note = f"the tensor plan is searched with the full length of the example, because {length} tokens raise: {refused}"
     return example, trace, material, note if refused else ""
 
 
-def _lengths(example: Batch) -> list[torch.Size]:
+def _try_length(program: Program, example: Batch, length: int) -> tuple[tuple[Batch, ModelTrace, Material] | None, str]:
+    """Trace the example with ``length`` tokens, its floats as they are and then shortened too; else (None, the first
+    error, which is empty if nothing could be shortened)."""
+    refused, seen = "", [_shapes(example)]
+    for floats in (False, True):
+        tried, material = _short(example, length, floats), Material()
+        if _shapes(tried) in seen:
+            continue
+        seen.append(_shapes(tried))
+        try:
+            return (tried, trace_example(program, tried, 1, material=material), material), ""
+        except Exception as error:  # not every model takes every length
+            if is_own_mistake(error):
+                raise
+            refused = refused or first_line(error)
+    return None, refused
+
+
+def _shapes(example: Batch) -> list[torch.Size]:
     return [tensor.shape for _, tensor in named_tensors(example)]
 
 
@@ -243,20 +253,13 @@ def _material_of_shorter(program: Program, example: Batch, trace: ModelTrace, tp
     length = max(min(lengths) // 2 // tp * tp, tp)
     if length >= max(lengths):
         return None, f"an example of {max(lengths)} tokens cannot be shortened for {tp} tensor ranks"
-    refused = ""
-    for floats in (False, True):
-        material = Material()
-        try:
-            seen = trace_example(program, _short(example, length, floats), 1, material=material)
-        except Exception as error:  # not every model takes every length
-            if is_own_mistake(error):
-                raise
-            refused = refused or f"the model does not run with {length} tokens: {first_line(error)}"
-            continue
-        if [call.unit for call in seen.calls] == [call.unit for call in trace.calls]:
-            return material, ""
+    found, refused = _try_length(program, example, length)
+    if found is None:
+        return None, f"the model does not run with {length} tokens: {refused}"
+    _, seen, material = found
+    if [call.unit for call in seen.calls] != [call.unit for call in trace.calls]:
         return None, f"the model calls other modules with {length} tokens"
-    return None, refused
+    return material, ""
 
 
 @dataclass

@@ -52,11 +52,8 @@ def running_statistics(model: nn.Module) -> tuple[str, ...]:
 
     The statistics are sums of many small steps and stay in fp32, and torch's kernels want the weights in their dtype.
     """
-    return tuple(name for name, module in model.named_modules() if name and _is_tensor(module, "running_mean"))
-
-
-def _is_tensor(module: nn.Module, name: str) -> bool:
-    return isinstance(module._buffers.get(name), Tensor)
+    named = [(name, module._buffers.get("running_mean")) for name, module in model.named_modules() if name]
+    return tuple(name for name, mean in named if mean is not None)
 
 
 def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) -> None:

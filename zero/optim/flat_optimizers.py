@@ -90,7 +90,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         # State is keyed by tensor, so the fp32 copy gets the piece's moments for the time of its update.
         of_weight = self.pieces.get(weight)
         for piece in rounding.pieces(weight):
-            missed = next(iter(_missed_at(of_weight, piece.part.start)), None)
+            missed = _missed_at(of_weight, piece.part.start)
             if missed is None:  # an empty piece, so that the moments exist
                 piece, missed = piece._replace(part=slice(0, 0), places=piece.places[:0]), 0
             wide, age = weight[piece.part].float(), group["step"] - missed
@@ -149,7 +149,8 @@ class FusedAdam:
         if self.rounding is not None and weights.dtype == torch.bfloat16:
             for part, how in self.rounding.runs(weights, step):
                 own = AdamRun(run.weights[part], run.gradient[part], run.first[part], run.second[part])
-                for missed in _missed_at(pieces, part.start):
+                missed = _missed_at(pieces, part.start)
+                if missed is not None:
                     adamw_(own, rule, step - missed, self.decision, self.kernels, how)
             return
         if pieces is None:
@@ -161,11 +162,11 @@ class FusedAdam:
             adamw_(own, rule, step - missed, self.decision, self.kernels)
 
 
-def _missed_at(pieces: Sequence[UpdatePiece] | None, place: int) -> list[int]:
-    """The updates that an element has missed; nothing if it is not updated now."""
+def _missed_at(pieces: Sequence[UpdatePiece] | None, place: int) -> int | None:
+    """The updates that an element has missed; None if it is not updated now."""
     if pieces is None:
-        return [0]
-    return [missed for part, missed in pieces if part.start <= place < part.stop]
+        return 0
+    return next((missed for part, missed in pieces if part.start <= place < part.stop), None)
 
 
 class FlatAdam(FlatOptimizer):

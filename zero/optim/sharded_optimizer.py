@@ -211,7 +211,8 @@ class ShardedOptimizer:
         """Step; parameters without a gradient keep values and moments, and built-in optimizers their step count."""
         kept: list[tuple[Tensor, Tensor]] = []
         if isinstance(self.inner, FlatOptimizer):
-            several = self.places if self.unused or self.missed else ()
+            apart = self.unused.union(self.missed)
+            several = [place for place in self.places if not apart.isdisjoint(place.names())] if apart else []
             self.inner.pieces = {place.parameter: tuple(self._pieces(place)) for place in several}
         else:
             kept = [(part, part.clone()) for place in self.places for part in self._unused_parts(place)]
