@@ -47,7 +47,8 @@ def plain(model: nn.Module, batches: list[Any], dp: int, micro: int) -> tuple[li
             scale /= 2
             continue
         for master, grad in zip(masters, sums, strict=True):
-            master.grad = grad * (min(1.0, CLIP / (norm + 1e-6)) / weight)
+            used = bool(grad.any())  # a parameter that nobody uses has no gradient
+            master.grad = grad * (min(1.0, CLIP / (norm + 1e-6)) / weight) if used else None
         adamw.step()
         with torch.no_grad():
             for p, master in zip(low, masters, strict=True):
