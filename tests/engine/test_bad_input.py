@@ -56,8 +56,8 @@ def test_batch_without_tensors() -> None:
 
 def test_loss_that_is_no_scalar() -> None:
     assert message(train(batches(1)[0], lambda output, batch: output.mean(dim=0))) == (
-        "the loss that loss_fn returned is a float32 tensor of shape (12, 61); a loss is a 0-dim floating tensor: "
-        "return a mean, or (sum, weight)."
+        f"the loss that loss_fn returned is a float32 tensor of shape ({models.LENGTH}, 61); a loss is a 0-dim "
+        "floating tensor: return a mean, or (sum, weight)."
     )
     assert "is a float;" in message(train(batches(1)[0], lambda output, batch: 1.0))
 

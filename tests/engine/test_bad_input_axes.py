@@ -371,7 +371,12 @@ def too_long() -> list[Any]:
 def test_shape_that_the_model_refuses_stops_all_ranks(run_ranks: RunRanks) -> None:
     results = run_ranks(too_long, 4)
     told = [text for text, _ in results]
-    assert [text.startswith("ValueError: input_ids has length 36") for text in told] == [False, True, False, True]
+    assert [text.startswith(f"ValueError: input_ids has length {3 * models.LENGTH}") for text in told] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     assert told[0].startswith("EngineError: 2 other rank(s) failed in this step")
     assert len({loss for _, loss in results}) == 1
 

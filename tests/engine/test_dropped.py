@@ -120,10 +120,10 @@ class Trainer:
         self.seen += 1
         return output.square().mean() if isinstance(given, Tensor) else loss_sum(output, given)
 
-    def train(self, grid: str, folder: str) -> Made:
+    def train(self, grid: str, folder: str, other: str = "other") -> Made:
         self.engine.train_batch(batch(grid, 4 // self.engine.grid.dp))
         if self.engine.grid.world_size > 1:
-            self.engine.save_checkpoint(Path(folder) / "other").wait()
+            self.engine.save_checkpoint(Path(folder) / other).wait()
         return Made(self.model, self.engine)
 
 
@@ -198,10 +198,10 @@ def drop_with_a_model_that_refers_to_it(grid: str, folder: str, check: Check) ->
 
 
 def replace(grid: str, folder: str, check: Check) -> None:
-    """The next engine is made before the last one is dropped."""
+    """The next engine is made before the last one is dropped, which holds the folder that it saved into."""
     eng = trained(grid, folder).eng
-    for _ in range(2):
-        eng = trained(grid, folder).eng
+    for number in range(2):
+        eng = Trainer(grid, folder).train(grid, folder, other=f"other {number}").eng
     del eng
     gc.collect()
     check()

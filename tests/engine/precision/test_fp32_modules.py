@@ -36,6 +36,9 @@ CASES = [
     ("attention and ends", "dp2 x pp2"),
     ("cut layers", "dp2 x tp2"),
 ]
+ROUNDED_OTHERWISE = 1.3e-5
+"""What one process deviates from itself in four steps if the last bits of its fp32 weights differ (worst of 6 tries):
+such a bit flips the bf16 rounding of a weight every few steps."""
 SOME = [*((*case, 1) for case in CASES), ("attention and ends", "dp2 x pp2", 3), ("cut layers", "dp2 x tp2", 3)]
 
 
@@ -59,7 +62,10 @@ def compare(config: dict[str, Any]) -> Parity | None:
 )
 def test_every_grid_gives_what_one_process_gives(run_ranks: RunRanks, name: str, grid: str, stage: int) -> None:
     result = run_ranks(compare, prod(GRIDS[grid].values()), settings(name, grid, stage))[0]
-    assert result.loss <= (2e-4 if "tp" in grid else 1e-6), str(result)
+    tensor = "tp" in grid
+    first = abs(result.engine.losses[0] / result.reference.losses[0] - 1)
+    assert first <= (2e-4 if tensor else 1e-6), str(result)
+    assert result.loss <= (2e-4 if tensor else ROUNDED_OTHERWISE), str(result)
 
 
 def measure(name: str, grid: str, mode: str, stage: int) -> dict[str, Any]:
