@@ -22,6 +22,7 @@ from engine.optim.lr_schedules import make_learning_rate
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
+from engine.parallel.model.absent_parameters import AbsentParameters
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.parallel.pipeline.runtime.executor import Executor, rank_schedule
@@ -117,7 +118,13 @@ def build(
         replica_check=ReplicaCheck(plan.table, buckets, comm, config.parallel.verify_plan),
         nonfinite=NonFinite(plan.table, buckets, comm, device),
         buffers=WrittenBuffers(model),
+        absent=_absent(model, plan, rank) if config.pp > 1 else None,
     )
+
+
+def _absent(model: nn.Module, plan: Plan, rank: int) -> AbsentParameters:
+    present = {row.name for row in plan.table.held_by(rank)}
+    return AbsentParameters(model, present, {row.name: row.owners for row in plan.table}, rank)
 
 
 def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> TensorAxis:

@@ -176,13 +176,14 @@ class StepRunner:
         carrier = Carrier(self._comm, self._device, runtime.plan.last_rank)
         try:
             if step.problem is None:
-                microbatches.trace_all()
+                with runtime.running():
+                    microbatches.trace_all()
         except Exception as problem:
             step.problem = problem
         if step.problem is not None:
             return  # no action runs on any rank of the replica, so none waits; the control sum tells the other replicas
         try:
-            with runtime.passes(row):
+            with runtime.running(), runtime.passes(row):
                 runtime.executor.run(row, microbatches)
                 microbatches.bring_outputs(carrier)
         except Exception as problem:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from engine.kernels.dispatch import Kernels
 from engine.optim.lr_schedules import LearningRate
 from engine.parallel.comm.comm import Comm
+from engine.parallel.model.absent_parameters import AbsentParameters
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
@@ -63,6 +64,8 @@ class RankRuntime:
     replica_check: ReplicaCheck
     nonfinite: NonFinite
     buffers: WrittenBuffers
+    absent: AbsentParameters | None
+    """None without a pipeline."""
 
     @contextmanager
     def forward(self, *key: int, random: bool = True) -> Iterator[None]:
@@ -102,6 +105,10 @@ class RankRuntime:
         finally:
             self.gatherer.end()
 
+    def running(self) -> AbstractContextManager[None]:
+        """Context of the engine's own forwards and traces of the model."""
+        return self.absent.running() if self.absent else nullcontext()
+
     def finish(self) -> None:
         """Finish the last backward: complete all reductions and gathers, so that parameters may change."""
         self.reducer.finish()
@@ -111,6 +118,8 @@ class RankRuntime:
     def close(self) -> None:
         """Remove every patch from the model and stop gathering."""
         self.patches.remove()
+        if self.absent is not None:
+            self.absent.retire()
         if self.gatherer is not None:
             self.gatherer.retire()
 

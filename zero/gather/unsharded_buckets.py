@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm, Pending
+from engine.parallel.model.guarded_parameter import conceal, reveal
 from engine.zero.flat_buckets import FlatBucket
-from engine.zero.gather.sharded_parameter import conceal, reveal
 
 
 class UnshardedBuckets:
@@ -137,7 +137,7 @@ class UnshardedBuckets:
         self._shown.discard(index)
         flat = self._buckets[index]
         for slot, parameter in zip(flat.bucket.slots, flat.parameters, strict=True):
-            conceal(parameter, partial(self._read, index, slot.name))
+            conceal(parameter, partial(self._read, index, slot.name), "sharded over the data ranks (ZeRO 3)")
 
 
 def _memory(tensor: Tensor) -> int:

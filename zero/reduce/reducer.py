@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm, Pending
+from engine.parallel.model.guarded_parameter import GuardedParameter
 from engine.zero.flat_buckets import FlatBucket
-from engine.zero.gather.sharded_parameter import ShardedParameter
 
 logger = logging.getLogger("trine")
 
@@ -73,7 +73,7 @@ class GradientHooks:
         if not self._open or parameter.grad is None:
             self._warn(parameter)
             return  # a gradient of the user's own backward
-        if isinstance(parameter, ShardedParameter):
+        if isinstance(parameter, GuardedParameter):
             raise EngineError(
                 f"parameter {name!r} got a gradient while it was not gathered (ZeRO 3), so the gradient is invalid: "
                 "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."

@@ -1,6 +1,9 @@
-"""Class of a sharded parameter while it is not gathered: it has shape, dtype and name, and answers reads clearly.
+"""Class of a parameter whose values are not on this rank: it has shape, dtype and name, and answers reads clearly.
 
-The object stays the user's. Only its class changes, to :class:`ShardedParameter` and back, so that nothing stands
+    sharded (ZeRO 3)     guarded while it is not gathered
+    of another stage     guarded while the engine does not run the model, in whose forward it is a placeholder
+
+The object stays the user's. Only its class changes, to :class:`GuardedParameter` and back, so that nothing stands
 between torch and a parameter while the model runs.
 """
 
@@ -15,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from engine.parallel.trace.torch_function import METADATA, getter
 
 Read = Callable[[], None]
-"""Called when code reads a parameter that is not gathered; it gathers the parameter or raises."""
+"""Called when code reads the values of a parameter; it raises, or it sees to it that the read makes sense."""
 
 
 @dataclass(slots=True)
@@ -24,10 +27,12 @@ class Guard:
 
     own_class: type[nn.Parameter]
     read: Read
+    where: str
+    """Where the values are, for people."""
 
 
-class ShardedParameter(nn.Parameter):
-    """Parameter of which this rank holds its shard at most."""
+class GuardedParameter(nn.Parameter):
+    """Parameter whose values this rank does not hold, or only a shard of them."""
 
     _guard: Guard
 
@@ -36,27 +41,27 @@ class ShardedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func not in _WITHOUT_CONTENT:
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, ShardedParameter):
+                if isinstance(leaf, GuardedParameter):
                     leaf._guard.read()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Parameter of shape {tuple(self.shape)} and {self.dtype}, sharded over the data ranks (ZeRO 3)"
+        return f"Parameter of shape {tuple(self.shape)} and {self.dtype}, {self._guard.where}"
 
 
-def conceal(parameter: nn.Parameter, read: Read) -> None:
-    """Change the class to :class:`ShardedParameter`, so that ``read`` is called when code needs the values."""
-    if isinstance(parameter, ShardedParameter):
+def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:
+    """Change the class to :class:`GuardedParameter`, so that ``read`` is called when code needs the values."""
+    if isinstance(parameter, GuardedParameter):
         return
     untyped: Any = parameter
-    untyped._guard = Guard(type(parameter), read)
-    untyped.__class__ = ShardedParameter
+    untyped._guard = Guard(type(parameter), read, where)
+    untyped.__class__ = GuardedParameter
 
 
 def reveal(parameter: nn.Parameter) -> None:
     """Restore the parameter's own class: the inverse of :func:`conceal`."""
-    if isinstance(parameter, ShardedParameter):
+    if isinstance(parameter, GuardedParameter):
         untyped: Any = parameter
         untyped.__class__ = untyped._guard.own_class
         del untyped._guard
