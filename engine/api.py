@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +39,8 @@ from engine.planning.analysis import needs_example
 from engine.planning.plan import Plan
 from engine.planning.profile_calls import Costs, needs_profiling
 from engine.program.batch import Batch
+from engine.program.batch_rows import BatchRows, Name
+from engine.program.forward_inputs import ForwardInputs, Inputs
 from engine.program.loss import LossFunction
 from engine.reporting.banner import banner_text
 from engine.reporting.console import open_console, say_if_slow
@@ -57,21 +59,27 @@ def initialize(
     example_batch: Any = None,
     optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
     lr_scheduler: SchedulerArgument | None = None,
+    *,
+    inputs: Inputs | None = None,
+    whole: Name | Sequence[Name] = (),
 ) -> Engine:
     """Put ``model`` on the grid that ``config`` describes.
 
     Starts the process group (NCCL on GPUs, gloo otherwise) unless one exists; a run without torchrun has one process.
 
     Args:
-        model: a module, or a callable that builds one; every rank passes the same weights. Of a module inside
-            DistributedDataParallel, DataParallel or torch.compile, the inner one is trained.
+        model: a module, or a callable that builds one; every rank passes the same weights. The wrappers of DDP,
+            DataParallel and torch.compile are left out.
         config: a dict, the path of a JSON file, or a :class:`Config`.
         loss_fn: ``(output, batch) -> loss``, a 0-dim mean or (sum, weight); None: the model's output contains the loss.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
-        optimizer: ``params -> torch.optim.Optimizer``, in place of the configured one; or an optimizer over the
-            model's parameters, whose class, groups and options are taken.
+        optimizer: in place of the configured one: ``params -> torch.optim.Optimizer``, or one over the parameters.
         lr_scheduler: ``update -> factor`` or ``optimizer -> LRScheduler``.
+        inputs: what forward is given of a batch: keys or positions, or ``microbatch -> arguments``. None: everything;
+            with ``loss_fn`` what the signature of forward takes.
+        whole: keys or positions of tensors that are not cut into microbatches, such as one row of position ids.
+            Tensors of the example without its rows are whole too.
 
     Raises:
         ConfigError, GridError, PlanError: one sentence per problem. They are raised before any communication, except
@@ -84,18 +92,25 @@ def initialize(
         resources.add(open_console(world.rank))
         resolved = load_config(config, world.size)
         made, notes = unwrap(make_model(model, resolved.seed, world.device))
-        resolved = replace(resolved, notes=(*resolved.notes, *notes))
-        request = Request(loss_fn=loss_fn, lr_scheduler=lr_scheduler, example_batch=example_batch)
+        rows = BatchRows.of(whole, example_batch, resolved.micro)
+        resolved = replace(resolved, notes=(*resolved.notes, *notes, *rows.notes))
+        forward = ForwardInputs.of(made, loss_fn is not None, inputs)
+        request = Request(loss_fn, None, lr_scheduler, example_batch, rows=rows, inputs=forward)
         resources.add(request.patches.remove)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            given = read_optimizer(optimizer, made, resolved.optimizer)
-            request = replace(request, optimizer=given.factory, given=given)
-        else:
-            request = replace(request, optimizer=optimizer)
-        return _initialize(made, resolved, request, world, resources)
+        return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources)
     except BaseException:
         resources.close()
         raise
+
+
+def _with(
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None, request: Request, model: nn.Module, config: Config
+) -> Request:
+    """The request with the optimizer as a factory."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return replace(request, optimizer=optimizer)
+    given = read_optimizer(optimizer, model, config.optimizer)
+    return replace(request, optimizer=given.factory, given=given)
 
 
 def _initialize(model: nn.Module, config: Config, request: Request, world: World, resources: EngineResources) -> Engine:
@@ -111,19 +126,16 @@ def _initialize(model: nn.Module, config: Config, request: Request, world: World
     resources.add(comm.close)
     coordinator = CheckpointCoordinator(model, config, comm, world.device, files)
     resources.add(coordinator.release)
-
-    def complete(example: Batch, problem: Exception | None = None) -> RankRuntime:
-        joined = _Joined(
-            model=model, config=config, request=request, comm=comm, device=world.device, prepare=coordinator.hold_folder
-        )
-        plan = joined.plan(known, example, problem)
-        with say_if_slow("placing the model", world.rank):
-            runtime = build(model, plan, comm, world.device, request, example)
-        if world.rank == 0:
-            logger.info(banner_text(plan, str(world.device)))
-        return runtime
-
-    engine = Engine(model, config, comm, complete, coordinator, resources)
+    joined = _Joined(
+        model=model,
+        config=config,
+        request=request,
+        comm=comm,
+        device=world.device,
+        prepare=coordinator.hold_folder,
+        known=known,
+    )
+    engine = Engine(joined, coordinator, resources)
     if not waits:
         engine.complete(request.example_batch)
     return engine
@@ -131,7 +143,7 @@ def _initialize(model: nn.Module, config: Config, request: Request, world: World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Joined:
-    """Input of a plan after the process group is open."""
+    """Builds the runtime of this rank, now that the process group is open; a :class:`BuildRuntime`."""
 
     model: nn.Module
     config: Config
@@ -140,8 +152,24 @@ class _Joined:
     device: torch.device
     prepare: Callable[[], None]
     """What may fail on a rank before the model is changed."""
+    known: Plan | None
+    """The plan, if it could be made before the group was open."""
 
-    def plan(self, known: Plan | None, example: Batch, problem: Exception | None) -> Plan:
+    @property
+    def rows(self) -> BatchRows:
+        """How batches are cut."""
+        return self.request.rows
+
+    def __call__(self, example: Batch, problem: Exception | None) -> RankRuntime:
+        """Plan and build. Collective."""
+        plan, rank = self._plan(example, problem), self.comm.grid.rank
+        with say_if_slow("placing the model", rank):
+            runtime = build(self.model, plan, self.comm, self.device, self.request, example)
+        if rank == 0:
+            logger.info(banner_text(plan, str(self.device)))
+        return runtime
+
+    def _plan(self, example: Batch, problem: Exception | None) -> Plan:
         """Return the known plan or make it now; ``problem``, or an error while planning, is raised on all ranks."""
         rank, costs = self.comm.grid.rank, None
         if needs_profiling(self.config):
@@ -151,7 +179,7 @@ class _Joined:
             if problem is not None:
                 raise problem
             self.prepare()
-            return known or plan_run(self.model, self.config, self.request, example, costs)
+            return self.known or plan_run(self.model, self.config, self.request, example, costs)
 
     def _measured(self, example: Batch, problem: Exception | None) -> bytes:
         def measure() -> bytes:

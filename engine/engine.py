@@ -4,19 +4,19 @@ train_batch    complete the build (first batch) -> StepRunner.train -> report ->
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
 
+from engine.build.request import BuildRuntime
 from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.checkpoint.full_state import state_entries
 from engine.checkpoint.writer import PendingSave
 from engine.config import Config
 from engine.errors import EngineError
-from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.grid import Grid
 from engine.parallel.pipeline.report.measured import measured_timeline
@@ -35,7 +35,6 @@ from engine.step.update import Update
 from engine.zero.gather.full_parameters import ShardedModel, full_parameters
 
 Path_ = str | os.PathLike[str]
-BuildRuntime = Callable[[Batch, Exception | None], RankRuntime]
 
 
 class Engine:
@@ -45,21 +44,12 @@ class Engine:
     is dropped without ``close`` releases its resources when Python collects it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        comm: Comm,
-        build: BuildRuntime,
-        coordinator: CheckpointCoordinator,
-        resources: EngineResources,
-    ) -> None:
-        self._model, self._config, self._comm = model, config, comm
-        self._grid, self._device = comm.grid, coordinator.device
-        self._build: BuildRuntime = build
+    def __init__(self, build: BuildRuntime, coordinator: CheckpointCoordinator, resources: EngineResources) -> None:
+        self._build, self._model, self._config, self._comm = build, build.model, build.config, build.comm
+        self._grid, self._device = self._comm.grid, coordinator.device
         self._built: RankRuntime | None = None
-        self._update = Update(config, comm, self._device)
-        self._reports = StepReporter(config, comm, self._device)
+        self._update = Update(self._config, self._comm, self._device)
+        self._reports = StepReporter(self._config, self._comm, self._device)
         self._checkpoints, self._resources = coordinator, resources
         resources.add(self._reports.close)
 
@@ -385,7 +375,7 @@ class Engine:
         """``batch`` itself; the first batch completes the build and is returned as an iterator of its microbatches."""
         if self._built is not None:
             return batch
-        seen, problem = take_batch(batch, self._config, self._comm, self._device)
+        seen, problem = take_batch(batch, self._build.rows, self._config, self._comm, self._device)
         self.complete(seen[0] if seen else None, problem)
         return iter(seen)
 

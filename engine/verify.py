@@ -24,7 +24,9 @@ from engine.parallel.model.rng_streams import RandomStreams
 from engine.precision.dtypes import make_precision, place_rest
 from engine.precision.fp32_modules import keep_in_fp32
 from engine.precision.loss_scaler import make_loss_scale
-from engine.program.batch import Batch, call_model, map_tensors, take_rows
+from engine.program.batch import Batch, call_model, map_tensors
+from engine.program.batch_rows import BatchRows, Name
+from engine.program.forward_inputs import ForwardInputs, Inputs
 from engine.program.loss import LossFunction, find_loss
 from engine.zero.optim.flat_optimizers import FlatLion
 from engine.zero.optim.sharded_optimizer import OptimizerFactory
@@ -89,6 +91,9 @@ def verify(
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerFactory | None = None,
     lr_scheduler: SchedulerArgument | None = None,
+    *,
+    inputs: Inputs | None = None,
+    whole: Name | Sequence[Name] = (),
 ) -> Parity | None:
     """Train on the grid and in one process, and compare. Call it on every rank.
 
@@ -96,14 +101,14 @@ def verify(
         build_model: builds the model; it is called under the configured seed.
         config: as for :func:`engine.initialize`.
         batches: one global batch for each step: tensors with ``train_batch_size`` rows, the same on all ranks.
+        inputs, whole: as for :func:`engine.initialize`.
 
     Returns:
         The comparison on rank 0, None elsewhere.
     """
-    ours = train_on_grid(build_model, config, batches, VerifyOptions(loss_fn, optimizer, lr_scheduler))
-    if read_world().rank:
-        return None
-    return Parity(ours, train_alone(build_model, config, batches, VerifyOptions(loss_fn, optimizer, lr_scheduler)))
+    options = VerifyOptions(loss_fn, optimizer, lr_scheduler, inputs, whole)
+    ours = train_on_grid(build_model, config, batches, options)
+    return None if read_world().rank else Parity(ours, train_alone(build_model, config, batches, options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,13 @@ class VerifyOptions:
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerArgument | None = None
+    inputs: Inputs | None = None
+    whole: Name | Sequence[Name] = ()
+
+    @property
+    def rows(self) -> BatchRows:
+        """How a global batch is cut."""
+        return BatchRows.of(self.whole, None, 0)
 
 
 def train_on_grid(
@@ -121,11 +133,11 @@ def train_on_grid(
     """Train with the engine; every rank calls it with the same global batches. The weights are on rank 0."""
     wishes = wishes or VerifyOptions()
     resolved = load_config(config, read_world().size)
-    example = take_rows(batches[0], 0, resolved.micro)
-    arguments = (wishes.loss_fn, example, wishes.optimizer, wishes.lr_scheduler)
-    with initialize(build_model, resolved, *arguments) as engine:
+    part = wishes.rows.take_rows
+    arguments = (wishes.loss_fn, part(batches[0], 0, resolved.micro), wishes.optimizer, wishes.lr_scheduler)
+    with initialize(build_model, resolved, *arguments, inputs=wishes.inputs, whole=wishes.whole) as engine:
         rank, rows = engine.grid.coord().dp, resolved.micro * resolved.accumulation
-        reports = [engine.train_batch(take_rows(batch, rank * rows, rows)) for batch in batches]
+        reports = [engine.train_batch(part(batch, rank * rows, rows)) for batch in batches]
         weights = engine.full_state_dict()
     return TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), weights)
 
@@ -156,7 +168,8 @@ class _Reference:
         config: Config,
         wishes: VerifyOptions,
     ) -> None:
-        self.model, self.config, self.loss_fn = model, config, wishes.loss_fn
+        self.model, self.config, self.loss_fn, self.rows = model, config, wishes.loss_fn, wishes.rows
+        self.inputs = ForwardInputs.of(model, wishes.loss_fn is not None, wishes.inputs)
         self.updates = 0
         self.precision = make_precision(config, model)
         self.device = next(model.parameters()).device
@@ -194,10 +207,10 @@ class _Reference:
             master.grad = torch.zeros_like(master) if given is not None and given.update_unused else None
         micro = self.config.micro
         for index in range(self.config.dp * self.config.accumulation):
-            part = take_rows(batch, index * micro, micro)
+            part = self.rows.take_rows(batch, index * micro, micro)
             with self.streams.forward(self.config.seed, self.updates, index):
                 moved = map_tensors(part, lambda t: t.to(self.device))
-                output = call_model(self.model, map_tensors(moved, self.precision.input))
+                output = call_model(self.model, map_tensors(self.inputs.take(moved), self.precision.input))
                 loss = find_loss(output, moved, self.loss_fn)
             torch.autograd.backward(loss.sum.float() * self.scale.value if self.config.fp16.enabled else loss.sum)
             self._collect()

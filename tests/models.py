@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.models.decoder import Decoder, DecoderConfig
+from engine.program.batch_rows import BatchRows
 
 VOCABULARY = 61
 LENGTH = 24
@@ -168,3 +169,8 @@ def batches_for(kind: str, rows: int, steps: int = 4) -> list[Any]:
     if kind in ("llama", "qwen3", "gpt2", "t5"):
         return [{"input_ids": t[:, :-1], "labels": t[:, :-1].contiguous()} for t in tokens]
     return [{"input_ids": t[:, :-1], "labels": t[:, 1:]} for t in tokens]
+
+
+def take_rows(batch: Any, start: int, count: int) -> Any:
+    """Rows ``start`` to ``start + count`` of every tensor that has a dim."""
+    return BatchRows().take_rows(batch, start, count)

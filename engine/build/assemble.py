@@ -22,9 +22,9 @@ from engine.optim.lr_schedules import make_learning_rate
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
-from engine.parallel.model.absent_parameters import AbsentParameters
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.rng_streams import RandomStreams
+from engine.parallel.pipeline.runtime.absent_parameters import AbsentParameters
 from engine.parallel.pipeline.runtime.executor import Executor, rank_schedule
 from engine.parallel.pipeline.runtime.split_backward import SplitBackward
 from engine.parallel.pipeline.runtime.stage import Stage
@@ -39,7 +39,6 @@ from engine.planning.profile_calls import Costs, profile_run
 from engine.precision.dtypes import make_precision
 from engine.precision.fp32_modules import keep_in_fp32
 from engine.program.batch import Batch
-from engine.program.program import Program
 from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.runtime import RankRuntime
 from engine.step.trace_cache import TraceCache
@@ -57,7 +56,7 @@ from engine.zero.reduce.step_reducer import GradientReducer
 
 def plan_run(model: nn.Module, config: Config, request: Request, example: Batch, costs: Costs | None = None) -> Plan:
     """The plan of this run; see :func:`engine.planning.plan.build_plan` for what it refuses."""
-    program = Program(model, request.loss_fn, make_precision(config, model), torch.device("cpu"))
+    program = request.program(model, make_precision(config, model), torch.device("cpu"))
     replacements = request.changes.replacements
     wish = PlanRequest(program, example, request.optimizer is not None, costs, replacements, request.given)
     return build_plan(config, wish)
@@ -65,7 +64,7 @@ def plan_run(model: nn.Module, config: Config, request: Request, example: Batch,
 
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
     """The costs of this run's calls on ``device``; see :func:`engine.planning.profile_calls.profile_run`."""
-    program = Program(model, request.loss_fn, make_precision(config, model), torch.device("cpu"))
+    program = request.program(model, make_precision(config, model), torch.device("cpu"))
     return profile_run(program, example, config, stages_wanted(config), device)
 
 
@@ -75,7 +74,7 @@ def build(
     """Check that all ranks were given equal input, then place parameters, install patches and make the optimizer."""
     check_equal(model, plan, comm, device)
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
-    axis = _connect(plan, comm, kernels, device)
+    axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
     with all_or_none(comm, device):
         placed = place_model(model, plan, comm, device, axis, patches)
     trained = len(plan.layout(comm.grid.coord()).buckets)
@@ -84,7 +83,7 @@ def build(
     note = "gives each gradient to a flat bucket as soon as backward has made it"
     patches.own(model, PatchLayer.PARAMETERS, reducer.remove, note)
     optimizer = _optimizer(plan, buckets, comm, request)
-    program = Program(model, request.loss_fn, plan.precision, device)
+    program = request.program(model, plan.precision, device)
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, patches)
         last = [name for name in request.changes.heads if plan.is_last(f"{name}.weight")]
@@ -94,7 +93,6 @@ def build(
         leave_out_of_compilation(model, plan.tensor.layers, patches)
     keep_in_fp32(model, plan.precision.kept.modules, plan.precision.compute, patches)
     recompute_blocks(model, config.activation_checkpointing, patches, axis)
-    rank = comm.grid.coord().pp
     return RankRuntime(
         plan=plan,
         comm=comm,
@@ -118,11 +116,13 @@ def build(
         replica_check=ReplicaCheck(plan.table, buckets, comm, config.parallel.verify_plan),
         nonfinite=NonFinite(plan.table, buckets, comm, device),
         buffers=WrittenBuffers(model),
-        absent=_absent(model, plan, rank) if config.pp > 1 else None,
+        absent=_absent(model, plan, rank),
     )
 
 
-def _absent(model: nn.Module, plan: Plan, rank: int) -> AbsentParameters:
+def _absent(model: nn.Module, plan: Plan, rank: int) -> AbsentParameters | None:
+    if plan.config.pp == 1:
+        return None
     present = {row.name for row in plan.table.held_by(rank)}
     return AbsentParameters(model, present, {row.name: row.owners for row in plan.table}, rank)
 

@@ -2,15 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import torch
 from torch import nn
 
 from engine.build.forward_changes import ForwardChanges
+from engine.config import Config
 from engine.optim.given_optimizer import GivenOptimizer
 from engine.optim.lr_schedules import SchedulerArgument
+from engine.parallel.comm.comm import Comm
 from engine.parallel.model.forward_patch import ForwardPatches
+from engine.precision.dtypes import Precision
 from engine.program.batch import Batch
+from engine.program.batch_rows import BatchRows
+from engine.program.forward_inputs import ForwardInputs
 from engine.program.loss import LossFunction
+from engine.program.program import Program
+from engine.step.runtime import RankRuntime
 from engine.zero.optim.sharded_optimizer import OptimizerFactory
 
 ModelSource = nn.Module | Callable[[], nn.Module]
@@ -26,7 +35,36 @@ class Request:
     example_batch: Batch = None
     given: GivenOptimizer | None = None
     """The user's optimizer that ``optimizer`` builds anew; None if the user gave a callable or nothing."""
+    rows: BatchRows = field(default_factory=BatchRows)
+    inputs: ForwardInputs = field(default_factory=ForwardInputs)
     changes: ForwardChanges = field(default_factory=ForwardChanges)
     """Changes of the model's forwards that were made before planning."""
     patches: ForwardPatches = field(default_factory=ForwardPatches)
     """Owns every patch of the model."""
+
+    def program(self, model: nn.Module, precision: Precision, device: torch.device) -> Program:
+        """Model and loss as one function of a microbatch."""
+        return Program(model, self.loss_fn, precision, device, self.rows, self.inputs)
+
+
+class BuildRuntime(Protocol):
+    """Builds the runtime of this rank from an example; the process group is open."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+
+    @property
+    def config(self) -> Config:
+        """The resolved configuration."""
+
+    @property
+    def comm(self) -> Comm:
+        """Communication over the grid."""
+
+    @property
+    def rows(self) -> BatchRows:
+        """How batches are cut."""
+
+    def __call__(self, example: Batch, problem: Exception | None) -> RankRuntime:
+        """Plan and build. Collective; ``problem``, the reason why this rank has no example, is raised."""

@@ -35,7 +35,7 @@ from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
 from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace
 from engine.planning.example_trace import trace_example
 from engine.planning.isolated_block import float64_block, signatures
-from engine.program.batch import Batch, map_tensors, named_tensors, take_rows
+from engine.program.batch import Batch, map_tensors, named_tensors
 from engine.program.program import Program
 
 ROWS = 2
@@ -135,7 +135,8 @@ def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
     Raises:
         PlanError: the model cannot be followed.
     """
-    first, trace, material, full_length = _trace_short(program, take_rows(example, 0, ROWS), LENGTH - LENGTH % tp)
+    few = program.rows.take_rows(example, 0, ROWS)
+    first, trace, material, full_length = _trace_short(program, few, LENGTH - LENGTH % tp)
     shorter, why = _material_of_shorter(program, first, trace, tp)
     names = [call.unit for call in trace.calls]
     kinds: dict[object, list[int]] = {}

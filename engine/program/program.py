@@ -6,7 +6,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ from torch import nn
 from engine.errors import EngineError, first_line
 from engine.precision.dtypes import Precision
 from engine.program.batch import Batch, call_model, map_tensors
+from engine.program.batch_rows import BatchRows
+from engine.program.forward_inputs import ForwardInputs
 from engine.program.loss import LossFunction, WeightedLoss, find_loss
 
 
@@ -36,6 +38,8 @@ class Program:
     loss_fn: LossFunction | None
     precision: Precision
     device: torch.device
+    rows: BatchRows = field(default_factory=BatchRows)
+    inputs: ForwardInputs = field(default_factory=ForwardInputs)
 
     def move(self, batch: Batch) -> Batch:
         """Copy of the batch on the device."""
@@ -49,7 +53,7 @@ class Program:
         """Output and loss of one microbatch."""
         moved = self.move(microbatch)
         try:
-            output = call_model(self.model, self.cast(moved))
+            output = call_model(self.model, self.cast(self.inputs.take(moved)))
         except RuntimeError as error:
             if self.precision.compute is None or not _MIXED_DTYPES.search(str(error)):
                 raise

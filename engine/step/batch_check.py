@@ -13,13 +13,14 @@ from torch import Tensor
 from engine.config import Config
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
-from engine.program.batch import Batch, named_tensors, take_microbatches
+from engine.program.batch import Batch, named_tensors
+from engine.program.batch_rows import BatchRows
 
 _REFUSED = -1
 
 
 def take_batch(
-    batch: Batch | Iterator[Batch], config: Config, comm: Comm, device: torch.device
+    batch: Batch | Iterator[Batch], rows: BatchRows, config: Config, comm: Comm, device: torch.device
 ) -> tuple[list[Batch], Exception | None]:
     """The microbatches of a step, and the problem with them, on this rank or on another rank of its replica.
 
@@ -29,7 +30,7 @@ def take_batch(
     microbatches: list[Batch] = []
     problem: Exception | None = None
     try:
-        microbatches = take_microbatches(batch, config.micro, config.accumulation)
+        microbatches = rows.take_microbatches(batch, config.micro, config.accumulation)
     except Exception as error:  # an iterator may fail in any way
         problem = error
     try:

@@ -8,6 +8,7 @@ three calls  forward, backward, step: the same parts, one microbatch at a time
 An error waits until all ranks can learn of it, see :meth:`StepRunner._run_schedule`.
 """
 
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from engine.step.update import Update, UpdateOutcome
 from engine.zero.attachment import Attachment
 from engine.zero.reduce.reducer import Backward
 
+logger = logging.getLogger("trine")
 _COMPARED_STEPS = 2  # one batch may be alike by chance, and a digest costs the host a look at every row
 
 
@@ -69,6 +71,8 @@ class StepRunner:
         self._loop_started: float | None = None
         self._compared = 0
         """Steps in which the batches of the data ranks were compared."""
+        self._told = False
+        """Whether it was said what forward is not given of a batch."""
 
     def train(self, batch: Batch | Iterator[Batch]) -> FinishedStep:
         """See :meth:`engine.Engine.train_batch`."""
@@ -160,11 +164,18 @@ class StepRunner:
         step = self._begin()
         if torch.is_grad_enabled():
             self._runtime.buffers.remember()
-        taken, step.problem = take_batch(batch, self._config, self._comm, self._device)
+        taken, step.problem = take_batch(batch, self._runtime.program.rows, self._config, self._comm, self._device)
         if kind == "train" and self._compared < _COMPARED_STEPS and self._comm.grid.dp > 1 and step.problem is None:
             step.digest, self._compared = small_digest(taken), self._compared + 1
+        if not self._told and step.problem is None:
+            self._tell(taken[0])
         step.text = step.problem is None and is_text(taken[0])  # on every rank, also on those without the loss
         return step, StepMicrobatches(self._runtime, step, taken, self._random_key, kind)
+
+    def _tell(self, microbatch: Batch) -> None:
+        self._told = True
+        if self._comm.grid.rank == 0 and (note := self._runtime.program.inputs.note(microbatch)):
+            logger.info(note)
 
     def _run_schedule(self, step: StepState, microbatches: StepMicrobatches, row: RankSchedule) -> None:
         """Trace all microbatches, then run them; an error is kept in ``step`` if all ranks can reach the control sum.
@@ -176,8 +187,7 @@ class StepRunner:
         carrier = Carrier(self._comm, self._device, runtime.plan.last_rank)
         try:
             if step.problem is None:
-                with runtime.running():
-                    microbatches.trace_all()
+                microbatches.trace_all()
         except Exception as problem:
             step.problem = problem
         if step.problem is not None:

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from engine.kernels.dispatch import Kernels
 from engine.optim.lr_schedules import LearningRate
 from engine.parallel.comm.comm import Comm
-from engine.parallel.model.absent_parameters import AbsentParameters
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.rng_streams import RandomStreams
+from engine.parallel.pipeline.runtime.absent_parameters import AbsentParameters
 from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.pipeline.runtime.stage import Stage
@@ -106,7 +106,7 @@ class RankRuntime:
             self.gatherer.end()
 
     def running(self) -> AbstractContextManager[None]:
-        """Context of the engine's own forwards and traces of the model."""
+        """Context of the engine's own forwards, in which absent parameters may be read."""
         return self.absent.running() if self.absent else nullcontext()
 
     def finish(self) -> None:
@@ -127,6 +127,8 @@ class RankRuntime:
         """``tree`` with tensors that outlive a forward: views of gathered parameters are copied."""
         return tree if self.gatherer is None else pytree.tree_map_only(Tensor, self.gatherer.own, tree)
 
-    def without_content(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def without_content(self) -> Iterator[None]:
         """Context of code that reads shapes of parameters only."""
-        return self.gatherer.without_content() if self.gatherer else nullcontext()
+        with self.running(), self.gatherer.without_content() if self.gatherer else nullcontext():
+            yield

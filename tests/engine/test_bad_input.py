@@ -34,7 +34,8 @@ def test_wrong_leading_dim_names_the_key() -> None:
     batch["labels"] = batch["labels"][:6]
     assert message(train(batch)) == (
         "batch['labels'] has leading dim 6, but a data rank's share has micro x accumulation = 2 x 4 = 8 rows; "
-        "change the loader or the sizes in the configuration."
+        "change the loader or the sizes in the configuration, or, if every microbatch is to get the whole tensor, pass "
+        "whole=['labels'] to engine.initialize."
     )
 
 

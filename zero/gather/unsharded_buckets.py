@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm, Pending
-from engine.parallel.model.guarded_parameter import conceal, reveal
+from engine.parallel.trace.guarded_parameter import conceal, reveal
 from engine.zero.flat_buckets import FlatBucket
 
 

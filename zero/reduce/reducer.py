@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm, Pending
-from engine.parallel.model.guarded_parameter import GuardedParameter
+from engine.parallel.trace.guarded_parameter import GuardedParameter
 from engine.zero.flat_buckets import FlatBucket
 
 logger = logging.getLogger("trine")

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 import engine
-from engine.program.batch import take_rows
 from tests import models
+from tests.models import take_rows
 
 CONFIG = {
     "train_batch_size": 8,

@@ -15,9 +15,10 @@ import engine
 from engine.data import Sampler
 from engine.models.decoder import loss_sum
 from engine.parallel.comm.world import read_world
-from engine.program.batch import Batch, take_rows
+from engine.program.batch import Batch
 from engine.reporting.step_report import StepReport
 from tests import models
+from tests.models import take_rows
 
 ROWS = 8
 WINDOWS = 44

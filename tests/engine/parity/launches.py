@@ -7,10 +7,10 @@ from typing import Any
 import engine
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.tensor.plan.tensor_plan import Reason
-from engine.program.batch import take_rows
 from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
 from tests.engine.parity.architectures import ALL, ROWS, Architecture, find
 from tests.engine.parity.tensor_models import FOUR, UNSEEN
+from tests.models import take_rows
 
 EVERY: Mapping[str, Architecture] = {**ALL, **FOUR, **UNSEEN}
 RunRanks = Callable[..., list[Any]]

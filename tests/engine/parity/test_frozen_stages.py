@@ -10,10 +10,10 @@ import pytest
 from torch import Tensor, nn
 
 import engine
-from engine.program.batch import take_rows
 from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
 from tests import models
 from tests.engine.parity.launches import settings
+from tests.models import take_rows
 
 RunRanks = Callable[..., list[Any]]
 

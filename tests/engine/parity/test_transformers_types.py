@@ -17,9 +17,9 @@ from torch import nn
 
 import engine
 from engine.errors import first_line
-from engine.program.batch import take_rows
 from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
 from tests.engine.parity.transformers_types import LENGTH, ModelType, build, model_types, text
+from tests.models import take_rows
 from tests.ranks import RankError
 
 RunRanks = Callable[..., list[Any]]

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 import engine
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
-from engine.program.batch import take_rows
 from engine.verify import Parity, verify
 from tests import models
 from tests.engine.parity.test_parity import config_for
+from tests.models import take_rows
 
 RunRanks = Callable[..., list[Any]]
 

@@ -10,10 +10,10 @@ import torch
 
 import engine
 from engine.models.decoder import loss_sum
-from engine.program.batch import take_rows
 from engine.zero.layout import FlatLayout, Turn
 from tests import models
 from tests.engine.parity.test_parity import config_for
+from tests.models import take_rows
 
 RunRanks = Callable[..., list[Any]]
 STEPS = 2

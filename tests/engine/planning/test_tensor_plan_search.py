@@ -16,11 +16,11 @@ from engine.parallel.tensor.plan.resolve import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
 from engine.planning.tensor_plan_search import as_patterns, find_plan
 from engine.precision.dtypes import make_precision
-from engine.program.batch import Batch, take_rows
+from engine.program.batch import Batch
 from engine.program.program import Program
 from engine.reporting.banner import reasons_table
 from tests.engine.parity.architectures import ALL, REFUSED, find
-from tests.models import NanoBlock, batches_for, gpt2, llama, nano
+from tests.models import NanoBlock, batches_for, gpt2, llama, nano, take_rows
 from tests.parallel.tensor.plans import written_plan
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import engine
 from engine.models.decoder import loss_sum
-from engine.program.batch import take_rows
 from tests import models
 from tests.engine.parity.test_axes import GRIDS
 from tests.engine.parity.test_parity import config_for
+from tests.models import take_rows
 
 RunRanks = Callable[..., list[Any]]
 STEPS, ROWS, CLIP = 4, 16, 0.5

@@ -13,11 +13,11 @@ from engine.errors import ConfigError
 from engine.models.decoder import loss_sum
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.precision.fp32_modules import find_fp32_modules, keep_in_fp32
-from engine.program.batch import take_rows
 from engine.verify import Parity, verify
 from tests import models
 from tests.engine.parity.test_axes import GRIDS
 from tests.engine.parity.test_parity import config_for
+from tests.models import take_rows
 
 RunRanks = Callable[..., list[Any]]
 Build = Callable[[], nn.Module]

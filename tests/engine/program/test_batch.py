@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.program.batch import count_tokens, join_outputs, named_tensors, take_microbatches
+from engine.program.batch import count_tokens, join_outputs, named_tensors
+from engine.program.batch_rows import BatchRows
 from engine.program.loss import find_loss
 
 
@@ -26,20 +27,20 @@ class Encoding(UserDict[str, Any]):
 def test_every_form_is_cut_into_contiguous_rows() -> None:
     rows = torch.arange(12).view(6, 2)
     for batch in (rows, (rows, rows), [rows], {"a": rows, "b": {"c": rows}}, Pair(rows, rows), Encoding(a=rows)):
-        found = [[tensor for _, tensor in named_tensors(part)] for part in take_microbatches(batch, 2, 3)]
+        found = [[tensor for _, tensor in named_tensors(part)] for part in BatchRows().take_microbatches(batch, 2, 3)]
         for parts in zip(*found, strict=True):
             assert torch.equal(torch.cat(parts), rows)
-    assert isinstance(take_microbatches(Pair(rows, rows), 2, 3)[0], Pair)
+    assert isinstance(BatchRows().take_microbatches(Pair(rows, rows), 2, 3)[0], Pair)
 
 
 def test_scalars_and_what_is_no_tensor_go_to_every_microbatch() -> None:
-    parts = take_microbatches({"x": torch.ones(4, 1), "scale": torch.tensor(2.0), "name": "a"}, 2, 2)
+    parts = BatchRows().take_microbatches({"x": torch.ones(4, 1), "scale": torch.tensor(2.0), "name": "a"}, 2, 2)
     assert [part["name"] for part in parts] == ["a", "a"] and all(float(part["scale"]) == 2.0 for part in parts)
 
 
 def test_an_iterator_gives_exactly_what_is_needed() -> None:
     items = iter([torch.ones(2, 1) * i for i in range(5)])
-    assert len(take_microbatches(items, 2, 3)) == 3 and float(next(items)[0, 0]) == 3.0
+    assert len(BatchRows().take_microbatches(items, 2, 3)) == 3 and float(next(items)[0, 0]) == 3.0
 
 
 def test_tokens_are_elements_of_input_ids_or_rows() -> None:

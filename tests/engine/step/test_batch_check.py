@@ -11,6 +11,7 @@ from engine.errors import EngineError
 from engine.parallel.comm.backend import RecordingBackend, Wait
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis, Grid
+from engine.program.batch_rows import BatchRows
 from engine.step.batch_check import take_batch
 
 
@@ -27,7 +28,7 @@ class Silent(RecordingBackend):
 def take(backend: type[RecordingBackend]) -> Any:
     grid = Grid(tp=2)
     config = load_config({"train_batch_size": 2, "parallel": {"tensor": 2}}, 2)
-    return take_batch(torch.ones(2, 3), config, Comm(grid, backend(grid)), torch.device("cpu"))
+    return take_batch(torch.ones(2, 3), BatchRows(), config, Comm(grid, backend(grid)), torch.device("cpu"))
 
 
 def test_a_lost_rank_ends_the_step_at_once() -> None:

@@ -19,9 +19,9 @@ from engine.parallel.activation_checkpointing.selective import SavedActivations,
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.layers.linear import ColumnLinear, RowLinear
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
-from engine.program.batch import take_rows
 from tests import models
 from tests.engine.parity.test_parity import config_for
+from tests.models import take_rows
 
 RunRanks = Callable[..., list[Any]]
 Settings = dict[str, Any]

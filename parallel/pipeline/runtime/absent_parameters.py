@@ -12,7 +12,7 @@ from functools import partial
 from torch import nn
 
 from engine.errors import EngineError
-from engine.parallel.model.guarded_parameter import conceal
+from engine.parallel.trace.guarded_parameter import conceal
 
 
 class AbsentParameters:

@@ -1,0 +1,108 @@
+"""The rows of a batch: how it is cut into microbatches, and which of its tensors are not rows.
+
+rows       tensors with micro x accumulation rows on each data rank; every microbatch gets its own
+whole      tensors that every microbatch gets as they are (one row of position ids, weights of classes): named by
+           the user, or known from the example, whose rows they do not have; 0-dim tensors always
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.program.batch import Batch, BatchPath, change_tensors, expression, tensors_by_path
+
+Name = str | int
+"""A key of a mapping, at any depth, or the position of an element of the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRows:
+    """Which tensors are cut into microbatches. By default all that have a dim."""
+
+    whole: frozenset[Name] = frozenset()
+    learnt: frozenset[BatchPath] = frozenset()
+    """Tensors of the example without its rows."""
+
+    @staticmethod
+    def of(whole: Name | Sequence[Name], example: Batch, micro: int) -> "BatchRows":
+        """Rows of batches like ``example``, of which the user has named tensors that are ``whole``.
+
+        An example without a tensor of ``micro`` rows tells nothing.
+        """
+        leading = {path: tensor.shape[0] for path, tensor in tensors_by_path(example) if tensor.ndim}
+        others = {path for path, rows in leading.items() if rows != micro} if micro in leading.values() else ()
+        return BatchRows(whole=frozenset((whole,) if isinstance(whole, Name) else whole), learnt=frozenset(others))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence about the tensors that are whole, if there are any."""
+        told = [f"batch[{name!r}]" for name in self.whole] + [expression(path) for path in self.learnt]
+        return (f"batch: every microbatch gets the whole of {', '.join(sorted(set(told)))}",) if told else ()
+
+    def is_whole(self, path: BatchPath) -> bool:
+        """True if the tensor at ``path`` goes to every microbatch as it is."""
+        named = path[0] in self.whole if path else False
+        return named or path in self.learnt or any(isinstance(key, str) and key in self.whole for key in path)
+
+    def take_microbatches(self, batch: Batch | Iterator[Batch], micro: int, count: int) -> list[Batch]:
+        """Split a batch into ``count`` microbatches of ``micro`` rows, or pull them from an iterator.
+
+        Raises:
+            EngineError: a wrong number of rows (names the tensor), a batch without tensors, an iterable that is not an
+                iterator, or an iterator that ends before ``count`` items.
+        """
+        if isinstance(batch, Iterator):
+            return self._pull(batch, micro, count)
+        if not isinstance(batch, Tensor | Mapping | tuple | list):
+            raise EngineError(
+                f"the batch is a {type(batch).__name__}; give a tensor, tuple, dict or iterator of microbatches "
+                "(of a DataLoader: iter(loader), made once)."
+            )
+        rows = micro * count
+        self._check(batch, rows, f"micro x accumulation = {micro} x {count} = {rows}")
+        return [self.take_rows(batch, index * micro, micro) for index in range(count)]
+
+    def take_rows(self, batch: Batch, start: int, count: int) -> Batch:
+        """Rows ``start`` to ``start + count``; scalars, whole tensors and values of other types stay unchanged."""
+
+        def cut(path: BatchPath, tensor: Tensor) -> Tensor:
+            return tensor[start : start + count] if tensor.ndim and not self.is_whole(path) else tensor
+
+        return change_tensors(batch, cut)
+
+    def _pull(self, items: Iterator[Batch], micro: int, count: int) -> list[Batch]:
+        pulled: list[Batch] = []
+        for item in items:
+            self._check(item, micro, f"train_micro_batch_size_per_gpu = {micro}")
+            pulled.append(item)
+            if len(pulled) == count:
+                return pulled
+        raise EngineError(
+            f"the iterator ended after {len(pulled)} of {count} microbatches; a step needs "
+            f"gradient_accumulation_steps = {count} of them: give a longer iterator or a new one."
+        )
+
+    def _check_names(self, batch: Batch) -> None:
+        found = {key for path, _ in tensors_by_path(batch) for key in path}
+        for name in self.whole:
+            if name not in found:
+                near = get_close_matches(str(name), map(str, found), 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(map(repr, found)))}."
+                raise EngineError(f"whole names {name!r}, and the batch has no tensor of that name; {hint}")
+
+    def _check(self, batch: Batch, rows: int, rule: str) -> None:
+        self._check_names(batch)
+        cut = [(path, t) for path, t in tensors_by_path(batch) if t.ndim and not self.is_whole(path)]
+        if not cut:
+            raise EngineError(f"the batch holds no tensor with a leading dim; give tensors of {rule} rows.")
+        for path, tensor in cut:
+            if tensor.shape[0] != rows:
+                name = path[-1] if path else "..."
+                raise EngineError(
+                    f"{expression(path)} has leading dim {tensor.shape[0]}, but a data rank's share has {rule} rows; "
+                    "change the loader or the sizes in the configuration, or, if every microbatch is to get the whole "
+                    f"tensor, pass whole=[{name!r}] to engine.initialize."
+                )

@@ -1,0 +1,145 @@
+"""What the model's forward is given of a microbatch.
+
+Without ``loss_fn`` it is everything, since the model computes the loss. With it, the user says it by ``inputs``, or it
+follows from the signature of forward; what that cannot tell apart is refused:
+
+    forward(x)                 (x, y) -> x                   {"x": x, "y": y} -> x=x
+    forward(x, mask)           (x, mask, y) -> x, mask
+    forward(x, mask=None)      (x, y) is refused: is y the mask, or what loss_fn compares with?
+                               ({"x": x}, y) -> x=x
+    forward(*args)             everything
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from engine.errors import EngineError
+from engine.program.batch import Batch
+from engine.program.batch_rows import Name
+
+Inputs = Name | Sequence[Name] | Callable[[Batch], Any]
+"""Names of the parts that forward is given, or a function from a microbatch to what ``forward`` is called with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardSignature:
+    """Parameters of a forward."""
+
+    required: tuple[str, ...] = ()
+    """Names of those that can be given by position and have no default."""
+    positional: tuple[str, ...] | None = None
+    """Names of those that can be given by position; None for ``*args``."""
+    keywords: frozenset[str] | None = None
+    """Names of those that can be given by keyword; None for ``**kwargs``."""
+
+    @staticmethod
+    def of(model: nn.Module) -> "ForwardSignature":
+        """Read the signature; one that cannot be read takes everything."""
+        try:
+            parameters = list(inspect.signature(model.forward).parameters.values())
+        except (TypeError, ValueError):
+            return ForwardSignature()
+        by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        kinds = {p.kind for p in parameters}
+        named = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        return ForwardSignature(
+            required=tuple(p.name for p in by_position if p.default is p.empty),
+            positional=None if inspect.Parameter.VAR_POSITIONAL in kinds else tuple(p.name for p in by_position),
+            keywords=None if inspect.Parameter.VAR_KEYWORD in kinds else named,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardInputs:
+    """The part of a microbatch that forward is called with. By default everything."""
+
+    stated: Inputs | None = None
+    signature: ForwardSignature = field(default_factory=ForwardSignature)
+    """Takes everything unless a loss function computes the loss and the user has not stated the inputs."""
+
+    @staticmethod
+    def of(model: nn.Module, separate_loss: bool, stated: Inputs | None) -> "ForwardInputs":
+        """Inputs of a run; ``separate_loss``: a loss function is given the microbatch too."""
+        follows = separate_loss and stated is None
+        return ForwardInputs(stated=stated, signature=ForwardSignature.of(model) if follows else ForwardSignature())
+
+    def take(self, microbatch: Batch) -> Batch:
+        """The part of a microbatch that forward is called with.
+
+        Raises:
+            EngineError: the part does not follow from the signature of forward.
+        """
+        if self.stated is not None:
+            return self._take_stated(microbatch)
+        if isinstance(microbatch, Mapping):
+            return self._matching(microbatch)
+        if isinstance(microbatch, tuple | list) and self.signature.positional is not None:
+            return self._leading(microbatch, self.signature.positional)
+        return microbatch
+
+    def note(self, microbatch: Batch) -> str:
+        """One sentence about what forward is not given; empty if it is given everything."""
+        given = self.take(microbatch)
+        if not isinstance(microbatch, Mapping | tuple | list) or given is microbatch:
+            return ""
+        if isinstance(microbatch, Mapping) and isinstance(given, Mapping):
+            rest = [repr(key) for key in microbatch if key not in given]
+            return f"batch: {_listed(rest)} {'go' if rest[1:] else 'goes'} to loss_fn, not to forward" if rest else ""
+        parts = len(given) if isinstance(given, tuple | list) else 1
+        of_parts = f"{parts} of the {len(microbatch)} parts of a batch"
+        return f"batch: forward is given {of_parts}, loss_fn all" if parts < len(microbatch) else ""
+
+    def _take_stated(self, microbatch: Batch) -> Batch:
+        if callable(self.stated):
+            return self.stated(microbatch)
+        names = (self.stated,) if isinstance(self.stated, Name) else tuple(self.stated or ())
+        try:
+            if isinstance(microbatch, Mapping):
+                return {name: microbatch[name] for name in names}
+            return tuple(microbatch[name] for name in names)
+        except (KeyError, IndexError, TypeError) as error:
+            raise EngineError(
+                f"inputs names {', '.join(map(repr, names))}, and the batch {_described(microbatch)}; name parts of it."
+            ) from error
+
+    def _matching(self, microbatch: Mapping[str, Any]) -> Batch:
+        if self.signature.keywords is None:
+            return microbatch
+        given = {key: value for key, value in microbatch.items() if key in self.signature.keywords}
+        missing = [name for name in self.signature.required if name not in given]
+        if missing or not given:
+            raise EngineError(
+                f"the batch {_described(microbatch)}, and forward takes {_listed(self.signature.positional or ())}; "
+                "name the keys as forward does, or say by inputs= of engine.initialize what it is given."
+            )
+        return given if len(given) < len(microbatch) else microbatch
+
+    def _leading(self, microbatch: Sequence[Any], positional: tuple[str, ...]) -> Batch:
+        count, required, most = len(microbatch), len(self.signature.required), len(positional)
+        first = microbatch[0] if microbatch else None
+        if count <= required:
+            return microbatch
+        names = self.signature.keywords
+        if count == 2 and isinstance(first, Mapping) and (names is None or first.keys() <= names):
+            return first
+        if required == most:
+            return tuple(microbatch[:most])
+        raise EngineError(
+            f"the batch {_described(microbatch)} and loss_fn is given all of them, but forward takes {required} to "
+            f"{most} ({_listed(positional)}), so it is not known which are for forward; pass inputs=(0,) to "
+            "engine.initialize if it is the first alone, inputs=(0, 1) for the first two, or give a dict."
+        )
+
+
+def _described(batch: Batch) -> str:
+    if isinstance(batch, Mapping):
+        return f"has the keys {_listed([repr(key) for key in batch])}"
+    return f"has {len(batch)} parts" if isinstance(batch, tuple | list) else f"is a {type(batch).__name__}"
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

@@ -1,0 +1,180 @@
+"""What forward is given of a batch: everything, what its signature takes, or what the user states."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import engine
+from engine.errors import EngineError
+from engine.program.forward_inputs import ForwardInputs, Inputs
+from engine.verify import Parity, verify
+
+RunRanks = Callable[..., list[Any]]
+
+
+class One(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class Two(nn.Module):
+    def forward(self, x: Any, mask: Any) -> Any:
+        return x
+
+
+class Optional(nn.Module):
+    def forward(self, x: Any, mask: Any = None) -> Any:
+        return x
+
+
+class Anything(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args
+
+
+class Keywords(nn.Module):
+    def forward(self, input_ids: Any = None, mask: Any = None, **kwargs: Any) -> Any:
+        return input_ids
+
+
+def given(model: nn.Module, batch: Any, stated: Inputs | None = None, separate_loss: bool = True) -> Any:
+    return ForwardInputs.of(model, separate_loss, stated).take(batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "expected"),
+    [
+        (One(), (1, 2), (1,)),
+        (One(), [1, 2, 3], (1,)),
+        (One(), 1, 1),
+        (Two(), (1, 2, 3), (1, 2)),
+        (Two(), (1, 2), (1, 2)),
+        (Optional(), (1,), (1,)),
+        (Anything(), (1, 2), (1, 2)),
+        (One(), {"x": 1, "y": 2}, {"x": 1}),
+        (Optional(), {"x": 1, "y": 2}, {"x": 1}),
+        (Keywords(), {"input_ids": 1, "y": 2}, {"input_ids": 1, "y": 2}),
+        (Keywords(), ({"input_ids": 1}, 2), {"input_ids": 1}),
+        (Optional(), ({"x": 1}, 2), {"x": 1}),
+        (One(), ({"a": 1}, 2), ({"a": 1},)),
+        (nn.Sequential(nn.Linear(2, 2)), (1, 2), (1,)),
+    ],
+)
+def test_forward_is_given_what_its_signature_takes(model: nn.Module, batch: Any, expected: Any) -> None:
+    assert given(model, batch) == expected
+
+
+def test_without_loss_fn_forward_is_given_everything() -> None:
+    for batch in ((1, 2, 3), {"x": 1, "other": 2}):
+        assert given(One(), batch, separate_loss=False) is batch
+
+
+@pytest.mark.parametrize(
+    ("stated", "batch", "expected"),
+    [
+        (0, (1, 2), (1,)),
+        ((0, 2), (1, 2, 3), (1, 3)),
+        ("x", {"x": 1, "y": 2}, {"x": 1}),
+        (("x", "y"), {"x": 1, "y": 2, "z": 3}, {"x": 1, "y": 2}),
+        (lambda batch: {"x": batch["ids"]}, {"ids": 1}, {"x": 1}),
+    ],
+)
+def test_the_user_states_it(stated: Inputs, batch: Any, expected: Any) -> None:
+    assert given(Optional(), batch, stated) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "stated", "words"),
+    [
+        (Optional(), (1, 2), None, "forward takes 1 to 2 (x, mask), so it is not known which are for forward"),
+        (Keywords(), (1, 2), None, "pass inputs=(0,) to engine.initialize if it is the first alone"),
+        (One(), {"ids": 1}, None, "the batch has the keys 'ids', and forward takes x; name the keys as forward does"),
+        (One(), (1, 2), (0, 5), "inputs names 0, 5, and the batch has 2 parts; name parts of it."),
+        (One(), {"x": 1}, "y", "inputs names 'y', and the batch has the keys 'x'; name parts of it."),
+        (One(), (1, 2), "y", "inputs names 'y', and the batch has 2 parts"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_refused(model: nn.Module, batch: Any, stated: Inputs | None, words: str) -> None:
+    with pytest.raises(EngineError) as caught:
+        given(model, batch, stated)
+    assert words in str(caught.value)
+
+
+def test_what_forward_is_not_given_is_said() -> None:
+    inputs = ForwardInputs.of(One(), separate_loss=True, stated=None)
+    assert inputs.note((1, 2)) == "batch: forward is given 1 of the 2 parts of a batch, loss_fn all"
+    assert inputs.note({"x": 1, "y": 2}) == "batch: 'y' goes to loss_fn, not to forward"
+    assert inputs.note({"x": 1, "y": 2, "z": 3}) == "batch: 'y', 'z' go to loss_fn, not to forward"
+    assert inputs.note({"x": 1}) == inputs.note((1,)) == inputs.note(1) == ""
+
+
+# ------------------------------------------------------------------------------------------------ on grids
+
+CONFIG = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5}},
+    "gradient_clipping": 0.1,
+}
+
+
+CUTS = {"0": "column", "2": "row"}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 5))
+
+
+def pairs() -> list[Any]:
+    generator = torch.Generator().manual_seed(4)
+    return [(torch.randn(8, 6, generator=generator), torch.randint(0, 5, (8,), generator=generator)) for _ in range(3)]
+
+
+def cross_entropy(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output, batch["y"] if isinstance(batch, dict) else batch[1])
+
+
+def trained(grid: dict[str, int], form: str) -> Parity | None:
+    """Body of a rank."""
+    batches = pairs() if form == "tuple" else [{"input": x, "y": y} for x, y in pairs()]
+    return verify(network, CONFIG | {"parallel": grid}, batches, cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("grid", "form"),
+    [
+        ({"data": 2}, "tuple"),
+        ({"pipeline": 2}, "mapping"),
+        ({"tensor": 2, "tensor_plan": CUTS}, "tuple"),
+    ],
+)
+def test_inputs_and_labels_on_every_axis(run_ranks: RunRanks, grid: dict[str, Any], form: str) -> None:
+    parity = run_ranks(trained, 2, grid, form)[0]
+    assert parity.holds(), str(parity)
+
+
+def test_three_calls_pass_what_the_user_passes() -> None:
+    with engine.initialize(network(), CONFIG, cross_entropy) as eng:
+        (x, y), *_ = pairs()
+        for start in range(0, 8, 2):
+            eng.backward(F.cross_entropy(eng(x[start : start + 2]), y[start : start + 2]))
+            eng.step()
+        assert eng.step_count == 1
+        assert eng.train_batch((x, y)).loss > 0
+
+
+def test_ambiguous_batch_is_refused_before_the_step() -> None:
+    model = nn.Transformer(8, 2, 1, 1, 8, batch_first=True)  # forward(src, tgt, src_mask=None, ...)
+    batch, loss = (torch.ones(8, 3, 8), torch.ones(8, 3, 8), torch.ones(8)), lambda output, batch: output.mean()
+    with (
+        engine.initialize(model, CONFIG, loss) as eng,
+        pytest.raises(EngineError, match="forward takes 2 to 11"),
+    ):
+        eng.train_batch(batch)
+    with engine.initialize(model, CONFIG, loss, inputs=(0, 1)) as eng:
+        assert eng.train_batch(batch).grad_norm > 0
