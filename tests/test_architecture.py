@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import errors_page
 from tests.architecture_page import PAGE, path_of, rendered
 from tests.structure import LAYERS, ROOT, Structure, cycles
 
@@ -350,6 +351,20 @@ sys.exit("torch" in sys.modules)
 def test_the_page_of_the_architecture_is_current(structure: Structure) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert rendered(text, structure) == text, "python -m tests.architecture_page --write"
+
+
+def test_the_page_of_errors_is_current(structure: Structure) -> None:
+    assert errors_page.page(structure) == errors_page.PAGE.read_text(encoding="utf-8"), (
+        "python -m tests.errors_page --write"
+    )
+
+
+def test_errors_are_sentences(structure: Structure) -> None:
+    """They end with a full stop, or with a value or a command that does."""
+    told = [sentence for sentence in errors_page.sentences(structure) if sentence.kind in errors_page.SECTIONS]
+    reasons = "NoRuleError"
+    unfinished = [text for kind, text, _ in told if kind != reasons and text[-1] not in ".?})\"'"]
+    assert len(told) > 300 and not unfinished
 
 
 def test_the_page_names_the_orders_and_the_layers_of_patches() -> None:

@@ -45,6 +45,10 @@ _LINKS: Mapping[str, tuple[float, float]] = MappingProxyType({"cuda": (20e-6, 10
 Rough figures suffice: a transfer is short compared with a stage, unless the stages are too small."""
 
 
+class _UnmeasuredError(Exception):
+    """Why a call is not timed; a note says it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Costs of the calls of a model in a run; the same on every rank."""
@@ -187,9 +191,9 @@ class _Measuring:
 
     def _measure(self, call: Call, given: Arguments, seconds: float) -> MicrobatchCost:
         if seconds <= 0:
-            raise PlanError(f"{LIMIT_SECONDS:g} s were over")
+            raise _UnmeasuredError(f"{LIMIT_SECONDS:g} s were over")
         if reads_elsewhere(self._model, call, given):
-            raise PlanError("it reads what is not its own")
+            raise _UnmeasuredError("it reads what is not its own")
         with closing(IsolatedBlock(self._model, call.unit, *self._run, self._ways.get(call.unit))) as alone:
             return _measure(alone, given, seconds)
 
