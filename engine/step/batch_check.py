@@ -2,13 +2,15 @@
 
 All tensor and pipeline ranks of one data coordinate work on the same rows. A rank with other rows would train
 silently wrong if the shapes fit, or leave another rank waiting in a receive.
+
+The buffer check, once: data ranks see different rows, so what a forward writes into buffers may differ between them.
 """
 
 import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.config import Config
 from engine.errors import EngineError
@@ -72,6 +74,22 @@ def check_batch(microbatches: Sequence[Batch], problem: Exception | None, comm: 
                 f"data coordinate (here {comm.grid.coord().dp}) must pass the same batch: let the sampler use "
                 "grid.coord().dp and grid.dp."
             )
+
+
+def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str | None:
+    """Name of the first saved floating buffer whose content differs between data ranks (running statistics, averages).
+
+    One all-gather of 8 bytes a buffer over axis dp, label "buffer check"; none without such buffers. Collective.
+    """
+    unsaved = {id(m._buffers[leaf]) for m in model.modules() for leaf in m._non_persistent_buffers_set}
+    buffers = {name: b for name, b in model.named_buffers() if id(b) not in unsaved and b.is_floating_point()}
+    if comm.grid.dp == 1 or not buffers:
+        return None
+    mine = torch.tensor([_content(b.detach(), 0) for b in buffers.values()], dtype=torch.int64, device=device)
+    table = torch.empty((comm.grid.dp, len(mine)), dtype=torch.int64, device=device)
+    comm.all_gather(table.view(-1), mine, "dp", "buffer check").wait()
+    differs = (table != table[0]).any(dim=0).tolist()
+    return next((name for name, differ in zip(buffers, differs, strict=True) if differ), None)
 
 
 def small_digest(microbatches: Sequence[Batch]) -> int:

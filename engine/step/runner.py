@@ -23,7 +23,7 @@ from engine.parallel.pipeline.runtime.outputs import Carrier
 from engine.program.batch import Batch, is_text
 from engine.program.loss import check_pair, check_trainable
 from engine.program.program import evaluating
-from engine.step.batch_check import check_batch, small_digest, take_batch
+from engine.step.batch_check import check_batch, differing_buffer, small_digest, take_batch
 from engine.step.microbatches import StepKind, StepMicrobatches
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
@@ -69,6 +69,8 @@ class StepRunner:
         self._forwards = 0
         """Forwards of the loop since its last backward."""
         self._loop_started: float | None = None
+        self._finished = 0
+        """Training steps that were finished."""
         self._compared = 0
         """Steps in which the batches of the data ranks were compared."""
         self._told = False
@@ -205,7 +207,21 @@ class StepRunner:
 
     def _finish(self, step: StepState) -> FinishedStep:
         step.problem = step.problem or self._control.problem()
-        return FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
+        finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
+        self._finished += 1
+        if self._finished == _COMPARED_STEPS:
+            self._compare_buffers()
+        return finished
+
+    def _compare_buffers(self) -> None:
+        name, coord = differing_buffer(self._model, self._comm, self._device), self._comm.grid.coord()
+        if name is not None and coord.dp == coord.tp == 0:
+            logger.warning(
+                "buffer %r differs between data ranks, since each writes it from its own rows; evaluation uses each "
+                "rank's own and checkpoints keep that of data rank 0: average it over data ranks before you evaluate "
+                "or save, or use a layer without running statistics (GroupNorm, LayerNorm).",
+                name,
+            )
 
     def _random_key(self, index: int) -> tuple[int, int, int]:
         """(seed, step, global microbatch), which is the same on every grid."""
