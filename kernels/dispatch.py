@@ -126,6 +126,8 @@ class Kernels:
         name = str(dtype).removeprefix("torch.")
         if self.mode == "reference" or self.card == "" or not runs_triton(device):
             return False
+        if self.mode == "auto" and device.type == "cpu":
+            return False  # interpreted kernels are for tests of the kernels: a step takes up to a hundred times as long
         if self.mode == "triton":
             chosen, why = True, "as configured"
         else:

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 from engine.models.decoder import loss_sum
-from engine.verify import Parity, VerifyOptions, train_alone, train_on_grid
+from engine.verify import Parity, VerifyOptions, train_alone, train_on_grid, verify
 from tests import models
 from tests.engine.parity.test_parity import config_for
 from tests.readme import Table
@@ -93,6 +93,22 @@ CORE = [(name, grid) for name, grid in CASES if name == "decoder" or grid == TUR
 def test_a_core_of_models_and_grids(run_ranks: RunRanks, axes_table: Table, name: str, grid: str) -> None:
     # the ways take turns
     check(run_ranks, axes_table, name, grid, [WAYS[(3 * CORE.index((name, grid)) + 1) % len(WAYS)]])
+
+
+def train_interpreted(name: str, grid: str) -> Parity | None:
+    """Body of a rank: every kernel is Triton's, interpreted."""
+    batches = models.batches_for(name.split()[0], 16, 2)
+    loss_fn = loss_sum if name.startswith("decoder") else None
+    return verify(ALL[name], settings(grid, WAYS[0]) | {"kernels": "triton"}, batches, loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [("decoder", "tp2"), *(pytest.param(n, g, marks=pytest.mark.long) for n, g in CASES if g in ("dp2 x tp2", "pp2"))],
+)
+def test_triton_kernels_on_a_grid(run_ranks: RunRanks, name: str, grid: str) -> None:
+    result = run_ranks(train_interpreted, prod(GRIDS[grid].values()), name, grid, seconds=300.0)[0]
+    assert result.holds(), str(result)
 
 
 @pytest.mark.long
