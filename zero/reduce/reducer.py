@@ -31,8 +31,6 @@ class GradientHooks:
         self._parameters = parameters
         self._take, self._warns = take, warns
         self._open = False
-        self.watched: list[Tensor] | None = None
-        """While not None: for each gradient that arrives, whether it is finite, on the device."""
         self._handles = []
         for name, parameter in parameters.items():
             untyped: Any = parameter  # torch leaves the method untyped
@@ -79,8 +77,6 @@ class GradientHooks:
                 "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."
             )
         grad, parameter.grad = parameter.grad, None
-        if self.watched is not None:
-            self.watched.append(grad.isfinite().all())
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
 
 
@@ -161,11 +157,15 @@ class SharedReduction:
         trained = {name: setup.parameters[name] for name in names}
         self.names, self.unused = frozenset(names), frozenset[str]()
         self._seen: set[str] = set()
+        self._watched: list[Tensor] | None = None
+        """While not None: for each gradient of a backward, whether it is finite, on the device."""
         self._hooks = GradientHooks(trained, self.take, warns=setup.comm.grid.rank == 0)
 
     def take(self, name: str, grad: Tensor) -> None:
         """Take the gradient of a parameter inside a backward."""
         self._seen.add(name)
+        if self._watched is not None:
+            self._watched.append(grad.isfinite().all())
         self._add(name, grad)
 
     def _add(self, name: str, grad: Tensor) -> None:
@@ -181,11 +181,11 @@ class SharedReduction:
 
     def watch(self, on: bool) -> None:
         """From now on look whether each gradient that a backward delivers is finite; see :class:`Reducer`."""
-        self._hooks.watched = [] if on else None
+        self._watched = [] if on else None
 
     def found_nonfinite(self) -> bool:
         """Whether a watched gradient was not finite since the last call."""
-        watched, self._hooks.watched = self._hooks.watched, self._hooks.watched and []
+        watched, self._watched = self._watched, self._watched and []
         return bool(watched) and not torch.stack(watched or []).all()
 
     def _on_wire(self, grads: Tensor) -> Tensor:

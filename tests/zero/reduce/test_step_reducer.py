@@ -284,6 +284,33 @@ def test_removed_hooks_take_no_gradient() -> None:
     assert all(p.grad is not None for p in rig.model.parameters())
 
 
+def spoiled(model: nn.Module, given: Tensor) -> Tensor:
+    return straight(model, given) * float("nan")
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_watched_gradients_are_looked_at_whoever_computes_them(deferred: bool) -> None:
+    """The second half of a split backward delivers weight gradients itself."""
+    rig = build(Stack(), Setting())
+
+    def step(loss: Loss) -> bool:
+        if not deferred:
+            rig.step(partial(loss, rig.model, x(0)))
+            return rig.reducer.found_nonfinite()
+        grads = torch.autograd.grad(loss(rig.model, x(0)), list(rig.model.parameters()))
+        with rig.reducer.backward(Backward(last=True, part="weight")):
+            for (name, _), grad in zip(rig.model.named_parameters(), grads, strict=True):
+                rig.reducer.take(name, grad)
+        rig.reducer.finish()
+        return rig.reducer.found_nonfinite()
+
+    assert not step(spoiled), "nobody looks unless asked"
+    rig.reducer.watch(True)
+    assert [step(loss) for loss in (spoiled, straight, spoiled)] == [True, False, True]
+    rig.reducer.watch(False)
+    assert not step(spoiled)
+
+
 # precision
 
 
