@@ -23,7 +23,7 @@ from engine.optim.given_optimizer import read_optimizer
 from engine.optim.lr_schedules import SchedulerArgument
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
-from engine.parallel.comm.meeting import FailureReports, Meeting
+from engine.parallel.comm.meeting import FailureReports, JointCalls, Meeting
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import (
     World,
@@ -196,7 +196,7 @@ _PLANNING = "planning (trace, tensor plan, pipeline stages)"
 def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> Comm:
     """Meet all ranks, refuse different input, then make the groups of the grid."""
     store = open_store(world)
-    reports = None
+    reports = joint = None
     with say_if_slow("waiting for all ranks", world.rank):
         if world.size > 1:
             meeting = Meeting(store, world.rank, world.size, meeting_point(world), timeout_seconds())
@@ -204,8 +204,9 @@ def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> Comm:
                 raise difference_error(difference)
             store = prefixed(store, meeting.name)
             reports = FailureReports(store, world.rank)
+            joint = JointCalls(store, world.rank, world.size, timeout_seconds())
         open_world(world, store)
     grid = Grid(config.pp, config.dp, config.tp, world.rank)
     comm = Comm(grid, TorchBackend(grid, world.device))
-    comm.reports = reports
+    comm.reports, comm.joint = reports, joint
     return comm

@@ -193,6 +193,7 @@ class Engine:
         With ``return_output``: (report, model output of rank 0's share, None on other ranks).
         """
         self._resources.refuse_closed("eval_batch")
+        self._comm.join("eval_batch")
         batch = self._completed(batch)
         step, outcome = self._runner.evaluate(batch, "output" if return_output else "evaluate")
         report = self._reports.make(step, outcome, self.plan, self._update.made)
@@ -253,6 +254,7 @@ class Engine:
         self._resources.refuse_closed("full_state_dict")
         if self._runtime.gatherer is not None:
             self._runtime.gatherer.refuse_opened("full_state_dict")
+        self._comm.join("full_state_dict")
         return self._checkpoints.gather_full_state()
 
     @contextmanager
@@ -299,6 +301,7 @@ class Engine:
                 as another engine that saves into the folder, are raised by ``wait()`` on all ranks.
         """
         self._refuse_unfinished("save_checkpoint")
+        self._comm.join("save_checkpoint")
         return self._checkpoints.save(folder, client_state if client_state is not None else {})
 
     def load_checkpoint(
@@ -321,6 +324,7 @@ class Engine:
                 belongs to another model (names the first difference); ranks gave other folders. Raised on all ranks.
         """
         self._refuse_unfinished("load_checkpoint")
+        self._comm.join("load_checkpoint")
         return self._checkpoints.load(
             folder,
             self._update,
@@ -332,6 +336,7 @@ class Engine:
     def save_pretrained(self, folder: Path_) -> None:
         """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective."""
         self._refuse_unfinished("save_pretrained")
+        self._comm.join("save_pretrained")
         self._checkpoints.save_pretrained(folder)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.errors import EngineError, first_line
 from engine.parallel.comm.backend import Backend, Link, Reduction, Wait
-from engine.parallel.comm.meeting import FailureReports
+from engine.parallel.comm.meeting import FailureReports, JointCalls
 from engine.parallel.comm.traffic import Op, Record, Tally, Traffic, sent_bytes
 from engine.parallel.grid import Axis, Grid
 
@@ -91,6 +91,8 @@ class Comm:
         """Called before the wait for a launcher to end this process."""
         self.reports: FailureReports | None = None
         """Where ranks write down what has failed, to find out who did not come; None: nobody is asked."""
+        self.joint: JointCalls | None = None
+        """Joins the calls that every rank has to make; None: they are not checked."""
         self.tally = Tally()
         self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
         self._backend = backend
@@ -105,6 +107,15 @@ class Comm:
         """Sum ``tensor`` in place over some indices of axis pp, which ``connect`` has prepared."""
         call = partial(self._backend.sum_over_stages, tensor, stages)
         return self._issue("all_reduce", tensor, "pp", label, call, len(stages))
+
+    def join(self, call: str) -> None:
+        """Wait until every rank of the world makes this call of the engine.
+
+        Raises:
+            EngineError: a rank does not come, or makes another call.
+        """
+        if self.joint is not None:
+            self.joint.join(call)
 
     def connect(self, stages: tuple[int, ...]) -> None:
         """Prepare sums over these indices of axis pp. Every rank of the world calls it, in the same order."""

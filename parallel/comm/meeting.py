@@ -1,4 +1,5 @@
-"""What ranks tell each other through the store of the job, before there are groups and after one has failed.
+"""What ranks tell each other through the store of the job: before there are groups, after one has failed, and before
+rare calls that all of them have to make.
 
     ranks 1 ..   hello: a word of this start, and a digest of what the rank was given
     rank 0       answers each hello with that word and the name of this meeting, until all have come
@@ -10,21 +11,26 @@ over can be mistaken for an answer, and the name is new each time, however often
 """
 
 import json
+import logging
 import secrets
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import sha256
 from typing import Protocol, TypedDict
 
-from engine.errors import GridError, first_line
+from engine.errors import EngineError, GridError, first_line
 
+logger = logging.getLogger("trine")
 _POLL_SECONDS = 0.01
 _GRACE_SECONDS = 5.0
 """How much longer other ranks wait than rank 0, which tells them who has not come."""
+SLOW_SECONDS = 10.0
+"""After this time a rank that waits in a joint call says for whom."""
 _REPORT_SECONDS = 2.0
 """How long a rank whose communication has failed waits for the reports of others, which notice at the same time."""
 
@@ -43,6 +49,12 @@ class KeyStore(Protocol):
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Return when the keys exist."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, which begins with 0; returns the sum."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Forget a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,3 +256,80 @@ class FailureReports:
             return
         words = [f"{name_ranks(silent)} did not come, ended or stands still"] * bool(silent)
         tell(", ".join([*words, *elsewhere]))
+
+
+class JointCalls:
+    """Lets nobody begin a call that every rank has to make, such as an evaluation, before all have come.
+
+    ``if rank == 0: eng.save_checkpoint()`` would otherwise let rank 0 communicate with ranks that train on: messages of
+    two calls meet in one group, where gloo ends the process without a word for Python. Training itself is not checked,
+    it would cost every step; these calls are rare, and take five messages to the store each: a rank writes its key and
+    counts itself, and the last one to come writes the key that the others wait for.
+
+    Args:
+        store: of the job, with a prefix of this engine.
+        seconds: how long to wait for a rank.
+    """
+
+    def __init__(self, store: KeyStore, rank: int, size: int, seconds: float) -> None:
+        self._store, self._rank, self._size, self._seconds = store, rank, size, seconds
+        self._number = 0
+        self._made: deque[tuple[str, str]] = deque()
+        """The last calls: (prefix of their keys, name)."""
+
+    def join(self, call: str) -> None:
+        """Return when every rank has made this call.
+
+        Raises:
+            EngineError: a rank did not come in time, or made another call.
+        """
+        self._number += 1
+        here, began = f"call/{self._number}", time.monotonic()
+        self._made.append((here, call))
+        try:
+            self._store.set(f"{here}/{self._rank}", call)
+            self._store.add(f"{here}/count/{call}", 1)
+            if self._store.add(f"{here}/count", 1) == self._size:
+                self._store.set(f"{here}/all", "")
+            if not self._wait(here, min(SLOW_SECONDS, self._seconds)):
+                logger.warning("%s", self._absent(here, call, time.monotonic() - began))
+                if not self._wait(here, self._seconds - SLOW_SECONDS):
+                    raise EngineError(self._absent(here, call, time.monotonic() - began))
+            alike = self._store.add(f"{here}/count/{call}", 0)
+            self._forget()
+        except RuntimeError as error:
+            raise EngineError(
+                f"{call}: rank {self._rank} has lost the store of the job ({first_line(error)}): the process that "
+                "holds it has ended; look for the first traceback of the job."
+            ) from error
+        if alike < self._size:
+            raise EngineError(
+                f"rank {self._rank} calls {call} where {self._size - alike} of {self._size} ranks call another method "
+                "of the engine; every rank makes the same calls in the same order."
+            )
+
+    def _wait(self, here: str, seconds: float) -> bool:
+        if seconds <= 0:
+            return False
+        try:
+            self._store.wait([f"{here}/all"], timedelta(seconds=seconds))
+        except RuntimeError:  # the store has no other word for a time that is over
+            return self._store.check([f"{here}/all"])
+        return True
+
+    def _absent(self, here: str, call: str, seconds: float) -> str:
+        came = [rank for rank in range(self._size) if self._store.check([f"{here}/{rank}"])]
+        others = [rank for rank in range(self._size) if rank not in came]
+        return (
+            f"{call} was called on {name_ranks(came)} and for {seconds:.0f} s not on {name_ranks(others)}: every rank "
+            f"calls it; take it out of `if rank == 0:`, where only printing belongs."
+        )
+
+    def _forget(self) -> None:
+        """Remove what the call before the last one has written: all ranks have left it, since they joined the last."""
+        while len(self._made) > 2:
+            past, call = self._made.popleft()
+            self._store.delete_key(f"{past}/{self._rank}")
+            if self._rank == 0:
+                for key in ("count", "all", f"count/{call}"):
+                    self._store.delete_key(f"{past}/{key}")

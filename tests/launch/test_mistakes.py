@@ -1,6 +1,5 @@
 """Mistakes in a user's script, made on two ranks under torchrun: the job ends with one sentence as its last line."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ torch.manual_seed(0)
 model, batch = Network(), (torch.randn(4, 8), torch.randn(4))
 {body}
 """
-MISTAKES: Mapping[str, tuple[str, str]] = {
+MISTAKES: dict[str, tuple[str, str]] = {
     "a misspelt key": (
         'engine.initialize(model, CONFIG | {"gradient_cliping": 1.0})',
         "ConfigError: gradient_cliping: unknown key. Did you mean gradient_clipping?",
@@ -94,6 +93,17 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
         "    eng.train_batch(batch)",
         "write into it in place instead",
     ),
+}
+MISTAKES |= {
+    f"{call} on rank 0 alone": (
+        "import os\nos.environ['TRINE_TIMEOUT_SECONDS'] = '3'\n"
+        "with engine.initialize(model, CONFIG) as eng:\n"
+        "    eng.train_batch(batch)\n"
+        f"    if eng.grid.rank == 0:\n        eng.{call}({argument})\n"
+        "    eng.train_batch(batch)",
+        f"{call} was called on rank 0 and for 3 s not on rank 1: every rank calls it; take it out of `if rank == 0:`",
+    )
+    for call, argument in (("eval_batch", "batch"), ("save_checkpoint", "'run'"), ("full_state_dict", ""))
 }
 QUICK = ("a misspelt key", "rows that do not fit")
 
