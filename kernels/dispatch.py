@@ -33,7 +33,7 @@ class TunedChoice:
 
     operator: str
     device: str
-    """Glob pattern for the GPU name, as ``torch.cuda.get_device_name`` returns it."""
+    """Glob pattern for the GPU name, as ``torch.cuda.get_device_name`` returns it; "*" is any GPU."""
     dtype: str
     """Glob pattern for the dtype name."""
     width: int
@@ -60,12 +60,15 @@ def shipped_choices() -> tuple[TunedChoice, ...]:
 
 
 def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: str, width: int) -> TunedChoice | None:
-    """Return the row that applies: of this device before "*", then of the largest width up to ``width``."""
+    """Return the row that applies: of this device before "*", then of the largest width up to ``width``.
+
+    "*" is any GPU: on CPUs Triton is interpreted, which is for tests of the kernels and takes a hundred times as long.
+    """
     held = [
         row
         for row in rows
         if row.operator == operator
-        and fnmatchcase(device, row.device)
+        and (device != "cpu" if row.device == "*" else fnmatchcase(device, row.device))
         and fnmatchcase(dtype, row.dtype)
         and row.width <= width
     ]
@@ -126,8 +129,6 @@ class Kernels:
         name = str(dtype).removeprefix("torch.")
         if self.mode == "reference" or self.card == "" or not runs_triton(device):
             return False
-        if self.mode == "auto" and device.type == "cpu":
-            return False  # interpreted kernels are for tests of the kernels: a step takes up to a hundred times as long
         if self.mode == "triton":
             chosen, why = True, "as configured"
         else:

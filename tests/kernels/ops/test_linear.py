@@ -98,7 +98,7 @@ def test_the_table_decides_forward_and_backward_apart(
         return own(a, b, follows, *more)
 
     monkeypatch.setattr(launches, "launch_matmul", multiply)
-    rows = (TunedChoice("linear", "*", "*", 1, forward), TunedChoice("linear_backward", "*", "*", 1, backward))
+    rows = (TunedChoice("linear", "cpu", "*", 1, forward), TunedChoice("linear_backward", "cpu", "*", 1, backward))
     given = made((5, 16), 24, torch.float32)[:3]
     found = gradients(LinearForm("gelu"), Kernels("auto", rows), given)
     assert launched == [True] * forward + [False, False] * backward
