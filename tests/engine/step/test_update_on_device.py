@@ -32,9 +32,10 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 @contextmanager
 def optimizer_alone() -> Iterator[None]:
-    """Modules keep their forwards: interpreting all of a model takes its time, and other tests do."""
+    """Modules and heads keep their forwards: interpreting all of a model takes its time, and other tests do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forwards, "find_replacements", lambda model, kernels: ())
+        patch.setattr(forwards, "find_heads", lambda model: ())
         yield
 
 
