@@ -1,6 +1,6 @@
 """What a checkpoint costs: Trine beside torch.save, torch's distributed checkpoint, safetensors and the bare disk.
 
-    python -m benchmarks.checkpoint [--rounds 5] [--gigabytes 1.3] [--folder F] [--write-readme] [--out FILE]
+    python -m benchmarks.checkpoint [--rounds 5] [--gigabytes 1.3] [--folder F] [--write-figures] [--out FILE]
 
 One process writes and reads the same fp32 weights of a decoder (width 4096, inner width 11008) in every way, in a new
 order each round; every write ends with file and folder on the disk. *cold* means dropped from the page cache before.
@@ -53,7 +53,7 @@ from benchmarks.checkpoint_formats import (
     write_raw,
 )
 from benchmarks.checkpoint_report import GIGABYTE, Goal, Rounds, Sample, as_json, judge, table
-from benchmarks.readme import write_section
+from benchmarks.figures import record_text
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.host_image import HostImage, ImageMemory, kind_of, make_image, write_file
 
@@ -281,7 +281,7 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gigabytes", type=float, default=1.3, help="of weights; whole layers of 0.8")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; the system's temporary one by default")
-    parser.add_argument("--write-readme", action="store_true", help="put the table into README.md")
+    parser.add_argument("--write-figures", action="store_true", help="keep the table in docs/figures and show it")
     parser.add_argument("--out", type=Path, help="write all samples to this JSON file")
     arguments = parser.parse_args(command)
     size, before = choose_size(arguments.gigabytes), os.getloadavg()[0]
@@ -294,8 +294,8 @@ def main(command: Sequence[str] | None = None) -> int:
         f"{arguments.rounds} rounds, load average {before:.1f} before and {os.getloadavg()[0]:.1f} after"
     )
     print(f"{text}\n\n{about}")
-    if arguments.write_readme:
-        write_section("checkpoint", f"```\n{text}\n```\n\n{about}.")
+    if arguments.write_figures:
+        record_text("checkpoint", f"```\n{text}\n```\n\n{about}.")
     if arguments.out:
         conditions = {
             "versions": {

@@ -1,7 +1,7 @@
 """What a pipeline costs: Trine's schedules beside torch.distributed.pipelining and DeepSpeed's PipelineModule.
 
     python -m benchmarks.pipeline [--schedules 1f1b,interleaved,zb-v] [--peers torch,deepspeed] [--ranks 4]
-                                  [--accumulation 8] [--rounds 7] [--steps 10] [--write-readme] [--out FILE]
+                                  [--accumulation 8] [--rounds 7] [--steps 10] [--write-figures] [--out FILE]
     python -m benchmarks.pipeline --profile "Trine 1f1b" [--steps 10]
 
 Decoder, data, AdamW and rounds are those of ``benchmarks.step``, in 8 microbatches; the limit of the gradient's
@@ -26,8 +26,8 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.figures import record_text
 from benchmarks.peers import Mode, Schedule, Workload
-from benchmarks.readme import write_section
 from benchmarks.report import Column
 from benchmarks.rows import AGAIN, PIPELINE_PEERS, SCHEDULES, Lineup, PipelinePeer, make_pipeline_lineup
 from benchmarks.step import add_options, check_options, make_workload, profile, run
@@ -78,7 +78,6 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description="Cost of a pipeline.")
     parser.add_argument("--schedules", type=_schedules, default=SCHEDULES, help="some of 1f1b,interleaved,zb-v")
     parser.add_argument("--peers", type=_peers, default=PIPELINE_PEERS, help="some of torch,deepspeed, or none")
-    parser.add_argument("--write-readme", action="store_true", help="put the table into README.md")
     add_options(parser)
     parser.set_defaults(accumulation=MICROBATCHES)
     arguments = parser.parse_args(command)
@@ -132,8 +131,8 @@ def main(command: Sequence[str] | None = None) -> int:
     lineup = make_pipeline_lineup(arguments.ranks, arguments.accumulation, arguments.schedules, peers)
     compile_once(lineup, workload)
     text, passed = _measure(arguments, lineup, workload)
-    if arguments.write_readme:
-        write_section("pipeline", f"```\n{text}\n```")
+    if arguments.write_figures:
+        record_text("pipeline", f"```\n{text}\n```")
     return 0 if passed else 1
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from benchmarks.readme import write_section
+from benchmarks.figures import record_text
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.parallel.pipeline.report.svg import svg
 from engine.parallel.pipeline.report.text import Panel, draw_panels
@@ -125,10 +125,12 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
-    """Run every kind; rank 0 prints, and with ``--write`` puts table and picture into results and README."""
+    """Run every kind; rank 0 prints, and with ``--write`` puts table and picture into the documents."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=0.2, help="what a microbatch of a rank takes forward")
-    parser.add_argument("--write", action="store_true", help="write results and README")
+    parser.add_argument(
+        "--write", action="store_true", help="keep table and picture, and show them in docs/pipeline.md"
+    )
     arguments = parser.parse_args()
     lines = [
         "| schedule | idle, predicted | idle, measured | step, predicted | step, measured |",
@@ -150,7 +152,7 @@ def main() -> int:
         print(draw_panels(panels), table, verdict, sep="\n")
         if arguments.write:
             (RESULTS / "timeline.svg").write_text(svg(panels), encoding="utf-8")
-            write_section("timeline", f"{table}\n\n{verdict[0].upper()}{verdict[1:]}.")
+            record_text("timeline", f"{table}\n\n{verdict[0].upper()}{verdict[1:]}.")
     return 0 if passed else 1
 
 

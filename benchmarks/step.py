@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.figures import record_text
 from benchmarks.peers import Mode, Workload
 from benchmarks.report import (
     LOSS_STEP,
@@ -144,6 +145,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="MODE", help="no table: where rank 0 of this row spends its time")
     parser.add_argument("--torchrun", action="store_true", help="also start every mode once under torchrun")
     parser.add_argument("--out", type=Path, help="write all samples to this JSON file")
+    parser.add_argument("--write-figures", action="store_true", help="keep the tables in docs/figures and show them")
 
 
 def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace, modes: Sequence[Mode]) -> None:
@@ -216,7 +218,9 @@ def main(command: Sequence[str] | None = None) -> int:
         modes = make_lineup(arguments.ranks, arguments.accumulation).modes
         print(profile(modes, arguments.profile, workload, arguments.steps))
         return 0
-    _, passed = run(arguments, make_lineup(arguments.ranks, arguments.accumulation, arguments.rows), workload)
+    text, passed = run(arguments, make_lineup(arguments.ranks, arguments.accumulation, arguments.rows), workload)
+    if arguments.write_figures:
+        record_text("step", f"```\n{text}\n```")
     return 0 if passed else 1
 
 

@@ -1,7 +1,7 @@
 """What tensor parallelism costs: Trine and torch's ``parallelize_module`` on two and four ranks, beside one process.
 
     python -m benchmarks.tensor [--models llama,fused] [--ranks 2,4] [--sequences 4] [--rounds 7] [--steps 10]
-                                [--write-readme] [--out FILE]
+                                [--write-figures] [--out FILE]
     python -m benchmarks.tensor --models llama --profile "Trine tp2" [--steps 10]
 
 Width 256 and the whole batch as one microbatch: small products, so that what is not a product shows. *llama* is
@@ -19,9 +19,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.figures import record_text
 from benchmarks.models import TENSOR_MODELS, Name
 from benchmarks.peers import Workload
-from benchmarks.readme import write_section
 from benchmarks.rows import make_tensor_lineup
 from benchmarks.step import add_options, make_workload, profile, run
 
@@ -47,7 +47,6 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=_models, default=("llama",), help="some of llama,fused")
     parser.add_argument("--ranks", type=_ranks, default=RANKS, help="some of 2,4")
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of 128 tokens: the batch")
-    parser.add_argument("--write-readme", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args(command)
     if arguments.sequences % arguments.accumulation:
         parser.error(f"accumulation must divide the batch of {arguments.sequences} sequences")
@@ -91,8 +90,8 @@ def main(command: Sequence[str] | None = None) -> int:
             print(f"{model}\n{profile(modes, arguments.profile, workload_of(model, arguments), arguments.steps)}")
         return 0
     found = [_measure(model, arguments) for model in arguments.models]
-    if arguments.write_readme:
-        write_section("tensor", "```\n" + "\n\n".join(text for text, _ in found) + "\n```")
+    if arguments.write_figures:
+        record_text("tensor", "```\n" + "\n\n".join(text for text, _ in found) + "\n```")
     return 0 if all(passed for _, passed in found) else 1
 
 

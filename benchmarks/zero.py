@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TypeVar
 
+from benchmarks.figures import record_text
 from benchmarks.peers import Workload
-from benchmarks.readme import write_section
 from benchmarks.rows import PEERS, STAGES, Lineup, Peer, make_zero_lineup
 from benchmarks.step import add_options, check_options, make_workload, profile, run
 from benchmarks.timing import Team, start_server
@@ -57,7 +57,6 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zero", description="Cost of sharing state.")
     parser.add_argument("--stages", type=_stages, default=STAGES, help="some of 0,1,2,3; all by default")
     parser.add_argument("--peers", type=_peers, default=PEERS, help="some of fsdp,deepspeed, or none; all by default")
-    parser.add_argument("--write-readme", action="store_true", help="put the table into README.md")
     add_options(parser)
     arguments = parser.parse_args(command)
     check_options(parser, arguments, make_zero_lineup(arguments.ranks, arguments.accumulation).modes)
@@ -89,8 +88,8 @@ def main(command: Sequence[str] | None = None) -> int:
     lineup = make_zero_lineup(arguments.ranks, arguments.accumulation, arguments.stages, importable(arguments.peers))
     compile_once(lineup, workload)
     text, passed = run(arguments, lineup, workload)
-    if arguments.write_readme:
-        write_section("zero", f"```\n{text}\n```")
+    if arguments.write_figures:
+        record_text("zero", f"```\n{text}\n```")
     return 0 if passed else 1
 
 

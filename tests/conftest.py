@@ -1,4 +1,4 @@
-"""What all tests share: ranks on a fork server, and the tables of the README."""
+"""What all tests share: ranks on a fork server, and the tables of the documents."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import pytest
 
 from tests.ranks import run_ranks as start_ranks
 from tests.ranks import start_server
-from tests.readme import Table
+from tests.tables import Table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks and tests share few cores
 
@@ -27,8 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Measured figures go into the README only when asked; how hard the crash test tries."""
-    parser.addoption("--write-readme", action="store_true", help="write measured tables into README.md")
+    """Measured figures go into the documents only when asked; how hard the crash test tries."""
+    parser.addoption("--write-figures", action="store_true", help="keep measured tables in docs/figures and show them")
     parser.addoption("--write-budgets", action="store_true", help="accept what compiled kernels take")
     parser.addoption("--kills", default="20", help="how many processes the long crash test kills")
     parser.addoption("--kill-seed", default="", help="of the crash test, to repeat it")
@@ -103,5 +103,5 @@ def _deviations(
 ) -> Iterator[Table]:
     table = Table(name, corner)
     yield table
-    if request.config.getoption("--write-readme"):
+    if request.config.getoption("--write-figures"):
         table.write()

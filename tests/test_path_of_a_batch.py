@@ -67,12 +67,3 @@ def test_a_batch_passes_the_files_on_its_path(run_ranks: RunRanks) -> None:
 @pytest.mark.long
 def test_a_batch_passes_the_files_on_its_path_over_three_axes(run_ranks: RunRanks) -> None:
     assert not {*path_of("dp"), *path_of("3d")} - set.union(*run_ranks(files_of_a_step, 8, THREE_AXES))
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/glossary.md"])
-def test_files_that_documents_name_exist(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    named = re.findall(
-        r"`((?:engine|parallel|zero|kernels|launch|tests|benchmarks|docs)/[\w/]+\.(?:py|json|md))`", text
-    )
-    assert not [name for name in named if not (ROOT / name).exists()]

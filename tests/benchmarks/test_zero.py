@@ -1,7 +1,6 @@
 """The benchmark of ZeRO: its rows, what is asked of them, and a tiny run that is right in loss, bytes and calls."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from benchmarks import zero
 from benchmarks.deepspeed_peer import make_config as make_deepspeed_config
 from benchmarks.footprint import Footprint
 from benchmarks.peers import Mode, Workload, make_config, make_rows, make_trainer
-from benchmarks.readme import write_section
 from benchmarks.report import Comparison, loss_spread, medians
 from benchmarks.ring import RingCounter
 from benchmarks.rows import AGAIN, DDP, make_zero_lineup
@@ -146,10 +144,3 @@ def test_unknown_choices_are_refused(capsys: pytest.CaptureFixture[str], command
     with pytest.raises(SystemExit):
         zero.main(command)
     assert answer in capsys.readouterr().err
-
-
-def test_a_section_of_the_readme_is_replaced(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("a\n<!-- x:begin -->\nold\n<!-- x:end -->\nb\n")
-    write_section("x", "new", readme)
-    assert readme.read_text() == "a\n<!-- x:begin -->\nnew\n<!-- x:end -->\nb\n"

@@ -101,9 +101,13 @@ def names(message: str, edit: Edit) -> bool:
 
 
 def shows(line: str, given: str | float) -> bool:
-    """Whether the line has this text, or a number of this value; a size that is null, or in {}, is one left out."""
+    """Whether the line has this text, or a number of this value.
+
+    A size that is null, "auto", or in {}, is one left out; a switch that is false is one that others are without.
+    """
     if isinstance(given, str):
-        return given in line or (": missing;" in line and (given == "null" or "{}" in given))
+        left_out = ": missing;" in line and (given in ("null", '"auto"') or "{}" in given)
+        return given in line or left_out or (given == "false" and " without " in line)
     if math.isnan(given):
         return "NaN" in line
     numbers = re.findall(r"(?<![\w.])-?(?:\d[\d.]*(?:e[+-]?\d+)?|Infinity)", line)

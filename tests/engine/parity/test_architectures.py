@@ -1,4 +1,4 @@
-"""Models as they are, cut into pipeline stages, train as in one process; the table of the README says which and how.
+"""Models as they are, cut into pipeline stages, train as in one process; docs/proofs.md says which and how.
 
 Many models share one launch of ranks. What a model cannot is a sentence, the same on every rank.
 """
@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.parity.architectures import ALL, HUGGING_FACE, OWN, REFUSED, WIDE
 from tests.engine.parity.launches import Compared, compare, settings
-from tests.readme import Table
+from tests.tables import Table
 
 RunRanks = Callable[..., list[Any]]
 

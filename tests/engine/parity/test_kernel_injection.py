@@ -15,7 +15,7 @@ from engine.parallel.model.forward_patch import ForwardPatches
 from engine.reporting.banner import banner_text
 from tests.engine.parity.launches import Compared, compare, settings
 from tests.engine.parity.tensor_models import FOUR, HEADS, UNSEEN
-from tests.readme import Table
+from tests.tables import Table
 
 RunRanks = Callable[..., list[Any]]
 CPU = torch.device("cpu")

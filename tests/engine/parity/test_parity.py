@@ -11,7 +11,7 @@ from torch import nn
 from engine.models.decoder import loss_sum
 from engine.verify import Parity, verify
 from tests import models
-from tests.readme import Table
+from tests.tables import Table
 
 RunRanks = Callable[..., list[Any]]
 

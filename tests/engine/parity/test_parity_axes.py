@@ -17,7 +17,7 @@ from engine.models.decoder import loss_sum
 from engine.verify import Parity, VerifyOptions, train_alone, train_on_grid, verify
 from tests import models
 from tests.engine.parity.test_parity import config_for
-from tests.readme import Table
+from tests.tables import Table
 
 RunRanks = Callable[..., list[Any]]
 

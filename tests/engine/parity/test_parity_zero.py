@@ -14,7 +14,7 @@ from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone, tr
 from tests import models
 from tests.engine.parity.test_parity import config_for
 from tests.engine.parity.test_parity_axes import ALL, SHARED
-from tests.readme import Table
+from tests.tables import Table
 
 RunRanks = Callable[..., list[Any]]
 

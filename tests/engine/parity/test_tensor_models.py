@@ -1,4 +1,4 @@
-"""Models as they are, shared by tensor ranks, train as in one process; the tables of the README say which and how.
+"""Models as they are, shared by tensor ranks, train as in one process; docs/proofs.md says which and how.
 
 Every plan is found, proven and carried out; what was sent is what was planned, to the byte. Many models share one
 launch of ranks.
@@ -13,7 +13,7 @@ from engine.parallel.tensor.plan.tensor_plan import Reason
 from tests.engine.parity.launches import Compared, compare, settings
 from tests.engine.parity.tensor_models import FOUR, HEADS, UNSEEN
 from tests.models import LENGTH
-from tests.readme import Table
+from tests.tables import Table
 
 RunRanks = Callable[..., list[Any]]
 Results = Mapping[str, Compared | str]

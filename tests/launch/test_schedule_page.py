@@ -1,10 +1,10 @@
-"""What the README says of schedules is what the code gives; ``pytest --write-readme`` puts it there."""
+"""What docs/pipeline.md says of schedules is what the code gives; ``pytest --write-figures`` puts it there."""
 
 from collections.abc import Callable
 
 import pytest
 
-from benchmarks.readme import README, write_section
+from benchmarks.figures import ROOT, record_text
 from engine.errors import ScheduleError
 from engine.launch.cli import main
 from engine.parallel.pipeline.report.svg import svg
@@ -12,11 +12,12 @@ from engine.parallel.pipeline.report.text import Panel, cost_of_slices, number, 
 from engine.parallel.pipeline.schedule.actions import Schedule
 from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
 from engine.parallel.pipeline.schedule.simulate import Cost, simulate
-from tests.readme import Table
+from tests.tables import Table
 
 SIZES = ((2, 4), (4, 4), (4, 8), (4, 16), (8, 8), (8, 16), (8, 32), (8, 64))
 """Pipeline ranks and microbatches."""
-PICTURE = README.parent / "benchmarks" / "results" / "schedules.svg"
+PAGE = ROOT / "docs" / "pipeline.md"
+PICTURE = ROOT / "benchmarks" / "results" / "schedules.svg"
 MORE_STAGES = {"interleaved": (4,), "looped-bfs": (4,), "zb-h1": (2, 4)}
 SLICE = Cost()
 """A forward 1, a backward 2, or 1 for the input and 1 for the weight."""
@@ -59,9 +60,9 @@ def picture() -> str:
 
 @pytest.mark.parametrize(("name", "text"), [("schedules", table), ("schedule-kinds", explained)])
 def test_tables_are_those_of_the_code(request: pytest.FixtureRequest, name: str, text: Callable[[], str]) -> None:
-    if request.config.getoption("--write-readme"):
-        write_section(name, text())
-    assert f"<!-- {name}:begin -->\n{text()}\n<!-- {name}:end -->" in README.read_text(encoding="utf-8")
+    if request.config.getoption("--write-figures"):
+        record_text(name, text())
+    assert f"<!-- {name}:begin -->\n{text()}\n<!-- {name}:end -->" in PAGE.read_text(encoding="utf-8")
 
 
 def test_the_comparison_is_what_the_command_prints(
@@ -70,14 +71,14 @@ def test_the_comparison_is_what_the_command_prints(
     command = "trine schedule --compare --ranks 4 --microbatches 8"
     assert main(command.split()[1:]) == 0
     text = f"```\n$ {command}\n{capsys.readouterr().out}```"
-    if request.config.getoption("--write-readme"):
-        write_section("schedule-compare", text)
+    if request.config.getoption("--write-figures"):
+        record_text("schedule-compare", text)
     section = f"<!-- schedule-compare:begin -->\n{text}\n<!-- schedule-compare:end -->"
-    assert section in README.read_text(encoding="utf-8")
+    assert section in PAGE.read_text(encoding="utf-8")
 
 
 def test_the_picture_is_small_and_shown(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--write-readme"):
+    if request.config.getoption("--write-figures"):
         PICTURE.write_text(picture(), encoding="utf-8")
     assert PICTURE.read_text(encoding="utf-8") == picture() and len(picture()) < 50_000
-    assert f"]({PICTURE.relative_to(README.parent).as_posix()})" in README.read_text(encoding="utf-8")
+    assert f"](../{PICTURE.relative_to(ROOT).as_posix()})" in PAGE.read_text(encoding="utf-8")
