@@ -10,6 +10,7 @@ import pytest
 
 from tests.ranks import run_ranks as start_ranks
 from tests.ranks import start_server
+from tests.selection import items_of_part, time_by_group
 from tests.tables import Table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks and tests share few cores
@@ -29,9 +30,28 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Measured figures go into the documents only when asked; how hard the crash test tries."""
     parser.addoption("--write-figures", action="store_true", help="keep measured tables in docs/figures and show them")
+    parser.addoption("--part", default="1/1", help="run part K of N, such as 2/4: parts are disjoint and cover all")
     parser.addoption("--write-budgets", action="store_true", help="accept what compiled kernels take")
     parser.addoption("--kills", default="20", help="how many processes the long crash test kills")
     parser.addoption("--kill-seed", default="", help="of the crash test, to repeat it")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the part that was asked for."""
+    kept = items_of_part(config.getoption("--part"), [item.nodeid for item in items])
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+        items[:] = [item for item in items if item.nodeid in kept]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """After ``-m long``: how long each group of tests took."""
+    if config.getoption("markexpr") != "long":
+        return
+    reports = [report for found in terminalreporter.stats.values() for report in found if hasattr(report, "duration")]
+    terminalreporter.section("time by group")
+    for line in time_by_group([(report.nodeid, report.duration, report.when) for report in reports]):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)
