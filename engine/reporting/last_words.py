@@ -24,6 +24,7 @@ logger = logging.getLogger("trine")
 
 PACKAGE = Path(__file__).parents[1]
 """The folder of the engine, whose frames are not the user's."""
+_DECORATOR = os.path.join("torch", "utils", "_contextlib.py")
 
 
 class LastWords:
@@ -67,7 +68,10 @@ def _place(trace: TracebackType | None) -> list[str]:
     """The line of the user's code that called the engine: the last frame before the engine's own."""
     frames = traceback.extract_tb(trace)
     inside = next((i for i, frame in enumerate(frames) if Path(frame.filename).is_relative_to(PACKAGE)), len(frames))
-    real = [frame for frame in frames[:inside] if not frame.filename.startswith("<")]  # others are generated code
+    # others are generated code, and torch's wrapper of functions that run without gradients
+    real = [
+        frame for frame in frames[:inside] if not frame.filename.startswith("<") and _DECORATOR not in frame.filename
+    ]
     return [f'File "{frame.filename}", line {frame.lineno}: {frame.line}' for frame in real[-1:]]
 
 

@@ -31,6 +31,7 @@ _GRACE_SECONDS = 5.0
 """How much longer other ranks wait than rank 0, which tells them who has not come."""
 SLOW_SECONDS = 10.0
 """After this time a rank that waits in a joint call says for whom."""
+_MOST_PAUSE_SECONDS = 0.25
 _REPORT_SECONDS = 2.0
 """How long a rank whose communication has failed waits for the reports of others, which notice at the same time."""
 
@@ -309,12 +310,13 @@ class JointCalls:
             )
 
     def _wait(self, here: str, seconds: float) -> bool:
-        if seconds <= 0:
-            return False
-        try:
-            self._store.wait([f"{here}/all"], timedelta(seconds=seconds))
-        except RuntimeError:  # the store has no other word for a time that is over
-            return self._store.check([f"{here}/all"])
+        """Whether all came in time. The store is asked more and more seldom: its own wait keeps Ctrl-C waiting too."""
+        deadline, pause = time.monotonic() + seconds, 1e-3
+        while not self._store.check([f"{here}/all"]):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_PAUSE_SECONDS)
         return True
 
     def _absent(self, here: str, call: str, seconds: float) -> str:
