@@ -10,9 +10,11 @@ from pathlib import Path
 from types import TracebackType
 
 import pytest
+import torch
 
 from engine.errors import ConfigError, EngineError
 from engine.parallel.grid import Grid
+from engine.program.loss import check_scalar
 from engine.reporting.last_words import LastWords
 
 Shown = list[tuple[type[BaseException], BaseException]]
@@ -51,6 +53,19 @@ def test_a_mistake_is_one_sentence(shown: Shown, capsys: pytest.CaptureFixture[s
     assert place.startswith(f'File "{__file__}", line ') and place.endswith(": Grid(0, 1, 1)")
     assert sentence == "GridError: pipeline size 0 is below 1; give every axis at least one rank."
     assert not shown
+    words.close()
+
+
+def test_the_place_is_the_users_line_also_through_torchs_decorator(
+    shown: Shown, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, check = LastWords(), torch.no_grad()(check_scalar)
+    try:
+        check(1, "x")
+    except EngineError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    place, _ = capsys.readouterr().err.splitlines()
+    assert place.startswith(f'File "{__file__}", line ') and place.endswith(': check(1, "x")')
     words.close()
 
 
