@@ -317,6 +317,8 @@ class _Search:
         groups = patterns.groups(self.tp)
         loose = len({product.weight for product in patterns.products}) - sum(len(g.columns) + 1 for g in groups)
         rows = {group.row for group in groups}
+        if loose > 1:
+            patterns.try_sizes(_SIZES)
         for size in _SIZES if loose > 1 else ():
             missed = next((g for g in patterns.groups(size) if g.row not in rows), None)
             if missed is not None:
@@ -329,6 +331,8 @@ class _Search:
     ) -> None:
         """Refuse a replicated group that another size of the tensor axis could shard; keep it if none could."""
         fits = []
+        with exactly():
+            patterns.try_sizes(_SIZES)
         for size in _SIZES:
             with exactly():
                 same = [other for other in patterns.groups(size) if other.row == group.row and size != self.tp]

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
@@ -14,7 +15,7 @@ from engine.parallel.pipeline.runtime.outputs import Carrier, bring_outputs
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.parallel.tensor.logits.sharded_logits import gather_logits
-from engine.program.batch import Batch
+from engine.program.batch import Batch, map_tensors
 from engine.program.loss import WeightedLoss, check_trainable
 from engine.program.program import evaluating
 from engine.step.runtime import RankRuntime
@@ -72,7 +73,7 @@ class StepMicrobatches:
         alike = nullcontext() if self._kind == "train" else evaluating(self._runtime.program.model)
         with alike, self._runtime.without_content():
             for index in one_of_each.values():
-                again = partial(self._run, index)
+                again = partial(self._run, _copied(self._microbatches[index]))
                 self._runtime.traces.look_again(self._microbatches[index], self._kind, again)
 
     def bring_outputs(self, carrier: Carrier) -> None:
@@ -86,11 +87,12 @@ class StepMicrobatches:
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
         """Run this stage's part of the program; the last stage counts loss, weight and tokens."""
-        runtime, run = self._runtime, partial(self._run, microbatch)
+        runtime, given = self._runtime, self._microbatches[microbatch]
         if runtime.stage is None:
             with runtime.forward(*self._random_key(microbatch)):
-                return StageOutput({}, self._count(run(), microbatch))
+                return StageOutput({}, self._count(self._run(given), microbatch))
         trace, partition = self._trace(microbatch)
+        run = partial(self._run, _copied(given))
         plan = partition.stages[stage]
         with runtime.forward(*self._random_key(microbatch), random=trace.random):
             done = runtime.stage.forward(trace, plan, run, received)
@@ -118,14 +120,15 @@ class StepMicrobatches:
 
     def _trace(self, microbatch: int) -> TracedForward:
         if microbatch not in self._traced:
-            given, run = self._microbatches[microbatch], partial(self._run, microbatch)
+            given = self._microbatches[microbatch]
             with self._runtime.without_content():
+                run = partial(self._run, _copied(given))
                 self._traced[microbatch] = self._runtime.traces.of(given, self._kind, run)
         return self._traced[microbatch]
 
-    def _run(self, microbatch: int) -> Any:
-        """(sum, weight) of the loss; with "output" the model's output comes first."""
-        runtime, given = self._runtime, self._microbatches[microbatch]
+    def _run(self, given: Batch) -> Any:
+        """(sum, weight) of the loss of a microbatch; with "output" the model's output comes first."""
+        runtime = self._runtime
         done = runtime.first_use.watch(given, lambda: runtime.program.forward(given))
         return (runtime.own(gather_logits(done.output)), *done.loss) if self._kind == "output" else tuple(done.loss)
 
@@ -140,6 +143,15 @@ class StepMicrobatches:
         check_trainable(loss.sum)
         self._step.count(loss, self._microbatches[microbatch])
         return self._step.root(loss.sum)
+
+
+def _copied(microbatch: Batch) -> Batch:
+    """A microbatch for one forward of a pipeline, into which the model may write.
+
+    Microbatches cut from one batch share a version counter, and the forwards of several stages the memory: a write
+    would spoil what another forward has kept for its backward, or what it reads.
+    """
+    return map_tensors(microbatch, torch.clone)
 
 
 _ALONE = StageMicrobatch(

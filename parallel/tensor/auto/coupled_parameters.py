@@ -67,6 +67,10 @@ class MatmulRecord:
     """The dim of the full parameter that is summed over."""
 
 
+Needed = dict[str, list[list[list[bool]]]]
+"""For each parameter, rank and dim: whether each row has a gradient from the rank's part of a row layer's input."""
+
+
 class GradientSparsity:
     """One observed run of ``block``; ``groups`` may be called for several numbers of ranks.
 
@@ -80,6 +84,7 @@ class GradientSparsity:
         self._block, self._given, self._others, self._used = block, given, frozenset(others), used
         self._parameters = dict(block.named_parameters())
         self._generator = torch.Generator().manual_seed(0)
+        self._seen: dict[tuple[str, int], Needed] = {}
         self.products = self._run(())
         self._multiplied = {product.weight for product in self.products}
         # the bias of a key has a zero gradient (softmax ignores it), so a bias takes the sharding of its weight
@@ -103,6 +108,11 @@ class GradientSparsity:
                 found.append(replace(group, partial=self._between(group)))
         return tuple(found)
 
+    def try_sizes(self, sizes: Sequence[int]) -> None:
+        """Try the largest numbers of ranks first, since those that divide them follow from what they need."""
+        for size in sorted(sizes, reverse=True):
+            self.groups(size)
+
     def _size(self, group: CoupledParameters) -> int:
         return sum(self._parameters[name].numel() for name in group.cuts)
 
@@ -121,7 +131,7 @@ class GradientSparsity:
         products = [p for p in self.products if p.weight == row and p.x.requires_grad]
         if not products or any(p.x.shape[p.x_dim] % tp for p in products):
             return None
-        needed = self._needed(products, tp)
+        needed = self._needed(row, products, tp)
         cuts = dict(self._cuts(row, needed, taken))
         columns = [name for name in cuts if name in self._multiplied]
         if not columns or self._goes_elsewhere(row, columns):
@@ -142,11 +152,22 @@ class GradientSparsity:
         )
         return CoupledParameters(row, tuple(columns), cuts, ())
 
-    def _needed(self, products: Sequence[MatmulRecord], tp: int) -> dict[str, list[list[list[bool]]]]:
-        """For each parameter, rank and dim: the rows that have a gradient."""
-        ranks = [self._nonzero_rows(products, rank, tp) for rank in range(tp)]
-        everywhere = [name for name in self._parameters if all(name in rows for rows in ranks)]
-        return {name: [rows[name] for rows in ranks] for name in everywhere}
+    def _needed(self, row: str, products: Sequence[MatmulRecord], tp: int) -> Needed:
+        """For each parameter, rank and dim: the rows that have a gradient. Each number of ranks is tried once.
+
+        What k ranks need together is needed by the one that has their parts, so a multiple of ``tp`` that was tried
+        before answers for ``tp``.
+        """
+        if (row, tp) not in self._seen:
+            more = next((size for known, size in self._seen if known == row and size % tp == 0), None)
+            if more is not None:
+                finer = self._seen[row, more]
+                self._seen[row, tp] = {name: _joined(ranks, more // tp) for name, ranks in finer.items()}
+            else:
+                ranks = [self._nonzero_rows(products, rank, tp) for rank in range(tp)]
+                everywhere = [name for name in self._parameters if all(name in rows for rows in ranks)]
+                self._seen[row, tp] = {name: [rows[name] for rows in ranks] for name in everywhere}
+        return self._seen[row, tp]
 
     def _nonzero_rows(self, products: Sequence[MatmulRecord], rank: int, tp: int) -> dict[str, list[list[bool]]]:
         """For each parameter and dim, the rows that have a gradient from one rank's part of a row layer's input.
@@ -176,9 +197,7 @@ class GradientSparsity:
         grads = torch.autograd.grad(out, list(self._parameters.values()), retain_graph=True, allow_unused=True)
         return {name: grad for name, grad in zip(self._parameters, grads, strict=True) if grad is not None}
 
-    def _cuts(
-        self, row: str, needed: Mapping[str, list[list[list[bool]]]], taken: set[str]
-    ) -> Iterator[tuple[str, ParameterCut]]:
+    def _cuts(self, row: str, needed: Needed, taken: set[str]) -> Iterator[tuple[str, ParameterCut]]:
         biases = set(self._bias_of.values())
         for name, ranks in needed.items():
             if name == row or name in taken or name in biases:
@@ -222,6 +241,12 @@ def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
     leaves = pytree.tree_leaves(out, is_leaf=lambda node: isinstance(node, GlobalTensor))
     read = [leaf for number, leaf in enumerate(leaves) if used is None or number in used]
     return [leaf for leaf in read if isinstance(leaf, Tensor | GlobalTensor) and leaf.is_floating_point()]
+
+
+def _joined(ranks: list[list[list[bool]]], together: int) -> list[list[list[bool]]]:
+    """Rows by rank and dim, where each rank takes the parts of ``together`` ranks."""
+    runs = [ranks[first : first + together] for first in range(0, len(ranks), together)]
+    return [[[any(row) for row in zip(*dims, strict=True)] for dims in zip(*run, strict=True)] for run in runs]
 
 
 def _nonzero(grad: Tensor, dim: int) -> list[bool]:

@@ -29,7 +29,7 @@ CONFIG: Mapping[str, Any] = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}},
-    "gradient_clipping": 0.05,
+    "gradient_clipping": 0.01,
 }
 MOST_SECONDS = 60.0
 """Of processor time until a model is placed, its search included."""
