@@ -254,7 +254,6 @@ class Engine:
         self._resources.refuse_closed("full_state_dict")
         if self._runtime.gatherer is not None:
             self._runtime.gatherer.refuse_opened("full_state_dict")
-        self._comm.join("full_state_dict")
         return self._checkpoints.gather_full_state()
 
     @contextmanager
@@ -301,7 +300,7 @@ class Engine:
                 as another engine that saves into the folder, are raised by ``wait()`` on all ranks.
         """
         self._refuse_unfinished("save_checkpoint")
-        self._comm.join("save_checkpoint")
+        self._comm.announce("save_checkpoint")
         return self._checkpoints.save(folder, client_state if client_state is not None else {})
 
     def load_checkpoint(
@@ -324,7 +323,7 @@ class Engine:
                 belongs to another model (names the first difference); ranks gave other folders. Raised on all ranks.
         """
         self._refuse_unfinished("load_checkpoint")
-        self._comm.join("load_checkpoint")
+        self._comm.announce("load_checkpoint")
         return self._checkpoints.load(
             folder,
             self._update,
@@ -336,7 +335,7 @@ class Engine:
     def save_pretrained(self, folder: Path_) -> None:
         """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective."""
         self._refuse_unfinished("save_pretrained")
-        self._comm.join("save_pretrained")
+        self._comm.announce("save_pretrained")
         self._checkpoints.save_pretrained(folder)
 
     def close(self) -> None:

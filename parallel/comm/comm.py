@@ -92,7 +92,7 @@ class Comm:
         self.reports: FailureReports | None = None
         """Where ranks write down what has failed, to find out who did not come; None: nobody is asked."""
         self.joint: JointCalls | None = None
-        """Joins the calls that every rank has to make; None: they are not checked."""
+        """Knows who makes the calls that every rank has to make; None: they are not checked."""
         self.tally = Tally()
         self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
         self._backend = backend
@@ -108,11 +108,20 @@ class Comm:
         call = partial(self._backend.sum_over_stages, tensor, stages)
         return self._issue("all_reduce", tensor, "pp", label, call, len(stages))
 
+    def announce(self, call: str) -> None:
+        """Write down that this rank makes a call of the engine, for ``missing``."""
+        if self.joint is not None:
+            self.joint.announce(call)
+
+    def missing(self, seconds: float) -> str:
+        """Words about ranks that do not make the last announced call; empty if all do or nobody knows."""
+        return self.joint.missing(seconds) if self.joint is not None else ""
+
     def join(self, call: str) -> None:
-        """Wait until every rank of the world makes this call of the engine.
+        """Wait until every rank of the world makes this call of the engine, the first few times.
 
         Raises:
-            EngineError: a rank does not come, or makes another call.
+            EngineError: a rank does not come.
         """
         if self.joint is not None:
             self.joint.join(call)

@@ -16,8 +16,9 @@ import secrets
 import threading
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import sha256
@@ -32,6 +33,8 @@ _GRACE_SECONDS = 5.0
 SLOW_SECONDS = 10.0
 """After this time a rank that waits in a joint call says for whom."""
 _MOST_PAUSE_SECONDS = 0.25
+JOINED_CALLS = 3
+"""Calls of a kind that are joined."""
 _REPORT_SECONDS = 2.0
 """How long a rank whose communication has failed waits for the reports of others, which notice at the same time."""
 
@@ -260,12 +263,15 @@ class FailureReports:
 
 
 class JointCalls:
-    """Lets nobody begin a call that every rank has to make, such as an evaluation, before all have come.
+    """Finds ranks that do not make a call which every rank has to make, such as a save or an evaluation.
 
-    ``if rank == 0: eng.save_checkpoint()`` would otherwise let rank 0 communicate with ranks that train on: messages of
-    two calls meet in one group, where gloo ends the process without a word for Python. Training itself is not checked,
-    it would cost every step; these calls are rare, and take five messages to the store each: a rank writes its key and
-    counts itself, and the last one to come writes the key that the others wait for.
+    announce   a rank writes that it is in the call; if the call then fails, ``missing`` says who has not come
+    join       nobody begins before all have come: ``if rank == 0: eng.eval_batch()`` would let messages of two calls
+               meet in one group, where gloo ends the process without a word for Python
+
+    Nothing is asked of training, where it would cost every step. A program that joins its first calls has the right
+    form, so later ones are free; and a rank that ends while others wait for it in a collective is noticed at once,
+    unlike here.
 
     Args:
         store: of the job, with a prefix of this engine.
@@ -274,64 +280,67 @@ class JointCalls:
 
     def __init__(self, store: KeyStore, rank: int, size: int, seconds: float) -> None:
         self._store, self._rank, self._size, self._seconds = store, rank, size, seconds
-        self._number = 0
-        self._made: deque[tuple[str, str]] = deque()
-        """The last calls: (prefix of their keys, name)."""
+        self._made: Counter[str] = Counter()
+        self._last = ""
+        """Name of the last call."""
+
+    def announce(self, call: str) -> None:
+        """Write that this rank makes the call; a message or two to the store."""
+        self._made[call], self._last = self._made[call] + 1, call
+        with self._in_store(call):
+            self._store.set(f"{self._here()}/{self._rank}", "")
+            # all ranks have ended the call before the last one, since they have made the last one together
+            self._store.delete_key(f"{call}/{self._made[call] - 2}/{self._rank}")
 
     def join(self, call: str) -> None:
-        """Return when every rank has made this call.
+        """Return when every rank has made this call; the first ``JOINED_CALLS`` times.
 
         Raises:
-            EngineError: a rank did not come in time, or made another call.
+            EngineError: a rank did not come in time.
         """
-        self._number += 1
-        here, began = f"call/{self._number}", time.monotonic()
-        self._made.append((here, call))
-        try:
-            self._store.set(f"{here}/{self._rank}", call)
-            self._store.add(f"{here}/count/{call}", 1)
-            if self._store.add(f"{here}/count", 1) == self._size:
-                self._store.set(f"{here}/all", "")
-            if not self._wait(here, min(SLOW_SECONDS, self._seconds)):
-                logger.warning("%s", self._absent(here, call, time.monotonic() - began))
-                if not self._wait(here, self._seconds - SLOW_SECONDS):
-                    raise EngineError(self._absent(here, call, time.monotonic() - began))
-            alike = self._store.add(f"{here}/count/{call}", 0)
-            self._forget()
-        except RuntimeError as error:
-            raise EngineError(
-                f"{call}: rank {self._rank} has lost the store of the job ({first_line(error)}): the process that "
-                "holds it has ended; look for the first traceback of the job."
-            ) from error
-        if alike < self._size:
-            raise EngineError(
-                f"rank {self._rank} calls {call} where {self._size - alike} of {self._size} ranks call another method "
-                "of the engine; every rank makes the same calls in the same order."
-            )
+        if self._made[call] == JOINED_CALLS:
+            return
+        self.announce(call)
+        began = time.monotonic()
+        with self._in_store(call):
+            if self._store.add(f"{self._here()}/count", 1) == self._size:
+                self._store.set(f"{self._here()}/all", "")
+            if not self._wait(min(SLOW_SECONDS, self._seconds)):
+                logger.warning("%s", self.missing(time.monotonic() - began))
+                if not self._wait(self._seconds - SLOW_SECONDS):
+                    raise EngineError(self.missing(time.monotonic() - began))
 
-    def _wait(self, here: str, seconds: float) -> bool:
+    def missing(self, seconds: float) -> str:
+        """Words about the ranks that have not made the last call; empty if all have. ``seconds``: waited so far."""
+        with self._in_store(self._last):
+            came = [rank for rank in range(self._size) if self._store.check([f"{self._here()}/{rank}"])]
+        others = [rank for rank in range(self._size) if rank not in came]
+        if not others:
+            return ""
+        return (
+            f"{self._last} was called on {name_ranks(came)} and for {seconds:.0f} s not on {name_ranks(others)}: every "
+            "rank calls it; take it out of `if rank == 0:`, where only printing belongs."
+        )
+
+    def _here(self) -> str:
+        return f"{self._last}/{self._made[self._last]}"
+
+    def _wait(self, seconds: float) -> bool:
         """Whether all came in time. The store is asked more and more seldom: its own wait keeps Ctrl-C waiting too."""
         deadline, pause = time.monotonic() + seconds, 1e-3
-        while not self._store.check([f"{here}/all"]):
+        while not self._store.check([f"{self._here()}/all"]):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(pause)
             pause = min(2 * pause, _MOST_PAUSE_SECONDS)
         return True
 
-    def _absent(self, here: str, call: str, seconds: float) -> str:
-        came = [rank for rank in range(self._size) if self._store.check([f"{here}/{rank}"])]
-        others = [rank for rank in range(self._size) if rank not in came]
-        return (
-            f"{call} was called on {name_ranks(came)} and for {seconds:.0f} s not on {name_ranks(others)}: every rank "
-            f"calls it; take it out of `if rank == 0:`, where only printing belongs."
-        )
-
-    def _forget(self) -> None:
-        """Remove what the call before the last one has written: all ranks have left it, since they joined the last."""
-        while len(self._made) > 2:
-            past, call = self._made.popleft()
-            self._store.delete_key(f"{past}/{self._rank}")
-            if self._rank == 0:
-                for key in ("count", "all", f"count/{call}"):
-                    self._store.delete_key(f"{past}/{key}")
+    @contextmanager
+    def _in_store(self, call: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise EngineError(
+                f"{call}: rank {self._rank} has lost the store of the job ({first_line(error)}): the process that "
+                "holds it has ended; look for the first traceback of the job."
+            ) from error

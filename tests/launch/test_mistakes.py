@@ -94,16 +94,20 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "write into it in place instead",
     ),
 }
+ALONE = {
+    "eval_batch(batch)": "eval_batch was called on rank 0 and for 3 s not on rank 1: every rank calls it; take it",
+    "save_checkpoint('run')": "rank 0 could not reach all ranks within 3 s to read or write a checkpoint",
+}
 MISTAKES |= {
     f"{call} on rank 0 alone": (
         "import os\nos.environ['TRINE_TIMEOUT_SECONDS'] = '3'\n"
         "with engine.initialize(model, CONFIG) as eng:\n"
         "    eng.train_batch(batch)\n"
-        f"    if eng.grid.rank == 0:\n        eng.{call}({argument})\n"
+        f"    if eng.grid.rank == 0:\n        eng.{call}\n"
         "    eng.train_batch(batch)",
-        f"{call} was called on rank 0 and for 3 s not on rank 1: every rank calls it; take it out of `if rank == 0:`",
+        sentence,
     )
-    for call, argument in (("eval_batch", "batch"), ("save_checkpoint", "'run'"), ("full_state_dict", ""))
+    for call, sentence in ALONE.items()
 }
 QUICK = ("a misspelt key", "rows that do not fit")
 
