@@ -37,8 +37,7 @@ def record_cells(name: str, corner: str, cells: Cells, root: Path = ROOT) -> Non
 
     Rows and columns stay in the order in which they were first measured.
     """
-    path = root / FOLDER.relative_to(ROOT) / f"{name}.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"columns": [], "rows": {}}
+    before = read(name, root) if _file(name, root).exists() else {"columns": [], "rows": {}}
     rows = {row: dict(found) for row, found in before["rows"].items()}
     for (row, column), text in cells.items():
         rows.setdefault(row, {})[column] = text
@@ -83,12 +82,16 @@ def show(name: str, text: str, root: Path = ROOT) -> None:
 
 def read(name: str, root: Path = ROOT) -> dict[str, Any]:
     """The file of a figure."""
-    found: dict[str, Any] = json.loads((root / FOLDER.relative_to(ROOT) / f"{name}.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(_file(name, root).read_text(encoding="utf-8"))
     return found
 
 
+def _file(name: str, root: Path) -> Path:
+    return root / FOLDER.relative_to(ROOT) / f"{name}.json"
+
+
 def _write(name: str, figure: Mapping[str, Any], root: Path) -> None:
-    path = root / FOLDER.relative_to(ROOT) / f"{name}.json"
+    path = _file(name, root)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(figure, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     show(name, render(figure), root)
@@ -97,7 +100,7 @@ def _write(name: str, figure: Mapping[str, Any], root: Path) -> None:
 def _source() -> dict[str, Any]:
     """Where the last measurement comes from."""
     program = Path(sys.argv[0])
-    command = f"python -m {ROOT.name}" if program.name == "__main__.py" else program.stem
+    command = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.stem
     if program.is_relative_to(ROOT):
         command = "python -m " + ".".join(program.relative_to(ROOT).with_suffix("").parts)
     return {

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from engine.config import Config
 from engine.errors import EngineError
+from engine.parallel.comm.agreement import gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.program.batch import Batch, named_tensors
 from engine.program.batch_rows import BatchRows
@@ -56,9 +57,8 @@ def check_batch(microbatches: Sequence[Batch], problem: Exception | None, comm: 
     if ranks == 1:
         return
     digest = _REFUSED if problem is not None else _digest(microbatches)
-    mine = torch.tensor([digest], dtype=torch.int64, device=device)
-    table = torch.empty(ranks, dtype=torch.int64, device=device)
-    comm.all_gather(table, mine, "replica", "batch check").wait()
+    mine = torch.tensor([digest], dtype=torch.int64)
+    table = gather_from_all(mine, comm, device, "batch check", "replica").flatten()
     if problem is not None:
         return
     digests, peers = table.tolist(), comm.grid.peers("replica")
@@ -85,9 +85,8 @@ def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str 
     buffers = {name: b for name, b in model.named_buffers() if id(b) not in unsaved and b.is_floating_point()}
     if comm.grid.dp == 1 or not buffers:
         return None
-    mine = torch.tensor([_content(b.detach(), 0) for b in buffers.values()], dtype=torch.int64, device=device)
-    table = torch.empty((comm.grid.dp, len(mine)), dtype=torch.int64, device=device)
-    comm.all_gather(table.view(-1), mine, "dp", "buffer check").wait()
+    mine = torch.tensor([_content(b.detach(), 0) for b in buffers.values()], dtype=torch.int64)
+    table = gather_from_all(mine, comm, device, "buffer check", "dp")
     differs = (table != table[0]).any(dim=0).tolist()
     return next((name for name, differ in zip(buffers, differs, strict=True) if differ), None)
 

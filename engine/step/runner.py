@@ -170,14 +170,20 @@ class StepRunner:
         if kind == "train" and self._compared < _COMPARED_STEPS and self._comm.grid.dp > 1 and step.problem is None:
             step.digest, self._compared = small_digest(taken), self._compared + 1
         if not self._told and step.problem is None:
-            self._tell(taken[0])
+            step.problem = self._tell(taken[0])
         step.text = step.problem is None and is_text(taken[0])  # on every rank, also on those without the loss
         return step, StepMicrobatches(self._runtime, step, taken, self._random_key, kind)
 
-    def _tell(self, microbatch: Batch) -> None:
+    def _tell(self, microbatch: Batch) -> Exception | None:
+        """Say what forward is not given; a batch of which that is not known is a problem on every rank alike."""
+        try:
+            note = self._runtime.program.inputs.note(microbatch)
+        except Exception as problem:  # a function of the user may raise anything
+            return problem
         self._told = True
-        if self._comm.grid.rank == 0 and (note := self._runtime.program.inputs.note(microbatch)):
+        if note and self._comm.grid.rank == 0:
             logger.info(note)
+        return None
 
     def _run_schedule(self, step: StepState, microbatches: StepMicrobatches, row: RankSchedule) -> None:
         """Trace all microbatches, then run them; an error is kept in ``step`` if all ranks can reach the control sum.

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import HostGroup, announce, collect
+from engine.parallel.grid import Axis
 
 _UNREADY = "could not prepare for this run, so no rank starts"
 
@@ -91,12 +92,14 @@ def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device) -> b
     return data.cpu().numpy().tobytes()
 
 
-def gather_from_all(values: Tensor, comm: Comm, device: torch.device, label: str = "equal weights") -> Tensor:
-    """``values`` of every rank as rows [world size, elements], on the CPU; one all-gather over the world."""
-    world = comm.grid.world_size
-    table = torch.zeros(world, values.numel(), dtype=values.dtype, device=device)
-    table[comm.grid.rank] = values.to(device)
-    comm.all_gather(table.view(-1), table[comm.grid.rank], "world", label).wait()
+def gather_from_all(
+    values: Tensor, comm: Comm, device: torch.device, label: str = "equal weights", axis: Axis = "world"
+) -> Tensor:
+    """``values`` of every rank of ``axis`` as rows [ranks, elements], on the CPU; one all-gather over the axis."""
+    here = comm.grid.index(axis)
+    table = torch.zeros(comm.grid.size(axis), values.numel(), dtype=values.dtype, device=device)
+    table[here] = values.to(device)
+    comm.all_gather(table.view(-1), table[here], axis, label).wait()
     return table.cpu()
 
 

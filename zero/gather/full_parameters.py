@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.errors import EngineError
-from engine.parallel.comm.agreement import bit_sum
+from engine.parallel.comm.agreement import bit_sum, gather_from_all
 from engine.parallel.comm.comm import Comm
-from engine.parallel.grid import Axis
 from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.zero.flat_buckets import FlatBucket
@@ -77,7 +76,8 @@ def _check_data_ranks(flats: Sequence[FlatBucket], sharded: ShardedModel) -> Non
     """Refuse different writes on data ranks: of the gathered bucket, each rank keeps only its own shard."""
     if not flats:
         return
-    table = _gathered(torch.stack([bit_sum(flat.params) for flat in flats]), sharded, "dp")
+    mine = torch.stack([bit_sum(flat.params) for flat in flats])
+    table = gather_from_all(mine, sharded.comm, mine.device, LABEL, "dp")
     differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
     if differing:
         slots = flats[differing[0]].bucket.slots
@@ -97,17 +97,10 @@ def _check_holders(chosen: Mapping[str, nn.Parameter], pattern: str, sharded: Sh
     absent = torch.iinfo(torch.int64).min
     device = next(iter(sharded.buckets)).params.device
     sums = [bit_sum(chosen[name]) if name in chosen else torch.tensor(absent, device=device) for name in shared]
-    table = _gathered(torch.stack(sums), sharded, "replica")
+    table = gather_from_all(torch.stack(sums), sharded.comm, device, LABEL, "replica")
     for name, column in zip(shared, table.T.tolist(), strict=True):
         if len({held for held in column if held != absent}) > 1:
             raise EngineError(
                 f"full_parameters: {name!r} lies on several stages or tensor ranks, which have written different "
                 "values into it, and none of them is kept; write the same values on every rank that holds it."
             )
-
-
-def _gathered(mine: Tensor, sharded: ShardedModel, axis: Axis) -> Tensor:
-    table = torch.empty((sharded.comm.grid.size(axis), len(mine)), dtype=mine.dtype, device=mine.device)
-    table[sharded.comm.grid.index(axis)] = mine
-    sharded.comm.all_gather(table.view(-1), mine, axis, LABEL).wait()
-    return table

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import PlanError
-from engine.parallel.comm.agreement import bit_sum
+from engine.parallel.comm.agreement import bit_sum, gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.shard_table import ShardTable
@@ -53,8 +53,7 @@ class ReplicaCheck:
         mine = torch.stack([*map(bit_sum, grads), infinite])
         # sum over dp first: tensor ranks shard their buckets differently, because their cut parameters differ in size
         self._comm.all_reduce(mine, "dp", PLAN_CHECK).wait()
-        table = torch.empty((self._comm.grid.tp, len(mine)), dtype=mine.dtype, device=mine.device)
-        self._comm.all_gather(table.view(-1), mine, "tp", PLAN_CHECK).wait()
+        table = gather_from_all(mine, self._comm, mine.device, PLAN_CHECK, "tp")
         for row in self._comm.tally.since(before).rows():
             sent.add(row)
         if table[:, -1].any():
@@ -128,9 +127,7 @@ class NonFinite:
             [absent if first is None else first, int(arose), int(not loss.isfinite())],
             dtype=torch.int64, device=self._device,
         )  # fmt: skip
-        table = torch.empty((self._comm.grid.world_size, len(mine)), dtype=mine.dtype, device=self._device)
-        table[self._comm.grid.rank] = mine
-        self._comm.all_gather(table.view(-1), mine, "world", NON_FINITE).wait()
+        table = gather_from_all(mine, self._comm, self._device, NON_FINITE)
         for row in self._comm.tally.since(before).rows():
             sent.add(row)
         numbers, arisen, losses = (column.tolist() for column in table.unbind(dim=1))

@@ -178,3 +178,30 @@ def test_ambiguous_batch_is_refused_before_the_step() -> None:
         eng.train_batch(batch)
     with engine.initialize(model, CONFIG, loss, inputs=(0, 1)) as eng:
         assert eng.train_batch(batch).grad_norm > 0
+
+
+def ambiguous() -> list[Any]:
+    """Body of a rank: the sentence about a batch that leaves a doubt, and the loss of the next one."""
+    x = torch.ones(4, 3)
+    with engine.initialize(Summed(), CONFIG, lambda output, batch: output.square().mean()) as eng:
+        try:
+            eng.train_batch((x, x))
+            said = ""
+        except EngineError as error:
+            said = str(error)
+        return [said, eng.train_batch((x,)).loss]
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Any:
+        return self.layer(x if other is None else x + other)
+
+
+def test_all_ranks_refuse_an_ambiguous_batch_and_go_on(run_ranks: RunRanks) -> None:
+    one, other = run_ranks(ambiguous, 2, seconds=30.0)
+    assert one == other and "forward takes 1 to 2 (x, other)" in one[0]
