@@ -85,6 +85,7 @@ class GradientSparsity:
         self._parameters = dict(block.named_parameters())
         self._generator = torch.Generator().manual_seed(0)
         self._seen: dict[tuple[str, int], Needed] = {}
+        self._found: dict[int, tuple[CoupledParameters, ...]] = {}
         self.products = self._run(())
         self._multiplied = {product.weight for product in self.products}
         # the bias of a key has a zero gradient (softmax ignores it), so a bias takes the sharding of its weight
@@ -96,6 +97,11 @@ class GradientSparsity:
         A row layer that is a column of a larger group is left to that group: in a chain a, b, o that is narrow between
         a and b (low-rank queries), b and o are sharded.
         """
+        if tp not in self._found:
+            self._found[tp] = self._find_groups(tp)
+        return self._found[tp]
+
+    def _find_groups(self, tp: int) -> tuple[CoupledParameters, ...]:
         taken = set(self._others)
         rows = [row for row in dict.fromkeys(product.weight for product in self.products) if row not in taken]
         alone = {row: group for row in rows if (group := self._group(row, tp, taken)) is not None}
