@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -245,24 +246,34 @@ def torchrun(folder: Path, kept: Path) -> subprocess.Popen[str]:
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     return subprocess.Popen(
-        [*command, str(kept)], env=environment, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*command, str(kept)],
+        env=environment,
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 
 def stopped_after(job: subprocess.Popen[str], step: int) -> str:
     """Send SIGTERM to the launcher once this update is made; what was printed to the end."""
-    watch = threading.Timer(120, job.kill)
+    watch = threading.Timer(120, os.killpg, (job.pid, signal.SIGKILL))  # its ranks too: they hold the pipe open
     watch.start()
-    assert job.stdout is not None
-    printed = ""
-    for text in job.stdout:
-        printed += text
-        if text.startswith(f"LOSS {step} "):
-            job.send_signal(signal.SIGTERM)
-            break
-    printed += job.communicate()[0]
+    printed, sent = "", False
+    with job:
+        for text in job.stdout or ():
+            printed += text
+            if not sent and any(made >= step for made in losses(text)):
+                job.send_signal(signal.SIGTERM)
+                sent = True
     watch.cancel()
     return printed
+
+
+def losses(printed: str) -> dict[int, float]:
+    """Of updates by their number, wherever in a line they stand: other ranks write between."""
+    return {int(step): float.fromhex(loss) for step, loss in re.findall(r"LOSS (\d+) (\S+)\n", printed)}
 
 
 def goes_on(line: Line, kept: str) -> None:
@@ -287,7 +298,6 @@ def test_stopped_by_the_launcher(tmp_path: Path) -> None:
     assert all(len(rank.said) == 2 for rank in ended), [rank.error for rank in ended]
     for (made, after, end), (_, alone, same) in (rank.said for rank in ended):
         assert made >= 3 and stopped[0].startswith(f"stopped by SIGTERM after update {made};")
-        said = [float.fromhex(text.split()[2]) for text in printed.splitlines() if text.startswith("LOSS")]
-        assert said == alone[: made - 1], "the last update ends by the exit"
+        assert list(losses(printed).values()) == alone[: made - 1], "the last update ends by the exit"
         assert (after, end) == (alone[made:], same)
     assert left[-1] == f"step-{made:08d}"
