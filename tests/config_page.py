@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.figures import show
+from benchmarks.harness.figures import show
 from engine.config.deepspeed_keys import TABLE, Moved
 from engine.config.json_schema import schema
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from benchmarks.figures import record_cells, render
+from benchmarks.harness.figures import record_cells, render
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import FOLDER, ROOT, pages, read, render, sections
+from benchmarks.harness.figures import FOLDER, ROOT, pages, read, render, sections
 from engine.config import load_config
 from tests.config_page import keys_table
 
@@ -27,7 +27,7 @@ def test_every_marked_section_shows_its_figure() -> None:
     wrong = [
         name for _, name, text in shown if text != (GENERATED[name]() if name in GENERATED else render(read(name)))
     ]
-    assert not wrong, "python -m benchmarks.figures, or python -m tests.config_page --write"
+    assert not wrong, "python -m benchmarks.harness.figures, or python -m tests.config_page --write"
     names = [name for _, name, _ in shown]
     assert sorted(names) == sorted([*GENERATED, *(file.stem for file in FOLDER.glob("*.json"))]), "each in one page"
 

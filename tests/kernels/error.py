@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from benchmarks.kernel_errors import Operator, deviations
+from benchmarks.kernels.cases.errors import Operator, deviations
 
 
 def check_error(ours: Operator, eager: Operator, inputs: Sequence[Tensor]) -> None:

@@ -6,9 +6,9 @@ What is compared is what ``benchmarks.kernels`` checks before it measures, here 
 import pytest
 import torch
 
-from benchmarks.kernel_cases import Case
-from benchmarks.kernel_checks import check_case
-from benchmarks.kernel_lineup import DTYPES, MAKERS, checked
+from benchmarks.kernels.cases.case import Case
+from benchmarks.kernels.cases.lineup import DTYPES, MAKERS, checked
+from benchmarks.kernels.correctness import check_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # compilers warn of themselves
 

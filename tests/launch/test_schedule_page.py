@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.figures import ROOT, record_text
+from benchmarks.harness.figures import ROOT, record_text
 from engine.errors import ScheduleError
 from engine.launch.cli import main
 from engine.parallel.pipeline.report.svg import svg

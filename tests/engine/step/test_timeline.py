@@ -1,4 +1,4 @@
-"""The pipeline as it ran; how long it took is for ``benchmarks/sleepers``."""
+"""The pipeline as it ran; how long it took is for ``benchmarks/training/sleeping_blocks.py``."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import engine
-from benchmarks.sleepers import Sleepers, run_asleep
+from benchmarks.training.sleeping_blocks import Sleepers, run_asleep
 from engine.errors import EngineError
 from engine.parallel.pipeline.schedule.kinds import make_schedule
 

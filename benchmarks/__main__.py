@@ -1,0 +1,99 @@
+"""What things cost, measured by one command.
+
+    python -m benchmarks --list                          what there is
+    python -m benchmarks zero --stages 2,3 --rounds 3    one benchmark with its own options, which zero -h lists
+    python -m benchmarks step zero pipeline --rounds 3 --peers ddp,fsdp2 --out runs/benchmarks
+    python -m benchmarks all                             each in turn, with its defaults
+
+Exit code 1 when any benchmark finds a limit exceeded or a loss that is not what it should be.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A module with ``main(arguments)``, and which of the options that benchmarks share it has."""
+
+    module: str
+    about: str
+    options: frozenset[str]
+
+
+STEPS = frozenset({"rounds", "peers", "out", "write_figures"})
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
+    {
+        "step": Benchmark("training.step", "one training step beside plain torch, DDP, DTensor, pipelining", STEPS),
+        "zero": Benchmark("training.zero", "every ZeRO stage beside DDP, FSDP2, DeepSpeed", STEPS),
+        "pipeline": Benchmark("training.pipeline", "schedules beside pipelining and DeepSpeed's PipelineModule", STEPS),
+        "tensor": Benchmark("training.tensor", "tensor ranks beside parallelize_module", STEPS),
+        "sleeping_blocks": Benchmark(
+            "training.sleeping_blocks", "the timeline of a real pipeline beside the predicted one",
+            frozenset({"write_figures"}),
+        ),
+        "checkpoint": Benchmark(
+            "checkpoint.command", "a checkpoint beside torch.save, DCP, safetensors and the bare disk",
+            frozenset({"rounds", "out", "write_figures"}),
+        ),
+        "kernels": Benchmark("kernels.command", "every kernel on one GPU beside its peers", frozenset({"out"})),
+        "gpu_step": Benchmark("gpu_step.command", "steps of 1 B models on one GPU beside peers", frozenset({"out"})),
+    }
+)  # fmt: skip
+
+
+def _parse(command: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="What things cost, measured.",
+        epilog="Options of a single benchmark: python -m benchmarks NAME -h",
+    )  # fmt: skip
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of --list, or all")
+    parser.add_argument("--list", action="store_true", help="what there is")
+    parser.add_argument("--rounds", help="fresh processes each; more rounds, less noise")
+    parser.add_argument("--peers", help="with whom to compare: some of ddp,dtensor,pipelining,fsdp2,deepspeed, or none")
+    parser.add_argument("--out", help="folder for all samples")
+    parser.add_argument("--write-figures", action="store_true", help="keep the tables in docs/figures and show them")
+    arguments = parser.parse_args(command)
+    if unknown := [name for name in arguments.names if name not in (*BENCHMARKS, "all")]:
+        parser.error(f"no benchmark is called {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}")
+    names = list(BENCHMARKS) if "all" in arguments.names else arguments.names
+    return arguments, names
+
+
+def shared_options(arguments: argparse.Namespace, name: str) -> list[str]:
+    """What of ``arguments`` the benchmark ``name`` understands, as its command line; what it does not is told."""
+    given = {key: value for key, value in vars(arguments).items() if key not in ("names", "list") and value}
+    for key in sorted(set(given) - BENCHMARKS[name].options):
+        print(f"{name} has no --{key.replace('_', '-')}, it runs without.", flush=True)
+    told: list[str] = []
+    for key in sorted(set(given) & BENCHMARKS[name].options):
+        told += [f"--{key.replace('_', '-')}", *([] if given[key] is True else [given[key]])]
+    return told
+
+
+def run(name: str, command: Sequence[str]) -> int:
+    """Exit code of one benchmark with its own ``command`` line."""
+    return int(import_module(f"benchmarks.{BENCHMARKS[name].module}").main(command))
+
+
+def main(command: Sequence[str]) -> int:
+    """Run what is named; the worst exit code."""
+    if command and command[0] in BENCHMARKS and not (len(command) > 1 and command[1] in BENCHMARKS):
+        return run(command[0], command[1:])
+    arguments, names = _parse(command)
+    if arguments.list or not names:
+        print("\n".join(f"{name:16} {one.about}" for name, one in BENCHMARKS.items()))
+        return 0
+    codes = []
+    for name in names:
+        print(f"\n== {name}", flush=True)
+        codes.append(run(name, shared_options(arguments, name)))
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,136 @@
+"""The figures of the documents: each is a JSON file, and a marked section of one page shows it.
+
+    docs/figures/NAME.json                       what was measured, by which command, of which commit, when and where
+    <!-- NAME:begin --> .. <!-- NAME:end -->     in README.md or a page of docs/
+
+Measuring writes the file and fills the section; a table keeps the cells that this measurement did not try. ``python -m
+benchmarks.harness.figures`` fills all sections from the files, and ``tests/test_documents.py`` compares them.
+"""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "figures"
+VERSIONS = ("torch", "triton", "transformers")
+
+Cells = Mapping[tuple[str, str], str]
+"""Text by (row, column)."""
+
+
+def record_text(name: str, text: str, root: Path = ROOT) -> None:
+    """Keep a figure that is a text as it is printed, and show it."""
+    _write(name, {"text": text} | _source(), root)
+
+
+def record_cells(name: str, corner: str, cells: Cells, root: Path = ROOT) -> None:
+    """Keep the cells of a table, beside those that other measurements have left, and show it.
+
+    Rows and columns stay in the order in which they were first measured.
+    """
+    before = read(name, root) if _file(name, root).exists() else {"columns": [], "rows": {}}
+    rows = {row: dict(found) for row, found in before["rows"].items()}
+    for (row, column), text in cells.items():
+        rows.setdefault(row, {})[column] = text
+    columns = list(dict.fromkeys([*before["columns"], *(column for _, column in cells)]))
+    _write(name, {"corner": corner, "columns": columns, "rows": rows} | _source(), root)
+
+
+def render(figure: Mapping[str, Any]) -> str:
+    """The Markdown of a figure."""
+    if "text" in figure:
+        return str(figure["text"])
+    columns = figure["columns"]
+    lines = [f"| {figure['corner']} | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    lines += [f"| {row} | {' | '.join(cells.get(c, '') for c in columns)} |" for row, cells in figure["rows"].items()]
+    return "\n".join(lines)
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """README and the pages of docs/."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def sections(text: str) -> Iterator[tuple[str, str]]:
+    """(name, content) of every marked section of a page."""
+    for found in re.finditer(r"<!-- ([\w-]+):begin -->\n(.*?)\n?<!-- \1:end -->", text, flags=re.DOTALL):
+        yield found[1], found[2]
+
+
+def show(name: str, text: str, root: Path = ROOT) -> None:
+    """Put ``text`` into the section ``name``, which one page has.
+
+    Raises:
+        LookupError: no page has it, or several have.
+    """
+    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+    having = [page for page in pages(root) if page.exists() and begin in page.read_text(encoding="utf-8")]
+    if len(having) != 1:
+        raise LookupError(f"section {name!r} is in {len(having)} pages; one page has to show a figure.")
+    head, rest = having[0].read_text(encoding="utf-8").split(begin)
+    having[0].write_text(f"{head}{begin}{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+
+
+def read(name: str, root: Path = ROOT) -> dict[str, Any]:
+    """The file of a figure."""
+    found: dict[str, Any] = json.loads(_file(name, root).read_text(encoding="utf-8"))
+    return found
+
+
+def _file(name: str, root: Path) -> Path:
+    return root / FOLDER.relative_to(ROOT) / f"{name}.json"
+
+
+def _write(name: str, figure: Mapping[str, Any], root: Path) -> None:
+    path = _file(name, root)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(figure, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    show(name, render(figure), root)
+
+
+def _source() -> dict[str, Any]:
+    """Where the last measurement comes from."""
+    program = Path(sys.argv[0])
+    command = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.stem
+    if program.is_relative_to(ROOT):
+        command = "python -m " + ".".join(program.relative_to(ROOT).with_suffix("").parts)
+    return {
+        "command": " ".join([command, *(argument.replace(f"{ROOT}/", "") for argument in sys.argv[1:])]),
+        "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "versions": {"python": platform.python_version()}
+        | {name: found for name in VERSIONS if (found := _version(name))},
+    }
+
+
+def _commit() -> str:
+    """The commit, with "+" where files differ from it; empty outside a repository."""
+    try:
+        told = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return told.stdout.strip()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    for file in sorted(FOLDER.glob("*.json")):
+        show(file.stem, render(read(file.stem)))

@@ -1,0 +1,122 @@
+"""What one rank keeps in memory and sends, found in steps that are not timed.
+
+Counts of memory, all of tensors alone: between two steps, at the optimizer's update, and the most within a
+step, all of it and what of it is not training state. The step whose bytes are counted comes first: it shows Python
+the tensors that torch keeps in C++ and communicates, DDP's buckets, which are a further copy of the gradients; from
+then on they are found.
+"""
+
+import gc
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from benchmarks.harness.sent_bytes import RingCounter
+
+SETTLE_SECONDS = 0.1
+"""A thread of gloo lets go of a collective's tensors up to some milliseconds after the wait for it returns."""
+FOOTPRINT_STEPS = 4
+TRAINING_STATE = 4
+"""Times the size of the parameters: themselves, their gradients and AdamW's moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Of one rank, or of each figure the largest of several ranks."""
+
+    sent_bytes: int
+    """In one step, by ring convention."""
+    calls: int
+    """Collectives and messages sent in one step."""
+    state_bytes: int
+    """Unique storages of all tensors that Python can reach between two steps."""
+    live_bytes: int
+    """The same when the optimizer has just updated: parameters, gradients, optimizer state, and what else is kept."""
+    step_peak_bytes: int
+    """``state_bytes`` and the most that a step's allocations add to them at once, activations included."""
+    activation_bytes: int
+    """``step_peak_bytes`` without parameters, gradients and two moments of what this rank's optimizer updates: what
+    forwards keep for their backwards, values on their way, temporaries. Of plain AdamW without shards alone."""
+    peak_resident_bytes: int
+    """Largest resident size of the process so far, libraries included."""
+
+
+def measure_footprint(step: Callable[[Tensor], object], batches: Sequence[Tensor]) -> Footprint:
+    """Take ``FOOTPRINT_STEPS`` steps, one on each of ``batches``."""
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # first: what follows needs memory itself
+    counted, looked_at, *watched = batches
+    with RingCounter() as counter:
+        step(counted)
+    live, updated = _live_at_update(step, looked_at)
+    above = _peak_above_state(step, watched)
+    time.sleep(SETTLE_SECONDS)
+    state = live_tensor_bytes()
+    peak = state + above
+    return Footprint(counter.sent, counter.calls, state, live, peak, peak - TRAINING_STATE * updated, resident)
+
+
+def largest(footprints: Sequence[Footprint]) -> Footprint:
+    """Of every figure the largest."""
+    names = Footprint.__slots__
+    return Footprint(**{name: max(getattr(found, name) for found in footprints) for name in names})
+
+
+def live_tensor_bytes() -> int:
+    """Unique storages behind all tensors of this process that Python can reach."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    grads = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    storages = {storage.data_ptr(): storage for tensor in (*tensors, *grads) for storage in _storages(tensor)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _storages(thing: object) -> Iterator[torch.UntypedStorage]:
+    """What a tensor keeps in memory; a DTensor has no storage of its own but its local tensor's."""
+    if is_traceable_wrapper_subclass(thing):
+        for name in thing.__tensor_flatten__()[0]:
+            yield from _storages(getattr(thing, name))
+    elif isinstance(thing, Tensor) and thing.untyped_storage().device.type != "meta":
+        yield thing.untyped_storage()
+
+
+def _live_at_update(step: Callable[[Tensor], object], rows: Tensor) -> tuple[int, int]:
+    """Bytes of live tensors at the end of the inner optimizer's update in one more step; those of what it updates."""
+    seen: list[int] = []
+    updated: set[Tensor] = set()
+
+    def look(optimizer: Optimizer, *_: object) -> None:
+        time.sleep(SETTLE_SECONDS)
+        seen.append(live_tensor_bytes())
+        updated.update(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    hook = register_optimizer_step_post_hook(look)
+    try:
+        step(rows)
+    finally:
+        hook.remove()
+    return max(seen), sum(parameter.numel() * parameter.element_size() for parameter in updated)
+
+
+def _peak_above_state(step: Callable[[Tensor], object], batches: Sequence[Tensor]) -> int:
+    """Most bytes that tensors take within a step, above what they take after it.
+
+    torch's profiler sees every allocation on the CPU, and every release of what was allocated before its eyes. Of
+    two steps the second releases what the first has left, so that its level against the end is the true one; the
+    first one's can only be too low.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for rows in batches:
+            step(rows)
+        time.sleep(SETTLE_SECONDS)
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    levels: list[int] = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    return max(levels) - levels[-1]

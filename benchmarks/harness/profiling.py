@@ -1,0 +1,39 @@
+"""Where one rank spends its time, to explain what the table only shows.
+
+    python -m benchmarks step --profile "Trine tp4"        in place of the table
+
+The interpreter's profiler sees the main thread alone and makes calls dearer than they are, so that the CPU
+seconds above its table come from steps before it, without a profiler. The threads of gloo are in them.
+"""
+
+import cProfile
+import io
+import pstats
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from benchmarks.peers.workload import Trainer
+
+TOP = 30
+
+
+def profile_steps(trainer: Trainer, batches: Sequence[Tensor]) -> str:
+    """Half of ``batches`` timed, the other half profiled: CPU seconds and the top functions by own time."""
+    half = len(batches) // 2
+    cpu, main = time.process_time(), time.thread_time()
+    for rows in batches[:half]:
+        trainer.step(rows)
+    cpu, main = time.process_time() - cpu, time.thread_time() - main
+    with cProfile.Profile() as profiler:
+        for rows in batches[half:]:
+            trainer.step(rows)
+    title = f"CPU s per step of rank 0: {cpu / half:.4f}, of it in the main thread: {main / half:.4f}"
+    return f"{title}\nprofile of {len(batches) - half} further steps, main thread, wall time:\n{_top(profiler)}"
+
+
+def _top(profiler: cProfile.Profile) -> str:
+    stream = io.StringIO()
+    pstats.Stats(profiler, stream=stream).strip_dirs().sort_stats("tottime").print_stats(TOP)
+    return stream.getvalue().strip()

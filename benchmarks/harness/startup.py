@@ -1,0 +1,55 @@
+"""Seconds from the command ``torchrun`` to ranks that are ready for their first step.
+
+Everything counts here: the launcher, importing torch on every rank, the process group, the engine. The fork
+server of ``team`` hides most of that; a user does not.
+
+    python -m benchmarks step --torchrun        calls this for every mode of several ranks
+"""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+from benchmarks.peers.registry import make_trainer
+from benchmarks.peers.workload import Mode, Workload
+
+READY = "ready at"
+
+
+def launch(mode: Mode) -> float:
+    """Run torchrun once on the standard workload and return the seconds until its ranks were ready.
+
+    Raises:
+        subprocess.CalledProcessError: the job failed.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={mode.ranks}"]
+    started = time.time()
+    job = subprocess.run(
+        [*launcher, "-m", "benchmarks.harness.startup", json.dumps(asdict(mode))],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    line = next(line for line in job.stdout.splitlines() if line.startswith(READY))
+    return float(line.removeprefix(READY)) - started
+
+
+def _rank(mode: Mode) -> None:
+    """Body of one rank."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    trainer = make_trainer(mode, Workload())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(READY, time.time(), flush=True)  # the wall clock is the one that two processes share
+    del trainer
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank(Mode(**json.loads(sys.argv[1])))

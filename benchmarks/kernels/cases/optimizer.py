@@ -1,0 +1,91 @@
+"""Cases of what runs over an optimizer's flat shard: the update, and the norm of the gradients before it."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.cases.case import Case, Cost, Inputs, Slice, Target, random
+from benchmarks.kernels.cases.errors import Operator
+from engine.kernels.dispatch import Kernels
+from engine.kernels.optim.update_rules import AdamRule, adam_
+
+RULE = AdamRule(3e-4, (0.9, 0.95), 1e-8, 0.1, decoupled=True)
+FACTOR = 0.5
+STEP = 10
+
+
+def adamw(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
+    """AdamW with an fp32 master; gradients and the weights that are gathered next are in ``dtype``."""
+    wide = 3 * 2 * 4  # master and both moments, read and written
+    narrow = dtype.itemsize if dtype != torch.float32 else 0
+    yield Case(
+        "adamw", "fp32 master", where, dtype, _power(where.parameters), partial(_states, dtype), where.parameters,
+        ours=_adamw, eager=_eager_adamw, forward=Cost((wide + dtype.itemsize + narrow) * where.parameters),
+        shape=f"{where.parameters:.0e}", targets=(Target("forward", "copy", 0.9),),
+    )  # fmt: skip
+
+
+def squared_norms(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
+    """The sum of squares of a flat gradient."""
+    yield Case(
+        "squared_norm", "flat", where, dtype, _power(where.parameters), partial(_flat, dtype), where.parameters,
+        ours=_squared_norm, eager=_eager_squared_norm, forward=Cost(dtype.itemsize * where.parameters),
+        shape=f"{where.parameters:.0e}", targets=(Target("forward", "copy", 0.9),),
+    )  # fmt: skip
+
+
+def _power(elements: int) -> int:
+    return 1 << (elements.bit_length() - 1)
+
+
+def _flat(dtype: torch.dtype, device: torch.device, elements: int) -> Inputs:
+    return (random(device, dtype).normal(elements, scale=1e-2),)
+
+
+def _states(dtype: torch.dtype, device: torch.device, elements: int) -> Inputs:
+    """Gradient, weights, moments; for 16 bits the narrow weights too."""
+    values = random(device, torch.float32)
+    gradient, weights = (values.normal(elements, scale=1e-2) for _ in range(2))
+    first, second = values.normal(elements, scale=1e-3), values.normal(elements, scale=1e-2).square_()
+    narrow = () if dtype == torch.float32 else (weights.to(dtype),)
+    return gradient.to(dtype), weights, first, second, *narrow
+
+
+def _adamw(kernels: Kernels) -> Operator:
+    from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_
+
+    def update(*given: Tensor) -> tuple[Tensor, ...]:
+        gradient, *state = (x.detach() for x in given)
+        weights, first, second, *narrow = state
+        factor, go = (torch.full((), value, dtype=torch.float64, device=weights.device) for value in (FACTOR, 1.0))
+        run = AdamRun(weights, gradient, first, second, *narrow)
+        adamw_(run, RULE, STEP, DeviceDecision(factor, go), kernels)
+        return tuple(state)
+
+    return update
+
+
+def _eager_adamw(*given: Tensor) -> tuple[Tensor, ...]:
+    gradient, *state = (x.detach() for x in given)
+    weights, first, second, *narrow = state
+    adam_([weights], [gradient.to(weights.dtype) * FACTOR], [first], [second], STEP, RULE)
+    for copy in narrow:
+        copy.copy_(weights)
+    return tuple(state)
+
+
+def _squared_norm(kernels: Kernels) -> Operator:
+    from engine.kernels.ops.squared_norm import squared_norm
+
+    return lambda gradient: squared_norm([(gradient.detach(), True)], kernels)
+
+
+def _eager_squared_norm(gradient: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient))
+    return norm.square().double()
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,59 @@
+"""Rows for the table of winners, from what was measured."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from benchmarks.kernels.cases.case import Case, short
+from benchmarks.kernels.report import Measured, seconds
+from benchmarks.kernels.trial import REFERENCE, TRITON
+from engine.kernels.dispatch import TunedChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """Of Triton over the reference in one case; None where the kernel failed."""
+
+    operator: str
+    """As the table names it."""
+    dtype: str
+    width: int
+    value: float | None
+
+
+def speedups(cases: Sequence[Case], found: Mapping[str, Measured], wrong: Collection[tuple[str, str]]) -> list[Speedup]:
+    """Of cases whose reference was measured; ``wrong``: (operator, dtype) whose checks failed."""
+    rows = []
+    for case in cases:
+        measured = found.get(case.name, {})
+        failed = "error" in measured.get("contenders", {}).get(TRITON, {})
+        right = not failed and (case.operator, short(case.dtype)) not in wrong
+        for row, direction in case.decides.items():
+            reference, own = (seconds(measured, name, direction) for name in (REFERENCE, TRITON))
+            if reference and (own or failed):
+                value = reference / own if own and right else None
+                rows.append(Speedup(row, short(case.dtype), case.width, value))
+    return rows
+
+
+def propose_winners(measured: Sequence[Speedup], device: str, shipped: Sequence[TunedChoice]) -> list[TunedChoice]:
+    """The shipped table, and rows of ``device`` in place of its old ones: Triton where it is right and faster than the
+    reference in every case of an operator, dtype and width."""
+    groups: dict[tuple[str, str, int], list[float | None]] = {}
+    for one in measured:
+        groups.setdefault((one.operator, one.dtype, one.width), []).append(one.value)
+    rows = [_winner(device, key, values) for key, values in sorted(groups.items())]
+    replaced = {(row.operator, row.dtype) for row in rows}
+    return [*rows, *(row for row in shipped if row.device != device or (row.operator, row.dtype) not in replaced)]
+
+
+def _winner(device: str, key: tuple[str, str, int], values: Sequence[float | None]) -> TunedChoice:
+    known = [value for value in values if value is not None]
+    least = round(min(known), 3) if known else None
+    return TunedChoice(key[0], device, *key[1:], len(known) == len(values) and least is not None and least > 1, least)
+
+
+def winners_json(rows: Sequence[TunedChoice]) -> str:
+    """As ``kernels/tuned.json`` is written, a line a row."""
+    lines = (json.dumps({name: value for name, value in asdict(row).items() if value is not None}) for row in rows)
+    return '{\n  "winners": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}\n"

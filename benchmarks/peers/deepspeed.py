@@ -1,0 +1,73 @@
+"""ZeRO 1 to 3 as DeepSpeed offers them, on the CPU.
+
+DeepSpeed needs a process group and the variables of a launcher, which ``torchrun`` and ``deepspeed`` set: RANK,
+LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Where none did, they are set here, and the running group is taken
+over. DS_ACCELERATOR=cpu keeps it off a GPU; its backend is then gloo, or ccl where Intel's binding is installed.
+Its first start on a machine compiles an extension, which takes a C++ compiler and minutes.
+
+All else is DeepSpeed's default: stages 1 and 2 all-reduce gradients over gloo and keep a flat copy of the
+parameters they update; stage 2 reduces after every microbatch; stage 3 leaves small parameters (below
+``stage3_param_persistence_threshold``) whole.
+"""
+
+import io
+import os
+import warnings
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.peers.workload import Mode, Workload, make_adamw, make_model, mean_loss
+
+
+class DeepSpeedPeer:
+    """``deepspeed.initialize`` and the loop of its tutorial: every microbatch through ``backward`` and ``step``."""
+
+    def __init__(self, mode: Mode, workload: Workload) -> None:
+        announce(mode)
+        import deepspeed  # here, so that its import counts as its start-up, and after what it reads
+
+        self._accumulation = mode.accumulation
+        model = make_model(workload)
+        parameters = list(model.parameters())
+        optimizer = make_adamw(parameters, workload)
+        config = make_config(mode, workload, sum(parameter.numel() for parameter in parameters))
+        with redirect_stdout(io.StringIO()):  # what it tells of its extension
+            self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(self, rows: Tensor) -> float:
+        """Loss of this rank's sequences."""
+        loss = 0.0
+        for part in rows.chunk(self._accumulation):
+            mean = mean_loss(self._engine(part[:, :-1]), part[:, 1:])
+            self._engine.backward(mean)
+            self._engine.step()
+            loss += mean.item() / self._accumulation
+        return loss
+
+
+def make_config(mode: Mode, workload: Workload, parameters: int) -> dict[str, Any]:
+    """What a mode of DeepSpeed gives to ``deepspeed.initialize``; it runs the AdamW that the other peers run.
+
+    The bucket holds the whole model, as the default of 5e8 elements would, which allocates 2 GB in every step.
+    """
+    return {
+        "train_batch_size": workload.sequences,
+        "gradient_accumulation_steps": mode.accumulation,
+        "zero_optimization": {"stage": mode.stage, "reduce_bucket_size": parameters},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": workload.clip,
+    }
+
+
+def announce(mode: Mode) -> None:
+    """Say what a launcher would have said; the group runs already, so nobody connects to this port."""
+    rank = str(dist.get_rank())
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(mode.ranks), "DS_ACCELERATOR": "cpu"}
+    for name, value in (given | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():
+        os.environ.setdefault(name, value)
+    # torch 2.13 deprecates the collectives that DeepSpeed calls; a warning for each would be part of its CPU time
+    warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)

@@ -1,0 +1,141 @@
+"""Tensor parallelism as torch itself offers it: ``parallelize_module`` with DTensor plans.
+
+Each model is planned as torch's tutorial plans its Llama: attention and perceptron become DTensors at their input once,
+so that the gradients of the products that share it are added before they are reduced. That makes 4 all-reduces a block,
+where plain column layers make 6.
+"""
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from benchmarks.peers.loop import OneDataRank
+from benchmarks.peers.models import SplitBlock
+from engine.models.decoder import Decoder
+
+Styles = dict[str, ParallelStyle]
+
+
+class DecoderPeer(OneDataRank):
+    """``parallelize_module`` with a vocabulary-parallel embedding, head and loss, as torch's tutorial has them.
+
+    The attention's input becomes a DTensor once, so that the gradients of query, key and value with respect
+    to it are added before they are reduced: 4 all-reduces a block, where three plain column layers make 6.
+    """
+
+    def step(self, rows: Tensor) -> float | None:
+        with loss_parallel():
+            return super().step(rows)
+
+    def _wrap(self, model: Decoder) -> nn.Module:
+        mesh = init_device_mesh("cpu", (self._mode.ranks,))
+        parallelize_module(model, mesh, _decoder_edges())
+        for block in model.blocks:
+            parallelize_module(block, mesh, _decoder_block())
+        return model
+
+
+def _decoder_edges() -> dict[str, ParallelStyle]:
+    return {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        "positions": Replicated(),
+        "norm": Replicated(),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+
+
+def _decoder_block() -> dict[str, ParallelStyle]:
+    return {
+        "norm1": Replicated(),
+        "attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.output": RowwiseParallel(),
+        "norm2": Replicated(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }
+
+
+class Replicated(ParallelStyle):
+    """Whole on every rank, yet a DTensor: clipping cannot mix plain and distributed gradients."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # torch types both as returning None, yet takes what they return
+        return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _enter(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+        return tuple(DTensor.from_local(given, mesh, (Replicate(),), run_check=False) for given in inputs)
+
+    @staticmethod
+    def _leave(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        return output.to_local()
+
+
+class LlamaPeer(DecoderPeer):
+    """Hugging Face's Llama."""
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (self._mode.ranks,))
+        edges = _model_edges("model.embed_tokens", "model.norm")
+        blocks = {f"model.layers.*.{name}": style for name, style in _llama_block().items()}
+        return parallelize_module(model, mesh, edges | blocks)
+
+
+class FusedPeer(DecoderPeer):
+    """nanoGPT's model with query, key and value apart: a plan of DTensor cannot cut one product into three."""
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (self._mode.ranks,))
+        model.h = nn.ModuleList(SplitBlock(block) for block in model.h)  # type: ignore[union-attr]
+        blocks = {f"h.*.{name}": style for name, style in _split_block().items()}
+        return parallelize_module(model, mesh, _model_edges("wte", "ln_f") | {"wpe": Replicated()} | blocks)
+
+
+def _model_edges(embedding: str, norm: str) -> Styles:
+    return {
+        embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        norm: Replicated(),
+        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+
+
+def _llama_block() -> Styles:
+    whole: dict[str, Placement] = {"hidden_states": Replicate()}
+    return {
+        "input_layernorm": Replicated(),
+        "self_attn": PrepareModuleInput(input_kwarg_layouts=whole, desired_input_kwarg_layouts=whole),
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(),
+        "post_attention_layernorm": Replicated(),
+        "mlp": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+
+
+def _split_block() -> Styles:
+    return {
+        "ln_1": Replicated(),
+        "attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.output": RowwiseParallel(),
+        "ln_2": Replicated(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }

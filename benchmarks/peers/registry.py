@@ -1,0 +1,31 @@
+"""Which class trains a mode. A class is imported by the ranks that need it: its imports belong to its start-up."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import MappingProxyType
+
+from benchmarks.peers.workload import Mode, Trainer, Workload
+
+TRAINERS: Mapping[str, str] = MappingProxyType(
+    {
+        "plain": "loop:Plain",
+        "ddp": "loop:Ddp",
+        "dtensor": "dtensor:DecoderPeer",
+        "dtensor llama": "dtensor:LlamaPeer",
+        "dtensor fused": "dtensor:FusedPeer",
+        "pipelining": "pipelining:PipeliningPeer",
+        "fsdp2": "fsdp2:Fsdp2Peer",
+        "deepspeed": "deepspeed:DeepSpeedPeer",
+        "deepspeed pipeline": "deepspeed_pipeline:DeepSpeedPipeline",
+        "trine": "trine:Trine",
+    }
+)
+"""Module of this folder and class, by kind, and by kind and model or axis where that has a class of its own."""
+
+
+def make_trainer(mode: Mode, workload: Workload) -> Trainer:
+    """Build one rank of ``mode`` inside a running process group."""
+    names = (f"{mode.kind} {workload.model}", f"{mode.kind} {mode.axis}", mode.kind)
+    module, name = next(TRAINERS[key] for key in names if key in TRAINERS).split(":")
+    make: Callable[[Mode, Workload], Trainer] = getattr(import_module(f"benchmarks.peers.{module}"), name)
+    return make(mode, workload)

@@ -1,0 +1,1 @@
+"""What a training step costs over gloo: by axis, by ZeRO stage, by schedule."""

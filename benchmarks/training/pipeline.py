@@ -1,0 +1,127 @@
+"""What a pipeline costs: Trine's schedules beside torch.distributed.pipelining and DeepSpeed's PipelineModule.
+
+    python -m benchmarks pipeline [--schedules 1f1b,interleaved,zb-v] [--peers pipelining,deepspeed] [--ranks 4]
+                                  [--accumulation 8] [--rounds 7] [--steps 10] [--write-figures] [--out FOLDER]
+    python -m benchmarks pipeline --profile "Trine 1f1b" [--steps 10]
+
+Decoder, data, AdamW and rounds are those of ``step``, in 8 microbatches; the limit of the gradient's
+norm is so low that every step is clipped. torch's 1F1B takes no fewer microbatches than stages, its interleaved one
+full rounds of them; DeepSpeed any number. Exit code 1 when Trine uses more CPU than any peer with the same schedule,
+when a loss is not that of one process, or when Trine's clipping is wrong. CPU seconds, user and system, of all ranks
+decide.
+
+*sent MB* and *calls* are counted alike for all rows, in an untimed step, where torch's dispatcher passes messages on
+(``sent_bytes``). *step MB* is what tensors take at most within a step, *held MB* what of that is not parameters,
+gradients or moments: what forwards keep for their backwards, buffers, temporaries (``footprint``). Each is that of the
+largest rank.
+
+*clip* is how far any weight is from one process after a few steps when a row clips as its framework does by itself or,
+where it does not, as its tutorial would: ``clip_grad_norm_`` over what a rank has. The timed steps of these rows are
+clipped by the norm of the whole model, or they would train another one.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from benchmarks.harness.figures import record_text
+from benchmarks.harness.report import Column
+from benchmarks.harness.team import Team, start_server
+from benchmarks.peers.workload import Mode, Schedule, Workload
+from benchmarks.training.comparison import add_options, check_options, make_workload, profile, run, runnable
+from benchmarks.training.lineups import AGAIN, SCHEDULES, Lineup, make_pipeline_lineup
+
+MICROBATCHES = 8
+CLIP = 0.1
+"""Below every norm of the steps that are taken, which are 0.4 to 4."""
+EPSILON = 1e-5
+CLIPPED_STEPS = 5
+WEIGHT_TOLERANCE = 1e-5
+"""By which the order of sums may move a weight in ``CLIPPED_STEPS`` steps; a wrong norm moves it much further."""
+
+
+def measure_clipping(modes: Sequence[Mode], workload: Workload) -> dict[str, float]:
+    """By mode, the largest distance of any weight from that of the first mode after ``CLIPPED_STEPS`` steps."""
+    start_server()
+    right, found = None, {}
+    for mode in modes:
+        if AGAIN in mode.name:
+            continue
+        with Team(replace(mode, own_clipping=True), workload) as team:
+            team.run(CLIPPED_STEPS)
+            weights = team.weights()
+        right = right or weights
+        distances = [(weights[name] - whole).abs().max() for name, whole in right.items()]
+        found[mode.name] = torch.stack(distances).max().item()  # not a number if any is none
+    return found
+
+
+def judge_clipping(apart: Mapping[str, float]) -> tuple[str, bool]:
+    """(who clips rightly and who does not, whether all of Trine do)."""
+    right = [name for name, distance in apart.items() if distance <= WEIGHT_TOLERANCE]
+    wrong = [name for name in apart if name not in right]  # also what is not a number
+    passed = not any(name.startswith("Trine") for name in wrong)
+    title = f"clipping moves no weight further than {WEIGHT_TOLERANCE:.0e} from one process: "
+    lines = [f"{title}{'; '.join(right)} -> {'pass' if passed else 'FAIL'}"]
+    lines += [f"clipping by another norm than the model's: {'; '.join(wrong)}"] if wrong else []
+    return "\n".join(lines), passed
+
+
+def _clipping_column(apart: Mapping[str, float]) -> Column:
+    return Column("clip", lambda row: f"{apart[row.mode.removesuffix(AGAIN)]:.0e}")
+
+
+def _parse(command: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks pipeline", description="Cost of a pipeline.")
+    parser.add_argument("--schedules", type=_schedules, default=SCHEDULES, help="some of 1f1b,interleaved,zb-v")
+    add_options(parser)
+    parser.set_defaults(accumulation=MICROBATCHES)
+    arguments = parser.parse_args(command)
+    check_options(parser, arguments, make_pipeline_lineup(arguments.ranks, arguments.accumulation).modes)
+    _check_stages(parser, arguments)
+    return arguments
+
+
+def _check_stages(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    blocks, microbatches = Workload().decoder.layers, arguments.accumulation
+    stages = arguments.ranks * (1 if arguments.schedules == ("1f1b",) else 2)
+    if stages > blocks:
+        parser.error(f"{stages} stages are more than the {blocks} layers; choose fewer ranks, or --schedules 1f1b")
+    if microbatches < arguments.ranks:
+        parser.error(f"{microbatches} microbatches are fewer than {arguments.ranks} ranks, which torch refuses")
+
+
+def _schedules(text: str) -> tuple[Schedule, ...]:
+    if unknown := set(text.split(",")) - set(SCHEDULES):
+        raise argparse.ArgumentTypeError(
+            f"no schedules are called {', '.join(sorted(unknown))}; choose of {','.join(SCHEDULES)}"
+        )
+    return tuple(schedule for schedule in SCHEDULES if schedule in text.split(","))
+
+
+def _measure(arguments: argparse.Namespace, lineup: Lineup, workload: Workload) -> tuple[str, bool]:
+    apart = measure_clipping(lineup.modes, workload)
+    lineup = replace(lineup, columns=(*lineup.columns, _clipping_column(apart)))
+    text, passed = run("pipeline", arguments, lineup, workload, {"clipping": apart})
+    told, right = judge_clipping(apart)
+    print(told)
+    return f"{text}\n{told}", passed and right
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 0 when every check passed."""
+    arguments = _parse(command)
+    workload = replace(make_workload(arguments), clip=CLIP, epsilon=EPSILON)
+    if arguments.profile:
+        modes = make_pipeline_lineup(arguments.ranks, arguments.accumulation).modes
+        print(profile(modes, arguments.profile, workload, arguments.steps))
+        return 0
+    lineup = runnable(
+        make_pipeline_lineup(arguments.ranks, arguments.accumulation, arguments.schedules), arguments.peers
+    )
+    text, passed = _measure(arguments, lineup, workload)
+    if arguments.write_figures:
+        record_text("pipeline", f"```\n{text}\n```")
+    return 0 if passed else 1

@@ -1,0 +1,166 @@
+"""A model of blocks that sleep: the timeline of a real pipeline beside the predicted one.
+
+    python -m benchmarks sleeping_blocks [--seconds 0.2] [--write-figures]         starts four ranks under torchrun
+
+Ranks that sleep need no processor, so that a small machine can show for how long they wait for each other.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import engine
+from benchmarks.harness.figures import record_text
+from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.parallel.pipeline.report.svg import svg
+from engine.parallel.pipeline.report.text import Panel, draw_panels
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS
+from engine.parallel.pipeline.schedule.simulate import Cost, StepTimeline, simulate
+from engine.parallel.tensor import deferred_linear as product
+
+RANKS, MICROBATCHES, BLOCKS = 4, 8, 8
+
+
+class Sleep(torch.autograd.Function):
+    """Passes its input on, late; its gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, backward_seconds: float) -> Tensor:
+        ctx.seconds = backward_seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grad, None, None
+
+
+class Sleeper(nn.Module):
+    """A block that takes its time."""
+
+    def __init__(self, seconds: float, backward_seconds: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.seconds, self.backward_seconds = seconds, backward_seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, 4] -> [B, 4]."""
+        late: Tensor = Sleep.apply(x, self.seconds, self.backward_seconds)  # type: ignore[no-untyped-call]
+        out: Tensor = self.linear(late)
+        return out
+
+
+class Sleepers(nn.Module):
+    """Eight blocks; gives the loss."""
+
+    def __init__(self, seconds: float, backward_seconds: float) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Sleeper(seconds, backward_seconds) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, 4] -> 0-dim."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@contextmanager
+def _sleep_over_weights(seconds: float) -> Iterator[None]:
+    """Within, a weight gradient that waits takes as long."""
+    plain = product.weight_gradient
+
+    def late(x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool, kernels: Kernels = REFERENCE) -> Tensor:
+        time.sleep(seconds)
+        return plain(x, dy, dtype, transposed, kernels)
+
+    product.weight_gradient = late
+    try:
+        yield
+    finally:
+        product.weight_gradient = plain
+
+
+def run_asleep(kind: str, virtual_stages: int, seconds: float) -> StepTimeline:
+    """Body of a rank: the second step. A microbatch of a rank takes ``seconds`` forward and twice that backward."""
+    torch.manual_seed(1)
+    block = seconds * RANKS / BLOCKS
+    splits = SCHEDULE_KINDS[kind].splits
+    each = BLOCKS // (RANKS * virtual_stages)  # by FLOPs, of which sleep has none, stages would not be even
+    starts = [f"blocks.{number}" for number in range(each, BLOCKS, each)]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": MICROBATCHES,
+        "parallel": {"pipeline": RANKS, "schedule": kind, "virtual_stages": virtual_stages, "split": starts},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    model = Sleepers(block, block if splits else 2 * block)
+    with _sleep_over_weights(block), engine.initialize(model, config, example_batch=torch.randn(1, 4)) as eng:
+        for _ in range(2):
+            eng.train_batch(torch.randn(MICROBATCHES, 4))
+        return eng.timeline()
+
+
+def predict(measured: StepTimeline, virtual_stages: int, seconds: float) -> StepTimeline:
+    """The same schedule as its data says it goes."""
+    chunk = seconds / virtual_stages
+    return simulate(measured.schedule, Cost(chunk, 2 * chunk, chunk, chunk))
+
+
+CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("looped-bfs", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2))
+DRAWN = "zb-v"
+LIMIT = 0.10
+"""Of the difference between measured and predicted idle share."""
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    """Run every kind; rank 0 prints, and with ``--write-figures`` puts table and picture into the documents."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks sleeping_blocks", description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=0.2, help="what a microbatch of a rank takes forward")
+    parser.add_argument(
+        "--write-figures", action="store_true", help="keep table and picture, and show them in docs/pipeline.md"
+    )
+    arguments = parser.parse_args(command)
+    if "RANK" not in os.environ:
+        return _launch(arguments)
+    lines = [
+        "| schedule | idle, predicted | idle, measured | step, predicted | step, measured |",
+        "|---|---|---|---|---|",
+    ]
+    furthest, panels = 0.0, []
+    for kind, stages in CASES:
+        measured = run_asleep(kind, stages, arguments.seconds)
+        predicted = predict(measured, stages, arguments.seconds)
+        furthest = max(furthest, abs(measured.bubble - predicted.bubble))
+        times = f"{predicted.makespan:.2f} s | {measured.makespan:.2f} s"
+        lines.append(f"| `{kind}` | {predicted.bubble:.1%} | {measured.bubble:.1%} | {times} |")
+        if kind == DRAWN:
+            panels = [Panel(predicted, "predicted", seconds=True), Panel(measured, "measured", seconds=True)]
+    passed = furthest < LIMIT
+    verdict = f"furthest apart {furthest:.1%}; limit {LIMIT:.0%} -> {'pass' if passed else 'FAIL'}"
+    if int(os.environ["RANK"]) == 0:
+        table = "\n".join(lines)
+        print(draw_panels(panels), table, verdict, sep="\n")
+        if arguments.write_figures:
+            (RESULTS / "timeline.svg").write_text(svg(panels), encoding="utf-8")
+            record_text("timeline", f"{table}\n\n{verdict[0].upper()}{verdict[1:]}.")
+    return 0 if passed else 1
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    """This command again, on every rank."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    told = ["--seconds", str(arguments.seconds), *(["--write-figures"] if arguments.write_figures else [])]
+    return subprocess.run([*launcher, "-m", "benchmarks", "sleeping_blocks", *told], check=False).returncode

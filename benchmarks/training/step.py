@@ -1,0 +1,54 @@
+"""What one training step costs: Trine beside what torch offers for the same, on the CPU over gloo.
+
+    python -m benchmarks step [--rows dp,tp,pp] [--ranks 4] [--rounds 7] [--steps 10] [--accumulation 1] [--out FOLDER]
+    python -m benchmarks step --profile "Trine tp4" [--steps 10]
+
+Exit code 1 when Trine uses more CPU than its peer beyond the limit, or when losses differ. CPU seconds are
+the figure to judge by: on a shared machine wall time measures the neighbours.
+
+Bytes sent are those of the rank that sends most, by ring convention, counted in an untimed step (``sent_bytes``).
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from benchmarks.harness.figures import record_text
+from benchmarks.peers.workload import Workload
+from benchmarks.training.comparison import add_options, check_options, make_workload, profile, run, runnable
+from benchmarks.training.lineups import GROUPS, Group, make_lineup
+
+
+def _parse(command: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks step", description="Cost of one training step.")
+    parser.add_argument("--rows", type=_groups, default=GROUPS, help="some of dp,tp,pp; all by default")
+    add_options(parser)
+    arguments = parser.parse_args(command)
+    workload, ranks = Workload(), arguments.ranks
+    check_options(parser, arguments, make_lineup(ranks, arguments.accumulation).modes)
+    if "tp" in arguments.rows and workload.decoder.heads % ranks:
+        parser.error(f"ranks must divide the {workload.decoder.heads} heads for tp; leave tp out of --rows")
+    if "pp" in arguments.rows and ranks > workload.decoder.layers:
+        parser.error(f"pp has at most one rank for each of {workload.decoder.layers} layers; leave pp out of --rows")
+    return arguments
+
+
+def _groups(text: str) -> tuple[Group, ...]:
+    asked = text.split(",")
+    if unknown := set(asked) - set(GROUPS):
+        raise argparse.ArgumentTypeError(f"no rows are called {', '.join(sorted(unknown))}; choose of dp,tp,pp")
+    return tuple(group for group in GROUPS if group in asked)
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 0 when every check passed."""
+    arguments = _parse(command)
+    workload = make_workload(arguments)
+    if arguments.profile:
+        modes = make_lineup(arguments.ranks, arguments.accumulation).modes
+        print(profile(modes, arguments.profile, workload, arguments.steps))
+        return 0
+    lineup = runnable(make_lineup(arguments.ranks, arguments.accumulation, arguments.rows), arguments.peers)
+    text, passed = run("step", arguments, lineup, workload)
+    if arguments.write_figures:
+        record_text("step", f"```\n{text}\n```")
+    return 0 if passed else 1

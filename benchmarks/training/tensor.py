@@ -1,0 +1,90 @@
+"""What tensor parallelism costs: Trine and torch's ``parallelize_module`` on two and four ranks, beside one process.
+
+    python -m benchmarks tensor [--models llama,fused] [--ranks 2,4] [--sequences 4] [--rounds 7] [--steps 10]
+                                [--write-figures] [--out FOLDER]
+    python -m benchmarks tensor --models llama --profile "Trine tp2" [--steps 10]
+
+Width 256 and the whole batch as one microbatch: small products, so that what is not a product shows. *llama* is
+Hugging Face's ``LlamaForCausalLM``. *fused* has blocks as in nanoGPT, one product for query, key and value and head
+sizes computed in forward; no plan of DTensor cuts that, so its rows train the same model with three products.
+
+Exit code 1 when Trine uses more CPU seconds, user and system of all ranks, than the limits in ``lineups`` allow, or
+when losses differ by more than a millionth. Data, AdamW and rounds are those of ``step``, columns those of
+``pipeline``; what Trine's ranks tell each other through shared memory counts as if it were sent, and that
+memory is part of *step MB* on every rank.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.harness.figures import record_text
+from benchmarks.peers.models import TENSOR_MODELS, Name
+from benchmarks.peers.workload import Workload
+from benchmarks.training.comparison import add_options, make_workload, profile, run, runnable
+from benchmarks.training.lineups import make_tensor_lineup
+
+RANKS = (2, 4)
+LAYERS = 4
+SEQUENCES = 4
+EPSILON = 1e-5
+"""Of AdamW, so large that rounding in gradients of nearly zero does not move losses."""
+
+
+def workload_of(model: Name, arguments: argparse.Namespace) -> Workload:
+    """What all rows of ``model`` train."""
+    standard = make_workload(arguments)
+    sizes = replace(standard.decoder, layers=LAYERS)
+    return replace(standard, model=model, decoder=sizes, sequences=arguments.sequences, epsilon=EPSILON)
+
+
+def _parse(command: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks tensor", description="Cost of tensor parallelism.", conflict_handler="resolve"
+    )
+    add_options(parser)
+    parser.add_argument("--models", type=_models, default=("llama",), help="some of llama,fused")
+    parser.add_argument("--ranks", type=_ranks, default=RANKS, help="some of 2,4")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of 128 tokens: the batch")
+    arguments = parser.parse_args(command)
+    if arguments.sequences % arguments.accumulation:
+        parser.error(f"accumulation must divide the batch of {arguments.sequences} sequences")
+    names = [mode.name for mode in make_tensor_lineup("llama", arguments.ranks).modes]
+    if arguments.profile not in (None, *names):
+        parser.error(f"no row is called {arguments.profile!r}; there are: {'; '.join(names)}")
+    return arguments
+
+
+def _models(text: str) -> tuple[Name, ...]:
+    if unknown := set(text.split(",")) - set(TENSOR_MODELS):
+        raise argparse.ArgumentTypeError(f"no models are called {', '.join(sorted(unknown))}; choose of llama,fused")
+    return tuple(model for model in TENSOR_MODELS if model in text.split(","))
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    known = {str(ranks): ranks for ranks in RANKS}
+    if unknown := set(text.split(",")) - set(known):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} ranks are not measured; choose of 2,4")
+    return tuple(ranks for name, ranks in known.items() if name in text.split(","))
+
+
+def _measure(model: Name, arguments: argparse.Namespace) -> tuple[str, bool]:
+    """One table."""
+    print(f"{model}: {LAYERS} layers, {arguments.sequences} x 128 tokens in {arguments.accumulation} microbatch")
+    lineup = runnable(make_tensor_lineup(model, arguments.ranks, arguments.accumulation), arguments.peers)
+    text, passed = run(f"tensor-{model}", arguments, lineup, workload_of(model, arguments))
+    return f"{model}\n{text}", passed
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 0 when every check passed."""
+    arguments = _parse(command)
+    if arguments.profile:
+        for model in arguments.models:
+            modes = make_tensor_lineup(model, arguments.ranks, arguments.accumulation).modes
+            print(f"{model}\n{profile(modes, arguments.profile, workload_of(model, arguments), arguments.steps)}")
+        return 0
+    found = [_measure(model, arguments) for model in arguments.models]
+    if arguments.write_figures:
+        record_text("tensor", "```\n" + "\n\n".join(text for text, _ in found) + "\n```")
+    return 0 if all(passed for _, passed in found) else 1

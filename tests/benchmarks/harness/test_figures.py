@@ -1,0 +1,37 @@
+"""Figures of the documents: kept as JSON, merged by cell, shown in the one page that has their section."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.figures import read, record_cells, record_text, sections
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("a\n<!-- x:begin -->\nold\n<!-- x:end -->\nb\n")
+    (tmp_path / "docs" / "page.md").write_text("<!-- table:begin -->\n<!-- table:end -->\n")
+    return tmp_path
+
+
+def test_a_text_is_kept_and_shown(root: Path) -> None:
+    record_text("x", "new", root)
+    assert (root / "README.md").read_text() == "a\n<!-- x:begin -->\nnew\n<!-- x:end -->\nb\n"
+    kept = read("x", root)
+    assert kept["text"] == "new" and {"command", "commit", "date", "machine", "versions"} <= kept.keys()
+
+
+def test_cells_that_were_not_tried_again_stay(root: Path) -> None:
+    record_cells("table", "model", {("a", "dp"): "1", ("b", "dp"): "2"}, root)
+    record_cells("table", "model", {("b", "dp"): "3", ("c", "tp"): "4"}, root)
+    ((name, text),) = sections((root / "docs" / "page.md").read_text())
+    assert name == "table"
+    assert text == "| model | dp | tp |\n|---|---|---|\n| a | 1 |  |\n| b | 3 |  |\n| c |  | 4 |"
+
+
+def test_a_figure_is_shown_in_one_page(root: Path) -> None:
+    (root / "docs" / "other.md").write_text("<!-- x:begin -->\n<!-- x:end -->\n")
+    for name in ("x", "nowhere"):
+        with pytest.raises(LookupError, match="one page has to show a figure"):
+            record_text(name, "", root)

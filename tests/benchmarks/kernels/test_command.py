@@ -1,0 +1,361 @@
+"""The benchmark of kernels: its formulas, verdicts and winners, its patience with what fails, and a tiny run."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.harness.budget import Budget
+from benchmarks.kernels import command
+from benchmarks.kernels.cases.case import Case, Cost, Slice, Target, llama
+from benchmarks.kernels.cases.lineup import MAKERS, TINY, Order, checked, measured
+from benchmarks.kernels.clock import EventClock, WallClock
+from benchmarks.kernels.correctness import check_case
+from benchmarks.kernels.device_process import make_desk
+from benchmarks.kernels.report import Verdict, failures, judge, losses, share, table
+from benchmarks.kernels.trial import EAGER, REFERENCE, TRITON, Bench, BrokenDeviceError, Effort, measure_case
+from benchmarks.kernels.winners import Speedup, propose_winners, speedups, winners_json
+from engine.kernels.dispatch import TunedChoice, find_choice, read_choices, shipped_choices
+from engine.kernels.gpu.launch_shapes import tiles_for
+from tests.kernels.interpreter import repair
+
+CPU = torch.device("cpu")
+BENCH = Bench(CPU, WallClock(), Effort(rounds=2, samples=1))
+RATES = {"copy_bytes_per_second": 1e12, "product_flops_per_second": 1e14}
+T, H, F, V = 8192, 4096, 14336, 128256
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter() -> None:
+    """As tests of kernels have it."""
+    repair()
+
+
+def case_of(operator: str, where: Slice = TINY, dtype: torch.dtype = torch.bfloat16) -> Case:
+    return next(iter(MAKERS[operator](where, dtype)))
+
+
+def found_of(case: Case, **times: tuple[float, float]) -> dict[str, Any]:
+    """As ``measure_case`` answers: (forward, backward) seconds by contender."""
+    rows: dict[str, Any] = {
+        name.replace("_", " "): {
+            "seconds": {"forward": forward, "backward": backward, "both": forward + backward},
+            "peak_bytes": 1000,
+        }
+        for name, (forward, backward) in times.items()
+    }
+    return {"contenders": rows, "accuracy": {"error": 1e-3, "eager_error": 2e-3}}
+
+
+@pytest.mark.parametrize(
+    ("operator", "forward", "backward"),
+    [
+        ("norm", 4 * T * H, 6 * T * H),
+        ("gated", 6 * T * F, 10 * T * F),
+        ("rotary", 4 * T * (32 + 8) * 128, 4 * T * (32 + 8) * 128),
+        ("cross_entropy", 2 * T * V, 4 * T * V),
+        ("adamw", 28 * 500_000_000, 0),
+        ("squared_norm", 2 * 500_000_000, 0),
+    ],
+)
+def test_bytes_follow_the_formulas(operator: str, forward: int, backward: int) -> None:
+    case = case_of(operator, llama("8B", 1))
+    assert (case.forward, case.backward or Cost()) == (Cost(forward), Cost(backward))
+
+
+def test_residual_sums_and_tensor_ranks_count() -> None:
+    with_residual = list(MAKERS["norm"](llama("8B", 1), torch.bfloat16))[1]
+    assert with_residual.forward == Cost(8 * T * H)
+    assert case_of("gated", llama("8B", 8)).forward == Cost(6 * T * F // 8)
+    assert case_of("cross_entropy", llama("70B", 4)).both == Cost(6 * T * V // 4)
+    assert case_of("adamw", llama("8B", 1), torch.float32).forward == Cost(28 * 500_000_000)  # no second copy
+
+
+def test_operations_follow_the_formulas() -> None:
+    linear = case_of("linear", llama("8B", 1))
+    assert (linear.forward.flops, linear.both.flops) == (2 * T * H * F, 6 * T * H * F)
+    assert case_of("linear_cross_entropy", llama("8B", 1)).both.flops == 6 * T * H * V
+
+
+def test_every_row_of_the_table_of_winners_is_decided_by_a_case() -> None:
+    cases = measured(Order())
+    assert {row for case in cases for row in case.decides} >= {row.operator for row in shipped_choices()}
+    assert max(Counter(case.name for case in cases).values()) == 1
+    first = [case.operator for case in measured(Order(quick=True))]
+    assert [
+        case.operator for case in cases[: len(first)]
+    ] == first  # the head of every operator before any second slice
+    assert not any(case.compiled for case in cases[len(first) :])
+
+
+@pytest.mark.parametrize("operator", MAKERS)
+def test_inputs_have_as_many_rows_as_asked(operator: str) -> None:
+    case = case_of(operator)
+    assert any(3 in x.shape for x in case.make(CPU, 3))
+
+
+@pytest.mark.parametrize("operator", MAKERS)
+def test_every_operator_passes_its_check_in_the_interpreter(operator: str) -> None:
+    case = checked(operator, torch.bfloat16, "tiny")[0]
+    found = check_case(case, CPU)
+    assert found["passed"] and 0 <= found["share_of_allowed"] <= 1, found
+
+
+def test_a_wrong_kernel_fails_its_check() -> None:
+    case = case_of("norm")
+    wrong = replace(case, ours=lambda kernels: lambda x, weight: case.ours(kernels)(x, weight) * 1.02)
+    assert not check_case(wrong, CPU)["passed"]
+
+
+def test_a_kernel_with_other_bits_the_second_time_fails_its_check() -> None:
+    case, calls = case_of("norm", dtype=torch.float32), [0]
+
+    def unsteady(x: Tensor, weight: Tensor) -> Tensor:
+        calls[0] += 1
+        return case.eager(x, weight) * (1 + calls[0] * 2.0**-23)  # type: ignore[no-any-return]
+
+    found = check_case(replace(case, ours=lambda kernels: unsteady), CPU)
+    assert not found["same_bits_twice"] and not found["passed"]
+
+
+def test_shares_are_of_the_rate_that_the_cost_asks_for() -> None:
+    rows, product = case_of("norm"), case_of("linear")
+    found = found_of(rows, triton=(2.0, 4.0))
+    assert share(rows, found, "forward", RATES) == pytest.approx(2 * 2 * 5 * 24 / 2 / 1e12)
+    assert share(product, found, "both", RATES) == pytest.approx(6 * 5 * 24 * 40 / 6 / 1e14)
+    assert share(rows, {"error": "no"}, "forward", RATES) is None
+    assert share(rows, found, "forward", {"error": "no rates"}) is None  # type: ignore[dict-item]
+
+
+def test_targets_pass_fail_or_are_open() -> None:
+    case = replace(
+        case_of("norm"),
+        targets=(Target("forward", "copy", 0.5), Target("both", EAGER, 1.0), Target("both", "Liger", 1.0)),
+        memory_limit=2000,
+    )
+    rates = {"copy_bytes_per_second": case.forward.bytes / 0.8}  # a copy of the same bytes takes 0.8 s
+    words = [one.word for one in judge(case, found_of(case, triton=(1.0, 1.0), eager=(0.5, 1.0)), rates)]
+    assert words == ["pass", "FAIL", "not measured", "pass"]
+    assert {one.word for one in judge(case, {"error": "gone"}, rates)} == {"not measured"}
+    assert str(Verdict("x", "share", 0.5, 0.9)) == "FAIL: x: share 0.50; at least 0.90"
+
+
+def test_tables_tell_failures_and_who_is_faster() -> None:
+    good, bad, absent = case_of("norm"), case_of("gated"), case_of("linear")
+    found: dict[str, Any] = {
+        good.name: found_of(good, triton=(1.0, 1.0), reference=(2.0, 2.0), eager=(0.5, 0.5)),
+        bad.name: {"contenders": {TRITON: {"error": "CompilationError: at 3:1"}}},
+        absent.name: {"error": command.NO_TIME},
+    }
+    found[good.name]["contenders"]["Liger"] = {"error": "ModuleNotFoundError: No module named 'liger_kernel'"}
+    lines = table([good, bad, absent], found, RATES).splitlines()
+    assert "2.00 | 0.50" in lines[2] and "1.0e-03" in lines[2]
+    assert "CompilationError" in lines[3] and command.NO_TIME in lines[4]
+    assert losses(found) == [f"{good.name}: eager is 2.00x as fast as triton"]
+    assert failures(found) == [
+        "Liger: ModuleNotFoundError: No module named 'liger_kernel'",
+        f"{bad.name}, triton: CompilationError: at 3:1",
+        f"{absent.name}: {command.NO_TIME}",
+    ]
+
+
+def test_triton_is_proposed_only_where_it_wins_everywhere() -> None:
+    measured_all = [
+        Speedup("norm", "bfloat16", 4096, 1.5),
+        Speedup("norm", "bfloat16", 8192, 1.5),
+        Speedup("norm", "bfloat16", 8192, 0.9),
+        Speedup("gated", "bfloat16", 8192, None),
+        Speedup("gated", "bfloat16", 8192, 3.0),
+    ]
+    old = [TunedChoice("norm", "NVIDIA H200", "bfloat16", 1, True, 9.0), TunedChoice("norm", "*", "*", 1, True)]
+    rows = read_choices(winners_json(propose_winners(measured_all, "NVIDIA H200", old)))
+    assert TunedChoice("norm", "NVIDIA H200", "bfloat16", 1, True, 9.0) not in rows
+    answers = [find_choice(rows, "norm", device, "bfloat16", width) for device, width in
+               (("NVIDIA H200", 4096), ("NVIDIA H200", 9000), ("NVIDIA A100", 4096))]  # fmt: skip
+    assert [(row.triton, row.speedup) for row in answers if row] == [(True, 1.5), (False, 0.9), (True, None)]
+    lost = find_choice(rows, "gated", "NVIDIA H200", "bfloat16", 8192)
+    assert lost is not None and not lost.triton
+
+
+def test_products_are_decided_by_direction_and_wrong_ones_lose() -> None:
+    linear = case_of("linear")
+    found = {linear.name: found_of(linear, triton=(1.0, 4.0), reference=(2.0, 2.0))}
+    assert [(one.operator, one.value) for one in speedups([linear], found, ())] == [
+        ("linear", 2.0),
+        ("linear_backward", 0.5),
+    ]
+    assert [one.value for one in speedups([linear], found, {("linear", "bfloat16")})] == [None, None]
+    failed = {linear.name: found_of(linear, reference=(1.0, 1.0))}
+    failed[linear.name]["contenders"][TRITON] = {"error": "out of memory"}
+    assert [one.value for one in speedups([linear], failed, ())] == [None, None]
+
+
+def test_contenders_that_fail_do_not_stop_the_rest() -> None:
+    def fails(x: Tensor, weight: Tensor) -> Tensor:
+        raise RuntimeError("out of luck")
+
+    case = replace(case_of("norm"), peers={"unlucky": lambda: fails}, compiled=False)
+    found = measure_case(case, BENCH, 60, {EAGER: "broke the device"})["contenders"]
+    assert found["unlucky"] == {"error": "RuntimeError: out of luck"}
+    assert found[EAGER] == {"error": "broke the device"}
+    assert set(found[TRITON]["seconds"]) == {"forward", "backward", "both"}
+    assert found[REFERENCE]["count"] == {"forward": 2, "backward": 2}
+
+
+def test_without_time_there_is_one_round_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(case_of("norm"), peers={}, compiled=False)
+    assert {row["error"] for row in measure_case(case, BENCH, 0, {})["contenders"].values()} == {
+        "TimeoutError: no time left"
+    }
+    asked: list[str] = []
+
+    def ask(task: str, *_: Any, seconds: float) -> dict[str, Any]:
+        asked.append(task)
+        return {}
+
+    assert command.measure_all([case], ask, Budget(0)) == {case.name: {"error": command.NO_TIME}}
+    assert {one["error"] for one in command.check_all(["norm"], ask, Budget(0))} == {command.NO_TIME}
+    assert not asked
+
+
+def test_what_broke_the_device_is_left_out_the_second_time() -> None:
+    case, asked = case_of("norm"), []
+
+    def ask(task: str, name: str, seconds_each: float, without: Mapping[str, str], *, seconds: float) -> dict[str, Any]:
+        asked.append(dict(without))
+        return {"contenders": {}} if "triton" in without else {"broken": "triton"}
+
+    assert command.measure_all([case], ask, Budget(100)) == {case.name: {"contenders": {}}}
+    assert asked == [{}, {"triton": "broke the device"}]
+
+
+def test_a_broken_device_ends_the_worker_and_another_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    class Broken(Inline):
+        def __init__(self, *given: Any) -> None:
+            started.append(given)
+
+        def ask(self, request: tuple[Any, ...], seconds: float) -> Any:
+            return {"broken": "measure"} if request[0] == "measure" else {}
+
+    monkeypatch.setattr(command, "Worker", Broken)
+    desk = command.Desk(Order("cpu"))
+    assert desk("measure", "x", seconds=1) == {"broken": "measure"}
+    assert desk("rates", seconds=1) == {}
+    assert len(started) == 2
+
+
+def test_tasks_answer_with_their_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = make_desk(Order("cpu"))
+    assert answer("check", "norm", "float13")["error"].startswith("AttributeError")
+
+    def breaks(*_: Any) -> None:
+        raise BrokenDeviceError("triton")
+
+    monkeypatch.setattr("benchmarks.kernels.device_process.measure_case", breaks)
+    name = measured(Order("cpu"))[0].name
+    assert answer("measure", name, 1.0, {}) == {"broken": "triton"}
+
+
+def test_tuning_tells_what_won() -> None:
+    answer = make_desk(Order("cpu"))
+    product = answer("tune", "product square")
+    shipped = {f"{tile.rows}x{tile.columns}x{tile.depth}" for tile in tiles_for(2, False, (9, 0))}
+    for found in product["layouts"].values():
+        assert set(found["tflops"]) == shipped | {"torch"} and found["won"] in shipped
+    warps = answer("tune", "warps activation")
+    assert set(warps["milliseconds_by_factor"]) == {"0.5", "1.0", "2.0"}
+    assert set(warps["won"]) == {"forward", "backward"}
+
+
+def test_a_gpu_is_timed_by_events_after_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("event")
+
+        def elapsed_time(self, end: "Event") -> float:
+            assert done[-1] == "wait"  # nobody waits between samples
+            return 2.0
+
+    writes: list[int] = []
+    monkeypatch.setattr("benchmarks.kernels.clock.FLUSH_BYTES", 4)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda flush: writes.append(1))
+    clock = EventClock(CPU)  # a write lasts 2 ms
+    done.clear()
+    writes.clear()
+
+    def work() -> None:
+        time.sleep(0.01)
+        done.append("work")
+
+    seconds = clock.sample(lambda: done.append("prepare"), work, 2)
+    assert seconds == [2e-3, 2e-3]
+    assert done == [*["prepare", "event", "work", "event"] * 2, "wait"]
+    assert len(writes) == 1 + 2  # for 1.5 ms, what is not known; then for 3 ms, the longest
+
+
+class Inline:
+    """A worker without a process."""
+
+    def __init__(self, make: Any, arguments: tuple[Any, ...]) -> None:
+        self._answer = make(*arguments)
+
+    def ask(self, request: tuple[Any, ...], seconds: float) -> Any:
+        return self._answer(*request)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_tiny_run_writes_table_figures_and_winners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "Worker", Inline)
+    operators = ["activation", "squared_norm"]
+    assert command.main(["--device", "cpu", "--out", str(tmp_path), "--operators", *operators]) == 0
+    figures = json.loads((tmp_path / "kernels.json").read_text())
+    assert {"about", "checks", "tuned", "rates", "cases", "clocks_after", "seconds", "verdicts"} == set(figures)
+    assert figures["about"]["versions"]["torch"] == torch.__version__
+    assert {(one["operator"], one["dtype"], one["passed"]) for one in figures["checks"]} == {
+        (operator, dtype, True) for operator in operators for dtype in ("bfloat16", "float16", "float32")
+    }
+    assert set(figures["tuned"]) == {"warps activation"}
+    for case in measured(Order("cpu", operators=tuple(operators))):
+        own = figures["cases"][case.name]
+        assert own["contenders"][TRITON]["seconds"]["both"] > 0 and own["accuracy"]["holds"]
+        assert own["contenders"]["torch.compile"]["seconds"]["forward"] > 0
+    text = (tmp_path / "kernels.md").read_text()
+    assert "says anything about speed" in text and text == capsys.readouterr().out[: len(text)]
+    rows = read_choices((tmp_path / "tuned.json").read_text())
+    assert {row.operator for row in rows if row.device == "cpu"} == {"activation", "squared_norm"}
+    assert set(shipped_choices()) <= set(rows)
+
+
+@pytest.mark.long
+def test_all_operators_run_in_a_process_of_their_own(tmp_path: Path) -> None:
+    assert command.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    figures = json.loads((tmp_path / "kernels.json").read_text())
+    assert all(one["passed"] for one in figures["checks"])
+
+
+def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit):
+        command.main(["--out", "x"])
+    assert "--device cpu" in capsys.readouterr().err

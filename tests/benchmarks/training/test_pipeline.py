@@ -1,0 +1,132 @@
+"""The benchmark of pipelines: its rows, what they ask of Trine, a tiny run, and whose clipping is right."""
+
+import pytest
+
+from benchmarks.harness.footprint import Footprint
+from benchmarks.harness.report import Comparison, Sample, loss_spread, medians
+from benchmarks.peers.pipelining import held_stages
+from benchmarks.peers.trine import make_config
+from benchmarks.peers.workload import Mode, Workload
+from benchmarks.training import pipeline
+from benchmarks.training.comparison import Effort, conclude, measure
+from benchmarks.training.lineups import AGAIN, ONE, SCHEDULES, make_pipeline_lineup
+from benchmarks.training.pipeline import EPSILON, judge_clipping, measure_clipping
+from engine.config import load_config
+from engine.models.decoder import DecoderConfig
+
+TINY = Workload(DecoderConfig(layers=4, width=32, heads=2, context=16), sequences=8, clip=0.05, epsilon=EPSILON)
+MODES = make_pipeline_lineup(2, 4).modes
+
+
+def named(name: str) -> Mode:
+    return next(mode for mode in MODES if mode.name == name)
+
+
+def test_every_schedule_has_its_rows() -> None:
+    assert [mode.name for mode in MODES] == [
+        ONE, "Trine 1f1b", "torch 1f1b", "torch 1f1b" + AGAIN, "DeepSpeed 1f1b",
+        "Trine interleaved", "torch interleaved", "torch interleaved" + AGAIN,
+        "Trine zb-v", "torch zb-v", "torch zb-v" + AGAIN,
+    ]  # fmt: skip
+    assert {mode.accumulation for mode in MODES} == {4}
+    few = make_pipeline_lineup(4, 8, ("zb-v",)).of_peers(["deepspeed"])
+    assert ([mode.name for mode in few.modes], few.comparisons) == ([ONE, "Trine zb-v"], ())
+
+
+def test_every_peer_of_a_schedule_is_a_limit() -> None:
+    assert make_pipeline_lineup(4, 8).comparisons == (
+        Comparison("Trine 1f1b", "torch 1f1b", "torch 1f1b" + AGAIN, 1.0),
+        Comparison("Trine 1f1b", "DeepSpeed 1f1b", limit=1.0),
+        Comparison("Trine interleaved", "torch interleaved", "torch interleaved" + AGAIN, 1.0),
+        Comparison("Trine zb-v", "torch zb-v", "torch zb-v" + AGAIN, 1.0),
+    )
+
+
+def test_a_slower_row_fails() -> None:
+    lineup = make_pipeline_lineup(4, 8)
+    seconds = {"Trine 1f1b": 1.05, "torch 1f1b": 1.1, "torch 1f1b" + AGAIN: 1.1, "Trine zb-v": 1.01}
+    nothing = Footprint(0, 0, 0, 0, 0, 0, 0)
+    rounds = [[Sample(m.name, 1.0, seconds.get(m.name, 1.0), 0.0, 5.0, None, nothing) for m in lineup.modes]]
+    _, figures, passed = conclude(rounds, lineup)
+    assert [verdict["passed"] for verdict in figures["verdicts"]] == [True, False, True, False]
+    assert not passed
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
+def test_the_configurations_ask_for_the_schedule(schedule: str, stages: int) -> None:
+    asked = make_config(named(f"Trine {schedule}"), TINY)["parallel"]
+    assert asked == {"data": 1, "pipeline": 2, "schedule": schedule, "virtual_stages": stages}
+
+
+def test_the_batch_is_cut_into_microbatches_alone() -> None:
+    config = load_config(make_config(named("Trine 1f1b"), TINY), 2)
+    assert (config.dp, config.pp, config.micro, config.accumulation) == (1, 2, 2, 4)
+
+
+def test_stages_of_a_rank() -> None:
+    found = {schedule: [held_stages(rank, 3, schedule) for rank in range(3)] for schedule in SCHEDULES}
+    assert found == {
+        "1f1b": [(0,), (1,), (2,)],
+        "interleaved": [(0, 3), (1, 4), (2, 5)],
+        "zb-v": [(0, 5), (1, 4), (2, 3)],
+    }
+
+
+def test_a_tiny_run_of_trine_trains_as_one_process() -> None:
+    modes = [mode for mode in MODES if mode.kind == "trine"]
+    rounds = measure([named(ONE), *modes], TINY, Effort(rounds=1, steps=2))
+    assert loss_spread(rounds) <= 1e-5
+    one, *others = (row.footprint for row in medians(rounds))
+    assert one.sent_bytes == 0
+    hidden = 8 * 16 * 32 * 4
+    """Bytes of the hidden states of all sequences, and of their gradients."""
+    control = 200
+    crossings = {"1f1b": 1, "interleaved": 3, "zb-v": 2}  # of either rank: what it sends forwards and backwards
+    for mode, found in zip(modes, others, strict=True):
+        assert 0 < found.sent_bytes - crossings[mode.schedule] * hidden <= control
+        assert 0 < found.activation_bytes < found.step_peak_bytes < one.step_peak_bytes
+
+
+def test_torch_and_its_schedules_train_as_one_process() -> None:
+    modes = [named(name) for name in (ONE, "torch 1f1b", "torch interleaved", "torch zb-v")]
+    assert loss_spread(measure(modes, TINY, Effort(rounds=1, steps=2))) <= 1e-5
+
+
+def test_weights_tell_who_clips_by_the_norm_of_a_part() -> None:
+    apart = measure_clipping([named(name) for name in (ONE, "Trine zb-v", "torch zb-v", "torch zb-v" + AGAIN)], TINY)
+    assert list(apart) == [ONE, "Trine zb-v", "torch zb-v"]
+    assert apart[ONE] == 0 < apart["Trine zb-v"] < pipeline.WEIGHT_TOLERANCE < apart["torch zb-v"]
+
+
+def test_only_the_clipping_of_trine_has_to_be_right() -> None:
+    text, passed = judge_clipping({ONE: 0.0, "Trine 1f1b": 1e-6, "torch 1f1b": 2e-4})
+    assert passed and text.splitlines() == [
+        f"clipping moves no weight further than 1e-05 from one process: {ONE}; Trine 1f1b -> pass",
+        "clipping by another norm than the model's: torch 1f1b",
+    ]
+    assert not judge_clipping({"Trine zb-v": 2e-5, "torch zb-v": 0.0})[1]
+    assert not judge_clipping({"Trine zb-v": float("nan")})[1]
+
+
+@pytest.mark.long  # in an environment that has it: the extra bench-deepspeed
+def test_deepspeed_trains_as_one_process_but_clips_by_the_first_stage() -> None:
+    modes = [named(ONE), named("DeepSpeed 1f1b")]
+    assert loss_spread(measure(modes, TINY, Effort(rounds=1, steps=2))) <= 1e-5
+    assert measure_clipping(modes, TINY)["DeepSpeed 1f1b"] > pipeline.WEIGHT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        (["--schedules", "1f1b,gpipe"], "no schedules are called gpipe; choose of 1f1b,interleaved,zb-v"),
+        (["--peers", "megatron"], "no peers are called megatron; choose of ddp,dtensor,pipelining,fsdp2,deepspeed"),
+        (["--accumulation", "5"], "accumulation must divide the batch of 16 sequences"),
+        (["--accumulation", "2"], "2 microbatches are fewer than 4 ranks"),
+        (["--ranks", "8"], "16 stages are more than the 8 layers"),
+        (["--profile", "Trine"], "no row is called 'Trine'; there are: one process"),
+    ],
+)
+def test_unknown_choices_are_refused(capsys: pytest.CaptureFixture[str], command: list[str], answer: str) -> None:
+    with pytest.raises(SystemExit):
+        pipeline.main(command)
+    assert answer in capsys.readouterr().err

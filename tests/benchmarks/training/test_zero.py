@@ -1,0 +1,149 @@
+"""The benchmark of ZeRO: its rows, what is asked of them, and a tiny run that is right in loss, bytes and calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks.harness.footprint import Footprint
+from benchmarks.harness.report import Comparison, loss_spread, medians
+from benchmarks.harness.sent_bytes import RingCounter
+from benchmarks.peers.deepspeed import make_config as make_deepspeed_config
+from benchmarks.peers.registry import make_trainer
+from benchmarks.peers.trine import make_config
+from benchmarks.peers.workload import Mode, Workload, make_rows
+from benchmarks.training import comparison, zero
+from benchmarks.training.comparison import Effort, measure
+from benchmarks.training.lineups import AGAIN, DDP, make_zero_lineup
+from engine.config import load_config
+from engine.models.decoder import DecoderConfig
+
+TINY = Workload(DecoderConfig(layers=2, width=32, heads=2, context=16), sequences=8)
+TRINE = tuple(mode for mode in make_zero_lineup(2, 2).modes if mode.kind == "trine")
+
+
+def test_every_stage_has_its_rows() -> None:
+    assert [mode.name for mode in make_zero_lineup(ranks=4).modes] == [
+        DDP, DDP + AGAIN, "Trine ZeRO-0", "Trine ZeRO-1", "Trine ZeRO-2", "Trine ZeRO-2, reduce: microbatch",
+        "Trine ZeRO-3", "Trine ZeRO-3, gather: step", "torch FSDP2 as ZeRO-2", "torch FSDP2 as ZeRO-3",
+        "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3",
+    ]  # fmt: skip
+    few = make_zero_lineup(4, stages=(3,)).of_peers(["fsdp2"])
+    assert [mode.name for mode in few.modes[2:]] == [
+        "Trine ZeRO-3", "Trine ZeRO-3, gather: step", "torch FSDP2 as ZeRO-3",
+    ]  # fmt: skip
+
+
+def test_the_default_way_of_each_stage_has_a_limit() -> None:
+    lineup = make_zero_lineup(ranks=4)
+    limits = {asked.mode: asked.limit for asked in lineup.comparisons if asked.control}
+    assert limits == {
+        "Trine ZeRO-0": None, "Trine ZeRO-1": 1.02, "Trine ZeRO-2": 1.02, "Trine ZeRO-2, reduce: microbatch": None,
+        "Trine ZeRO-3": 1.15, "Trine ZeRO-3, gather: step": None,
+    }  # fmt: skip
+    assert Comparison("Trine ZeRO-3", "DeepSpeed ZeRO-3") in lineup.comparisons
+    names = {mode.name for mode in lineup.modes}
+    assert all({asked.mode, asked.peer, asked.control or asked.peer} <= names for asked in lineup.comparisons)
+
+
+def test_the_configurations_ask_for_the_stage() -> None:
+    modes = {mode.name: mode for mode in make_zero_lineup(4, accumulation=4).modes}
+    found = {}
+    for name, mode in modes.items():
+        if mode.kind == "trine":
+            config = load_config(make_config(mode, Workload()), 4)
+            assert (config.dp, config.micro, config.accumulation) == (4, 1, 4)
+            zero_config = config.zero_optimization
+            found[name] = (zero_config.stage, zero_config.reduce, zero_config.gather)
+    assert found["Trine ZeRO-2"] == (2, "step", "microbatch")
+    assert found["Trine ZeRO-2, reduce: microbatch"] == (2, "microbatch", "microbatch")
+    assert found["Trine ZeRO-3"] == (3, "step", "microbatch")
+    assert found["Trine ZeRO-3, gather: step"] == (3, "step", "step")
+    deepspeed = make_deepspeed_config(modes["DeepSpeed ZeRO-3"], Workload(), 1000)
+    assert deepspeed["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 1000}
+    assert (deepspeed["train_batch_size"], deepspeed["gradient_accumulation_steps"]) == (16, 4)
+
+
+def test_a_tiny_run_trains_alike_and_counts_exactly() -> None:
+    lineup = make_zero_lineup(2, accumulation=2).of_peers(["fsdp2"])
+    modes = [mode for mode in lineup.modes if AGAIN not in mode.name]
+    rounds = measure(modes, TINY, Effort(rounds=1, steps=2))
+    assert loss_spread(rounds) <= 1e-5
+    rows = {row.mode: row.footprint for row in medians(rounds)}
+    payload = 4 * parameters()  # sent once for each pass of all of it around two ranks: half of it, twice
+    assert rows[DDP].sent_bytes == payload
+    # FSDP2: two blocks and the root, gathered once or twice, in stage 3 for each of two microbatches; one norm
+    padded = pytest.approx(payload / 2, rel=0.01)
+    assert (rows["torch FSDP2 as ZeRO-2"].calls, rows["torch FSDP2 as ZeRO-3"].calls) == (2 * 3 + 3 + 1, 4 * 3 + 3 + 1)
+    assert (rows["torch FSDP2 as ZeRO-3"].sent_bytes - 4) / 5 == padded
+    check_memory(rows, payload)
+
+
+def check_memory(rows: dict[str, Footprint], payload: int) -> None:
+    """Parameters, gradients and moments of DDP and its buckets; shards of them; and more within a step."""
+    assert rows[DDP].state_bytes == pytest.approx(4 * payload, rel=0.01)
+    assert rows["Trine ZeRO-0"].state_bytes == pytest.approx(4 * payload, rel=0.03)
+    assert rows["Trine ZeRO-1"].state_bytes == pytest.approx(3 * payload, rel=0.03)
+    assert rows["Trine ZeRO-2, reduce: microbatch"].state_bytes == pytest.approx(2.5 * payload, rel=0.03)
+    assert rows["torch FSDP2 as ZeRO-3"].state_bytes == pytest.approx(1.5 * payload, rel=0.03)
+    assert all(held.step_peak_bytes > held.live_bytes >= held.state_bytes for held in rows.values())
+
+
+def parameters() -> int:
+    """Of the tiny decoder."""
+    from engine.models.decoder import Decoder
+
+    return sum(parameter.numel() for parameter in Decoder(TINY.decoder).parameters())
+
+
+@pytest.mark.parametrize("mode", TRINE, ids=lambda mode: mode.name)
+def test_the_counter_finds_what_the_engine_tells(run_ranks: Callable[..., list[Any]], mode: Mode) -> None:
+    for counted, told in run_ranks(counted_and_told, mode.ranks, mode):
+        assert counted == told
+
+
+def counted_and_told(mode: Mode) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(bytes, calls) of the second step, as seen from outside and by the engine's own tally."""
+    import torch.distributed as dist
+
+    trainer: Any = make_trainer(mode, TINY)
+    trainer.step(make_rows(mode, TINY, 0, dist.get_rank()))
+    before = trainer._engine.sent.copy()
+    with RingCounter() as counter:
+        trainer.step(make_rows(mode, TINY, 1, dist.get_rank()))
+    sent = trainer._engine.sent.since(before)
+    return (counter.sent, counter.calls), (sent.bytes(), sum(row.calls for row in sent.rows()))
+
+
+@pytest.mark.long  # in an environment that has it: the extra bench-deepspeed
+def test_deepspeed_trains_alike() -> None:
+    lineup = make_zero_lineup(2, accumulation=2, stages=(1, 2, 3)).of_peers(["deepspeed"])
+    modes = [mode for mode in lineup.modes if mode.kind != "trine"]
+    assert loss_spread(measure(modes, TINY, Effort(rounds=1, steps=2))) <= 1e-5
+
+
+def test_without_deepspeed_one_line_says_how_to_install_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "find_spec", lambda name: None)
+    lineup = make_zero_lineup(2, 2)
+    left = comparison.runnable(lineup, ("fsdp2", "deepspeed"))
+    assert capsys.readouterr().out == comparison.MISSING + "\n"
+    assert "pip install -e '.[bench-deepspeed]'" in comparison.MISSING
+    assert left == comparison.runnable(lineup, ("fsdp2",)) == lineup.of_peers(["fsdp2"])
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        (["--stages", "1,4"], "there is no stage 4; choose of 0,1,2,3"),
+        (["--peers", "megatron"], "no peers are called megatron"),
+        (["--ranks", "3"], "must divide the batch of 16 sequences"),
+        (["--profile", "Trine zero"], "no row is called 'Trine zero'; there are: torch DDP; "),
+    ],
+)
+def test_unknown_choices_are_refused(capsys: pytest.CaptureFixture[str], command: list[str], answer: str) -> None:
+    with pytest.raises(SystemExit):
+        zero.main(command)
+    assert answer in capsys.readouterr().err
