@@ -16,6 +16,10 @@ from tests.tables import Table
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks and tests share few cores
 
 
+MOST_WORKERS = 8
+"""Each may start eight ranks."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Without a GPU to test on, Triton interprets kernels on the CPU, where they can be compared with anything."""
     if find_spec("hypothesis"):  # GPU tests run without it
@@ -25,6 +29,16 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("trine")
     if config.getoption("markexpr") != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The whole suite runs in a process for each core, and what the command line names in one; ``-n N`` says other."""
+    named = config.args_source is pytest.Config.ArgsSource.ARGS or hasattr(config, "workerinput")
+    alone = config.option.collectonly or config.option.usepdb or config.option.markexpr == "gpu"
+    if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None and not (named or alone):
+        config.option.numprocesses = min(os.cpu_count() or 1, MOST_WORKERS)
+        config.option.dist = "worksteal"  # neighbours share what their modules have trained
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,6 +7,7 @@ Measuring writes the file and fills the section; a table keeps the cells that th
 benchmarks.harness.figures`` fills all sections from the files, and ``tests/test_documents.py`` compares them.
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,12 +39,24 @@ def record_cells(name: str, corner: str, cells: Cells, root: Path = ROOT) -> Non
 
     Rows and columns stay in the order in which they were first measured.
     """
-    before = read(name, root) if _file(name, root).exists() else {"columns": [], "rows": {}}
-    rows = {row: dict(found) for row, found in before["rows"].items()}
-    for (row, column), text in cells.items():
-        rows.setdefault(row, {})[column] = text
-    columns = list(dict.fromkeys([*before["columns"], *(column for _, column in cells)]))
-    _write(name, {"corner": corner, "columns": columns, "rows": rows} | _source(), root)
+    with _alone(root):
+        before = read(name, root) if _file(name, root).exists() else {"columns": [], "rows": {}}
+        rows = {row: dict(found) for row, found in before["rows"].items()}
+        for (row, column), text in cells.items():
+            rows.setdefault(row, {})[column] = text
+        columns = list(dict.fromkeys([*before["columns"], *(column for _, column in cells)]))
+        _write(name, {"corner": corner, "columns": columns, "rows": rows} | _source(), root)
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Processes of one test run keep their cells one after another."""
+    folder = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def render(figure: Mapping[str, Any]) -> str:

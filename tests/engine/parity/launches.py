@@ -9,10 +9,10 @@ from engine.parallel.comm.traffic import Tally
 from engine.parallel.tensor.plan.tensor_plan import Reason
 from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
 from tests.engine.parity.architectures import ALL, ROWS, Architecture, find
-from tests.engine.parity.tensor_models import FOUR, UNSEEN
+from tests.engine.parity.tensor_models import FOUR, INTERPRETED, UNSEEN
 from tests.models import take_rows
 
-EVERY: Mapping[str, Architecture] = {**ALL, **FOUR, **UNSEEN}
+EVERY: Mapping[str, Architecture] = {**ALL, **FOUR, **UNSEEN, **INTERPRETED}
 RunRanks = Callable[..., list[Any]]
 
 MICRO = 2

@@ -20,6 +20,7 @@ from tests.engine.parity.architectures import (
     planes,
     seeded,
     speech,
+    text,
     vision,
 )
 from tests.models import LENGTH, VOCABULARY
@@ -119,6 +120,17 @@ FOUR: Mapping[str, Architecture] = MappingProxyType({f"{name}{HEADS}": model for
     "convolutions": Architecture(seeded(Convolutions), planes, "", energy),
 }.items()})  # fmt: skip
 """Of the issue."""
+
+
+def short_text(rows: int) -> list[Any]:
+    """Six tokens a row."""
+    return [{name: t[:, :6].contiguous() for name, t in batch.items()} for batch in text(rows)]
+
+
+INTERPRETED: Mapping[str, Architecture] = MappingProxyType({
+    "Llama (interpreted)": face("LlamaForCausalLM", "", short_text, **GROUPED),
+})  # fmt: skip
+"""Small enough for kernels in Triton's interpreter, which takes a millisecond for each program of a kernel."""
 
 UNSEEN: Mapping[str, Architecture] = MappingProxyType({f"{name}{HEADS}": model for name, model in {
     "DeBERTa v2": face(

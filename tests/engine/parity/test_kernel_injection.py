@@ -14,7 +14,7 @@ from engine.config import load_config
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.reporting.banner import banner_text
 from tests.engine.parity.launches import Compared, compare, settings
-from tests.engine.parity.tensor_models import FOUR, HEADS, UNSEEN
+from tests.engine.parity.tensor_models import FOUR, HEADS, INTERPRETED, UNSEEN
 from tests.tables import Table
 
 RunRanks = Callable[..., list[Any]]
@@ -54,14 +54,15 @@ def test_references_in_a_model_train_as_the_model_does(run_ranks: RunRanks, chan
     "changes",
     [
         pytest.param({"parallel": SEQUENCE, "zero_optimization": {"stage": 2}}, id="sequence"),
-        pytest.param({"parallel": {"pipeline": 2}}, id="pipeline", marks=pytest.mark.long),
-        pytest.param({"parallel": TENSOR, "zero_optimization": {"stage": 3}}, id="tensor", marks=pytest.mark.long),
+        pytest.param({"parallel": {"pipeline": 2}}, id="pipeline"),
+        pytest.param({"parallel": TENSOR, "zero_optimization": {"stage": 3}}, id="tensor"),
     ],
 )
-def test_kernels_in_a_model_train_as_the_model_does(run_ranks: RunRanks, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_kernels_in_a_model_train_as_the_model_does(run_ranks: RunRanks, name: str, changes: dict[str, Any]) -> None:
     parallel = {"pipeline": 1} | changes["parallel"]
     config = settings(parallel["pipeline"], **(changes | {"parallel": parallel}), kernels="triton")
-    check(compare(run_ranks, [f"Llama{HEADS}"], config))
+    check(compare(run_ranks, [name], config | {"train_batch_size": 4}))
 
 
 @pytest.mark.long
