@@ -6,7 +6,7 @@ twin         the meta tensor behind it, on which operations really run, so that 
              value. Meta tensors rather than FakeTensors, since user code must not notice that it is traced.
 autocast     decides by the device of its arguments and ignores meta tensors; so an operation runs once more on
              FakeTensors that claim the run device, and their result tells the dtypes
-``FlopCount``, ``RandomOps``   dispatch modes that count FLOPs and detect random operations
+``OperationMeter``   the dispatch mode that counts FLOPs and detects random operations
 """
 
 from collections.abc import Callable, Mapping
@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from engine.errors import first_line
 from engine.parallel.model.placeholders import placeholder, trainable
 from engine.parallel.model.user_code import is_own_mistake
+from engine.parallel.trace.leaves import map_leaves, plain_leaves
 from engine.parallel.trace.torch_function import Operation
 
 META = torch.device("meta")
@@ -77,7 +78,7 @@ class MetaTwins:
 
     def swap(self, tree: Any) -> Any:
         """``tree`` with every tensor replaced by its twin, and every device by meta."""
-        return tree_map(self._swap_leaf, tree)
+        return map_leaves(self._swap_leaf, tree)
 
     def on_meta(self, operation: Operation) -> Any:
         """Result of the operation on twins.
@@ -107,7 +108,7 @@ class MetaTwins:
             if is_own_mistake(error):
                 raise
             raise NeedsContentError(first_line(error)) from error
-        if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(out)):
+        if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in plain_leaves(out)):
             raise NeedsContentError(f"{name} leaves the meta device")
         return out
 
@@ -143,7 +144,7 @@ class MetaTwins:
                 return leaf
             return leaf.detach().to(META).requires_grad_(grad and leaf.is_floating_point())
 
-        return tree_map(twin, out)
+        return map_leaves(twin, out)
 
     def _is_empty(self, tensor: Tensor) -> bool:
         return tensor.is_meta or id(tensor) in self._stand_ins
@@ -174,20 +175,41 @@ _SHAPE_RULES: Mapping[str, Callable[..., Tensor | None]] = MappingProxyType(
 """Operations that meta tensors refuse, and a replacement of equal shape, gradient and FLOPs; None: case not covered."""
 
 
-class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts floating point operations of matrix products, convolutions and attention by torch's own formulas."""
+_KNOWN = frozenset(("aten", "prims", "profiler", "c10d", "_c10d_functional"))
+"""Namespaces whose random operations are tagged; operations of others count as random."""
+
+
+class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts floating point operations of matrix products, convolutions and attention by torch's own formulas, and
+    sets ``draws`` if a random operation runs. One mode for both: each mode costs as much as the operation itself."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
+        self.flops = 0
+        self.draws = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and what would hide the mode from Dynamo runs at each operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        marked = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _KNOWN
+        self.draws = self.draws or (marked and not _drops_nothing(func, args, kwargs))
         out = func(*args, **kwargs)
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
         if formula is not None:
-            self.total += int(formula(*args, **kwargs, out_val=out))
+            self.flops += int(formula(*args, **kwargs, out_val=out))
         return out
+
+
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for attention with dropout 0: its kernels are tagged as random for their dropout."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given == 0)
+    return False
 
 
 def cast_like_autocast(device: torch.device, run: Callable[[Any], Any], arguments: Any) -> Any:
@@ -222,30 +244,3 @@ def _cast(leaf: Any, like: Any) -> Any:
         return leaf if leaf.dtype == like.dtype else leaf.to(like.dtype)
     size, stride = tuple(like.shape), like.stride()
     return torch.empty_strided(size, stride, dtype=like.dtype, device="meta").requires_grad_(like.requires_grad)
-
-
-_KNOWN = frozenset(("aten", "prims", "profiler", "c10d", "_c10d_functional"))
-"""Namespaces whose random operations are tagged; operations of others count as random."""
-
-
-class RandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sets ``any`` if a random operation runs while the mode is active."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.any = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        marked = func.namespace not in _KNOWN or torch.Tag.nondeterministic_seeded in func.tags
-        self.any = self.any or (marked and not _drops_nothing(func, args, kwargs))
-        return func(*args, **kwargs)
-
-
-def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True for attention with dropout 0: its kernels are tagged as random for their dropout."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given == 0)
-    return False

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten
 
 from engine.parallel.model.blocks import Units
 from engine.parallel.model.user_code import call_user_code
-from engine.parallel.trace.meta_tensors import META, FlopCount, MetaTwins, NeedsContentError, RandomOps
+from engine.parallel.trace.leaves import map_leaves, plain_leaves
+from engine.parallel.trace.meta_tensors import META, MetaTwins, NeedsContentError, OperationMeter
 from engine.parallel.trace.model_trace import Call, FreeTensor, Glue, Material, OnZeros, Recipe, Sample
 from engine.parallel.trace.provenance import OpenCall, TensorProvenance, ValueSource, position_of
 from engine.parallel.trace.torch_function import Function, Operation, user_place, wrapper_among
@@ -45,8 +46,7 @@ class Recorder(TorchFunctionMode):
         """First place where code between units reads a random number on the host, or None."""
         self.calls: list[Call] = []
         self.glue: list[Glue] = []
-        self.flops = FlopCount()
-        self.draws = RandomOps()
+        self.meter = OperationMeter()
         self._twins = MetaTwins(device)
         self.provenance = TensorProvenance(model, self._twins)
         self._units, self._device, self._material = units, device, material
@@ -140,10 +140,10 @@ class Recorder(TorchFunctionMode):
             operation = Operation(operation.function, operation.args, kwargs)
         if any(tensor.is_meta for tensor in operation.tensors):  # the model or batch is on meta: only shapes are known
             out, _ = self._run_on_twins(operation)
-            out = tree_map(self._zeros, out)
+            out = map_leaves(self._zeros, out)
         else:
             out = operation.run()
-        for leaf in (*operation.tensors, *tree_leaves(out)):
+        for leaf in (*operation.tensors, *plain_leaves(out)):
             if isinstance(leaf, Tensor):
                 self._twins.notice(leaf)
         if self._call is None:
@@ -152,7 +152,7 @@ class Recorder(TorchFunctionMode):
 
     def _follow_random(self, operation: Operation, out: Any) -> None:
         """Note where a random number drawn without inputs becomes a Python number, which may choose the path."""
-        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in plain_leaves(out) if isinstance(leaf, Tensor)]
         if operation.draws and self._drawn is not None:
             for tensor in tensors:
                 tensor.fill_(self._drawn)
@@ -182,8 +182,8 @@ class Recorder(TorchFunctionMode):
         inputs, parameters = self.provenance.read(operation.tensors, f"{operation.name} at {place}", None)
         self._read_by_glue |= parameters
         source = ValueSource("glue", len(self.glue), tuple(inputs), frozenset(parameters))
-        arguments = tree_map(self._described, (operation.args, dict(operation.kwargs)))
-        first, flops = len(self.provenance.values), self.flops.total
+        arguments = map_leaves(self._described, (operation.args, dict(operation.kwargs)))
+        first, flops = len(self.provenance.values), self.meter.flops
         with self._weighing(operation):
             out, on_host = self._run_on_twins(operation)
         self._note_problems(operation, place, on_host, source)
@@ -198,7 +198,7 @@ class Recorder(TorchFunctionMode):
                 makes=tuple(range(first, len(self.provenance.values))),
                 output=Recipe(spec, tuple(self.provenance.output_leaf(leaf, operation.leaves) for leaf in leaves)),
                 place=place,
-                flops=self.flops.total - flops,
+                flops=self.meter.flops - flops,
                 writes=writes,
                 buffers=buffers,
                 updates=self._updated(operation),
@@ -278,7 +278,7 @@ class Recorder(TorchFunctionMode):
             out = self._twins.on_zeros(operation)
             where = f"in {self._call.unit}" if self._call is not None else f"at {user_place()}"
             self._on_zeros.setdefault((operation.name, where), str(error))
-        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in plain_leaves(out) if isinstance(leaf, Tensor)]
         if operation.written and not isinstance(out, tuple | list):
             return (self._twins.of(operation.written[0]) if tensors else out), False
         return (self._twins.lift(out, operation), False) if tensors else (out, True)
@@ -296,19 +296,19 @@ class Recorder(TorchFunctionMode):
             register(tensor)
             return tensor
 
-        return tree_map(give, out)
+        return map_leaves(give, out)
 
     # ---- calls
 
     def _record_call(self, unit: str, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves = tree_leaves((args, kwargs))
+        leaves = plain_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inputs, parameters = self.provenance.read(tensors, f"a call of {unit!r}", None)
         parameters |= {self.provenance.parameters[id(own)] for own in self._units.modules[unit].parameters()}
         call = OpenCall(len(self.calls), unit, inputs, parameters)
         if self._material is not None:
-            self._material.arguments.append(tree_map(self._sample, (args, kwargs)))
-        event, flops = len(self.calls) + len(self.glue), self.flops.total
+            self._material.arguments.append(map_leaves(self._sample, (args, kwargs)))
+        event, flops = len(self.calls) + len(self.glue), self.meter.flops
         try:
             self._call, self._quiet = call, False
             out = call_user_code(forward, args, kwargs)
@@ -322,7 +322,7 @@ class Recorder(TorchFunctionMode):
                 event=event,
                 inputs=source.inputs,
                 parameters=frozenset(call.parameters),
-                flops=self.flops.total - flops,
+                flops=self.meter.flops - flops,
                 output=self._output_of_call(out, leaves, unit, source),
                 writes=writes,
             )

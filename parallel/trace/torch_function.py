@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from engine.parallel.model.user_code import call_user_code
+from engine.parallel.trace.leaves import plain_leaves
 
 Function = Callable[..., Any]
 
@@ -131,7 +131,7 @@ class Operation:
     @cached_property
     def leaves(self) -> list[Any]:
         """Leaves of the arguments, in a fixed order."""
-        return tree_leaves((self.args, dict(self.kwargs)))
+        return plain_leaves((self.args, dict(self.kwargs)))
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -182,7 +182,7 @@ class Operation:
         """Tensors whose memory it writes."""
         out = self.kwargs.get("out")
         if out is not None:
-            return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            return [leaf for leaf in plain_leaves(out) if isinstance(leaf, Tensor)]
         in_place = writes_in_place(self.name) or self.kwargs.get("inplace") is True
         if in_place and self.args and isinstance(self.args[0], Tensor):
             return [self.args[0]]

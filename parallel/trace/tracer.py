@@ -97,7 +97,7 @@ def _trace_opened(
         ),
         buffers=tuple(name for name, _ in model.named_buffers()),
         result=result,
-        random=recorder.draws.any,
+        random=recorder.meter.draws,
         on_zeros=recorder.on_zeros,
     )
     if drawn is None and recorder.random_read is not None:
@@ -135,8 +135,7 @@ def _run(
             interception.install(name, module, "is traced")
         stack.enter_context(open_checkpoints(recompute=False))
         stack.enter_context(functions_shown_to(recorder.show))
-        stack.enter_context(recorder.flops)
-        stack.enter_context(recorder.draws)
+        stack.enter_context(recorder.meter)
         stack.enter_context(recorder)
         try:
             result = program()

@@ -81,7 +81,7 @@ def test_a_trace_that_has_not_failed_needs_no_note() -> None:
 
 
 def test_a_mistake_of_this_package_is_no_trace_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "tree_map", None)
+    monkeypatch.setattr(recorder, "map_leaves", None)
     with pytest.raises(TypeError, match="not callable"):
         planned(Chain(), **SHARDED)
 
