@@ -62,6 +62,7 @@ def initialize(
     *,
     inputs: Inputs | None = None,
     whole: Name | Sequence[Name] = (),
+    world: World | None = None,
 ) -> Engine:
     """Put ``model`` on the grid that ``config`` describes.
 
@@ -78,8 +79,9 @@ def initialize(
         lr_scheduler: ``update -> factor`` or ``optimizer -> LRScheduler``.
         inputs: what forward is given of a batch: keys or positions, or ``microbatch -> arguments``. None: everything;
             with ``loss_fn`` what the signature of forward takes.
-        whole: keys or positions of tensors that are not cut into microbatches, such as one row of position ids.
-            Tensors of the example without its rows are whole too.
+        whole: keys or positions of tensors that are not cut into microbatches (one row of position ids); tensors of the
+            example without its rows are whole too.
+        world: which rank this is, for ranks that are threads (``run_thread_ranks``); None: the launcher tells.
 
     Raises:
         ConfigError, GridError, PlanError: one sentence per problem. They are raised before any communication, except
@@ -88,7 +90,7 @@ def initialize(
     resources = EngineResources()
     resources.add(LastWords().close)
     try:
-        world = read_world()
+        world = world or read_world()
         resources.add(open_console(world.rank))
         resolved = load_config(config, world.size)
         made, notes = unwrap(make_model(model, resolved.seed, world.device))
@@ -195,6 +197,9 @@ _PLANNING = "planning (trace, tensor plan, pipeline stages)"
 
 def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> Comm:
     """Meet all ranks, refuse different input, then make the groups of the grid."""
+    grid = Grid(config.pp, config.dp, config.tp, world.rank)
+    if world.connect is not None:
+        return Comm(grid, world.connect(grid))
     store = open_store(world)
     reports = joint = None
     with say_if_slow("waiting for all ranks", world.rank):
@@ -206,7 +211,6 @@ def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> Comm:
             reports = FailureReports(store, world.rank)
             joint = JointCalls(store, world.rank, world.size, timeout_seconds())
         open_world(world, store)
-    grid = Grid(config.pp, config.dp, config.tp, world.rank)
     comm = Comm(grid, TorchBackend(grid, world.device))
     comm.reports, comm.joint = reports, joint
     return comm

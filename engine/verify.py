@@ -17,7 +17,8 @@ from engine.build.place_model import make_model
 from engine.config import Config, load_config
 from engine.optim.lr_schedules import SchedulerArgument, make_learning_rate
 from engine.optim.param_groups import assign_groups
-from engine.parallel.comm.world import read_world
+from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.world import World, read_world
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize
 from engine.parallel.model.rng_streams import RandomStreams
@@ -94,6 +95,7 @@ def verify(
     *,
     inputs: Inputs | None = None,
     whole: Name | Sequence[Name] = (),
+    threads: int | None = None,
 ) -> Parity | None:
     """Train on the grid and in one process, and compare. Call it on every rank.
 
@@ -102,11 +104,16 @@ def verify(
         config: as for :func:`engine.initialize`.
         batches: one global batch for each step: tensors with ``train_batch_size`` rows, the same on all ranks.
         inputs, whole: as for :func:`engine.initialize`.
+        threads: so many ranks as threads of this process, on the CPU, in place of the ranks of the job.
 
     Returns:
         The comparison on rank 0, None elsewhere.
     """
     options = VerifyOptions(loss_fn, optimizer, lr_scheduler, inputs, whole)
+    if threads is not None:
+        ranks = run_thread_ranks(threads, lambda world: train_on_grid(build_model, config, batches, options, world))
+        alone = World(0, threads, 0, torch.device("cpu"))
+        return Parity(ranks[0], train_alone(build_model, config, batches, options, alone))
     ours = train_on_grid(build_model, config, batches, options)
     return None if read_world().rank else Parity(ours, train_alone(build_model, config, batches, options))
 
@@ -128,14 +135,19 @@ class VerifyOptions:
 
 
 def train_on_grid(
-    build_model: Callable[[], nn.Module], config: Any, batches: Sequence[Batch], wishes: VerifyOptions | None = None
+    build_model: Callable[[], nn.Module],
+    config: Any,
+    batches: Sequence[Batch],
+    wishes: VerifyOptions | None = None,
+    world: World | None = None,
 ) -> TrainingRecord:
     """Train with the engine; every rank calls it with the same global batches. The weights are on rank 0."""
-    wishes = wishes or VerifyOptions()
-    resolved = load_config(config, read_world().size)
+    wishes, world = wishes or VerifyOptions(), world or read_world()
+    resolved = load_config(config, world.size)
     part = wishes.rows.take_rows
     arguments = (wishes.loss_fn, part(batches[0], 0, resolved.micro), wishes.optimizer, wishes.lr_scheduler)
-    with initialize(build_model, resolved, *arguments, inputs=wishes.inputs, whole=wishes.whole) as engine:
+    forward: dict[str, Any] = {"inputs": wishes.inputs, "whole": wishes.whole}
+    with initialize(build_model, resolved, *arguments, **forward, world=world) as engine:
         rank, rows = engine.grid.coord().dp, resolved.micro * resolved.accumulation
         reports = [engine.train_batch(part(batch, rank * rows, rows)) for batch in batches]
         weights = engine.full_state_dict()
@@ -143,10 +155,14 @@ def train_on_grid(
 
 
 def train_alone(
-    build_model: Callable[[], nn.Module], config: Any, batches: Sequence[Batch], wishes: VerifyOptions | None = None
+    build_model: Callable[[], nn.Module],
+    config: Any,
+    batches: Sequence[Batch],
+    wishes: VerifyOptions | None = None,
+    world: World | None = None,
 ) -> TrainingRecord:
     """Train the same microbatches in order in one process of plain torch."""
-    world = read_world()
+    world = world or read_world()
     resolved = load_config(config, world.size)
     model = make_model(build_model, resolved.seed, world.device)
     everything = [name for name, _ in model.named_parameters()]

@@ -49,6 +49,11 @@ class TorchHostGroup:
         self.broken = False
         """A message was lost. Gloo then closes the connection for good, so the ranks need another group."""
         self._group: dist.ProcessGroup | None = None
+        if size > 1 and not dist.is_initialized():
+            raise EngineError(
+                f"the {size} ranks are threads of one process, which cannot read or write a checkpoint together; start "
+                "them as processes, with torchrun."
+            )
         try:
             if size > 1:
                 self._group = self._owned.open(backend="gloo", timeout=timedelta(seconds=seconds))

@@ -31,7 +31,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from engine.errors import GridError, first_line
+from engine.parallel.comm.backend import Backend
 from engine.parallel.comm.launcher import Place, find_place, local_rank, read_count
+from engine.parallel.grid import Grid
 
 logger = logging.getLogger("trine")
 
@@ -46,6 +48,8 @@ class World:
     device: torch.device
     place: Place | None = None
     """Where the ranks meet; None for one process alone, or where the user has started the process group."""
+    connect: Callable[[Grid], Backend] | None = None
+    """Makes the backend of ranks that are not processes; None: they are, and use ``torch.distributed``."""
 
 
 def _end_process_group() -> None:

@@ -8,9 +8,9 @@ collective, all of them raise. So a plan can be tried before any process of the 
     rank 2 ──┘ the last  └── sum ── ...
 """
 
-import threading
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.parallel.comm.backend import Reduction
 from engine.parallel.comm.comm import Pending
+from engine.parallel.comm.threads.turns import Turns
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 Result = TypeVar("Result")
@@ -32,60 +33,31 @@ class CollectiveCall(NamedTuple):
     dtype: torch.dtype
 
 
-class _DisagreementError(EngineError):
-    """The ranks called different collectives."""
-
-
-class _AbortedError(EngineError):
-    """Another rank has raised."""
-
-
 class _Meeting:
-    """The ranks exchange tensors here; the last one to arrive releases all."""
+    """The ranks exchange tensors here, one collective after another."""
 
     def __init__(self, size: int) -> None:
-        self._condition = threading.Condition()
-        self._size, self._round, self._ended = size, 0, 0
-        self._parts: dict[int, tuple[CollectiveCall, Tensor]] = {}
-        self._results: list[Tensor] = []
-        self._failed = False
+        self.turns = Turns(size)
+        self._size = size
+        self._rounds: dict[int, dict[int, tuple[CollectiveCall, Tensor]]] = {}
+        self._entered, self._left = [0] * size, Counter[int]()
 
     def exchange(self, index: int, call: CollectiveCall, part: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in rank order, once every rank has brought its own."""
-        with self._condition:
-            round_ = self._round
-            self._parts[index] = call, part
-            if len(self._parts) == self._size:
-                self._close_round()
-            elif self._ended:
-                self._failed = True
-                self._condition.notify_all()
-            while self._round == round_ and not self._failed:
-                self._condition.wait()
-            if self._failed:
-                raise (
-                    _DisagreementError("the tensor ranks called different collectives")
-                    if self._ended
-                    else _AbortedError("")
+        number, self._entered[index] = self._entered[index], self._entered[index] + 1
+        parts = self._rounds.setdefault(number, {})
+        for other, (theirs, _) in parts.items():
+            if theirs != call:
+                raise EngineError(
+                    f"tensor rank {index} calls {call.op} {call.label!r} where rank {other} calls {theirs.op} "
+                    f"{theirs.label!r}; all tensor ranks make the same calls in the same order."
                 )
-            return self._results
-
-    def end(self, failed: bool) -> None:
-        """A rank has finished, with or without an error."""
-        with self._condition:
-            self._ended += not failed
-            self._failed = self._failed or failed or bool(self._parts)
-            self._condition.notify_all()
-
-    def _close_round(self) -> None:
-        calls = {call for call, _ in self._parts.values()}
-        if len(calls) > 1:
-            self._ended, self._failed = 1, True
-        else:
-            self._results = [self._parts[index][1] for index in range(self._size)]
-            self._parts = {}
-            self._round += 1
-        self._condition.notify_all()
+        parts[index] = call, part
+        self.turns.wait(index, lambda: len(parts) == self._size, lambda: f"all to call {call.op} {call.label!r}")
+        self._left[number] += 1
+        if self._left[number] == self._size:
+            del self._rounds[number], self._left[number]
+        return [parts[rank][1] for rank in range(self._size)]
 
 
 class SimulatedAxis(TensorAxis):
@@ -120,33 +92,11 @@ class SimulatedAxis(TensorAxis):
 def run_tensor_ranks(size: int, body: Callable[[TensorAxis], Result]) -> list[Result]:
     """Run ``body(axis)`` on ``size`` tensor ranks, each a thread of this process; returns their results by rank.
 
-    All threads draw from one random generator in an order that varies, so dropout must be off.
+    The ranks take turns, so the result is the same every time; each has random generators of its own.
 
     Raises:
         EngineError: the ranks do not call the same collectives in the same order.
         Exception: the first one that a rank raised.
     """
     meeting = _Meeting(size)
-    results: list[Any] = [None] * size
-    problems: list[BaseException | None] = [None] * size
-    grad = torch.is_grad_enabled()
-
-    def run(index: int) -> None:
-        torch.set_grad_enabled(grad)
-        try:
-            results[index] = body(SimulatedAxis(index, size, meeting))
-        except BaseException as problem:
-            problems[index] = problem
-        finally:
-            meeting.end(problems[index] is not None)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    raised = [problem for problem in problems if problem is not None]
-    first = next((problem for problem in raised if not isinstance(problem, _AbortedError)), None)
-    if first is not None:
-        raise first
-    return results
+    return meeting.turns.run(lambda index: body(SimulatedAxis(index, size, meeting)))

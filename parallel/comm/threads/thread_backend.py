@@ -1,0 +1,202 @@
+"""The backend of ranks that are threads: a message lies in memory until its receiver takes it.
+
+A send is complete when it has been received, as NCCL has it, so a schedule that needs a buffer deadlocks here too.
+Contributions are copied when they are issued; results appear at the wait, and not before. Sums add in rank order.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
+from engine.parallel.comm.threads.turns import Turns
+from engine.parallel.comm.world import World
+from engine.parallel.grid import Axis, Grid
+
+Result = TypeVar("Result")
+
+
+def run_thread_ranks(size: int, body: Callable[[World], Result]) -> list[Result]:
+    """``body(world)`` of ``size`` ranks, each a thread of this process; their results in rank order.
+
+    ``engine.initialize(..., world=world)`` makes an engine whose other ranks are the other threads. Each rank needs a
+    model of its own. Everything runs on the CPU; nothing is sent between processes.
+
+    Raises:
+        DeadlockError: all ranks wait for each other; says who waits for what.
+        Exception: the first one that a rank raised.
+    """
+    turns, posts = Turns(size), defaultdict[int, _Post](_Post)
+
+    def rank(index: int) -> Result:
+        opened = iter(range(2**30))  # an engine has a post of its own; ranks make engines in the same order
+
+        def connect(grid: Grid) -> ThreadBackend:
+            return ThreadBackend(grid, turns, posts[next(opened)])
+
+        return body(World(index, size, index, torch.device("cpu"), connect=connect))
+
+    return turns.run(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A collective as a rank calls it: all ranks of a group make the same calls in the same order."""
+
+    op: str
+    elements: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.elements} {str(self.dtype).removeprefix('torch.')} elements"
+
+
+@dataclass(slots=True)
+class _Round:
+    """One collective of a group: what its ranks have brought so far."""
+
+    calls: dict[int, _Call] = field(default_factory=dict)
+    parts: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Box:
+    """The messages of a channel between two ranks, by number, until they are received."""
+
+    messages: dict[int, Tensor] = field(default_factory=dict)
+    sent: int = 0
+    asked: int = 0
+
+
+Group = tuple[str, tuple[int, ...]]
+"""Purpose and ranks."""
+
+
+@dataclass(slots=True)
+class _Post:
+    """What the ranks of one engine have issued and not yet completed."""
+
+    rounds: defaultdict[Group, dict[int, _Round]] = field(default_factory=lambda: defaultdict(dict))
+    boxes: defaultdict[tuple[Channel, int, int], _Box] = field(default_factory=lambda: defaultdict(_Box))
+
+
+class ThreadBackend:
+    """The backend of one rank that is a thread."""
+
+    def __init__(self, grid: Grid, turns: Turns, post: _Post) -> None:
+        self._grid, self._turns, self._post = grid, turns, post
+        self._issued: defaultdict[Group, int] = defaultdict(int)
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
+        """Sum ``tensor`` in place, or take the elementwise maximum."""
+        return self._reduce(tensor, (axis, self._grid.peers(axis)), op)
+
+    def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
+        """Sum ``tensor`` in place over these indices of axis pp."""
+        line = self._grid.peers("pp")
+        return self._reduce(tensor, ("stages", tuple(line[stage] for stage in stages)), "sum")
+
+    def _reduce(self, tensor: Tensor, group: Group, op: Reduction) -> Wait:
+        def place(parts: list[Tensor]) -> None:
+            stacked = torch.stack(parts)
+            tensor.copy_(stacked.amax(0) if op == "max" else stacked.sum(0))
+
+        return self._meet(f"all_reduce ({op})", group, tensor, place)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """Sum ``full`` and leave this rank's slice in ``shard``."""
+        index, ranks = self._grid.index(axis), self._grid.size(axis)
+
+        def place(parts: list[Tensor]) -> None:
+            own = torch.stack([part.view(ranks, -1)[index] for part in parts])
+            shard.copy_(own.sum(0).view_as(shard))
+
+        return self._meet("reduce_scatter", (axis, self._grid.peers(axis)), full, place)
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        """Concatenate the shards into ``full``."""
+        return self._gather(full, shard, (axis, self._grid.peers(axis)))
+
+    def open_gathers(self) -> None:
+        """Do nothing: a group is opened by its first use."""
+
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
+        """All-gather each pair over dp, apart from dp's other traffic."""
+        waits = [self._gather(full, shard, ("gathers", self._grid.peers("dp"))) for full, shard in pairs]
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+
+        return finish
+
+    def _gather(self, full: Tensor, shard: Tensor, group: Group) -> Wait:
+        def place(parts: list[Tensor]) -> None:
+            full.copy_(torch.cat([part.reshape(-1) for part in parts]).view_as(full))
+
+        return self._meet("all_gather", group, shard, place)
+
+    @torch.no_grad()
+    def _meet(self, op: str, group: Group, part: Tensor, place: Callable[[list[Tensor]], None]) -> Wait:
+        """Bring this rank's part to the next collective of ``group``; the wait gives all parts to ``place``."""
+        rank, (purpose, peers) = self._grid.rank, group
+        number, self._issued[group] = self._issued[group], self._issued[group] + 1
+        rounds = self._post.rounds[group]
+        round_ = rounds.setdefault(number, _Round())
+        call = _Call(op, part.numel(), part.dtype)
+        for other, theirs in round_.calls.items():
+            if theirs != call:
+                raise EngineError(
+                    f"rank {rank} calls {call} over {purpose} where rank {other} calls {theirs}; all ranks make the "
+                    "same calls in the same order."
+                )
+        round_.calls[rank], round_.parts[rank] = call, part.detach().clone()
+
+        def absent() -> str:
+            missing = [peer for peer in peers if peer not in round_.parts]
+            return f"{call} over {purpose}, to which ranks {missing} have not come"
+
+        def finish() -> None:
+            self._turns.wait(rank, lambda: len(round_.parts) == len(peers), absent)
+            rounds.pop(number, None)
+            with torch.no_grad():
+                place([round_.parts[peer] for peer in peers])
+
+        return finish
+
+    def connect(self, stages: tuple[int, ...]) -> None:
+        """Do nothing: a group is opened by its first use."""
+
+    def link(self, links: Sequence[Link]) -> None:
+        """Do nothing: a channel is opened by its first message."""
+
+    def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
+        """Send; complete when it has been received."""
+        target = self._grid.peers("pp")[to]
+        box = self._post.boxes[channel, self._grid.rank, target]
+        number, box.sent = box.sent, box.sent + 1
+        box.messages[number] = tensor.detach().clone()
+        what = f"rank {target} to receive message {number} of {channel.flow} {channel.source} -> {channel.target}"
+        return lambda: self._turns.wait(self._grid.rank, lambda: number not in box.messages, lambda: what)
+
+    def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
+        """Fill ``tensor`` with the next message."""
+        sender = self._grid.peers("pp")[source]
+        box = self._post.boxes[channel, sender, self._grid.rank]
+        number, box.asked = box.asked, box.asked + 1
+        what = f"message {number} of {channel.flow} {channel.source} -> {channel.target} from rank {sender}"
+
+        def finish() -> None:
+            self._turns.wait(self._grid.rank, lambda: number in box.messages, lambda: what)
+            with torch.no_grad():
+                tensor.copy_(box.messages.pop(number).view_as(tensor))
+
+        return finish
+
+    def close(self) -> None:
+        """Do nothing: tensors go with the ranks."""

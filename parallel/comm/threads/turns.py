@@ -1,0 +1,148 @@
+"""Threads that take turns: one runs until it waits for another, and then hands over.
+
+    rank 0   ███ waits ········ ██████ ends
+    rank 1             ██ waits ······ ····· ███ ends
+    rank 2                  ███████ waits ·······  ███ ends
+
+So a run is the same every time, and a deadlock is found when it happens: everybody waits, and each says for what. What
+a process has one of (random generators, the default dtype) is put away at each hand-over: every rank has its own.
+"""
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from engine.errors import EngineError
+
+Result = TypeVar("Result")
+
+
+class DeadlockError(EngineError):
+    """All ranks wait for each other; the message says who waits for what."""
+
+
+class _AbortedError(EngineError):
+    """Another rank has raised."""
+
+
+@dataclass(slots=True)
+class _Rank(Generic[Result]):
+    """One thread; ``ready`` tells whether what it waits for has come."""
+
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    ready: Callable[[], bool] | None = None
+    what: Callable[[], str] = str
+    ended: bool = False
+    results: list[Result] = field(default_factory=list)
+    problem: BaseException | None = None
+
+
+class Turns:
+    """``size`` ranks that take turns; the order depends on nothing but what they wait for."""
+
+    def __init__(self, size: int) -> None:
+        self._ranks: list[_Rank[Any]] = [_Rank() for _ in range(size)]
+        self._failed = False
+        self._deadlock = ""
+
+    def run(self, body: Callable[[int], Result]) -> list[Result]:
+        """``body(rank)`` of every rank, in rank order.
+
+        Raises:
+            DeadlockError: all ranks that have not ended wait for each other.
+            Exception: the first one that a rank raised; the others end at their next wait.
+        """
+        process = _ProcessState.take()
+        grad = torch.is_grad_enabled()
+
+        def thread(index: int) -> None:
+            rank = self._ranks[index]
+            rank.turn.acquire()
+            process.put()
+            torch.set_grad_enabled(grad)
+            try:
+                rank.results.append(body(index))
+            except BaseException as problem:
+                rank.problem = problem
+                self._failed = True
+            rank.ended = True
+            self._hand_over(index)
+
+        threads = [threading.Thread(target=thread, args=(index,), daemon=True) for index in range(len(self._ranks))]
+        for one in threads:
+            one.start()
+        self._ranks[0].turn.release()
+        try:
+            for one in threads:
+                one.join()
+        finally:
+            process.put()
+        problems = [rank.problem for rank in self._ranks if rank.problem is not None]
+        if problems:
+            raise next((problem for problem in problems if not isinstance(problem, _AbortedError)), problems[0])
+        return [rank.results[0] for rank in self._ranks]
+
+    def wait(self, index: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Let other ranks run until ``ready``; ``what`` this rank waits for, in words. Called by its thread alone.
+
+        Raises:
+            DeadlockError: no rank can go on.
+        """
+        rank = self._ranks[index]
+        if not self._failed and ready():
+            return
+        rank.ready, rank.what = ready, what
+        process = _ProcessState.take()
+        self._hand_over(index)
+        rank.turn.acquire()
+        process.put()
+        rank.ready = None
+        if self._deadlock:
+            raise DeadlockError(self._deadlock)
+        if self._failed:
+            raise _AbortedError("another rank has raised")
+
+    def _hand_over(self, index: int) -> None:
+        """Wake the next rank that can go on; every rank, if none can: they end by an error."""
+        size = len(self._ranks)
+        order = [self._ranks[(index + step) % size] for step in range(1, size + 1)]
+        left = [rank for rank in order if not rank.ended]
+        chosen = next((rank for rank in left if self._failed or rank.ready is None or rank.ready()), None)
+        if chosen is None and left:
+            self._failed, self._deadlock = True, self._who_waits()
+            chosen = left[0]
+        if chosen is not None:
+            chosen.turn.release()
+
+    def _who_waits(self) -> str:
+        told = (
+            f"rank {index} {'has ended' if rank.ended else f'waits for {rank.what()}'}"
+            for index, rank in enumerate(self._ranks)
+        )
+        return f"no rank can go on: {'; '.join(told)}."
+
+
+@dataclass(frozen=True, slots=True)
+class _ProcessState:
+    """What a process has one of, and each rank needs for itself."""
+
+    generator: torch.Tensor
+    random: Any
+    dtype: torch.dtype
+    apply: Any
+    """``autograd.Function.apply``, which a pipeline's glue replaces while it runs."""
+
+    @staticmethod
+    def take() -> "_ProcessState":
+        apply = torch.autograd.Function.__dict__["apply"]
+        return _ProcessState(torch.get_rng_state(), random.getstate(), torch.get_default_dtype(), apply)
+
+    def put(self) -> None:
+        torch.set_rng_state(self.generator)
+        random.setstate(self.random)
+        torch.set_default_dtype(self.dtype)
+        torch.autograd.Function.apply = self.apply  # type: ignore[method-assign]
