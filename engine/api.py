@@ -79,8 +79,7 @@ def initialize(
         lr_scheduler: ``update -> factor`` or ``optimizer -> LRScheduler``.
         inputs: what forward is given of a batch: keys or positions, or ``microbatch -> arguments``. None: everything;
             with ``loss_fn`` what the signature of forward takes.
-        whole: keys or positions of tensors that are not cut into microbatches (one row of position ids); tensors of the
-            example without its rows are whole too.
+        whole: keys or positions of tensors that are not cut into microbatches, beside those without the example's rows.
         world: which rank this is, for ranks that are threads (``run_thread_ranks``); None: the launcher tells.
 
     Raises:
