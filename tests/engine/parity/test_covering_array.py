@@ -1,0 +1,167 @@
+"""Every pair of (model, sizes of the axes, ZeRO, schedule, recomputation, precision, sequence) trains as one process.
+
+Each row trains two steps, saves, and goes on in a fresh engine for two more, which is given as a written plan what the
+search has found. Losses, norms and weights are those of one process; what was sent and what is held is what the plan
+says. Pairs by default on at most four ranks; ``-m long`` has all triples, on at most eight.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import engine
+from engine.models.decoder import loss_sum
+from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
+from tests import models
+from tests.covering import Row, covering_array
+from tests.engine.parity.launches import differences
+from tests.models import take_rows
+
+RunRanks = Callable[..., list[Any]]
+ROWS, MICRO, STEPS = 16, 2, 2
+"""Rows of a global batch and of a microbatch; steps before and after the save."""
+TENSOR: Mapping[str, Callable[[], nn.Module]] = {
+    "decoder": partial(models.decoder, layers=4),
+    "decoder tied": partial(models.decoder, tied=True, layers=4),
+    "llama": partial(models.llama, layers=4),
+    "gpt2": partial(models.gpt2, layers=4, dropout=0.0),
+}
+# Dropout draws other masks inside tensor-parallel layers than one process does; nano and crossing cut by hand.
+WHOLE: Mapping[str, Callable[[], nn.Module]] = {
+    "decoder dropout": partial(models.decoder, dropout=0.2, layers=4),
+    "nano": partial(models.nano, layers=4),
+    "t5": models.t5,
+    "crossing": models.crossing,
+}
+MODELS = {**TENSOR, **WHOLE}
+ONE_STAGE, TWO_STAGES = ("1f1b", "gpipe", "zb-h1"), ("interleaved", "looped-bfs", "zb-v", "dualpipe-v")
+"""Schedules by the stages of a rank."""
+FACTORS: Mapping[str, tuple[Any, ...]] = {
+    "model": tuple(MODELS),
+    "data": (1, 2),
+    "tensor": (1, 2),
+    "pipeline": (1, 2, 4),
+    "zero": ("0", "1", "2", "2 microbatch", "3", "3 step"),
+    "schedule": (*ONE_STAGE, *TWO_STAGES),
+    "recompute": ("none", "full", "selective"),
+    "precision": ("fp32", "bf16"),
+    "sequence": (False, True),
+}
+BOUNDS = {"fp32": (1e-6, 1e-5, 1e-5), "bf16": (2e-3, 3e-2, 1e-2)}
+"""Of losses, norms and weights. A difference of rounding flips bits of bf16, so only the fp32 rows are the promise."""
+
+
+def ranks_of(row: Row) -> int:
+    return prod(row[axis] for axis in ("data", "tensor", "pipeline"))
+
+
+def valid(row: Row, most: int) -> bool:
+    """Rows that are not the same as another one, and that one machine can run."""
+    stages = row["pipeline"] * (2 if row["schedule"] in TWO_STAGES else 1)
+    return (
+        1 < ranks_of(row) <= most
+        and (row["model"] in TENSOR or row["tensor"] == 1)
+        and (row["tensor"] > 1 or not row["sequence"])
+        and (row["pipeline"] > 1 or row["schedule"] == "1f1b")
+        and stages <= 4
+    )
+
+
+def settings(row: Row, folder: str) -> dict[str, Any]:
+    """The configuration of a row: 8 microbatches in all, clipping active, a rate that moves."""
+    stage, _, how = row["zero"].partition(" ")
+    zero: dict[str, Any] = {"stage": int(stage), "reduce_bucket_size": 6000}
+    zero |= {"gather" if stage == "3" else "reduce": how} if how else {}
+    parallel = {axis: row[axis] for axis in ("data", "tensor", "pipeline")} | {"schedule": row["schedule"]}
+    parallel |= {"virtual_stages": 2} if row["schedule"] in TWO_STAGES else {}
+    parallel |= {"sequence_parallel": True} if row["sequence"] else {}
+    return {
+        "train_batch_size": ROWS,
+        "train_micro_batch_size_per_gpu": MICRO,
+        "parallel": parallel,
+        "zero_optimization": zero,
+        "activation_checkpointing": {"mode": row["recompute"]},
+        "bf16": {"enabled": row["precision"] == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_min_lr": 1e-3}},
+        "gradient_clipping": 0.25,
+        "checkpoint": {"folder": folder},
+    }
+
+
+def train(row: Row, folder: str) -> tuple[TrainingRecord, tuple[str, ...]]:
+    """Body of a rank: two engines, one after the other; what came out, and what was not as planned."""
+    config, reports, problems = settings(row, folder), [], []
+    wishes = loss_sum if row["model"].startswith("decoder") else None
+    batches = models.batches_for(row["model"].split()[0], ROWS, 2 * STEPS)
+    for part in range(2):
+        eng = engine.initialize(MODELS[row["model"]], config, wishes, take_rows(batches[0], 0, MICRO))
+        with eng:
+            if part:
+                eng.load_checkpoint()
+                assert eng.step_count == STEPS
+            rows, rank = eng.config.micro * eng.config.accumulation, eng.grid.coord().dp
+            mine = [take_rows(batch, rank * rows, rows) for batch in batches[part * STEPS : (part + 1) * STEPS]]
+            reports.append(eng.train_batch(mine[0]))  # the plan is checked in the first step, which sends
+            before = eng.sent
+            reports += [eng.train_batch(batch) for batch in mine[1:]]
+            problems += differences(eng, before, STEPS - 1)
+            if part == 0:
+                eng.save_checkpoint()
+                tensor = eng.plan.tensor
+                config["parallel"] |= {"tensor_plan": dict(tensor.patterns)} if tensor else {}
+            else:
+                weights = eng.full_state_dict()
+    return TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), weights), tuple(problems)
+
+
+def train_both(row: Row, folder: str) -> tuple[Parity | None, tuple[str, ...]]:
+    """Body of a rank: on the grid, and on rank 0 alone too."""
+    run, problems = train(row, folder)
+    if not run.weights:
+        return None, problems
+    wishes = VerifyOptions(loss_sum if row["model"].startswith("decoder") else None)
+    batches = models.batches_for(row["model"].split()[0], ROWS, 2 * STEPS)
+    torch.manual_seed(0)
+    return Parity(run, train_alone(MODELS[row["model"]], settings(row, folder), batches, wishes)), problems
+
+
+def check(run_ranks: RunRanks, row: Row, folder: Path) -> None:
+    results = run_ranks(train_both, ranks_of(row), row, str(folder), seconds=300.0)
+    assert not [problem for _, problems in results for problem in problems]
+    parity = results[0][0]
+    assert parity.holds(*BOUNDS[row["precision"]]), str(parity)
+    assert all(norm > 0.25 for norm in parity.reference.norms), "clipping must be active"
+
+
+def name_of(row: Row) -> str:
+    axes = " x ".join(f"{short}{row[axis]}" for short, axis in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline")))
+    words = [row["model"], axes, f"ZeRO {row['zero']}", row["schedule"], row["recompute"], row["precision"]]
+    return ", ".join([*words, *(["sequence"] if row["sequence"] else [])])
+
+
+def cost(row: Row) -> float:
+    """About how much processor time a row takes: tensor ranks search for their plan."""
+    return ranks_of(row) * (4.0 if row["tensor"] > 1 else 1.0)
+
+
+PAIRS = covering_array(FACTORS, partial(valid, most=4), 2, cost)
+
+
+@pytest.mark.parametrize("row", PAIRS, ids=name_of)
+def test_every_pair(run_ranks: RunRanks, row: Row, tmp_path: Path) -> None:
+    check(run_ranks, row, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_every_triple(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for number, row in enumerate(covering_array(FACTORS, partial(valid, most=8), 3, cost)):
+        print(name_of(row), flush=True)
+        check(run_ranks, row, tmp_path / str(number))
