@@ -1,22 +1,42 @@
 """Every kernel compiles for GPUs that are not here: no spills, within its budget, matrix products on tensor cores.
 
 ``budgets.json`` has what each kernel took when it was last accepted; ``pytest tests/kernels/test_offline.py
---write-budgets`` accepts what it takes now.
+--write-budgets`` accepts what it takes now. It also has a digest of all that decides that. Where the digest is still
+the same nothing is compiled, but in CI (``CI=1``) and ``-m long`` everything is.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 BUDGETS = Path(__file__).parent / "budgets.json"
+Check = Callable[[int, dict[str, Any]], None]
 ARCHITECTURES = {80: 163_840, 90: 232_448}
 """Compute capability -> bytes of shared memory that a block can have."""
+
+
+def digest() -> str:
+    """Of the kernels, of how they are compiled here, and of Triton."""
+    root = Path(__file__).parents[2]
+    files = [*sorted((root / "kernels" / "gpu").glob("*.py")), Path(__file__).with_name("offline.py")]
+    found = sha256(version("triton").encode())
+    for file in files:
+        found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+def accepted(budgets: dict[str, Any]) -> bool:
+    """Nothing has changed since all of these tests passed."""
+    return budgets["digest"] == digest() and not os.environ.get("CI")
 
 
 @cache
@@ -46,13 +66,12 @@ def budgets(request: pytest.FixtureRequest) -> dict[str, Any]:
             for arch, kernels in accepted.items()
         }
         text = ",\n".join(f"  {json.dumps(arch)}: {{\n{lines}\n  }}" for arch, lines in rows.items())
-        BUDGETS.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+        BUDGETS.write_text(f'{{\n  "digest": "{digest()}",\n{text}\n}}\n', encoding="utf-8")
     read: dict[str, Any] = json.loads(BUDGETS.read_text(encoding="utf-8"))
     return read
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_kernel_compiles_within_its_budget(arch: int, budgets: dict[str, Any]) -> None:
+def within_budget(arch: int, budgets: dict[str, Any]) -> None:
     allowed = budgets[f"sm_{arch}"]
     assert compiled(arch).keys() == allowed.keys()
     for name, took in compiled(arch).items():
@@ -62,14 +81,35 @@ def test_every_kernel_compiles_within_its_budget(arch: int, budgets: dict[str, A
             assert took[what] <= most, f"{name} takes {took[what]} {what}, its budget is {most}"
 
 
-@pytest.mark.parametrize(("arch", "instruction"), [(80, "mma"), (90, "wgmma")])
-def test_matrix_products_run_on_tensor_cores(arch: int, instruction: str) -> None:
+def on_tensor_cores(arch: int, budgets: dict[str, Any]) -> None:
+    instruction = {80: "mma", 90: "wgmma"}[arch]
     products = {name: took for name, took in compiled(arch).items() if took["dots"]}
     assert all(took[instruction] for took in products.values()), products
 
 
-def test_tiles_come_by_tensor_memory_access_where_there_is_one() -> None:
-    products = {name: took for name, took in compiled(90).items() if name.startswith("product_kernel")}
+def by_tensor_memory_access(arch: int, budgets: dict[str, Any]) -> None:
+    products = {name: took for name, took in compiled(arch).items() if name.startswith("product_kernel")}
     narrow = {name: took for name, took in products.items() if "fp32" not in name}
     # two operands in the loop, and the result
     assert narrow and all(took["tma"] >= 3 for took in narrow.values()), narrow
+
+
+CHECKS = [
+    (within_budget, 80),
+    (within_budget, 90),
+    (on_tensor_cores, 80),
+    (on_tensor_cores, 90),
+    (by_tensor_memory_access, 90),
+]
+
+
+@pytest.mark.parametrize(("check", "arch"), CHECKS)
+def test_kernels_that_have_changed_compile_as_before(check: Check, arch: int, budgets: dict[str, Any]) -> None:
+    if not accepted(budgets):
+        check(arch, budgets)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("check", "arch"), CHECKS)
+def test_every_kernel_compiles_as_before(check: Check, arch: int, budgets: dict[str, Any]) -> None:
+    check(arch, budgets)

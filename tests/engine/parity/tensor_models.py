@@ -127,7 +127,7 @@ def short_text(rows: int) -> list[Any]:
     return [{name: t[:, :6].contiguous() for name, t in batch.items()} for batch in text(rows)]
 
 
-INTERPRETED: Mapping[str, Architecture] = MappingProxyType({
+SHORT: Mapping[str, Architecture] = MappingProxyType({
     "Llama (interpreted)": face("LlamaForCausalLM", "", short_text, **GROUPED),
 })  # fmt: skip
 """Small enough for kernels in Triton's interpreter, which takes a millisecond for each program of a kernel."""

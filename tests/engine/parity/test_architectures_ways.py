@@ -32,14 +32,14 @@ def split(changes: dict[str, Any]) -> dict[str, Any]:
 AWKWARD = ("T5", "Mixtral", "Gemma 3n", "ALBERT", "Whisper", "U-Net", "skips and gates", "blocks passing a dict", "ViT")
 PLANNED = ("GPT-2", "Llama", "Qwen3", "Mistral", "Gemma", "Gemma 2")
 WAYS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
-    "recomputed": (FULL, ("Gemma 3n", "Mixtral", "T5, dropout")),
+    "recomputed": (FULL, ("Gemma 3n", "T5, dropout")),
     "by the model itself": (
         {},
         ("Gemma 3n, checkpoints", "T5, dropout and checkpoints", "GPT-2, dropout and compiled", "Mixtral, autocast"),
     ),
-    "ZeRO 3": (sharded(3), ("Mixtral", "Gemma 3n", "GPT-2, compiled")),
+    "ZeRO 3": (sharded(3), ("Mixtral", "GPT-2, compiled")),
     "tensor ranks": (BOTH, ("GPT-2", "Gemma")),
-    "zb-v": (split(sharded(3)), ("T5", "Mixtral", "GPT-2, compiled")),
+    "zb-v": (split(sharded(3)), ("T5", "Mixtral")),
 }  # fmt: skip
 WIDE: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "recomputed": (FULL, AWKWARD),

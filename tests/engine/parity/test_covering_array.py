@@ -20,7 +20,7 @@ from engine.models.decoder import loss_sum
 from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
 from tests import models
 from tests.covering import Row, covering_array
-from tests.engine.parity.launches import differences
+from tests.engine.parity.launches import differences, held_bytes
 from tests.models import take_rows
 
 RunRanks = Callable[..., list[Any]]
@@ -97,7 +97,8 @@ def settings(row: Row, folder: str) -> dict[str, Any]:
 
 def train(row: Row, folder: str) -> tuple[TrainingRecord, tuple[str, ...]]:
     """Body of a rank: two engines, one after the other; what came out, and what was not as planned."""
-    config, reports, problems = settings(row, folder), [], []
+    config, reports = settings(row, folder), []
+    problems: list[str] = []
     wishes = loss_sum if row["model"].startswith("decoder") else None
     batches = models.batches_for(row["model"].split()[0], ROWS, 2 * STEPS)
     for part in range(2):
@@ -112,6 +113,8 @@ def train(row: Row, folder: str) -> tuple[TrainingRecord, tuple[str, ...]]:
             before = eng.sent
             reports += [eng.train_batch(batch) for batch in mine[1:]]
             problems += differences(eng, before, STEPS - 1)
+            held, planned = held_bytes(eng), sum(eng.plan.rank(eng.grid.rank).state_bytes.values())
+            problems += [f"rank {eng.grid.rank} holds {held} bytes, planned {planned}"] if held != planned else []
             if part == 0:
                 eng.save_checkpoint()
                 tensor = eng.plan.tensor

@@ -79,7 +79,7 @@ def train_all(config: dict[str, Any], folder: str) -> dict[str, list[Parity]]:
 GRIDS = [
     pytest.param({"pipeline": 2}, 0, id="pp2", marks=pytest.mark.long),
     pytest.param({"pipeline": 4}, 0, id="pp4"),
-    pytest.param({"data": 2, "pipeline": 2}, 1, id="dp2 x pp2, ZeRO 1"),
+    pytest.param({"data": 2, "pipeline": 2}, 1, id="dp2 x pp2, ZeRO 1", marks=pytest.mark.long),
     pytest.param({"data": 2, "pipeline": 2}, 2, id="dp2 x pp2, ZeRO 2", marks=pytest.mark.long),
     pytest.param({"data": 2, "pipeline": 2}, 3, id="dp2 x pp2, ZeRO 3"),
     pytest.param({"data": 2, "pipeline": 4}, 3, id="dp2 x pp4, ZeRO 3", marks=pytest.mark.long),

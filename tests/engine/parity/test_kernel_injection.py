@@ -14,7 +14,7 @@ from engine.config import load_config
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.reporting.banner import banner_text
 from tests.engine.parity.launches import Compared, compare, settings
-from tests.engine.parity.tensor_models import FOUR, HEADS, INTERPRETED, UNSEEN
+from tests.engine.parity.tensor_models import FOUR, HEADS, SHORT, UNSEEN
 from tests.tables import Table
 
 RunRanks = Callable[..., list[Any]]
@@ -58,7 +58,7 @@ def test_references_in_a_model_train_as_the_model_does(run_ranks: RunRanks, chan
         pytest.param({"parallel": TENSOR, "zero_optimization": {"stage": 3}}, id="tensor"),
     ],
 )
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", SHORT)
 def test_kernels_in_a_model_train_as_the_model_does(run_ranks: RunRanks, name: str, changes: dict[str, Any]) -> None:
     parallel = {"pipeline": 1} | changes["parallel"]
     config = settings(parallel["pipeline"], **(changes | {"parallel": parallel}), kernels="triton")

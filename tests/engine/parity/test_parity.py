@@ -54,7 +54,7 @@ def parity(run_ranks: RunRanks, name: str, config: dict[str, Any], dp: int) -> P
 
 @pytest.mark.parametrize(
     ("dp", "stage"),
-    [(1, 0), (2, 0), (2, 1), (4, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 1), (4, 0)))],
+    [(1, 0), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 1), (2, 0), (2, 1), (4, 0), (4, 1)))],
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_equals_one_process(run_ranks: RunRanks, parity_table: Table, name: str, dp: int, stage: int) -> None:
@@ -64,7 +64,8 @@ def test_fp32_equals_one_process(run_ranks: RunRanks, parity_table: Table, name:
     assert all(norm > 0.25 for norm in result.reference.norms), "clipping must be active"
 
 
-@pytest.mark.parametrize("dp", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dp", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_kept_as_shards_equal_one_process(
     run_ranks: RunRanks, parity_table: Table, name: str, dp: int

@@ -1,7 +1,6 @@
 """Data, tensor and pipeline parallelism, alone and together, give the losses, norms and weights of one process.
 
-By default the decoder meets every grid and every other model one, in one way of running it; ``-m long`` runs
-every model on every grid in all ways.
+``-m long`` runs every model on every grid in all ways; by default the rows of ``test_covering_array`` stand for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,19 +79,6 @@ def check(run_ranks: RunRanks, table: Table, name: str, grid: str, ways: Sequenc
         assert result.holds(), f"{name} on {grid}, {way}: {result}"
         assert all(norm > 0.25 for norm in result.reference.norms), "clipping must be active"
     table.cells[name, grid] = f"{max(result.loss for result in results):.0e}"
-
-
-TURNS = {
-    **dict(zip(SHARED, ("", *("tp4", "tp2 x pp2") * 3), strict=False)),
-    **dict(zip(CHAINED, ("pp4", "dp2 x pp2") * 2, strict=True)),
-}
-CORE = [(name, grid) for name, grid in CASES if name == "decoder" or grid == TURNS[name]]
-
-
-@pytest.mark.parametrize(("name", "grid"), CORE)
-def test_a_core_of_models_and_grids(run_ranks: RunRanks, axes_table: Table, name: str, grid: str) -> None:
-    # the ways take turns
-    check(run_ranks, axes_table, name, grid, [WAYS[(3 * CORE.index((name, grid)) + 1) % len(WAYS)]])
 
 
 def train_interpreted(name: str, grid: str, short: bool) -> Parity | None:

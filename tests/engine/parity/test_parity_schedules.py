@@ -94,17 +94,20 @@ def note(table: Table, column: str, results: dict[Case, Parity]) -> None:
         table.cells[case.kind, column] = f"{max(before, result.loss):.0e}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["t5"])
 def test_every_kind_on_two_ranks(run_ranks: RunRanks, schedules_table: Table, name: str) -> None:
     results = check(run_ranks, name, {"pipeline": 2}, [Case(kind, 4) for kind in KINDS])
     note(schedules_table, "p2 m4", results)
 
 
+@pytest.mark.long
 def test_every_kind_on_four_ranks(run_ranks: RunRanks, schedules_table: Table) -> None:
     results = check(run_ranks, "crossing", {"pipeline": 4}, [Case(kind, 8) for kind in KINDS])
     note(schedules_table, "p4 m8", results)
 
 
+@pytest.mark.long
 def test_every_kind_with_a_zero_stage(run_ranks: RunRanks, schedules_table: Table) -> None:
     ways = [(3, "microbatch", "full"), (2, "microbatch", "none"), (1, "step", "full"), (3, "step", "none")]
     cases = [Case(kind, 4, *ways[number % 4]) for number, kind in enumerate(KINDS)]

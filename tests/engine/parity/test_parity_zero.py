@@ -1,6 +1,6 @@
 """Every ZeRO stage on every grid gives the losses, norms and weights of one process, in all its modes.
 
-By default the decoder meets the grids of four ranks in some modes; ``-m long`` runs every model on every grid in all.
+``-m long`` runs every model on every grid in all of them; by default ``test_covering_array`` stands for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,19 +76,6 @@ def check(run_ranks: RunRanks, table: Table, name: str, grid: str, ways: Sequenc
         assert run.norms == pytest.approx(runs[0].norms, rel=1e-6), f"{WAYS[way]}: stages agree"
     assert all(norm > 0.25 for norm in alone.norms), "clipping must be active"
     table.cells[name, grid] = " / ".join(f"{worst[stage]:.0e}" for stage in sorted(worst))
-
-
-@pytest.mark.parametrize("grid", ["dp4", "dp2 x tp2", "dp2 x pp2", pytest.param("dp2", marks=pytest.mark.long)])
-def test_a_decoder_on_four_ranks(run_ranks: RunRanks, zero_table: Table, grid: str) -> None:
-    check(run_ranks, zero_table, "decoder", grid, (1, 4, 5, 7) if grid != "dp2 x pp2" else (1, 3, 4, 6))
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["decoder tied", "nano", "t5", *(pytest.param(n, marks=pytest.mark.long) for n in ("decoder repeated", "qwen3"))],
-)
-def test_models_on_data_and_pipeline(run_ranks: RunRanks, zero_table: Table, name: str) -> None:
-    check(run_ranks, zero_table, name, "dp2 x pp2", (1, 4) if name != "nano" else (1, 6))
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ import engine
 from engine.models.decoder import loss_sum
 from engine.zero.layout import FlatLayout, Turn
 from tests import models
+from tests.engine.parity.launches import held_bytes
 from tests.engine.parity.test_parity import config_for
 from tests.models import take_rows
 
@@ -69,7 +70,7 @@ def train(name: str, config: dict[str, Any]) -> Found:
             {(row.axis, row.label): (row.calls, row.bytes) for row in plan.traffic},
             layout.elements,
             sum(bucket.elements for bucket in layout.buckets if bucket.ties),
-            _held(eng),
+            held_bytes(eng),
             sum(plan.state_bytes.values()),
             eng.grid.pp,
             *_ends(layout),
@@ -82,15 +83,6 @@ def _ends(layout: FlatLayout) -> tuple[int, int]:
         sum(bucket.elements for bucket in layout.buckets if turn in bucket.gathers) for turn in (turns[0], turns[-1])
     )
     return first, last
-
-
-def _held(eng: engine.Engine) -> int:
-    tensors = [*eng.module.parameters(), *(g for group in eng.optimizer.param_groups for g in group["params"])]
-    tensors += [p.grad for p in tensors if p.grad is not None]
-    tensors += [value for state in eng.optimizer.state.values() for value in state.values()]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
-    absent = sum(4 for p in eng.module.parameters() if p.untyped_storage().nbytes() == 4 and p.numel() > 1)
-    return int(sum(storages.values()) - absent)
 
 
 def expected(found: Found, config: dict[str, Any], tied: bool) -> dict[tuple[str, str], tuple[int, int]]:
