@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 import engine
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.tensor.plan.tensor_plan import Reason
@@ -91,9 +93,13 @@ def held_bytes(eng: engine.Engine) -> int:
     tensors += [*eng.module.parameters(), *(g for group in eng.optimizer.param_groups for g in group["params"])]
     tensors += [p.grad for p in tensors if p.grad is not None]
     tensors += [value for state in eng.optimizer.state.values() for value in state.values()]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
-    absent = [p for p in eng.module.parameters() if p.untyped_storage().nbytes() == p.element_size() and p.numel() > 1]
-    return int(sum(storages.values()) - sum(p.element_size() for p in absent))
+    memory = [tensor.untyped_storage() for tensor in tensors if tensor.numel() and not _stands_for_another(tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in memory}.values())
+
+
+def _stands_for_another(tensor: Tensor) -> bool:
+    """A parameter of which this rank has only the shape: one element, expanded."""
+    return tensor.numel() > 1 and tensor.untyped_storage().nbytes() == tensor.element_size()
 
 
 def train_each(names: Sequence[str], config: Mapping[str, Any]) -> list[Trained | str]:
