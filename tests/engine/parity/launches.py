@@ -89,7 +89,9 @@ def differences(eng: engine.Engine, before: Tally, steps: int) -> tuple[str, ...
 
 def held_bytes(eng: engine.Engine) -> int:
     """Bytes of the live storages of parameters, gradients and optimizer state on this rank."""
-    tensors = [bucket.kept for bucket in eng._runtime.buckets]  # at ZeRO 3 nothing else holds it
+    tensors = [
+        bucket.kept for bucket in (*eng._runtime.buckets, *eng._runtime.frozen)
+    ]  # at ZeRO 3 nothing else holds it
     tensors += [*eng.module.parameters(), *(g for group in eng.optimizer.param_groups for g in group["params"])]
     tensors += [p.grad for p in tensors if p.grad is not None]
     tensors += [value for state in eng.optimizer.state.values() for value in state.values()]
