@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.figures import FOLDER, ROOT, pages, read, render, sections
+from benchmarks.harness.figures import FOLDER, ROOT, pages, read, section, sections
 from engine.config import load_config
 from tests.config_page import keys_table
 
@@ -25,7 +25,9 @@ def marked() -> Iterator[tuple[Path, str, str]]:
 def test_every_marked_section_shows_its_figure() -> None:
     shown = list(marked())
     wrong = [
-        name for _, name, text in shown if text != (GENERATED[name]() if name in GENERATED else render(read(name)))
+        name
+        for _, name, text in shown
+        if text != (GENERATED[name]() if name in GENERATED else section(name, read(name)))
     ]
     assert not wrong, "python -m benchmarks.harness.figures, or python -m tests.config_page --write"
     names = [name for _, name, _ in shown]

@@ -3,8 +3,9 @@
     docs/figures/NAME.json                       what was measured, by which command, of which commit, when and where
     <!-- NAME:begin --> .. <!-- NAME:end -->     in README.md or a page of docs/
 
-Measuring writes the file and fills the section; a table keeps the cells that this measurement did not try. ``python -m
-benchmarks.harness.figures`` fills all sections from the files, and ``tests/test_documents.py`` compares them.
+Measuring writes the file and fills the section; a table keeps the cells that this measurement did not try. A line below
+a figure says which code has changed since (``sources``). ``python -m benchmarks.harness.figures`` fills all sections
+from the files, and ``tests/test_documents.py`` compares them.
 """
 
 import fcntl
@@ -21,6 +22,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.sources import changes, digests
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "figures"
 VERSIONS = ("torch", "triton", "transformers")
@@ -31,7 +34,7 @@ Cells = Mapping[tuple[str, str], str]
 
 def record_text(name: str, text: str, root: Path = ROOT) -> None:
     """Keep a figure that is a text as it is printed, and show it."""
-    _write(name, {"text": text} | _source(), root)
+    _write(name, {"text": text} | _source(name, root), root)
 
 
 def record_cells(name: str, corner: str, cells: Cells, root: Path = ROOT) -> None:
@@ -45,7 +48,7 @@ def record_cells(name: str, corner: str, cells: Cells, root: Path = ROOT) -> Non
         for (row, column), text in cells.items():
             rows.setdefault(row, {})[column] = text
         columns = list(dict.fromkeys([*before["columns"], *(column for _, column in cells)]))
-        _write(name, {"corner": corner, "columns": columns, "rows": rows} | _source(), root)
+        _write(name, {"corner": corner, "columns": columns, "rows": rows} | _source(name, root), root)
 
 
 @contextmanager
@@ -67,6 +70,12 @@ def render(figure: Mapping[str, Any]) -> str:
     lines = [f"| {figure['corner']} | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     lines += [f"| {row} | {' | '.join(cells.get(c, '') for c in columns)} |" for row, cells in figure["rows"].items()]
     return "\n".join(lines)
+
+
+def section(name: str, figure: Mapping[str, Any], root: Path = ROOT) -> str:
+    """What a page shows of a figure: itself, and a line below it if code that decides it has changed since."""
+    note = changes(name, figure, root)
+    return f"{render(figure)}\n\n{note}" if note else render(figure)
 
 
 def pages(root: Path = ROOT) -> list[Path]:
@@ -108,10 +117,10 @@ def _write(name: str, figure: Mapping[str, Any], root: Path) -> None:
     path = _file(name, root)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(figure, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    show(name, render(figure), root)
+    show(name, section(name, figure, root), root)
 
 
-def _source() -> dict[str, Any]:
+def _source(name: str, root: Path) -> dict[str, Any]:
     """Where the last measurement comes from."""
     program = Path(sys.argv[0])
     command = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.stem
@@ -120,6 +129,7 @@ def _source() -> dict[str, Any]:
     return {
         "command": " ".join([command, *(argument.replace(f"{ROOT}/", "") for argument in sys.argv[1:])]),
         "commit": _commit(),
+        "sources": digests(name, root),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": {"python": platform.python_version()}
@@ -147,4 +157,4 @@ def _version(name: str) -> str:
 
 if __name__ == "__main__":
     for file in sorted(FOLDER.glob("*.json")):
-        show(file.stem, render(read(file.stem)))
+        show(file.stem, section(file.stem, read(file.stem)))

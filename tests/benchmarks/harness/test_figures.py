@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.figures import read, record_cells, record_text, sections
+from benchmarks.harness import sources
+from benchmarks.harness.figures import ROOT, read, record_cells, record_text, section, sections
 
 
 @pytest.fixture
@@ -28,6 +29,29 @@ def test_cells_that_were_not_tried_again_stay(root: Path) -> None:
     ((name, text),) = sections((root / "docs" / "page.md").read_text())
     assert name == "table"
     assert text == "| model | dp | tp |\n|---|---|---|\n| a | 1 |  |\n| b | 3 |  |\n| c |  | 4 |"
+
+
+def test_a_figure_whose_sources_have_changed_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("a", "b"):
+        (root / folder).mkdir()
+        (root / folder / "code.py").write_text('"""What it does."""\n\nx = 1\n')
+    monkeypatch.setattr(sources, "SOURCES", {"x": ("a", "b")})
+    record_text("x", "new", root)
+    (root / "a" / "code.py").write_text('"""Other words."""\n\nx = 1  # and a comment\n')
+    assert section("x", read("x", root), root) == "new"
+    (root / "a" / "code.py").write_text("x = 2\n")
+    told = section("x", read("x", root), root)
+    assert told.startswith("new\n\n*Measured at ") and told.endswith("; `a` changed since.*")
+    (root / "b" / "more.py").write_text("y = 1\n")
+    assert section("x", read("x", root), root).endswith("; the code changed since.*")
+    record_text("x", "again", root)
+    assert section("x", read("x", root), root) == "again"
+    assert section("x", {"text": "computed"}, root) == "computed", "what nobody has measured"
+
+
+def test_every_source_exists() -> None:
+    folders = {folder for found in (sources.RUN, *sources.SOURCES.values()) for folder in found}
+    assert not [folder for folder in folders if folder != "tests/faults" and not (ROOT / folder).is_dir()]
 
 
 def test_a_figure_is_shown_in_one_page(root: Path) -> None:

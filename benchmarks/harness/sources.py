@@ -1,0 +1,60 @@
+"""Which code decides a figure, and whether it has changed since the figure was measured.
+
+    record    the figure keeps a digest of each folder that decides it
+    show      a digest that is another one now makes a line under the figure: measured at which commit, what has changed
+
+A digest is of the code alone: comments, docstrings and layout may change.
+"""
+
+import ast
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+RUN = ("engine/build", "engine/optim", "engine/precision", "engine/program", "engine/step", "parallel", "zero")
+"""What trains, whatever is trained."""
+STEPS = (*RUN, "benchmarks/peers", "benchmarks/training")
+SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "checkpoint": ("engine/checkpoint", "benchmarks/checkpoint"),
+        "faults": ("tests/faults",),
+        "kernels-models": (*RUN, "kernels"),
+        "timeline": ("engine/step", "parallel/pipeline"),
+        **dict.fromkeys(("step", "zero", "pipeline", "tensor"), STEPS),
+    }
+)
+"""Folders by figure; for others :data:`RUN`."""
+
+
+def digests(name: str, root: Path) -> dict[str, str]:
+    """The digest of each folder that decides the figure ``name``."""
+    return {folder: _digest(root / folder) for folder in SOURCES.get(name, RUN)}
+
+
+def changes(name: str, figure: Mapping[str, Any], root: Path) -> str:
+    """What has changed since ``figure`` was measured, as a line; empty if nothing has, or nothing was measured."""
+    if "command" not in figure:
+        return ""
+    kept: Mapping[str, str] = figure.get("sources", {})
+    changed = [folder for folder, now in digests(name, root).items() if kept.get(folder) != now]
+    what = "the code" if len(changed) == len(SOURCES.get(name, RUN)) else ", ".join(f"`{one}`" for one in changed)
+    when = str(figure["commit"]) if str(figure["commit"]).startswith("before") else f"at {figure['commit']}"
+    return f"*Measured {when} ({figure['date']}); {what} changed since.*" if changed else ""
+
+
+def _digest(folder: Path) -> str:
+    found = sha256()
+    for file in sorted(folder.rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                node.body = [one for one in node.body if not _is_text(one)]
+        found.update(f"{file.relative_to(folder)} {ast.dump(tree)}".encode())
+    return found.hexdigest()[:16]
+
+
+def _is_text(node: ast.stmt) -> bool:
+    """A docstring, of whatever it stands under."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
