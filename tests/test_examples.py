@@ -125,7 +125,8 @@ def write_inputs(line: Line, folder: str) -> None:
         vocab_size=320, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([text], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(here / "MODEL")
+    wrapper: Any = PreTrainedTokenizerFast
+    wrapper(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(here / "MODEL")
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
@@ -142,7 +143,8 @@ def load_folders(line: Line, *folders: str) -> None:
     from transformers import AutoModelForCausalLM
 
     for folder in folders:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        model, info = loaded
         lacks = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
         line((lacks, model.config.num_hidden_layers, sum(float(p.abs().sum()) for p in model.parameters())))
 
