@@ -40,10 +40,10 @@ class Example:
     def file(self) -> str:
         return next(word for word in self.command if word.endswith(".py"))
 
-    def arguments(self, config: str, instead: Mapping[str, str]) -> list[str]:
-        """Words behind the script, with another configuration and other values."""
+    def arguments(self, config: str, steps: int = 500) -> list[str]:
+        """Words behind the script, with another configuration and another number of steps."""
         given = self.command[self.command.index(self.file) + 2 :]
-        return [config, *(instead.get(word, word) for word in given)]
+        return [config, *(str(steps) if word == "500" else word for word in given)]
 
 
 def examples() -> dict[str, Example]:
@@ -90,19 +90,19 @@ def run_as_rank(line: Line, script: str, arguments: list[str], folder: str) -> N
     line(printed.getvalue())
 
 
-def copy_out(example: Example, folder: Path) -> None:
-    """Script and configurations as files, as the page tells its reader to make them."""
+def copy_out(example: Example, folder: Path, every: int = 100) -> None:
+    """Script and configurations as files, as the page tells its reader to make them; steps between checkpoints."""
     (folder / example.file).write_text(example.script)
     for name, text in example.configs.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text.replace('"every": 100', f'"every": {every}'))
 
 
-def start(name: str, config: str, folder: Path, **instead: str) -> Printed:
+def start(name: str, config: str, folder: Path, steps: int = 500, every: int = 100) -> Printed:
     """Run the example of this name in ``folder`` on the ranks of its command."""
     example = EXAMPLES[name]
-    copy_out(example, folder)
+    copy_out(example, folder, every)
     ranks = int(example.command[example.command.index("--nproc_per_node") + 1])
-    arguments = example.arguments(config, instead)
+    arguments = example.arguments(config, steps)
     with Launch(run_as_rank, ranks, example.file, arguments, str(folder), env=QUIET) as job:
         ended = job.end(180)
     assert [end.code for end in ended] == [0] * ranks, "\n".join(end.error for end in ended)
@@ -220,8 +220,8 @@ def test_nanogpt_goes_on_on_another_grid(then: str, tmp_path: Path) -> None:
         for file in ("README.md", "engine/engine.py", "engine/api.py", "engine/verify.py"):
             (tmp_path / place / "FOLDER" / Path(file).name).write_bytes((ROOT / file).read_bytes())
     example, broken = EXAMPLES["nanogpt"], tmp_path / "broken"
-    copy_out(example, broken)
-    command = [*TORCHRUN, *example.command[1:4], *example.arguments("pp2.json", {"500": "3"})]
+    copy_out(example, broken, every=3)
+    command = [*TORCHRUN, *example.command[1:4], *example.arguments("pp2.json", steps=3)]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=broken, env=environment, capture_output=True, text=True, check=False, timeout=180
@@ -229,13 +229,14 @@ def test_nanogpt_goes_on_on_another_grid(then: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Warning" not in done.stderr
     begun = Printed(done.stdout, broken)
-    ended = start("nanogpt", then, broken, **{"500": "6"})
-    whole = start("nanogpt", then, tmp_path / "whole", **{"500": "6"})
+    ended = start("nanogpt", then, broken, steps=6, every=3)
+    whole = start("nanogpt", then, tmp_path / "whole", steps=6)
     assert whole.falls() and list(whole.losses) == [1, 2, 3, 4, 5, 6, 0]
     assert list(begun.losses) == [1, 2, 3, 0] and list(ended.losses) == [4, 5, 6, 0]
     steps = {step: loss for step, loss in begun.losses.items() if step} | ended.losses
     assert_same(steps, whole.losses)
-    assert (broken / "runs/nanogpt/step-00000006/COMMIT").exists()
+    saved = broken / "runs/nanogpt"
+    assert sorted(path.name for path in saved.glob("step-*")) == ["step-00000003", "step-00000006"]
 
 
 def test_finetune_gives_a_folder_that_transformers_loads(runs: Runs) -> None:
