@@ -3,12 +3,15 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness.figures import FOLDER, ROOT, pages, read, section, sections
 from engine.config import load_config
+from engine.config.deepspeed_keys import TABLE
+from engine.config.sections import OPTIMIZERS, SCHEDULERS
 from tests.config_page import keys_table
 
 PAGES = [*pages(), ROOT / "CONTRIBUTING.md"]
@@ -69,6 +72,55 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 def test_configurations_load(page: Path) -> None:
     for block in re.findall(r"```json\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
         load_config(json.loads(block), 8)
+
+
+def known_keys() -> frozenset[str]:
+    """Every key of a configuration with its path: Trine's own, DeepSpeed's, and those of optimizers and schedulers."""
+    own = set(re.findall(r"^\| `([\w.]+)` \|", keys_table(), flags=re.MULTILINE))
+    kinds = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
+    params = {
+        f"{section}.params.{setting.name}"
+        for section, known in kinds.items()
+        for kind in known.values()
+        for setting in fields(kind)
+    }
+    return frozenset(own | params | set(TABLE))
+
+
+KEYS = known_keys()
+SECTIONS = frozenset(key.partition(".")[0] for key in KEYS if "." in key)
+NAMES = frozenset(part for key in KEYS for part in key.split("."))
+
+
+def unknown_keys(text: str) -> list[str]:
+    """What code in prose gives as a key of a configuration and is none: ``section.key``, or ``"key": value``."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    unknown: list[str] = []
+    for code in re.findall(r"`([^`]+)`", prose):
+        paths = re.findall(r"(?<![\w./])(\w+(?:\.\w+)+)(?![\w/(.])", code)
+        unknown += [path for path in paths if path.partition(".")[0] in SECTIONS and path not in KEYS]
+        unknown += [name for name in re.findall(r'"(\w+)":', code) if name not in NAMES]
+    return unknown
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        ("`watchdog.max_skipped_steps` and `optimizer.params.lr`", []),
+        ("`watchdog.max_skiped_steps`", ["watchdog.max_skiped_steps"]),
+        ('`"checkpoint": {"evry": 3}`', ["evry"]),
+        ('`optimizer.params.lrate`, `"parallel.tensr"`', ["optimizer.params.lrate", "parallel.tensr"]),
+        ("`parallel/tensor/plan.py`, `engine.parallel.tensor`, `optimizer.step()`, `wte.weight`", []),
+        ("```python\ncheckpoint.folders = 1\n```", []),
+    ],
+)
+def test_unknown_keys_are_found(text: str, unknown: list[str]) -> None:
+    assert unknown_keys(text) == unknown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys_that_a_page_names_exist(page: Path) -> None:
+    assert not unknown_keys(page.read_text(encoding="utf-8"))
 
 
 def test_commands_of_measured_figures_name_files_that_exist() -> None:

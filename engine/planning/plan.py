@@ -44,6 +44,7 @@ from engine.planning.budgets import (
 )
 from engine.planning.flat_layouts import Users, flat_layouts
 from engine.precision.dtypes import Precision, make_precision
+from engine.program.program import Program
 from engine.zero.gather.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather.gather_schedule import gather_order
 from engine.zero.layout import FlatLayout
@@ -205,7 +206,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     table = build_table(model, assigned, _division(config, analysis, schedule))
     calls = [call.unit for call in analysis.timeline.calls] if analysis.timeline else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
-    notes = [*_notes(model, config, precision), *schedule.notes, *analysis.notes]
+    notes = [*_notes(request.program, config, precision), *schedule.notes, *analysis.notes]
     users = Users(schedule.stages_of_rank, analysis.cut, analysis.timeline, gathers)
     return Plan(
         config=config,
@@ -269,9 +270,9 @@ def _moments(config: Config) -> int | None:
     return 1 if config.optimizer.type == "Lion" else 2
 
 
-def _notes(model: nn.Module, config: Config, precision: Precision) -> tuple[str, ...]:
-    notes = list(config.notes)
-    if hasattr(model, "generate") and hasattr(model, "config"):
+def _notes(program: Program, config: Config, precision: Precision) -> tuple[str, ...]:
+    notes, model = list(config.notes), program.model
+    if program.loss_fn is None and hasattr(model, "generate") and hasattr(model, "config"):
         notes.append(
             "loss: a Hugging Face output.loss is a mean per microbatch; with unequal token counts pass a loss_fn that "
             "returns (sum, weight) for the exact mean over tokens"

@@ -14,6 +14,7 @@ from engine.planning.plan import Plan, build_plan
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 from engine.reporting.banner import banner_text
+from tests import models
 
 WIDTH, WORDS = 8, 12
 
@@ -78,6 +79,12 @@ def test_a_trace_that_has_failed_is_said(error: Exception) -> None:
 def test_a_trace_that_has_not_failed_needs_no_note() -> None:
     plan = planned(Chain(), **SHARDED)
     assert plan.notes == () and plan.timeline is not None
+
+
+@pytest.mark.parametrize("loss_fn", [None, loss])
+def test_the_mean_of_a_hugging_face_loss_is_said_where_it_is_the_loss(loss_fn: Any) -> None:
+    said = [note for note in planned(models.llama(), loss_fn=loss_fn).notes if "is a mean per microbatch" in note]
+    assert len(said) == (loss_fn is None)
 
 
 def test_a_mistake_of_this_package_is_no_trace_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

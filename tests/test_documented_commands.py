@@ -1,0 +1,263 @@
+"""Every command of the documents works: it is run here, or by a test that is named here, or it says why not."""
+
+import ast
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import BENCHMARKS, run
+from benchmarks.harness.figures import ROOT
+from engine.launch.cli import main
+from tests.test_documents import PAGES
+
+PROGRAMS = ("python", "trine", "torchrun", "pytest", "ruff", "mypy", "bash", "pip", "srun", "mpirun")
+GENERATED = ("errors.md",)
+"""Pages in which no command is written by hand."""
+EXAMPLES = "tests/test_examples.py::"
+CHECKPOINT = "tests/launch/test_checkpoint_command.py::"
+
+RUN = (
+    "trine check config.json --world 8",
+    "trine check FILE",
+    "trine plan config.json --world 64",
+    "trine schedule",
+    "trine schedule --config config.json --world 8",
+    "trine schedule 1f1b --ranks 4 --microbatches 8 --tokens > mine.txt",
+    "trine schedule mine.txt",
+    "trine schedule zb-v --ranks 4 --microbatches 8 --svg zb-v.svg --trace zb-v.json",
+    "trine schedule 1f1b --backward 3 --transfer 0.2",
+    "trine schema",
+    "python -m benchmarks --list",
+    "python -m tests.structure [ROOT]",
+)
+"""Executed here, in this order, in one folder."""
+
+TESTED = {
+    "torchrun --nproc_per_node 4 train.py": "tests/launch/test_reference_run.py::test_two_nodes",
+    "python train.py": "tests/launch/test_reference_run.py::test_a_second_run_goes_on_and_a_fresh_one_keeps_it",
+    "torchrun --nproc_per_node 2 nanogpt.py pp2.json FOLDER 500": f"{EXAMPLES}test_nanogpt_goes_on_on_another_grid",
+    "torchrun --nproc_per_node 2 finetune.py pp2.json MODEL pairs.jsonl tuned":
+        f"{EXAMPLES}test_losses_are_the_same_on_every_grid",
+    "torchrun --nproc_per_node 2 lora.py tp2.json MODEL text.txt adapters.safetensors":
+        f"{EXAMPLES}test_lora_saves_adapters_alone",
+    "torchrun --nproc_per_node 2 unet.py dp2.json": f"{EXAMPLES}test_unet_prints_the_same_losses_on_every_grid",
+    "torchrun --nproc_per_node 2 distill.py pp2.json teacher.json MODEL text.txt student":
+        f"{EXAMPLES}test_a_student_learns_from_its_teacher",
+    "torchrun --nproc_per_node 2 signs.py zero2.json":
+        f"{EXAMPLES}test_a_deepspeed_script_prints_the_same_losses_in_both_stages",
+    "trine checkpoint info runs/train": f"{CHECKPOINT}test_info_of_one_step_and_of_a_folder_of_train_py",
+    "trine checkpoint verify runs/train --all": f"{CHECKPOINT}test_verify_reads_one_or_all",
+    "trine checkpoint export runs/train hf": f"{CHECKPOINT}test_export_gives_the_folder_that_was_saved",
+    "python -m tests.architecture_page --write":
+        "tests/test_architecture.py::test_the_page_of_the_architecture_is_current",
+    "python -m tests.errors_page --write": "tests/test_architecture.py::test_the_page_of_errors_is_current",
+    "python -m tests.config_page --write": "tests/test_documents.py::test_every_marked_section_shows_its_figure",
+    "python -m tests.deepspeed_page --write":
+        "tests/engine/config/test_deepspeed_corpus.py::test_the_page_is_current",
+    "srun python train.py":
+        "tests/parallel/comm/test_launcher.py::test_a_task_of_srun_meets_at_the_first_node_of_its_step",
+}  # fmt: skip
+"""Command -> the test that runs it, or what it does."""
+
+REASONS = {
+    "trine plan": "names the command, whose whole line is run above",
+    "pip install": "names the command, whose whole line stands before it",
+    "pip install -c constraints.txt -e .": "takes a minute and an index of packages; .ci/run does it",
+    'pip install -c constraints.txt -e ".[test]"': "takes a minute and an index of packages; .ci/run does it",
+    'DS_BUILD_OPS=0 pip install -e ".[bench-deepspeed]"': "needs an index of packages",
+    "ruff check . && ruff format --check .": "the last lines of .ci/run",
+    "mypy engine tests benchmarks": "the last line of .ci/run",
+    "bash .ci/run": "runs all tests, this one too",
+    "python -m tests.recorded record RUNS.json --checkpoints FOLDER": "trains for minutes",
+}
+"""Command -> why no test runs it."""
+
+FIGURES = "pytest -m long tests/engine/parity/test_{}.py --write-figures"
+SUITES = (
+    "pytest", "pytest -m long", "pytest -m gpu", "pytest tests/kernels", "pytest -m gpu tests/kernels",
+    "pytest tests/kernels --write-budgets", "pytest tests/test_documents.py",
+    "pytest -m long tests/engine/checkpoint/test_kills.py --kills 200", "pytest tests/engine/parity/test_parity.py",
+    "pytest tests/engine/parity/test_parity.py --write-figures",
+    "pytest tests/launch/test_schedule_page.py --write-figures",
+    "pytest -m long --write-figures tests/engine/parity/test_transformers_types.py",
+    *(FIGURES.format(f"parity_{name}") for name in ("axes", "schedules", "zero")),
+    *(FIGURES.format(name) for name in ("architectures", "kernel_injection", "tensor_models")),
+)  # fmt: skip
+"""The tests themselves: their files, marks and options exist."""
+
+MEASURED = (
+    "python -m benchmarks step", "python -m benchmarks zero", "python -m benchmarks pipeline",
+    "python -m benchmarks kernels", "python -m benchmarks checkpoint",
+    "python -m benchmarks sleeping_blocks --write-figures",
+    "python -m benchmarks tensor --models llama,fused --rounds 7 --write-figures",
+    "python -m benchmarks kernels --out runs/benchmarks", "python -m benchmarks gpu_step --out runs/benchmarks",
+)  # fmt: skip
+"""Benchmarks, which take minutes, some of them on a GPU: their names and options exist."""
+
+
+@dataclass(frozen=True)
+class Documented:
+    """A command, and the page that gives it."""
+
+    page: Path
+    command: str
+
+    def place(self) -> str:
+        """The command with the line where it stands, or where it begins."""
+        lines = self.page.read_text(encoding="utf-8").splitlines()
+        begins = " ".join(self.command.split()[:2])
+        at = next((f"{number}: {line.strip()}" for number, line in enumerate(lines, 1) if begins in line), "")
+        return f"{self.command!r} at {self.page.name}:{at}"
+
+
+def written_by_hand(text: str) -> str:
+    """A page without what is generated."""
+    text = re.sub(r"<!-- ([\w-]+):begin -->.*?<!-- \1:end -->", "", text, flags=re.DOTALL)
+    return re.sub(r"<!-- (rooms|figures) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
+
+
+def commands(text: str) -> Iterator[str]:
+    """Commands of a page: all lines of bash blocks, those of other plain blocks that are commands, and code in prose.
+
+    The name of a program alone, such as ``torchrun``, is no command, except for ``pytest``.
+    """
+    fence = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+    for kind, body in fence.findall(text):
+        for line in body.splitlines() if kind in ("", "bash") else ():
+            told = line.removeprefix("$ ")
+            inside = re.search(r"python -m .*", line) if kind == "" else None
+            if kind == "bash" or line != told or is_command(told.split()):
+                yield re.sub(r"\s+#.*", "", told).strip()
+            elif inside:
+                yield inside[0].strip()
+    for span in re.findall(r"`([^`]+)`", fence.sub("", text)):
+        if is_command(span.split()):
+            yield " ".join(span.split())
+
+
+def is_command(words: list[str]) -> bool:
+    program = next((word for word in words if "=" not in word), "")
+    return program in PROGRAMS and (len(words) > 1 or program == "pytest")
+
+
+def documented() -> list[Documented]:
+    return [
+        Documented(page, command)
+        for page in PAGES
+        if page.name not in GENERATED
+        for command in commands(written_by_hand(page.read_text(encoding="utf-8")))
+        if command
+    ]
+
+
+FOUND = documented()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("```bash\npip install x  # all\ntrine schema\n```\n", ["pip install x", "trine schema"]),
+        ("```\n$ trine plan a.json   # why\ntrine\n  grid  4 ranks\n```\n", ["trine plan a.json"]),
+        ("```\npytest -m gpu x    # on a GPU\ntests/   python -m benchmarks --list\n```\n",
+         ["pytest -m gpu x", "python -m benchmarks --list"]),
+        ("under `torchrun`, `trine check\nFILE` and `A=0 pip install x`, by `pytest`",
+         ["trine check FILE", "A=0 pip install x", "pytest"]),
+        ("```python\npip = 1\n```\n`pip.x` and `trine`", []),
+        ("<!-- x:begin -->\n`trine plan`\n<!-- x:end -->", []),
+    ],
+)  # fmt: skip
+def test_commands_are_found(text: str, found: list[str]) -> None:
+    assert list(commands(written_by_hand(text))) == found
+
+
+def test_every_command_has_a_row_and_every_row_a_command() -> None:
+    rows = [*RUN, *TESTED, *REASONS, *SUITES, *MEASURED]
+    assert len(rows) == len(set(rows)), "one row a command"
+    missing = [one.place() for one in FOUND if one.command not in rows]
+    assert not missing, "each needs a row in one of the tables above"
+    assert not set(rows) - {one.command for one in FOUND}, "rows of commands that no document has"
+
+
+def execute(command: str) -> str:
+    """Run one command and return what it prints; what may be left out, in brackets, is."""
+    words, _, target = re.sub(r" \[\w+\]", "", command).partition(" > ")
+    program, *arguments = shlex.split(words)
+    if program == "trine":
+        with contextlib.redirect_stdout(io.StringIO()) as caught:
+            assert main(arguments) == 0, command
+        printed = caught.getvalue()
+    else:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    if target:
+        Path(target).write_text(printed)
+    return printed
+
+
+def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    (given,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
+    for name in ("config.json", "FILE"):
+        Path(name).write_text(given)
+    printed = {command: execute(command) for command in RUN}
+    assert all(printed.values())
+    assert "64 ranks = 2 pipeline x 16 data x 2 tensor" in printed["trine plan config.json --world 64"]
+    assert printed["trine schedule mine.txt"].startswith("mine.txt\nrank 0 |F0 F1 F2 F3")
+    assert json.loads(printed["trine schema"])["title"] == "Trine config"
+    assert Path("zb-v.svg").read_text().startswith("<svg") and json.loads(Path("zb-v.json").read_text())
+
+
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize(("command", "node"), TESTED.items())
+def test_a_test_that_is_named_exists(command: str, node: str) -> None:
+    file, _, name = node.partition("::")
+    assert name in functions(ROOT / file), f"{command}: {node}"
+
+
+@pytest.mark.parametrize("command", SUITES)
+def test_suites_and_their_options_exist(command: str, request: pytest.FixtureRequest) -> None:
+    words = iter(shlex.split(command)[1:])
+    marks = {line.partition(":")[0] for line in request.config.getini("markers")}
+    for word in words:
+        if word == "-m":
+            assert next(words) in marks, command
+        elif word == "--kills":
+            assert int(next(words)) and request.config.getoption("kills")
+        elif word.startswith("--"):
+            request.config.getoption(word[2:].replace("-", "_"))  # raises ValueError for what is none
+        else:
+            assert (ROOT / word).exists(), command
+
+
+@pytest.mark.parametrize("command", MEASURED)
+def test_benchmarks_have_their_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *words = shlex.split(command)[3:]
+    assert name in BENCHMARKS, command
+    with pytest.raises(SystemExit):
+        run(name, ["-h"])
+    shown = capsys.readouterr().out
+    assert all(f"{word} " in f"{shown} ".replace("]", " ") for word in words if word.startswith("--")), command
+
+
+def test_what_ci_is_said_to_run_stands_there() -> None:
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert script.endswith("ruff check .\nruff format --check .\nmypy engine tests benchmarks\n")
+    assert 'run "main job"' in script and 'run "tests"' in script, "the two blocks of the README"
