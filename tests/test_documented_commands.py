@@ -87,7 +87,7 @@ SUITES = (
     "pytest", "pytest -m long", "pytest -m gpu", "pytest tests/kernels", "pytest -m gpu tests/kernels",
     "pytest tests/kernels --write-budgets", "pytest tests/test_documents.py",
     "pytest -m long tests/engine/checkpoint/test_kills.py --kills 200", "pytest tests/engine/parity/test_parity.py",
-    'pytest -m "long or not long" tests/engine/parity/test_parity.py --write-figures',
+    FIGURES.format("parity"),
     "pytest tests/engine/parity/test_covering_array.py",
     "pytest tests/launch/test_schedule_page.py --write-figures",
     "pytest -m long --write-figures tests/engine/parity/test_transformers_types.py",
