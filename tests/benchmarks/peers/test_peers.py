@@ -40,6 +40,7 @@ def test_losses_equal_one_process_and_bytes_the_formulas() -> None:
     assert rows["torch pipelining pp2"].footprint.sent_bytes == ACTIVATIONS + norm
 
 
+@pytest.mark.long
 def test_only_local_tensors_are_live_under_dtensor() -> None:
     rows = {row.mode: row.footprint.live_bytes for row in medians(measure(MODES[:2], TINY, Effort(rounds=1, steps=1)))}
     assert rows["torch DTensor tp2"] < 0.6 * rows["one process, plain torch"]

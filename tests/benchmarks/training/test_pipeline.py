@@ -87,6 +87,7 @@ def test_a_tiny_run_of_trine_trains_as_one_process() -> None:
         assert 0 < found.activation_bytes < found.step_peak_bytes < one.step_peak_bytes
 
 
+@pytest.mark.long
 def test_torch_and_its_schedules_train_as_one_process() -> None:
     modes = [named(name) for name in (ONE, "torch 1f1b", "torch interleaved", "torch zb-v")]
     assert loss_spread(measure(modes, TINY, Effort(rounds=1, steps=2))) <= 1e-5

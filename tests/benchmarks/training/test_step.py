@@ -35,6 +35,7 @@ def test_a_tiny_run_has_all_rows_and_equal_losses() -> None:
     assert json.loads(json.dumps(figures)) == figures
 
 
+@pytest.mark.long
 def test_bytes_follow_the_formulas() -> None:
     modes = make_lineup(ranks=2, groups=("dp",)).modes
     rows = {row.mode: row for row in medians(measure(modes[1:], TINY, Effort(rounds=1, steps=2)))}

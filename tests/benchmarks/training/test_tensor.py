@@ -68,6 +68,7 @@ def test_llama_trains_as_one_process_and_sends_what_dtensor_sends() -> None:
     assert found[ONE].sent_bytes == 0
 
 
+@pytest.mark.long
 def test_the_fused_model_of_the_peer_trains_as_one_process() -> None:
     rounds = measure(rows("fused", ONE, "torch DTensor tp2"), tiny("fused"), Effort(rounds=1, steps=2))
     assert loss_spread(rounds) <= TENSOR_LOSS_TOLERANCE

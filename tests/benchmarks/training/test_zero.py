@@ -66,7 +66,8 @@ def test_the_configurations_ask_for_the_stage() -> None:
 
 def test_a_tiny_run_trains_alike_and_counts_exactly() -> None:
     lineup = make_zero_lineup(2, accumulation=2).of_peers(["fsdp2"])
-    modes = [mode for mode in lineup.modes if AGAIN not in mode.name]
+    others = {"Trine ZeRO-2", "Trine ZeRO-3", "Trine ZeRO-3, gather: step"}  # counted below, without processes
+    modes = [mode for mode in lineup.modes if AGAIN not in mode.name and mode.name not in others]
     rounds = measure(modes, TINY, Effort(rounds=1, steps=2))
     assert loss_spread(rounds) <= 1e-5
     rows = {row.mode: row.footprint for row in medians(rounds)}
