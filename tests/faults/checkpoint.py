@@ -109,7 +109,7 @@ CHECKPOINT = (
         file="engine/step/update.py",
         old='for name in ("value", "forgiven", "good")',
         new='for name in ("forgiven", "good")',
-        tests=("tests/engine/checkpoint/test_relaunch.py::test_the_same_grid_goes_on_to_the_bit",),
+        tests=("tests/engine/step/test_update.py::test_counters_and_the_loss_scale_go_on",),
     ),
     Fault(
         name="running-statistics-not-restored",

@@ -101,30 +101,24 @@ PIPELINE = (
         ),
     ),
     Fault(
-        name="sent-value-overwritten",
-        about="A stage sends an activation that a later operation of its own has overwritten.",
-        file="parallel/pipeline/runtime/stage_forward.py",
-        old="self.sent[number] = tensor.clone() if self.trace.values[number].rewritten else tensor",
-        new="self.sent[number] = tensor",
-        tests=("tests/parallel/pipeline/runtime/test_stage.py::test_stages_give_what_the_whole_model_gives",),
-    ),
-    Fault(
         name="recomputed-with-other-masks",
         about="A recomputed block draws other dropout masks in backward than in forward.",
         file="parallel/activation_checkpointing/blocks.py",
         old="return checkpoint(inner, *args, use_reentrant=False, **kwargs)",
         new="return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)",
         tests=(
-            "tests/parallel/tensor/test_randomness_ranks.py"
-            "::test_gpt2_drops_the_same_residuals_on_all_ranks_and_again_when_recomputed",
+            "tests/parallel/activation_checkpointing/test_blocks.py"
+            "::test_a_recomputed_block_draws_the_masks_of_its_forward_again",
         ),
     ),
     Fault(
         name="buffer-of-the-wrong-stage",
-        about="A checkpoint stores the running statistics of a stage that does not update them.",
+        about="A checkpoint stores a buffer of a block that several stages call as the first of them has left it.",
         file="parallel/pipeline/partition/partition.py",
         old="return max(stages, default=len(self.stages) - 1)",
         new="return min(stages, default=len(self.stages) - 1)",
-        tests=("tests/parallel/pipeline/partition/test_partition.py",),
+        tests=(
+            "tests/parallel/pipeline/partition/test_partition.py::test_a_block_called_again_and_again_has_all_its_stages",
+        ),
     ),
 )

@@ -9,7 +9,7 @@ STEP_AND_PRECISION = (
         file="engine/step/update.py",
         old="divisor = totals.weight * step.scale",
         new="divisor = self._config.accumulation * self._comm.grid.dp * step.scale",
-        tests=("tests/engine/parity/test_parity.py::test_unequal_token_counts_through_sum_and_weight",),
+        tests=("tests/engine/step/test_update.py::test_gradients_are_divided_by_the_weight_of_all_microbatches",),
     ),
     Fault(
         name="weight-counted-by-tensor-ranks",
@@ -17,7 +17,7 @@ STEP_AND_PRECISION = (
         file="engine/step/update.py",
         old="coord.tp == 0 and coord.pp == last_rank",
         new="coord.pp == last_rank",
-        tests=("tests/engine/parity/test_axes.py::test_norm_is_of_the_whole_model",),
+        tests=("tests/engine/parity/test_axes.py::test_norm_is_of_the_whole_model[2]",),
     ),
     Fault(
         name="clipped-by-the-own-norm",
@@ -25,7 +25,7 @@ STEP_AND_PRECISION = (
         file="engine/step/update.py",
         old="norm = gradient_norm(totals.squared_norm, divisor)",
         new="norm = gradient_norm(float(squared_norm), divisor)",
-        tests=("tests/engine/parity/test_axes.py::test_norm_is_of_the_whole_model",),
+        tests=("tests/engine/parity/test_axes.py::test_norm_is_of_the_whole_model[2]",),
     ),
     Fault(
         name="clipped-before-unscaling",
@@ -41,7 +41,7 @@ STEP_AND_PRECISION = (
         file="engine/step/update.py",
         old="if self._checks and not math.isfinite(norm):",
         new="if self._checks and math.isnan(norm):",
-        tests=("tests/engine/step/test_nonfinite.py", "tests/engine/precision/test_fp16.py"),
+        tests=("tests/engine/step/test_update.py::test_no_update_is_made_with_gradients_that_are_infinite",),
     ),
     Fault(
         name="buffers-of-a-skipped-step",
@@ -57,7 +57,7 @@ STEP_AND_PRECISION = (
         file="engine/step/update.py",
         old="runtime.learning_rate.prepare(self.made)",
         new="runtime.learning_rate.prepare(self.made + 1)",
-        tests=("tests/engine/test_engine.py::test_optimizer_and_scheduler_of_the_user",),
+        tests=("tests/engine/step/test_update.py::test_an_update_is_made_with_the_rate_of_its_own_number",),
     ),
     Fault(
         name="warm-up-one-step-ahead",
@@ -101,7 +101,7 @@ STEP_AND_PRECISION = (
         file="engine/step/runner.py",
         old="first = self._comm.grid.coord().dp * self._config.accumulation",
         new="first = 0",
-        tests=("tests/engine/parity/test_axes.py::test_dropout_does_not_depend_on_data_and_pipeline",),
+        tests=("tests/engine/parity/test_axes.py::test_dropout_does_not_depend_on_data_and_pipeline[gpt2-dp2]",),
     ),
     Fault(
         name="dropout-alike-in-all-steps",
@@ -109,7 +109,7 @@ STEP_AND_PRECISION = (
         file="engine/step/runner.py",
         old="return self._config.seed, self._update.made, first + index",
         new="return self._config.seed, 0, first + index",
-        tests=("tests/engine/parity/test_parity.py::test_fp32_equals_one_process[decoder dropout]",),
+        tests=("tests/engine/step/test_update.py::test_masks_of_dropout_differ_between_steps_and_microbatches",),
     ),
     Fault(
         name="batches-not-compared",
@@ -133,7 +133,7 @@ STEP_AND_PRECISION = (
         file="engine/precision/dtypes.py",
         old='_ALWAYS_WIDE = ("*inv_freq", "*running_mean", "*running_var")',
         new='_ALWAYS_WIDE = ("*running_mean", "*running_var")',
-        tests=("tests/engine/precision/test_fp32_modules.py", "tests/engine/precision/test_dtypes.py"),
+        tests=("tests/engine/precision/test_dtypes.py::test_frequencies_and_statistics_are_never_rounded",),
     ),
     Fault(
         name="decay-on-aliases-of-a-tied-weight",
@@ -141,6 +141,6 @@ STEP_AND_PRECISION = (
         file="engine/optim/param_groups.py",
         old="if _match(aliases, config.no_weight_decay) else chosen",
         new="if _match(aliases[:1], config.no_weight_decay) else chosen",
-        tests=("tests/engine/parity/test_parity.py::test_every_optimizer_and_parameter_groups",),
+        tests=("tests/engine/optim/test_param_groups.py::test_a_pattern_may_match_any_name_of_a_tied_parameter",),
     ),
 )
