@@ -55,7 +55,7 @@ CHECKPOINT = (
     ),
     Fault(
         name="rows-of-a-part-misplaced",
-        about="Rows of a sharded weight are looked up without the dims before the sharded one, so a load permutes them.",
+        about="Rows of a sharded weight are looked up without the dims before the sharded one, and a load permutes it.",
         file="engine/checkpoint/format/pieces.py",
         old="full = ((outer[:, None] * width + rows[:, 0]) * inner).ravel()",
         new="full = ((outer[:, None] + rows[:, 0] * len(outer)) * inner).ravel()",

@@ -49,7 +49,7 @@ STEP_AND_PRECISION = (
         file="engine/step/update.py",
         old="        runtime.buffers.put_back()\n",
         new="        runtime.buffers.forget()\n",
-        tests=("tests/engine/step/test_nonfinite.py::test_a_skipped_step_leaves_no_bit_and_names_the_first_parameter",),
+        tests=("tests/engine/step/test_nonfinite.py::test_buffers_first_written_in_another_mode_are_put_back",),
     ),
     Fault(
         name="rate-of-the-next-update",
@@ -93,7 +93,7 @@ STEP_AND_PRECISION = (
         file="engine/step/state.py",
         old="loss.float() * self.scale",
         new="loss * self.scale",
-        tests=("tests/engine/precision/test_fp16.py::test_losses_masters_and_skipped_steps_equal_plain_torch",),
+        tests=("tests/engine/step/test_update.py::test_a_loss_of_fp16_is_scaled_in_fp32",),
     ),
     Fault(
         name="dropout-alike-on-data-ranks",

@@ -7,8 +7,8 @@ TENSOR = (
         name="shared-gradient-summed-in-place",
         about="The gradient that a column layer sums over tensor ranks is also read by a residual, which sees the sum.",
         file="parallel/tensor/collectives.py",
-        old="grad = grad.contiguous() if ctx.owned else grad.clone(memory_format=torch.contiguous_format)\n        ctx.started",
-        new="grad = grad.contiguous()\n        ctx.started",
+        old="grad = grad.contiguous() if ctx.owned else grad.clone(memory_format=torch.contiguous_format)",
+        new="grad = grad.contiguous()",
         tests=("tests/parallel/tensor/test_collectives.py::test_a_gradient_that_others_read_is_copied_before_its_sum",),
     ),
     Fault(

@@ -60,7 +60,7 @@ def test_only_a_failed_test_kills_and_a_time_limit_what_hangs(
 
 
 def test_a_fault_that_cannot_be_seeded_says_so() -> None:
-    with pytest.raises(LookupError, match="occurs 0 times in zero/none.py"):
+    with pytest.raises(LookupError, match="occurs 0 times in zero/none"):
         Fault(name="a", about="", file="zero/none.py", old="x", new="", tests=()).patched()
 
 

@@ -32,7 +32,7 @@ class Outcome(Enum):
     KILLED = "killed"
     SURVIVED = "SURVIVED"
     BROKEN = "BROKEN"
-    """The trial proves nothing: the text is not there, a test was not collected, or one ran out of time unexpectedly."""
+    """The trial proves nothing: the text is not there, a test was not collected, or the time was over unexpectedly."""
 
 
 @dataclass(frozen=True, slots=True)

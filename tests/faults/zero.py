@@ -65,7 +65,7 @@ ZERO = (
     ),
     Fault(
         name="shards-in-another-order",
-        about="Data ranks own shards in another order than collectives place them, so a gather swaps pieces of weights.",
+        about="Data ranks own shards in another order than collectives place them, so a gather swaps their weights.",
         file="zero/layout.py",
         old="return slice(index * size, (index + 1) * size)",
         new="return slice((ranks - 1 - index) * size, (ranks - index) * size)",

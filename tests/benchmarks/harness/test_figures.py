@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.figures import read, record_cells, record_text, sections
+from benchmarks.harness.figures import ROOT, read, record_cells, record_text, sections
 
 
 @pytest.fixture
@@ -20,6 +20,12 @@ def test_a_text_is_kept_and_shown(root: Path) -> None:
     assert (root / "README.md").read_text() == "a\n<!-- x:begin -->\nnew\n<!-- x:end -->\nb\n"
     kept = read("x", root)
     assert kept["text"] == "new" and {"command", "commit", "date", "machine", "versions"} <= kept.keys()
+
+
+def test_the_command_of_a_module_is_its_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(ROOT / "tests" / "faults" / "__main__.py"), "--jobs", "2"])
+    record_text("x", "new", root)
+    assert read("x", root)["command"] == "python -m tests.faults --jobs 2"
 
 
 def test_cells_that_were_not_tried_again_stay(root: Path) -> None:

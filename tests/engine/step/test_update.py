@@ -12,7 +12,9 @@ from engine.config import load_config
 from engine.models.decoder import loss_sum
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.traffic import Tally
 from engine.parallel.grid import Grid
+from engine.step.state import StepState
 from engine.step.update import Update
 from tests import models
 
@@ -74,6 +76,14 @@ def test_masks_of_dropout_differ_between_steps_and_microbatches() -> None:
 
     found = losses()
     assert len(set(found)) == 3 and found == losses()
+
+
+def test_a_loss_of_fp16_is_scaled_in_fp32() -> None:
+    zero, loss = torch.zeros((), dtype=torch.float64), torch.tensor(3.0, dtype=torch.float16, requires_grad=True)
+    step = StepState(started=0.0, sent=Tally(), loss=zero, weight=zero, scale=2.0**16)
+    root = step.root(loss)
+    assert root.dtype == torch.float32 and float(root) == 3 * 2.0**16, "fp16 ends at 65504"
+    assert StepState(started=0.0, sent=Tally(), loss=zero, weight=zero).root(loss) is loss
 
 
 def test_counters_and_the_loss_scale_go_on() -> None:
