@@ -51,7 +51,7 @@ CHECKPOINT = (
         file="engine/checkpoint/format/pieces.py",
         old="return Piece(part, before, before + inside)",
         new="return Piece(part, 0, inside)",
-        tests=("tests/engine/checkpoint/format/test_pieces.py::test_within_keeps_what_is_in_the_narrower_part",),
+        tests=("tests/engine/checkpoint/format/test_pieces.py::test_within_counts_what_lies_before_the_piece",),
     ),
     Fault(
         name="rows-of-a-part-misplaced",

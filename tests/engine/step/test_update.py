@@ -82,7 +82,7 @@ def test_a_loss_of_fp16_is_scaled_in_fp32() -> None:
     zero, loss = torch.zeros((), dtype=torch.float64), torch.tensor(3.0, dtype=torch.float16, requires_grad=True)
     step = StepState(started=0.0, sent=Tally(), loss=zero, weight=zero, scale=2.0**16)
     root = step.root(loss)
-    assert root.dtype == torch.float32 and float(root) == 3 * 2.0**16, "fp16 ends at 65504"
+    assert root.dtype == torch.float32 and root.item() == 3 * 2.0**16, "fp16 ends at 65504"
     assert StepState(started=0.0, sent=Tally(), loss=zero, weight=zero).root(loss) is loss
 
 
