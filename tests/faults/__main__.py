@@ -58,7 +58,8 @@ def try_all(faults: Sequence[Fault], root: Path, jobs: int) -> list[Verdict]:
 
     def one(fault: Fault) -> Verdict:
         verdict = try_fault(fault, root)
-        print(f"{verdict.outcome.value:8} {verdict.seconds:5.1f} s  {fault.name}: {verdict.killer}", flush=True)
+        line = f"{verdict.outcome.value:8} {verdict.seconds:5.1f} s  {fault.name}: {verdict.killer}"
+        print(f"{line} ({verdict.reason})" if verdict.reason else line, flush=True)
         if verdict.outcome is not Outcome.KILLED and verdict.said:
             print(verdict.said, flush=True)
         return verdict

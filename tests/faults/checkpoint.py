@@ -67,7 +67,9 @@ CHECKPOINT = (
         file="engine/checkpoint/contents/local_tensors.py",
         old="piece = Piece(own.part, start - slot.start, stop - slot.start)",
         new="piece = Piece(own.part, 0, stop - start)",
-        tests=("tests/engine/checkpoint/test_grids.py::test_any_dtype_policy_loads_any_other",),
+        tests=(
+            "tests/engine/checkpoint/contents/test_local_tensors.py::test_moments_of_data_ranks_tile_every_parameter",
+        ),
     ),
     Fault(
         name="moments-not-restored",
@@ -133,6 +135,6 @@ CHECKPOINT = (
         file="engine/checkpoint/load.py",
         old="            if flat.owned != flat.shard:\n                comm.all_gather(flat.master",
         new="            if flat.owned == flat.shard:\n                comm.all_gather(flat.master",
-        tests=("tests/engine/checkpoint/test_grids.py::test_any_dtype_policy_loads_any_other",),
+        tests=("tests/engine/checkpoint/test_load.py::test_what_data_ranks_hold_in_full_is_gathered",),
     ),
 )

@@ -57,6 +57,7 @@ def test_only_a_failed_test_kills_and_a_time_limit_what_hangs(
 ) -> None:
     verdict = judge(fault, code, said, 1.0)
     assert verdict.outcome is outcome and killer in verdict.killer
+    assert verdict.reason == ("assert 1 == 2" if outcome is Outcome.KILLED and fault is SILENT else "")
 
 
 def test_a_fault_that_cannot_be_seeded_says_so() -> None:

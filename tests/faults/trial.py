@@ -45,6 +45,8 @@ class Verdict:
     seconds: float
     said: str = ""
     """The last lines of the tests."""
+    reason: str = ""
+    """The first line of what the failed test says, which should be about the fault."""
 
     @property
     def cell(self) -> str:
@@ -86,10 +88,10 @@ def judge(fault: Fault, code: int | None, said: str, seconds: float) -> Verdict:
     if late:
         outcome = Outcome.KILLED if fault.hangs else Outcome.BROKEN
         return Verdict(outcome, "by time limit", seconds, tail)
-    failed = re.search(r"^FAILED (\S+?\.py::\w+)", said, flags=re.MULTILINE)
+    failed = re.search(r"^FAILED (\S+?\.py::\w+)(?:\[.*?\])?(?: - (.*))?$", said, flags=re.MULTILINE)
     if code != 1 or failed is None or "error during collection" in said:
         return Verdict(Outcome.BROKEN, f"pytest ended with {code} and no failed test", seconds, tail)
-    return Verdict(Outcome.KILLED, failed[1], seconds, tail)
+    return Verdict(Outcome.KILLED, failed[1], seconds, tail, failed[2] or "")
 
 
 def run_tests(tests: Sequence[str], tree: Path, seconds: float) -> tuple[int | None, str]:
