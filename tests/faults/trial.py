@@ -98,6 +98,7 @@ def run_tests(tests: Sequence[str], tree: Path, seconds: float) -> tuple[int | N
     """(exit status of pytest, what it said); the status is None if the time limit has ended it."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", *tests]
     env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    env["COLUMNS"] = "400"  # pytest leaves a reason out that does not fit the line
     # a session of its own, so that ranks which the tests have started end with them
     with subprocess.Popen(
         command, cwd=tree, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True

@@ -121,12 +121,4 @@ ZERO = (
             "tests/zero/gather/test_gather_refused.py::test_what_a_forward_writes_into_parameters_is_not_lost_in_silence",
         ),
     ),
-    Fault(
-        name="kept-full-parameter-freed",
-        about="A tensor that a user keeps of full_parameters loses its content when the block is left.",
-        file="zero/gather/unsharded_buckets.py",
-        old="if leave and flat.escaped:",
-        new="if leave and not flat.escaped:",
-        tests=("tests/zero/gather/test_full_parameters.py::test_memory_that_somebody_holds_is_left_to_him",),
-    ),
 )
