@@ -39,11 +39,13 @@ KERNELS_AND_PLANNING = (
     ),
     Fault(
         name="head-gradient-in-bf16",
-        about="The weight gradient of the head is rounded to bf16 for each chunk of tokens before it is added.",
+        about="The weight gradient of the head is summed over chunks of tokens in bf16, and later chunks are rounded away.",
         file="kernels/ops/linear_cross_entropy.py",
-        old="total.addmm_(a.to(total.dtype), b.to(total.dtype))",
-        new="total += a @ b",
-        tests=("tests/kernels/ops/test_linear_cross_entropy.py::test_error_is_at_most_twice_eager_torchs",),
+        old="wide = torch.promote_types(head.weight.dtype, torch.float32)",
+        new="wide = head.weight.dtype",
+        tests=(
+            "tests/kernels/ops/test_linear_cross_entropy.py::test_a_weight_gradient_of_many_chunks_is_rounded_once",
+        ),
     ),
     Fault(
         name="small-shares-underflow-in-fp16",
