@@ -39,7 +39,7 @@ KERNELS_AND_PLANNING = (
     ),
     Fault(
         name="head-gradient-in-bf16",
-        about="The weight gradient of the head is summed over chunks of tokens in bf16, and later chunks are rounded away.",
+        about="The weight gradient of the head is summed over chunks in bf16, and later chunks are rounded away.",
         file="kernels/ops/linear_cross_entropy.py",
         old="wide = torch.promote_types(head.weight.dtype, torch.float32)",
         new="wide = head.weight.dtype",
