@@ -147,7 +147,7 @@ KERNELS_AND_PLANNING = (
         file="parallel/tensor/auto/equivalence.py",
         old='            ("input", outcome.inputs, truth.inputs),\n',
         new="",
-        tests=("tests/parallel/tensor/auto/test_equivalence.py",),
+        tests=("tests/parallel/tensor/auto/test_equivalence.py::test_sums_that_are_forgotten",),
     ),
     Fault(
         name="stages-balanced-by-their-number-of-calls",

@@ -80,7 +80,9 @@ TENSOR = (
         file="parallel/tensor/overlap/async_input_grad.py",
         old="        ctx.sum.wait()\n",
         new="",
-        tests=("tests/parallel/tensor/overlap/test_async_input_grad.py",),
+        tests=(
+            "tests/parallel/tensor/overlap/test_async_input_grad.py::test_all_weight_gradients_of_a_region_come_while_the_sum_travels",
+        ),
     ),
     Fault(
         name="dropout-alike-on-tensor-ranks",
@@ -120,6 +122,8 @@ TENSOR = (
         file="parallel/tensor/plan/ranges.py",
         old="rank * small + min(rank, more)",
         new="rank * small + more",
-        tests=("tests/parallel/tensor/plan/test_ranges.py",),
+        tests=(
+            "tests/parallel/tensor/plan/test_ranges.py::test_ranges_cover_each_row_once_in_order_and_every_rank_holds_some",
+        ),
     ),
 )
