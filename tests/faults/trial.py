@@ -51,7 +51,9 @@ class Verdict:
     @property
     def cell(self) -> str:
         """The text of a table."""
-        return f"`{self.killer}`" if self.outcome is Outcome.KILLED else f"{self.outcome.value}: {self.killer}"
+        if self.outcome is not Outcome.KILLED:
+            return f"{self.outcome.value}: {self.killer}"
+        return f"`{self.killer}`" if "::" in self.killer else self.killer
 
 
 @contextmanager
