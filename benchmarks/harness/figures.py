@@ -125,7 +125,7 @@ def _source(name: str, root: Path) -> dict[str, Any]:
     program = Path(sys.argv[0])
     command = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.stem
     if program.is_relative_to(ROOT):
-        command = "python -m " + ".".join(program.relative_to(ROOT).with_suffix("").parts)
+        command = "python -m " + ".".join(program.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     return {
         "command": " ".join([command, *(argument.replace(f"{ROOT}/", "") for argument in sys.argv[1:])]),
         "commit": _commit(),

@@ -23,6 +23,12 @@ def test_a_text_is_kept_and_shown(root: Path) -> None:
     assert kept["text"] == "new" and {"command", "commit", "date", "machine", "versions"} <= kept.keys()
 
 
+def test_the_command_of_a_module_is_its_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(ROOT / "tests" / "faults" / "__main__.py"), "--jobs", "2"])
+    record_text("x", "new", root)
+    assert read("x", root)["command"] == "python -m tests.faults --jobs 2"
+
+
 def test_cells_that_were_not_tried_again_stay(root: Path) -> None:
     record_cells("table", "model", {("a", "dp"): "1", ("b", "dp"): "2"}, root)
     record_cells("table", "model", {("b", "dp"): "3", ("c", "tp"): "4"}, root)

@@ -9,7 +9,7 @@ from torch import nn
 from engine.config import load_config
 from engine.planning.analysis import PlanRequest
 from engine.planning.plan import build_plan
-from engine.precision.dtypes import Widths, make_precision
+from engine.precision.dtypes import Precision, Widths, make_precision
 from engine.program.program import Program
 from engine.reporting.banner import banner_text
 
@@ -58,3 +58,10 @@ def test_widths_and_banner(run: str) -> None:
     assert precision.widths("float64") == Widths(F64, F64, None, F64)
     plan = build_plan(config, PlanRequest(Program(model, None, precision, torch.device("cpu"))))
     assert f"  precision  {line}\n" in banner_text(plan, "cpu")
+
+
+def test_frequencies_and_statistics_are_never_rounded() -> None:
+    precision = Precision(BF16, None)
+    for name in ("model.rotary.inv_freq", "norm.running_mean", "norm.running_var"):
+        assert precision.buffer(name, F32) == F32, name
+    assert precision.buffer("table", F32) == BF16 and precision.buffer("count", torch.int64) == torch.int64

@@ -239,3 +239,16 @@ def test_no_tensor_ever_holds_all_logits(reduction: Any, mode: Any) -> None:
     assert most(lambda: eager(hidden, weight, target, form)) >= tokens * vocabulary
     ours = most(lambda: linear_cross_entropy(hidden, weight, None, target, form, Kernels(mode)))
     assert ours == CHUNK * vocabulary
+
+
+def test_a_weight_gradient_of_many_chunks_is_rounded_once() -> None:
+    """64 chunks of equal tokens: summed in bf16, the later ones would be rounded away in part."""
+    tokens, columns = 64 * CHUNK, 512
+    hidden = torch.full((tokens, 8), 0.7, dtype=torch.bfloat16)
+    weight = torch.zeros(columns, 8, dtype=torch.bfloat16, requires_grad=True)
+    assert chunk_tokens(tokens, 8, columns) == CHUNK
+    target, form = torch.zeros(tokens, dtype=torch.int64), CrossEntropy(reduction="sum")
+    linear_cross_entropy(hidden, weight, None, target, form, Kernels("reference")).backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    share = torch.tensor(1 / columns - 1).bfloat16().float()  # of the target, in the dtype of the logits
+    assert torch.equal(weight.grad[0], (share * hidden[0].float() * tokens).bfloat16())

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from engine.errors import EngineError
-from engine.parallel.comm.backend import Channel, Link
+from engine.parallel.comm.backend import Channel, Flow, Link
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import TorchHostGroup
 from engine.parallel.comm.torch_backend import TorchBackend
@@ -25,6 +25,7 @@ RunRanks = Callable[..., list[Any]]
 
 AXES: tuple[Axis, ...] = ("dp", "tp", "pp", "replica", "world")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+FLOWS: tuple[Flow, ...] = ("forward", "backward", "state")
 SHAPES = {"1x2x2": (1, 2, 2), "2x2x1": (2, 2, 1), "1x4x1": (1, 4, 1)}
 MEGABYTES = 16
 
@@ -97,6 +98,20 @@ def test_values_on_every_axis_and_dtype(run_ranks: RunRanks, shape: str) -> None
     pp, _, tp = SHAPES[shape]
     expected = sum(size > 1 for size in SHAPES[shape]) + (pp * tp > 1) + 1  # the replica, the world
     assert run_ranks(values_on, 4, SHAPES[shape]) == [expected] * 4
+
+
+def gather_large() -> None:
+    """Body of a rank: what gloo sends as messages between all ranks, one step beyond the size from which it does."""
+    comm = open_comm(1, 3, 1)
+    elements = (1 << 16) // 4 // 3 + 1
+    shard, full = payload(comm.grid.rank, elements, torch.float32), torch.zeros(3 * elements)
+    comm.all_gather(full, shard, "dp", "x").wait()
+    assert torch.equal(full, torch.cat([payload(rank, elements, torch.float32) for rank in range(3)]))
+    comm.close()
+
+
+def test_each_slice_of_a_large_gather_is_in_its_place(run_ranks: RunRanks) -> None:
+    run_ranks(gather_large, 3)
 
 
 def noise(dtype: torch.dtype) -> Tensor:
@@ -304,3 +319,24 @@ def test_messages_keep_their_order_in_each_flow_and_some_stages_sum(run_ranks: R
     assert first == [20.0, 10.0, 4.0] and second == [0.0, 1.0, 2.0] and third == [0.0, 1.0, 2.0, 4.0]
     assert sent == [("pp", "forward", 6, 72), ("pp", "ties", 1, 4)]
     assert back == [("pp", "gradients of it", 1, 12), ("pp", "ties", 1, 4)]
+
+
+def talk_at_once() -> list[float]:
+    """Body of a rank: messages of every flow from stage 0 to stage 1, taken in another order than they were sent."""
+    grid = Grid(2, 1, 1, dist.get_rank())
+    comm = Comm(grid, TorchBackend(grid, torch.device("cpu")))
+    links = [Link(Channel(flow, 0, 1), 0, 1) for flow in FLOWS]
+    comm.link(links)
+    values = [torch.full((3,), 1.0 + number) for number in range(len(links))]
+    if grid.rank == 0:
+        for pending in [comm.send(value, link) for value, link in zip(values, links, strict=True)]:
+            pending.wait()
+    else:
+        for value, link in reversed(list(zip(values, links, strict=True))):
+            comm.receive(value.zero_(), link).wait()
+    comm.close()
+    return [float(value[0]) for value in values]
+
+
+def test_flows_between_two_stages_do_not_mix(run_ranks: RunRanks) -> None:
+    assert run_ranks(talk_at_once, 2) == [[1.0, 2.0, 3.0]] * 2

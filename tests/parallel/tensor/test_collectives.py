@@ -96,6 +96,20 @@ def test_what_is_owned_is_not_copied_first() -> None:
     assert run_tensor_ranks(2, body) == [[True, False]] * 2
 
 
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_gradient_that_others_read_is_copied_before_its_sum(owned: bool) -> None:
+    """A residual beside a column layer may be given the same gradient tensor."""
+    grads = [whole_of(30), whole_of(31)]
+
+    def body(axis: TensorAxis) -> tuple[bool, bool]:
+        x, grad = whole_of(1).requires_grad_(), grads[axis.index].clone()
+        copy_to(x, axis, owned).backward(grad)  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        return torch.equal(x.grad, grads[0] + grads[1]), torch.equal(grad, grads[axis.index])
+
+    assert run_tensor_ranks(2, body) == [(True, not owned)] * 2
+
+
 @pytest.mark.parametrize("function", [scatter_from, slice_of])
 def test_parts_are_equal_or_refused_before_anything_is_sent(function: Collective) -> None:
     def body(axis: TensorAxis) -> str:

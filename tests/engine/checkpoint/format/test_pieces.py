@@ -108,6 +108,14 @@ def test_within_keeps_what_is_in_the_narrower_part(piece: Piece, data: st.DataOb
     assert np.array_equal(inside, [i for i in indices(piece) if i in set(indices(narrower.whole()))])
 
 
+def test_within_counts_what_lies_before_the_piece() -> None:
+    """Rows 0, 1, 3 and 4 of six, four elements each; the piece has row 1, row 3 and half of row 4."""
+    shape = (6, 4)
+    piece = Piece(Part(shape, 0, ((0, 2), (3, 5))), 4, 14)
+    first, last = Part(shape, 0, ((0, 2),)), Part(shape, 0, ((3, 5),))
+    assert piece.within(first) == Piece(first, 4, 8) and piece.within(last) == Piece(last, 0, 6)
+
+
 @settings(max_examples=200)
 @given(covers())
 def test_what_a_grid_stores_covers_once(cover: tuple[tuple[int, ...], list[Piece]]) -> None:

@@ -169,6 +169,7 @@ def test_a_block_called_again_and_again_has_all_its_stages() -> None:
     assert cut.boundaries == tuple((block, occurrence) for occurrence in (1, 2, 3))
     assert cut.owners[f"{block}.albert_layers.0.ffn.weight"] == (0, 1, 2, 3)
     assert make_cut(timeline, 2, [f"{block}:3"]).boundaries == ((block, 3),)
+    assert cut.stage_of_buffer(timeline, f"{block}.steps") == 3, "its last call leaves the current copy"
 
 
 def test_lasting_writes_have_one_stage() -> None:

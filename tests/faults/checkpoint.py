@@ -1,0 +1,142 @@
+"""Faults of saving, committing, reading and resuming."""
+
+from tests.faults.fault import Fault
+
+_CHECKPOINT = "tests/engine/checkpoint/test_checkpoint.py"
+
+CHECKPOINT = (
+    Fault(
+        name="last-block-not-checked",
+        about="The hash of the last, shorter block of a file is not checked, so a flipped bit there is loaded.",
+        file="engine/checkpoint/format/step_reader.py",
+        old="for offset in range(0, len(data), size):",
+        new="for offset in range(0, len(data) // size * size, size):",
+        tests=("tests/engine/checkpoint/test_damage.py::test_damage_is_refused",),
+    ),
+    Fault(
+        name="committed-before-it-is-on-disk",
+        about="A checkpoint gets its name before its folder is on disk, so a power cut leaves one without files.",
+        file="engine/checkpoint/format/step_folders.py",
+        old="    files.sync_folder(written)\n",
+        new="",
+        tests=("tests/engine/checkpoint/test_crash.py::test_a_save_that_is_cut_off_anywhere",),
+    ),
+    Fault(
+        name="newest-checkpoints-removed",
+        about="Retention keeps the oldest checkpoints and removes the newest.",
+        file="engine/checkpoint/format/step_folders.py",
+        old="[: -max(1, keep)]",
+        new="[max(1, keep) :]",
+        tests=("tests/engine/checkpoint/format/test_step_folders.py::test_at_least_the_newest_stays",),
+    ),
+    Fault(
+        name="given-up-steps-not-set-aside",
+        about="After a return to an older step a restart resumes from the continuation that was given up.",
+        file="engine/checkpoint/format/step_folders.py",
+        old="if key[0] > step]",
+        new="if key[0] > step > key[0]]",
+        tests=(f"{_CHECKPOINT}::test_an_older_step_may_be_gone_back_to",),
+    ),
+    Fault(
+        name="short-read-accepted",
+        about="A file that is cut off is taken for whole if its last bytes are those of an earlier read.",
+        file="engine/checkpoint/format/checked_blocks.py",
+        old="    if count < len(target):\n",
+        new="    if count < 0:\n",
+        tests=(
+            "tests/engine/checkpoint/format/test_step_folders.py::test_a_file_that_shrinks_while_it_is_open_is_refused",
+        ),
+    ),
+    Fault(
+        name="pieces-of-data-ranks-swapped",
+        about="A piece of a tensor is taken from the start of its part, so data ranks store each other's elements.",
+        file="engine/checkpoint/format/pieces.py",
+        old="return Piece(part, before, before + inside)",
+        new="return Piece(part, 0, inside)",
+        tests=("tests/engine/checkpoint/format/test_pieces.py::test_within_counts_what_lies_before_the_piece",),
+    ),
+    Fault(
+        name="rows-of-a-part-misplaced",
+        about="Rows of a sharded weight are looked up without the dims before the sharded one, and a load permutes it.",
+        file="engine/checkpoint/format/pieces.py",
+        old="full = ((outer[:, None] * width + rows[:, 0]) * inner).ravel()",
+        new="full = ((outer[:, None] + rows[:, 0] * len(outer)) * inner).ravel()",
+        tests=("tests/engine/checkpoint/format/test_pieces.py::test_spans_are_the_elements_in_order",),
+    ),
+    Fault(
+        name="moments-swapped-on-another-grid",
+        about="A rank reads moments from the start of a parameter in place of its own piece on another grid.",
+        file="engine/checkpoint/contents/local_tensors.py",
+        old="piece = Piece(own.part, start - slot.start, stop - slot.start)",
+        new="piece = Piece(own.part, 0, stop - start)",
+        tests=(
+            "tests/engine/checkpoint/contents/test_local_tensors.py::test_moments_of_data_ranks_tile_every_parameter",
+        ),
+    ),
+    Fault(
+        name="moments-not-restored",
+        about="A resumed run starts with moments of zero.",
+        file="engine/checkpoint/resume.py",
+        old="            loader.read_moments(made)\n",
+        new="",
+        tests=(f"{_CHECKPOINT}::test_a_run_goes_on_bit_for_bit",),
+    ),
+    Fault(
+        name="step-count-off-by-one",
+        about="The bias correction of a resumed run is one update ahead.",
+        file="engine/checkpoint/contents/optimizer_state.py",
+        old='group["step"] = natural(then["options"].get("step", 0), "the optimizer\'s step")',
+        new='group["step"] = natural(then["options"].get("step", 0), "the optimizer\'s step") + 1',
+        tests=(f"{_CHECKPOINT}::test_a_run_goes_on_bit_for_bit",),
+    ),
+    Fault(
+        name="position-in-the-data-lost",
+        about="A resumed run reads its data from the start again.",
+        file="engine/checkpoint/contents/trainer_state.py",
+        old='thing.load_state_dict(reader.manifest.progress["tracked"][name])',
+        new="thing.load_state_dict(thing.state_dict())",
+        tests=(f"{_CHECKPOINT}::test_what_is_registered_comes_back",),
+    ),
+    Fault(
+        name="generators-not-restored",
+        about="A resumed run shuffles with other random numbers than the run that was interrupted.",
+        file="engine/checkpoint/contents/trainer_state.py",
+        old="            restore_random_states(states, self.device)\n",
+        new="            states = dict(states)\n",
+        tests=(
+            "tests/engine/checkpoint/test_checkpoint_odd.py::test_data_and_generators_are_at_their_places_before_the_first_batch",
+        ),
+    ),
+    Fault(
+        name="loss-scale-not-restored",
+        about="A resumed fp16 run starts with the loss scale of its configuration.",
+        file="engine/step/update.py",
+        old='for name in ("value", "forgiven", "good")',
+        new='for name in ("forgiven", "good")',
+        tests=("tests/engine/step/test_update.py::test_counters_and_the_loss_scale_go_on",),
+    ),
+    Fault(
+        name="running-statistics-not-restored",
+        about="A resumed run keeps the running statistics of the model as it was built on all but one rank.",
+        file="engine/checkpoint/resume.py",
+        old="            run.runtime.buffers.restore(written)\n",
+        new="            written.clear()\n",
+        tests=("tests/engine/checkpoint/test_checkpoint_odd.py::test_odd_names_shapes_and_buffers",),
+    ),
+    Fault(
+        name="snapshot-overwritten-by-the-next",
+        about="A save does not wait for the one before it and overwrites the memory that is being written.",
+        file="engine/checkpoint/writer.py",
+        old="        pending.join()\n        self._pending = None\n",
+        new="        self._pending = None\n",
+        tests=("tests/engine/checkpoint/test_background_save.py::test_a_second_save_waits_for_the_first",),
+    ),
+    Fault(
+        name="masters-shared-in-part",
+        about="At ZeRO 0 every data rank loads its own part of the masters and keeps the rest as built.",
+        file="engine/checkpoint/load.py",
+        old="            if flat.owned != flat.shard:\n                comm.all_gather(flat.master",
+        new="            if flat.owned == flat.shard:\n                comm.all_gather(flat.master",
+        tests=("tests/engine/checkpoint/test_load.py::test_what_data_ranks_hold_in_full_is_gathered",),
+    ),
+)

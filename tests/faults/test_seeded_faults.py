@@ -1,0 +1,71 @@
+"""The table of seeded faults: its data fit the product, and (long) each fault is noticed by its tests."""
+
+import ast
+
+import pytest
+
+from tests.faults import __main__ as command
+from tests.faults.catalogue import AREAS, FAULTS
+from tests.faults.fault import ROOT, Fault
+from tests.faults.trial import Outcome, judge
+
+SAMPLE = Fault(name="a", about="It hangs.", file="zero/layout.py", old="", new="", tests=())
+SILENT = Fault(name="a", about="It is wrong.", file="zero/layout.py", old="", new="", tests=())
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_fits_its_file(fault: Fault) -> None:
+    before, after = (ROOT / fault.file).read_text(encoding="utf-8"), fault.patched()
+    assert ast.dump(ast.parse(before)) != ast.dump(ast.parse(after)), "it is other code"
+    assert (ROOT / fault.file).resolve() == ROOT / fault.file, "a file is named by its real path"
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_tests_of_a_fault_exist_and_run_by_default(fault: Fault) -> None:
+    assert fault.tests and fault.known_tests() == fault.tests
+    for test in fault.tests:
+        file, _, function = test.partition("::")
+        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name == function.partition("[")[0]:
+                assert not [
+                    mark for mark in map(ast.unparse, node.decorator_list) if mark.startswith("pytest.mark.long")
+                ]
+
+
+def test_there_are_enough_faults_and_none_twice() -> None:
+    assert len(FAULTS) >= 60 and all(len(area) >= 6 for area in AREAS.values())
+    assert len({fault.name for fault in FAULTS}) == len({fault.about for fault in FAULTS}) == len(FAULTS)
+    assert len({(fault.file, fault.old, fault.new) for fault in FAULTS}) == len(FAULTS)
+    assert not [fault.name for fault in FAULTS if "|" in fault.about or not fault.about.endswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said", "outcome", "killer"),
+    [
+        (SILENT, 0, "1 passed", Outcome.SURVIVED, "all of its tests pass"),
+        (SILENT, 1, "FAILED tests/a.py::test_b[x] - assert 1 == 2", Outcome.KILLED, "tests/a.py::test_b"),
+        (SILENT, 1, "FAILED tests/a.py::test_b - RankError: ranks [1] did not end within 120 s", Outcome.BROKEN, ""),
+        (SAMPLE, 1, "FAILED tests/a.py::test_b - RankError: ranks [1] did not end within 120 s", Outcome.KILLED, ""),
+        (SILENT, None, "", Outcome.BROKEN, "by time limit"),
+        (SAMPLE, None, "", Outcome.KILLED, "by time limit"),
+        (SILENT, 2, "ERROR tests/a.py - ImportError\n1 error during collection", Outcome.BROKEN, ""),
+        (SILENT, 5, "no tests ran", Outcome.BROKEN, ""),
+    ],
+)
+def test_only_a_failed_test_kills_and_a_time_limit_what_hangs(
+    fault: Fault, code: int | None, said: str, outcome: Outcome, killer: str
+) -> None:
+    verdict = judge(fault, code, said, 1.0)
+    assert verdict.outcome is outcome and killer in verdict.killer
+    assert verdict.reason == ("assert 1 == 2" if outcome is Outcome.KILLED and fault is SILENT else "")
+
+
+def test_a_fault_that_cannot_be_seeded_says_so() -> None:
+    with pytest.raises(LookupError, match="occurs 0 times in zero/none"):
+        Fault(name="a", about="", file="zero/none.py", old="x", new="", tests=()).patched()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_every_fault_is_noticed() -> None:
+    assert command.main([]) == 0
