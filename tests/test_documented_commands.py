@@ -64,6 +64,7 @@ TESTED = {
     "python -m tests.config_page --write": "tests/test_documents.py::test_every_marked_section_shows_its_figure",
     "python -m tests.deepspeed_page --write":
         "tests/engine/config/test_deepspeed_corpus.py::test_the_page_is_current",
+    "python -m tests.faults": "tests/faults/test_seeded_faults.py::test_every_fault_is_killed",
     "srun python train.py":
         "tests/parallel/comm/test_launcher.py::test_a_task_of_srun_meets_at_the_first_node_of_its_step",
 }  # fmt: skip
@@ -211,6 +212,7 @@ def execute(command: str) -> str:
 
 def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")  # of the pictures
     page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     (given,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
     for name in ("config.json", "FILE"):

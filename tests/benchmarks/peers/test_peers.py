@@ -20,7 +20,7 @@ from benchmarks.training.lineups import make_lineup
 from engine.models.decoder import Decoder, DecoderConfig
 from engine.parallel.comm.backend import Wait
 from engine.parallel.comm.shared_memory import SharedMemory, shared_bytes
-from tests.parallel.comm.threads import neighbours
+from tests.parallel.comm.neighbours import neighbours
 
 TINY = Workload(DecoderConfig(layers=2, width=32, heads=2, context=16), sequences=4, clip=0.05)
 ACTIVATIONS = 4 * 16 * 32 * 4

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.parallel.comm.host_barrier import NO_HOST, HostBarrier, host_identity
-from tests.parallel.comm.threads import exchanges, meet_all, neighbours, run_threads
+from tests.parallel.comm.neighbours import exchanges, meet_all, neighbours, run_threads
 
 HOST = host_identity()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.parallel.comm import shared_memory
 from engine.parallel.comm.shared_memory import SharedMemory, shared_bytes
-from tests.parallel.comm.threads import neighbours, run_threads
+from tests.parallel.comm.neighbours import neighbours, run_threads
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64)
