@@ -64,7 +64,7 @@ TESTED = {
     "python -m tests.config_page --write": "tests/test_documents.py::test_every_marked_section_shows_its_figure",
     "python -m tests.deepspeed_page --write":
         "tests/engine/config/test_deepspeed_corpus.py::test_the_page_is_current",
-    "python -m tests.faults": "tests/faults/test_seeded_faults.py::test_every_fault_is_killed",
+    "python -m tests.faults": "tests/faults/test_seeded_faults.py::test_every_fault_is_noticed",
     "srun python train.py":
         "tests/parallel/comm/test_launcher.py::test_a_task_of_srun_meets_at_the_first_node_of_its_step",
 }  # fmt: skip
