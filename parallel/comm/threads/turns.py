@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils import checkpoint
 
 from engine.errors import EngineError
 
@@ -133,16 +134,29 @@ class _ProcessState:
     generator: torch.Tensor
     random: Any
     dtype: torch.dtype
-    apply: Any
-    """``autograd.Function.apply``, which a pipeline's glue replaces while it runs."""
+    functions: tuple[Any, ...]
+    """Those of :data:`_REPLACED`."""
 
     @staticmethod
     def take() -> "_ProcessState":
-        apply = torch.autograd.Function.__dict__["apply"]
-        return _ProcessState(torch.get_rng_state(), random.getstate(), torch.get_default_dtype(), apply)
+        functions = tuple(vars(owner).get(name, _INHERITED) for owner, name in _REPLACED)
+        return _ProcessState(torch.get_rng_state(), random.getstate(), torch.get_default_dtype(), functions)
 
     def put(self) -> None:
         torch.set_rng_state(self.generator)
         random.setstate(self.random)
         torch.set_default_dtype(self.dtype)
-        torch.autograd.Function.apply = self.apply  # type: ignore[method-assign]
+        for (owner, name), function in zip(_REPLACED, self.functions, strict=True):
+            if function is not _INHERITED:
+                setattr(owner, name, function)
+            elif name in vars(owner):
+                delattr(owner, name)
+
+
+_INHERITED = object()
+_REPLACED: tuple[tuple[Any, str], ...] = (
+    (torch.autograd.Function, "apply"),
+    (checkpoint.CheckpointFunction, "apply"),
+    (checkpoint, "_checkpoint_without_reentrant_generator"),
+)
+"""Functions of torch that the forward of a pipeline stage replaces while it runs."""

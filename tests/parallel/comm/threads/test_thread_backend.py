@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointFunction
 
 import engine
 from engine.errors import EngineError
@@ -138,3 +140,13 @@ def test_a_checkpoint_of_threads_is_refused(tmp_path: Any) -> None:
 
     with pytest.raises(EngineError, match="the 2 ranks are threads of one process"):
         run_thread_ranks(2, body)
+
+
+def test_what_pipelines_replace_in_torch_is_put_back() -> None:
+    """Each stage replaces functions of torch while its forward runs, and others run before it is through."""
+    before = [vars(torch.autograd.Function)["apply"], dict(vars(CheckpointFunction)), dict(vars(checkpoint))]
+    config = settings("pp4", (0, "1f1b", "full"))
+    result = verify(ALL["t5"], config, models.batches_for("t5", 16, 2), threads=4)
+    assert result is not None and result.holds()
+    after = [vars(torch.autograd.Function)["apply"], dict(vars(CheckpointFunction)), dict(vars(checkpoint))]
+    assert after == before
