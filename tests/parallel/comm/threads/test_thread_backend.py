@@ -145,8 +145,8 @@ def test_a_checkpoint_of_threads_is_refused(tmp_path: Any) -> None:
 def test_what_pipelines_replace_in_torch_is_put_back() -> None:
     """Each stage replaces functions of torch while its forward runs, and others run before it is through."""
     before = [vars(torch.autograd.Function)["apply"], dict(vars(CheckpointFunction)), dict(vars(checkpoint))]
-    config = settings("pp4", (0, "1f1b", "full"))
-    result = verify(ALL["t5"], config, models.batches_for("t5", 16, 2), threads=4)
+    config = settings("tp2 x pp2", (0, "1f1b", "full"))
+    result = verify(ALL["gpt2"], config, models.batches_for("gpt2", 16, 2), threads=4)
     assert result is not None and result.holds()
     after = [vars(torch.autograd.Function)["apply"], dict(vars(CheckpointFunction)), dict(vars(checkpoint))]
     assert after == before
