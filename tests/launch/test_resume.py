@@ -75,6 +75,7 @@ def check_same(given: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> Non
         assert {name: left[name] for name in SAME} == {name: right[name] for name in SAME}
 
 
+@pytest.mark.long
 def test_one_process_stopped_by_sigterm_goes_on_to_the_bit(tmp_path: Path) -> None:
     whole, stopped = begin(tmp_path, "whole", 1), begin(tmp_path, "stopped", 1)
     made = interrupt(stopped, tmp_path, "stopped", STOPPED)

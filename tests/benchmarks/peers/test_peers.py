@@ -28,6 +28,7 @@ ACTIVATIONS = 4 * 16 * 32 * 4
 MODES = tuple(mode for mode in make_lineup(2, groups=("tp", "pp")).modes if mode.kind != "trine")
 
 
+@pytest.mark.long
 def test_losses_equal_one_process_and_bytes_the_formulas() -> None:
     rounds = measure(MODES, TINY, Effort(rounds=1, steps=3))
     assert loss_spread(rounds) <= 1e-5

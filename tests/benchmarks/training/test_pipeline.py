@@ -72,6 +72,7 @@ def test_stages_of_a_rank() -> None:
     }
 
 
+@pytest.mark.long
 def test_a_tiny_run_of_trine_trains_as_one_process() -> None:
     modes = [mode for mode in MODES if mode.kind == "trine"]
     rounds = measure([named(ONE), *modes], TINY, Effort(rounds=1, steps=2))

@@ -56,6 +56,7 @@ def test_a_limit_that_is_missed_fails(seconds: float, loss: float, well: bool) -
     assert passed is well and ("FAIL" in text) is not well
 
 
+@pytest.mark.long
 def test_llama_trains_as_one_process_and_sends_what_dtensor_sends() -> None:
     rounds = measure(rows("llama", ONE, "Trine tp2", "torch DTensor tp2"), tiny("llama"), Effort(rounds=1, steps=2))
     assert loss_spread(rounds) <= TENSOR_LOSS_TOLERANCE

@@ -35,7 +35,7 @@ def check(results: Mapping[str, Compared | str], pp: int) -> None:
 CORE = {2: (*HUGGING_FACE, *OWN, *REFUSED), 4: ("T5", "Mixtral", "ALBERT", "U-Net", "skips and gates")}
 
 
-@pytest.mark.parametrize("pp", CORE)
+@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_models_as_they_are_train_over_stages_as_in_one_process(run_ranks: RunRanks, pp: int) -> None:
     check(compare(run_ranks, CORE[pp], settings(pp)), pp)
 

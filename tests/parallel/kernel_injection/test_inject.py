@@ -55,6 +55,7 @@ def test_models_compute_the_same_with_operators(name: str) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.long
 def test_models_compute_the_same_with_kernels() -> None:
     model = find("Llama").build()
     before = outcome("Llama", model)

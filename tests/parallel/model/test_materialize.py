@@ -81,7 +81,7 @@ def trains_on(name: str, grids: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n == "llama")) for n in MODELS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n != "decoder")) for n in MODELS])
 def test_weights_do_not_depend_on_the_grid_and_training_is_that_of_one_process(run_ranks: RunRanks, name: str) -> None:
     alone = trains(name, "alone")
 
