@@ -82,10 +82,21 @@ class Turns:
                 one.join()
         finally:
             process.put()
-        problems = [rank.problem for rank in self._ranks if rank.problem is not None]
-        if problems:
-            raise next((problem for problem in problems if not isinstance(problem, _AbortedError)), problems[0])
+        problem = self._take_problem()
+        try:
+            if problem is not None:
+                raise problem
+        finally:
+            del problem  # this frame is in its traceback: they would keep each other, and all tensors of the ranks
         return [rank.results[0] for rank in self._ranks]
+
+    def _take_problem(self) -> BaseException | None:
+        """The first error of a rank's own, which no rank keeps."""
+        problems = [rank.problem for rank in self._ranks if rank.problem is not None]
+        for rank in self._ranks:
+            rank.problem = None
+        own = (problem for problem in problems if not isinstance(problem, _AbortedError))
+        return next(own, problems[0] if problems else None)
 
     def wait(self, index: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Let other ranks run until ``ready``; ``what`` this rank waits for, in words. Called by its thread alone.

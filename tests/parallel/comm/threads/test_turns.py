@@ -1,7 +1,9 @@
 """Ranks that are threads take turns: deterministic, each with its own generators, and never stuck."""
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -99,6 +101,24 @@ def test_the_first_error_ends_all(failing: int) -> None:
     with pytest.raises(ValueError, match=f"of rank {failing}"):
         turns.run(body)
     assert not after
+
+
+def test_an_error_keeps_nothing_of_the_ranks_alive() -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def body(rank: int) -> None:
+        held = torch.zeros(3)
+        kept.append(weakref.ref(held))
+        raise ValueError(f"of rank {rank} with {held.numel()} numbers")
+
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="with 3 numbers") as caught:
+            Turns(2).run(body)
+        del caught
+        assert len(kept) == 2 and not any(one() is not None for one in kept)
+    finally:
+        gc.enable()
 
 
 def test_modes_are_those_of_the_caller() -> None:
