@@ -9,13 +9,13 @@ import os
 import platform
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -131,12 +131,31 @@ def _conditions(arguments: argparse.Namespace, workload: Workload) -> dict[str, 
     }
 
 
+T = TypeVar("T")
+
+
+def some_of(known: Sequence[T], refusal: str, or_none: bool = False) -> Callable[[str], tuple[T, ...]]:
+    """Type of an option that takes some of ``known``, with commas between, or none; ``refusal`` of others, with {}."""
+    by_name = {str(one): one for one in known}
+
+    def read(text: str) -> tuple[T, ...]:
+        asked = set(text.split(",")) - ({"none"} if or_none else set())
+        if unknown := ", ".join(sorted(asked - set(by_name))):
+            raise argparse.ArgumentTypeError(f"{refusal.format(unknown)}; choose of {','.join(by_name)}")
+        return tuple(one for name, one in by_name.items() if name in asked)
+
+    return read
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What can be said to every benchmark of steps."""
     parser.add_argument("--ranks", type=int, default=4, help="of every mode but one process")
     parser.add_argument("--rounds", type=int, default=7, help="fresh processes each")
     parser.add_argument(
-        "--peers", type=_peers, default=PEERS, help=f"some of {','.join(PEERS)}, or none; all by default"
+        "--peers",
+        type=some_of(PEERS, "no peers are called {}", or_none=True),
+        default=PEERS,
+        help=f"some of {','.join(PEERS)}, or none; all by default",
     )
     parser.add_argument("--steps", type=int, default=10, help="timed steps a round and mode")
     parser.add_argument("--accumulation", type=int, default=1, help="microbatches a step; the batch stays the same")
@@ -146,15 +165,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torchrun", action="store_true", help="also start every mode once under torchrun")
     parser.add_argument("--out", type=Path, help="folder for all samples, as NAME.json")
     parser.add_argument("--write-figures", action="store_true", help="keep the tables in docs/figures and show them")
-
-
-def _peers(text: str) -> tuple[Kind, ...]:
-    asked = set(text.split(",")) - {"none"}
-    if unknown := asked - set(PEERS):
-        raise argparse.ArgumentTypeError(
-            f"no peers are called {', '.join(sorted(unknown))}; choose of {','.join(PEERS)}"
-        )
-    return tuple(peer for peer in PEERS if peer in asked)
 
 
 def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace, modes: Sequence[Mode]) -> None:

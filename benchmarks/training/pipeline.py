@@ -29,8 +29,8 @@ import torch
 from benchmarks.harness.figures import record_text
 from benchmarks.harness.report import Column
 from benchmarks.harness.team import Team, start_server
-from benchmarks.peers.workload import Mode, Schedule, Workload
-from benchmarks.training.comparison import add_options, check_options, make_workload, profile, run, runnable
+from benchmarks.peers.workload import Mode, Workload
+from benchmarks.training.comparison import add_options, check_options, make_workload, profile, run, runnable, some_of
 from benchmarks.training.lineups import AGAIN, SCHEDULES, Lineup, make_pipeline_lineup
 
 MICROBATCHES = 8
@@ -75,7 +75,12 @@ def _clipping_column(apart: Mapping[str, float]) -> Column:
 
 def _parse(command: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks pipeline", description="Cost of a pipeline.")
-    parser.add_argument("--schedules", type=_schedules, default=SCHEDULES, help="some of 1f1b,interleaved,zb-v")
+    parser.add_argument(
+        "--schedules",
+        type=some_of(SCHEDULES, "no schedules are called {}"),
+        default=SCHEDULES,
+        help="some of 1f1b,interleaved,zb-v",
+    )
     add_options(parser)
     parser.set_defaults(accumulation=MICROBATCHES)
     arguments = parser.parse_args(command)
@@ -91,14 +96,6 @@ def _check_stages(parser: argparse.ArgumentParser, arguments: argparse.Namespace
         parser.error(f"{stages} stages are more than the {blocks} layers; choose fewer ranks, or --schedules 1f1b")
     if microbatches < arguments.ranks:
         parser.error(f"{microbatches} microbatches are fewer than {arguments.ranks} ranks, which torch refuses")
-
-
-def _schedules(text: str) -> tuple[Schedule, ...]:
-    if unknown := set(text.split(",")) - set(SCHEDULES):
-        raise argparse.ArgumentTypeError(
-            f"no schedules are called {', '.join(sorted(unknown))}; choose of {','.join(SCHEDULES)}"
-        )
-    return tuple(schedule for schedule in SCHEDULES if schedule in text.split(","))
 
 
 def _measure(arguments: argparse.Namespace, lineup: Lineup, workload: Workload) -> tuple[str, bool]:

@@ -14,13 +14,15 @@ from collections.abc import Sequence
 
 from benchmarks.harness.figures import record_text
 from benchmarks.peers.workload import Workload
-from benchmarks.training.comparison import add_options, check_options, make_workload, profile, run, runnable
-from benchmarks.training.lineups import GROUPS, Group, make_lineup
+from benchmarks.training.comparison import add_options, check_options, make_workload, profile, run, runnable, some_of
+from benchmarks.training.lineups import GROUPS, make_lineup
 
 
 def _parse(command: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks step", description="Cost of one training step.")
-    parser.add_argument("--rows", type=_groups, default=GROUPS, help="some of dp,tp,pp; all by default")
+    parser.add_argument(
+        "--rows", type=some_of(GROUPS, "no rows are called {}"), default=GROUPS, help="some of dp,tp,pp; all by default"
+    )
     add_options(parser)
     arguments = parser.parse_args(command)
     workload, ranks = Workload(), arguments.ranks
@@ -30,13 +32,6 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
     if "pp" in arguments.rows and ranks > workload.decoder.layers:
         parser.error(f"pp has at most one rank for each of {workload.decoder.layers} layers; leave pp out of --rows")
     return arguments
-
-
-def _groups(text: str) -> tuple[Group, ...]:
-    asked = text.split(",")
-    if unknown := set(asked) - set(GROUPS):
-        raise argparse.ArgumentTypeError(f"no rows are called {', '.join(sorted(unknown))}; choose of dp,tp,pp")
-    return tuple(group for group in GROUPS if group in asked)
 
 
 def main(command: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from benchmarks.harness.figures import record_text
 from benchmarks.peers.models import TENSOR_MODELS, Name
 from benchmarks.peers.workload import Workload
-from benchmarks.training.comparison import add_options, make_workload, profile, run, runnable
+from benchmarks.training.comparison import add_options, make_workload, profile, run, runnable, some_of
 from benchmarks.training.lineups import make_tensor_lineup
 
 RANKS = (2, 4)
@@ -43,8 +43,13 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks tensor", description="Cost of tensor parallelism.", conflict_handler="resolve"
     )
     add_options(parser)
-    parser.add_argument("--models", type=_models, default=("llama",), help="some of llama,fused")
-    parser.add_argument("--ranks", type=_ranks, default=RANKS, help="some of 2,4")
+    parser.add_argument(
+        "--models",
+        type=some_of(TENSOR_MODELS, "no models are called {}"),
+        default=("llama",),
+        help="some of llama,fused",
+    )
+    parser.add_argument("--ranks", type=some_of(RANKS, "{} ranks are not measured"), default=RANKS, help="some of 2,4")
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of 128 tokens: the batch")
     arguments = parser.parse_args(command)
     if arguments.sequences % arguments.accumulation:
@@ -53,19 +58,6 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
     if arguments.profile not in (None, *names):
         parser.error(f"no row is called {arguments.profile!r}; there are: {'; '.join(names)}")
     return arguments
-
-
-def _models(text: str) -> tuple[Name, ...]:
-    if unknown := set(text.split(",")) - set(TENSOR_MODELS):
-        raise argparse.ArgumentTypeError(f"no models are called {', '.join(sorted(unknown))}; choose of llama,fused")
-    return tuple(model for model in TENSOR_MODELS if model in text.split(","))
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    known = {str(ranks): ranks for ranks in RANKS}
-    if unknown := set(text.split(",")) - set(known):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} ranks are not measured; choose of 2,4")
-    return tuple(ranks for name, ranks in known.items() if name in text.split(","))
 
 
 def _measure(model: Name, arguments: argparse.Namespace) -> tuple[str, bool]:

@@ -22,24 +22,19 @@ import argparse
 from collections.abc import Sequence
 
 from benchmarks.harness.figures import record_text
-from benchmarks.training.comparison import add_options, check_options, make_workload, profile, run, runnable
+from benchmarks.training.comparison import add_options, check_options, make_workload, profile, run, runnable, some_of
 from benchmarks.training.lineups import STAGES, make_zero_lineup
 
 
 def _parse(command: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks zero", description="Cost of sharing state.")
-    parser.add_argument("--stages", type=_stages, default=STAGES, help="some of 0,1,2,3; all by default")
+    parser.add_argument(
+        "--stages", type=some_of(STAGES, "there is no stage {}"), default=STAGES, help="some of 0,1,2,3; all by default"
+    )
     add_options(parser)
     arguments = parser.parse_args(command)
     check_options(parser, arguments, make_zero_lineup(arguments.ranks, arguments.accumulation).modes)
     return arguments
-
-
-def _stages(text: str) -> tuple[int, ...]:
-    known = {str(stage): stage for stage in STAGES}
-    if unknown := set(text.split(",")) - set(known):
-        raise argparse.ArgumentTypeError(f"there is no stage {', '.join(sorted(unknown))}; choose of 0,1,2,3")
-    return tuple(stage for name, stage in known.items() if name in text.split(","))
 
 
 def main(command: Sequence[str] | None = None) -> int:

@@ -8,16 +8,15 @@ collective, all of them raise. So a plan can be tried before any process of the 
     rank 2 ──┘ the last  └── sum ── ...
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from engine.errors import EngineError
 from engine.parallel.comm.backend import Reduction
 from engine.parallel.comm.comm import Pending
+from engine.parallel.comm.threads.rounds import Rounds
 from engine.parallel.comm.threads.turns import Turns
 from engine.parallel.tensor.tp_axis import TensorAxis
 
@@ -32,41 +31,17 @@ class CollectiveCall(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-
-class _Meeting:
-    """The ranks exchange tensors here, one collective after another."""
-
-    def __init__(self, size: int) -> None:
-        self.turns = Turns(size)
-        self._size = size
-        self._rounds: dict[int, dict[int, tuple[CollectiveCall, Tensor]]] = {}
-        self._entered, self._left = [0] * size, Counter[int]()
-
-    def exchange(self, index: int, call: CollectiveCall, part: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, in rank order, once every rank has brought its own."""
-        number, self._entered[index] = self._entered[index], self._entered[index] + 1
-        parts = self._rounds.setdefault(number, {})
-        for other, (theirs, _) in parts.items():
-            if theirs != call:
-                raise EngineError(
-                    f"tensor rank {index} calls {call.op} {call.label!r} where rank {other} calls {theirs.op} "
-                    f"{theirs.label!r}; all tensor ranks make the same calls in the same order."
-                )
-        parts[index] = call, part
-        self.turns.wait(index, lambda: len(parts) == self._size, lambda: f"all to call {call.op} {call.label!r}")
-        self._left[number] += 1
-        if self._left[number] == self._size:
-            del self._rounds[number], self._left[number]
-        return [parts[rank][1] for rank in range(self._size)]
+    def __str__(self) -> str:
+        return f"{self.op} {self.label!r} of {list(self.shape)} {self.dtype}"
 
 
 class SimulatedAxis(TensorAxis):
     """The axis of one simulated rank; ``called`` records its collectives."""
 
-    def __init__(self, index: int, size: int, meeting: _Meeting) -> None:
+    def __init__(self, index: int, size: int, rounds: Rounds) -> None:
         self.index, self.size, self.dry, self.listener = index, size, False, None
         self.called: list[CollectiveCall] = []
-        self._meeting = meeting
+        self._rounds = rounds
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
         parts = torch.stack(self._exchange("all_reduce", label, tensor))
@@ -85,8 +60,7 @@ class SimulatedAxis(TensorAxis):
     def _exchange(self, op: str, label: str, part: Tensor) -> list[Tensor]:
         call = CollectiveCall(op, label, tuple(part.shape), part.dtype)
         self.called.append(call)
-        with torch.no_grad():
-            return self._meeting.exchange(self.index, call, part.detach().clone())
+        return self._rounds.bring(self.index, call, part)()
 
 
 def run_tensor_ranks(size: int, body: Callable[[TensorAxis], Result]) -> list[Result]:
@@ -98,5 +72,6 @@ def run_tensor_ranks(size: int, body: Callable[[TensorAxis], Result]) -> list[Re
         EngineError: the ranks do not call the same collectives in the same order.
         Exception: the first one that a rank raised.
     """
-    meeting = _Meeting(size)
-    return meeting.turns.run(lambda index: body(SimulatedAxis(index, size, meeting)))
+    turns = Turns(size)
+    rounds = Rounds(turns, range(size))
+    return turns.run(lambda index: body(SimulatedAxis(index, size, rounds)))

@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.errors import EngineError
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
+from engine.parallel.comm.threads.rounds import Rounds
 from engine.parallel.comm.threads.turns import Turns
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Axis, Grid
@@ -51,17 +51,11 @@ class _Call:
     op: str
     elements: int
     dtype: torch.dtype
+    purpose: str
 
     def __str__(self) -> str:
-        return f"{self.op} of {self.elements} {str(self.dtype).removeprefix('torch.')} elements"
-
-
-@dataclass(slots=True)
-class _Round:
-    """One collective of a group: what its ranks have brought so far."""
-
-    calls: dict[int, _Call] = field(default_factory=dict)
-    parts: dict[int, Tensor] = field(default_factory=dict)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.op} of {self.elements} {dtype} elements over {self.purpose}"
 
 
 @dataclass(slots=True)
@@ -81,7 +75,7 @@ Group = tuple[str, tuple[int, ...]]
 class _Post:
     """What the ranks of one engine have issued and not yet completed."""
 
-    rounds: defaultdict[Group, dict[int, _Round]] = field(default_factory=lambda: defaultdict(dict))
+    rounds: dict[Group, Rounds] = field(default_factory=dict)
     boxes: defaultdict[tuple[Channel, int, int], _Box] = field(default_factory=lambda: defaultdict(_Box))
 
 
@@ -90,7 +84,6 @@ class ThreadBackend:
 
     def __init__(self, grid: Grid, turns: Turns, post: _Post) -> None:
         self._grid, self._turns, self._post = grid, turns, post
-        self._issued: defaultdict[Group, int] = defaultdict(int)
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
         """Sum ``tensor`` in place, or take the elementwise maximum."""
@@ -144,28 +137,14 @@ class ThreadBackend:
     @torch.no_grad()
     def _meet(self, op: str, group: Group, part: Tensor, place: Callable[[list[Tensor]], None]) -> Wait:
         """Bring this rank's part to the next collective of ``group``; the wait gives all parts to ``place``."""
-        rank, (purpose, peers) = self._grid.rank, group
-        number, self._issued[group] = self._issued[group], self._issued[group] + 1
-        rounds = self._post.rounds[group]
-        round_ = rounds.setdefault(number, _Round())
-        call = _Call(op, part.numel(), part.dtype)
-        for other, theirs in round_.calls.items():
-            if theirs != call:
-                raise EngineError(
-                    f"rank {rank} calls {call} over {purpose} where rank {other} calls {theirs}; all ranks make the "
-                    "same calls in the same order."
-                )
-        round_.calls[rank], round_.parts[rank] = call, part.detach().clone()
-
-        def absent() -> str:
-            missing = [peer for peer in peers if peer not in round_.parts]
-            return f"{call} over {purpose}, to which ranks {missing} have not come"
+        purpose, peers = group
+        rounds = self._post.rounds.setdefault(group, Rounds(self._turns, peers))
+        collect = rounds.bring(self._grid.rank, _Call(op, part.numel(), part.dtype, purpose), part)
 
         def finish() -> None:
-            self._turns.wait(rank, lambda: len(round_.parts) == len(peers), absent)
-            rounds.pop(number, None)
+            parts = collect()
             with torch.no_grad():
-                place([round_.parts[peer] for peer in peers])
+                place(parts)
 
         return finish
 

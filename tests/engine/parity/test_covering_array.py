@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import engine
 from engine.models.decoder import loss_sum
@@ -21,25 +20,14 @@ from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
 from tests import models
 from tests.covering import Row, covering_array
 from tests.engine.parity.launches import differences, held_bytes
+from tests.engine.parity.test_parity_axes import CHAINED, SHARED
 from tests.models import take_rows
 
 RunRanks = Callable[..., list[Any]]
 ROWS, MICRO, STEPS = 16, 2, 2
 """Rows of a global batch and of a microbatch; steps before and after the save."""
-TENSOR: Mapping[str, Callable[[], nn.Module]] = {
-    "decoder": partial(models.decoder, layers=4),
-    "decoder tied": partial(models.decoder, tied=True, layers=4),
-    "llama": partial(models.llama, layers=4),
-    "gpt2": partial(models.gpt2, layers=4, dropout=0.0),
-}
-# Dropout draws other masks inside tensor-parallel layers than one process does; nano and crossing cut by hand.
-WHOLE: Mapping[str, Callable[[], nn.Module]] = {
-    "decoder dropout": partial(models.decoder, dropout=0.2, layers=4),
-    "nano": partial(models.nano, layers=4),
-    "t5": models.t5,
-    "crossing": models.crossing,
-}
-MODELS = {**TENSOR, **WHOLE}
+TENSOR = {name: SHARED[name] for name in ("decoder", "decoder tied", "llama", "gpt2")}
+MODELS = {**TENSOR, **CHAINED}
 ONE_STAGE, TWO_STAGES = ("1f1b", "gpipe", "zb-h1"), ("interleaved", "looped-bfs", "zb-v", "dualpipe-v")
 """Schedules by the stages of a rank."""
 FACTORS: Mapping[str, tuple[Any, ...]] = {
