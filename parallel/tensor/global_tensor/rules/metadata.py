@@ -66,12 +66,14 @@ def register_hook(context: "GlobalTensorContext", func: Function, input: Any, ho
     if not held_once(input.sets):
         raise NoRuleError("gradients are parts")
 
+    full, sets = input.full, input.sets  # a hook that kept its own tensor would never be freed
+
     def on_part(grad: Tensor) -> Tensor | None:
-        found = hook(GlobalTensor(grad, input.full, input.sets, context))
+        found = hook(GlobalTensor(grad, full, sets, context))
         if found is None:
             return None
-        if type(found) is not GlobalTensor or found.sets != input.sets:
-            found = GlobalTensor(grad.new_zeros(grad.shape), input.full, input.sets, context).add_(found)
+        if type(found) is not GlobalTensor or found.sets != sets:
+            found = GlobalTensor(grad.new_zeros(grad.shape), full, sets, context).add_(found)
         return found.local  # type: ignore[no-any-return]
 
     return func(input.local, on_part)

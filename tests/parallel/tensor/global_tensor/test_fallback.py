@@ -1,5 +1,7 @@
 """Functions without a rule, and what reaches a View past torch's functions."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -190,3 +192,17 @@ def test_a_hook_sees_the_gradient_as_a_view() -> None:
     compare(program, {"x": x("thirds")}, 2)
     with pytest.raises(EngineError, match="register_hook"):
         run(program, {"x": x("shared")}, 2)
+
+
+def test_a_hook_does_not_keep_its_tensor() -> None:
+    alive: list[Any] = []
+
+    def program(x: Any) -> Any:
+        y = x * 2
+        y.register_hook(lambda grad: None)
+        alive.append(weakref.ref(y))
+        return y * y
+
+    compare(program, {"x": x("thirds")}, 2)
+    gc.collect()
+    assert alive and not any(ref() is not None for ref in alive)
