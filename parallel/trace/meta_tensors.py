@@ -6,7 +6,6 @@ twin         the meta tensor behind it, on which operations really run, so that 
              value. Meta tensors rather than FakeTensors, since user code must not notice that it is traced.
 autocast     decides by the device of its arguments and ignores meta tensors; so an operation runs once more on
              FakeTensors that claim the run device, and their result tells the dtypes
-``OperationMeter``   the dispatch mode that counts FLOPs and detects random operations
 """
 
 from collections.abc import Callable, Mapping
@@ -16,17 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.flop_counter import flop_registry
 
 from engine.errors import first_line
 from engine.parallel.model.placeholders import placeholder, trainable
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.trace.leaves import map_leaves, plain_leaves
+from engine.parallel.trace.operation_meter import META
 from engine.parallel.trace.torch_function import Operation
-
-META = torch.device("meta")
 
 
 class NeedsContentError(Exception):
@@ -173,43 +169,6 @@ _SHAPE_RULES: Mapping[str, Callable[..., Tensor | None]] = MappingProxyType(
     {"_grouped_mm": _grouped_mm, "grouped_mm": _grouped_mm}
 )
 """Operations that meta tensors refuse, and a replacement of equal shape, gradient and FLOPs; None: case not covered."""
-
-
-_KNOWN = frozenset(("aten", "prims", "profiler", "c10d", "_c10d_functional"))
-"""Namespaces whose random operations are tagged; operations of others count as random."""
-
-
-class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts floating point operations of matrix products, convolutions and attention by torch's own formulas, and
-    sets ``draws`` if a random operation runs. One mode for both: each mode costs as much as the operation itself."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-        self.draws = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and what would hide the mode from Dynamo runs at each operation
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        marked = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _KNOWN
-        self.draws = self.draws or (marked and not _drops_nothing(func, args, kwargs))
-        out = func(*args, **kwargs)
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-        if formula is not None:
-            self.flops += int(formula(*args, **kwargs, out_val=out))
-        return out
-
-
-def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True for attention with dropout 0: its kernels are tagged as random for their dropout."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given == 0)
-    return False
 
 
 def cast_like_autocast(device: torch.device, run: Callable[[Any], Any], arguments: Any) -> Any:

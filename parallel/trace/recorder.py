@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_flatten
 from engine.parallel.model.blocks import Units
 from engine.parallel.model.user_code import call_user_code
 from engine.parallel.trace.leaves import map_leaves, plain_leaves
-from engine.parallel.trace.meta_tensors import META, MetaTwins, NeedsContentError, OperationMeter
+from engine.parallel.trace.meta_tensors import MetaTwins, NeedsContentError
 from engine.parallel.trace.model_trace import Call, FreeTensor, Glue, Material, OnZeros, Recipe, Sample
+from engine.parallel.trace.operation_meter import META, OperationMeter
 from engine.parallel.trace.provenance import OpenCall, TensorProvenance, ValueSource, position_of
 from engine.parallel.trace.torch_function import Function, Operation, user_place, wrapper_among
 
