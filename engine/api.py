@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.build.assemble import build, measure_model, plan_run
+from engine.build.assemble import build, measure_model, plan_run, search_model
 from engine.build.equal_input import describe_input, difference_error
 from engine.build.forward_changes import change_forwards
 from engine.build.place_model import make_model, unwrap
@@ -19,6 +19,7 @@ from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.engine import Engine
+from engine.errors import EngineError
 from engine.optim.given_optimizer import read_optimizer
 from engine.optim.lr_schedules import SchedulerArgument
 from engine.parallel.comm.agreement import all_or_none, from_first
@@ -35,7 +36,8 @@ from engine.parallel.comm.world import (
     timeout_seconds,
 )
 from engine.parallel.grid import Grid
-from engine.planning.analysis import needs_example
+from engine.planning.analysis import needs_example, needs_search
+from engine.planning.found_styles import FoundStyles
 from engine.planning.plan import Plan
 from engine.planning.profile_calls import Costs, needs_profiling
 from engine.program.batch import Batch
@@ -83,8 +85,8 @@ def initialize(
         world: which rank this is, for ranks that are threads (``run_thread_ranks``); None: the launcher tells.
 
     Raises:
-        ConfigError, GridError, PlanError: one sentence per problem. They are raised before any communication, except
-            for ranks that were given different models or configurations.
+        ConfigError, GridError, PlanError: one sentence per problem, before any communication; except that ranks were
+            given different models or configurations, and what rank 0 finds in its search of a tensor plan for all.
     """
     resources = EngineResources()
     resources.add(LastWords().close)
@@ -120,7 +122,7 @@ def _initialize(model: nn.Module, config: Config, request: Request, world: World
     request = replace(request, changes=change_forwards(model, config, world.device, request.patches))
     waits = needs_example(config) and request.example_batch is None
     known = None
-    if not waits and not needs_profiling(config):
+    if not waits and not needs_profiling(config) and not needs_search(config):
         with say_if_slow(_PLANNING, world.rank):
             known = plan_run(model, config, request, request.example_batch)
     comm = _open_comm(config, world, given)
@@ -172,25 +174,35 @@ class _Joined:
 
     def _plan(self, example: Batch, problem: Exception | None) -> Plan:
         """Return the known plan or make it now; ``problem``, or an error while planning, is raised on all ranks."""
-        rank, costs = self.comm.grid.rank, None
+        given, costs, found = (self.model, self.config, self.request, example), None, None
         if needs_profiling(self.config):
-            with say_if_slow("timing the calls of the model", rank):
-                costs = Costs.from_bytes(self._measured(example, problem))
-        with all_or_none(self.comm, self.device), say_if_slow(_PLANNING, rank):
+            measured = self._by_first(lambda: measure_model(*given, self.device), _TIMING, problem)
+            costs = Costs.from_bytes(measured)
+        if needs_search(self.config):
+            found = FoundStyles.from_bytes(self._by_first(lambda: search_model(*given), _SEARCHING, problem))
+        with all_or_none(self.comm, self.device), say_if_slow(_PLANNING, self.comm.grid.rank):
             if problem is not None:
                 raise problem
             self.prepare()
-            return self.known or plan_run(self.model, self.config, self.request, example, costs)
+            return self.known or plan_run(*given, costs, found)
 
-    def _measured(self, example: Batch, problem: Exception | None) -> bytes:
-        def measure() -> bytes:
+    def _by_first(self, make: Callable[[], Costs | FoundStyles], what: str, problem: Exception | None) -> bytes:
+        """What rank 0 makes, on every rank; a ``problem`` of rank 0 takes its place, and every rank raises its own."""
+
+        def made() -> bytes:
             if problem is not None:
                 raise problem
-            return measure_model(self.model, self.config, self.request, example, self.device).to_bytes()
+            return make().to_bytes()
 
-        return from_first(measure, self.comm, self.device)
+        with say_if_slow(what, self.comm.grid.rank):
+            try:
+                return from_first(made, self.comm, self.device)
+            except EngineError as error:
+                raise problem or error from None
 
 
+_TIMING = "timing the calls of the model"
+_SEARCHING = "searching the tensor plan"
 _PLANNING = "planning (trace, tensor plan, pipeline stages)"
 
 

@@ -1,6 +1,7 @@
 """Assembles the runtime of this rank from a plan; the only module that knows all parts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ from engine.parallel.pipeline.runtime.transport import CommTransport
 from engine.parallel.tensor.layers.parameter_use import FirstUse
 from engine.parallel.tensor.layers.partial_grads import PartialSums
 from engine.parallel.tensor.tp_axis import TensorAxis
-from engine.planning.analysis import PlanRequest
+from engine.planning.analysis import PlanRequest, search_styles
 from engine.planning.budgets import reduces_each_microbatch
+from engine.planning.found_styles import FoundStyles
 from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import Costs, profile_run
 from engine.precision.dtypes import make_precision
@@ -54,12 +56,35 @@ from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
 from engine.zero.reduce.step_reducer import GradientReducer
 
 
-def plan_run(model: nn.Module, config: Config, request: Request, example: Batch, costs: Costs | None = None) -> Plan:
-    """The plan of this run; see :func:`engine.planning.plan.build_plan` for what it refuses."""
-    program = request.program(model, make_precision(config, model), torch.device("cpu"))
-    replacements = request.changes.replacements
-    wish = PlanRequest(program, example, request.optimizer is not None, costs, replacements, request.given)
-    return build_plan(config, wish)
+def plan_run(
+    model: nn.Module,
+    config: Config,
+    request: Request,
+    example: Batch,
+    costs: Costs | None = None,
+    found: FoundStyles | None = None,
+) -> Plan:
+    """The plan of this run; see :func:`engine.planning.plan.build_plan` for what it refuses.
+
+    ``costs``, ``found``: what rank 0 has measured and searched, if this run needs it.
+    """
+    wish = _plan_request(model, config, request, example)
+    return build_plan(config, replace(wish, costs=costs, found=found))
+
+
+def search_model(model: nn.Module, config: Config, request: Request, example: Batch) -> FoundStyles:
+    """What the search finds for this run; see :func:`engine.planning.tensor_plan_search.find_styles`."""
+    return search_styles(config, _plan_request(model, config, request, example))
+
+
+def _plan_request(model: nn.Module, config: Config, request: Request, example: Batch) -> PlanRequest:
+    return PlanRequest(
+        program=request.program(model, make_precision(config, model), torch.device("cpu")),
+        example=example,
+        own_optimizer=request.optimizer is not None,
+        replacements=request.changes.replacements,
+        given=request.given,
+    )
 
 
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:

@@ -42,9 +42,10 @@ from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.planning.budgets import shards_parameters
 from engine.planning.example_trace import trace_example
+from engine.planning.found_styles import FoundStyles
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
 from engine.planning.tensor_plan_proof import check_plan
-from engine.planning.tensor_plan_search import find_plan
+from engine.planning.tensor_plan_search import find_styles
 from engine.program.batch import Batch
 from engine.program.program import Program
 
@@ -63,11 +64,27 @@ class PlanRequest:
     """Modules whose forwards run the engine's operators."""
     given: GivenOptimizer | None = None
     """The user's optimizer, whose groups take the place of the configured ones."""
+    found: FoundStyles | None = None
+    """Result of the search for a tensor plan; None: it is searched here."""
 
 
 def needs_example(config: Config) -> bool:
     """Planning needs a microbatch: tensor and pipeline parallelism do, data parallelism alone does not."""
     return config.tp > 1 or config.pp > 1
+
+
+def needs_search(config: Config) -> bool:
+    """The tensor plan is found by a search, which one rank of the job makes."""
+    return config.tp > 1 and config.parallel.tensor_plan == "auto"
+
+
+def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
+    """What the search for a tensor plan finds.
+
+    Raises:
+        PlanError: the model cannot be traced, or its widths cannot be divided.
+    """
+    return find_styles(request.program, request.example, config.tp, config.parallel.sequence_parallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,11 +308,12 @@ def _tensor_plan(config: Config, request: PlanRequest) -> TensorPlan | None:
     """The tensor plan, found by the search or read from the user's styles; None without tensor parallelism."""
     if config.tp == 1:
         return None
-    parallel = config.parallel
-    if parallel.tensor_plan == "auto":
-        plan = find_plan(request.program, request.example, config.tp, parallel.sequence_parallel)
+    model, parallel = request.program.model, config.parallel
+    if needs_search(config):
+        found = request.found or search_styles(config, request)
+        plan = found.plan(model, config.tp, parallel.sequence_parallel)
     else:
-        plan = find_tensor_plan(request.program.model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
+        plan = find_tensor_plan(model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
     return replace(plan, regather=parallel.sequence_parallel_regather)
 
 

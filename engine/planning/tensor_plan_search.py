@@ -5,12 +5,13 @@
     search     run ``engine.parallel.tensor.auto`` on a float64 copy of one unit
     spread     give the styles of that unit to all equal units, as patterns
 
-Nothing is communicated. Every rank finds the same plan, since all random content comes from fixed seeds.
+Nothing is communicated. Every rank would find the same plan, since all random content comes from fixed seeds; rank 0
+of a job searches, and the others receive what it has found.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -29,11 +30,10 @@ from engine.parallel.tensor.auto.search import Decided, Search
 from engine.parallel.tensor.auto.strategies import vocabulary_styles
 from engine.parallel.tensor.deferred_linear import is_linear
 from engine.parallel.tensor.global_tensor.redistribute import SequenceError
-from engine.parallel.tensor.plan.resolve import match_styles
-from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
 from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace
 from engine.planning.example_trace import trace_example
+from engine.planning.found_styles import FoundStyles
 from engine.planning.isolated_block import float64_block, signatures
 from engine.program.batch import Batch, map_tensors, named_tensors
 from engine.program.program import Program
@@ -73,7 +73,12 @@ class CalledModules:
 
 
 def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False) -> TensorPlan:
-    """The plan for ``tp`` tensor ranks.
+    """The plan for ``tp`` tensor ranks; see ``find_styles``."""
+    return find_styles(program, example, tp, sequence).plan(program.model, tp, sequence)
+
+
+def find_styles(program: Program, example: Batch, tp: int, sequence: bool = False) -> FoundStyles:
+    """The styles for ``tp`` tensor ranks.
 
     Raises:
         PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
@@ -85,11 +90,8 @@ def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False)
         search = _Search(program, tp, sequence, dict(words))
         for unit in found.units:
             search.take(unit)
-    styles = search.styles
-    patterns = as_patterns(program.model, styles)
-    read = match_styles(program.model, patterns)
-    plan = cut_model(program.model, read, tp, "found by zero patterns, proven", sequence)
-    return replace(plan, patterns=patterns, reasons=tuple(search.reasons), notes=found.notes)
+    patterns = as_patterns(program.model, search.styles)
+    return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=found.notes)
 
 
 @dataclass

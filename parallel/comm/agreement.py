@@ -69,9 +69,13 @@ def raise_together(
 
 
 def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device) -> bytes:
-    """The bytes that rank 0 makes, on every rank; if ``make`` fails, rank 0 raises its error and the others name it.
+    """The bytes that rank 0 makes, on every rank. Other ranks do not call ``make``.
 
-    Two all-reduces over the world, label "start": the length, then the bytes. Other ranks do not call ``make``.
+    Two all-reduces over the world, label "start": the length, then the bytes.
+
+    Raises:
+        EngineError: ``make`` has failed. An ``EngineError`` is raised alike on every rank; of another error, which is
+            raised on rank 0, the other ranks say where it is.
     """
     made, problem = b"", None
     if comm.grid.rank == 0:
@@ -79,17 +83,26 @@ def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device) -> b
             made = make()
         except Exception as error:
             problem = error
-    length = torch.tensor([-1 if problem is not None else len(made)], dtype=torch.int64, device=device)
+            known = isinstance(error, EngineError)
+            made = f"{type(error).__name__ if known else ''}:{error if known else ''}".encode(errors="backslashreplace")
+    length = torch.tensor([-len(made) if problem is not None else len(made)], dtype=torch.int64, device=device)
     comm.all_reduce(length, "world", "start").wait()
-    if problem is not None:
-        raise problem
-    if int(length) < 0:
-        raise EngineError(f"rank 0 {_UNREADY}; its message tells why.")
-    data = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    data = torch.zeros(abs(int(length)), dtype=torch.uint8, device=device)
     if made:
         data.copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
     comm.all_reduce(data, "world", "start").wait()
-    return data.cpu().numpy().tobytes()
+    if problem is not None:
+        raise problem
+    received = data.cpu().numpy().tobytes()
+    if int(length) < 0:
+        raise _error_of_first(received.decode())
+    return received
+
+
+def _error_of_first(text: str) -> EngineError:
+    name, _, sentence = text.partition(":")
+    kind = next((kind for kind in EngineError.__subclasses__() if kind.__name__ == name), EngineError)
+    return kind(sentence or f"rank 0 {_UNREADY}; its message tells why.")
 
 
 def gather_from_all(
