@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine import api
+from engine.build import assemble
 from engine.planning.found_styles import FoundStyles
 from engine.verify import verify
 from tests import models
@@ -18,14 +18,10 @@ def test_one_rank_searches_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
         searched.append(find(*given))
         return searched[-1]
 
-    find = api.search_model
-    monkeypatch.setattr(api, "search_model", search)
-    parity = verify(
-        lambda: models.llama(layers=2),
-        settings("dp2 x tp2", (1, "1f1b", "none")),
-        models.batches_for("llama", 16),
-        threads=4,
-    )
+    find = assemble.search_model
+    monkeypatch.setattr("engine.api.search_model", search)
+    config, batches = settings("dp2 x tp2", (1, "1f1b", "none")), models.batches_for("llama", 16)
+    parity = verify(lambda: models.llama(layers=2), config, batches, threads=4)
     assert parity is not None and parity.holds(), str(parity)
     (found,) = searched
     assert FoundStyles.from_bytes(found.to_bytes()) == found and found.patterns and found.reasons
