@@ -115,16 +115,28 @@ def train(grid: str, stage: int, kind: str, changes: dict[str, Any]) -> dict[str
     return found
 
 
-def train_all(grid: str) -> list[tuple[Any, dict[str, Any]]]:
+Case = tuple[int, str]
+"""ZeRO stage, and what is not finite."""
+EVERY: tuple[Case, ...] = (*((stage, "gradient") for stage in STAGES), (2, "activation"))
+
+
+def train_all(grid: str, wanted: tuple[Case, ...]) -> list[tuple[Case, dict[str, Any]]]:
     """Body of a rank: all cases of a grid."""
-    cases: list[tuple[int, str, dict[str, Any]]] = [(stage, "gradient", {}) for stage in STAGES]
-    cases += [(2, "activation", {})]
-    return [((stage, kind), train(grid, stage, kind, changes)) for stage, kind, changes in cases]
+    return [(case, train(grid, *case, {})) for case in wanted]
 
 
-@pytest.mark.parametrize("grid", [pytest.param(g, marks=[pytest.mark.long] * (g == "dp2")) for g in GRIDS])
-def test_a_skipped_step_leaves_no_bit_and_names_the_first_parameter(run_ranks: RunRanks, grid: str) -> None:
-    for rank, cases in enumerate(run_ranks(train_all, math.prod(GRIDS[grid].values()), grid)):
+@pytest.mark.parametrize(
+    ("grid", "wanted"),
+    [
+        pytest.param("dp2 x tp2", (EVERY[1], EVERY[3], EVERY[4]), id="dp2 x tp2, some"),
+        pytest.param("dp2 x pp2", (EVERY[0], EVERY[2]), id="dp2 x pp2, some"),
+        *(pytest.param(grid, EVERY, marks=pytest.mark.long, id=grid) for grid in GRIDS),
+    ],
+)
+def test_a_skipped_step_leaves_no_bit_and_names_the_first_parameter(
+    run_ranks: RunRanks, grid: str, wanted: tuple[Case, ...]
+) -> None:
+    for rank, cases in enumerate(run_ranks(train_all, math.prod(GRIDS[grid].values()), grid, wanted)):
         for (stage, kind), found in cases:
             where = (rank, stage, kind)
             name = "blocks.1.norm1.weight" if kind == "gradient" else "the loss"
