@@ -24,8 +24,8 @@ from tests.engine.parity.test_parity_axes import CHAINED, SHARED
 from tests.models import take_rows
 
 RunRanks = Callable[..., list[Any]]
-ROWS, MICRO, STEPS = 16, 2, 2
-"""Rows of a global batch and of a microbatch; steps before and after the save."""
+MICRO, STEPS = 2, 2
+"""Rows of a microbatch; steps before and after the save."""
 TENSOR = {name: SHARED[name] for name in ("decoder", "decoder tied", "llama", "gpt2")}
 MODELS = {**TENSOR, **CHAINED}
 ONE_STAGE, TWO_STAGES = ("1f1b", "gpipe", "zb-h1"), ("interleaved", "looped-bfs", "zb-v", "dualpipe-v")
@@ -49,6 +49,11 @@ def ranks_of(row: Row) -> int:
     return prod(row[axis] for axis in ("data", "tensor", "pipeline"))
 
 
+def rows_of(row: Row) -> int:
+    """Rows of a global batch."""
+    return int(MICRO * row["accumulation"] * row["data"])
+
+
 def valid(row: Row, most: int) -> bool:
     """Rows that are not the same as another one, and that one machine can run."""
     stages = row["pipeline"] * (2 if row["schedule"] in TWO_STAGES else 1)
@@ -62,7 +67,7 @@ def valid(row: Row, most: int) -> bool:
 
 
 def settings(row: Row, folder: str) -> dict[str, Any]:
-    """The configuration of a row: 8 microbatches in all, clipping active, a rate that moves."""
+    """The configuration of a row: four microbatches a data rank or eight, clipping active, a rate that moves."""
     stage, _, how = row["zero"].partition(" ")
     zero: dict[str, Any] = {"stage": int(stage), "reduce_bucket_size": 6000}
     zero |= {"gather" if stage == "3" else "reduce": how} if how else {}
@@ -70,7 +75,7 @@ def settings(row: Row, folder: str) -> dict[str, Any]:
     parallel |= {"virtual_stages": 2} if row["schedule"] in TWO_STAGES else {}
     parallel |= {"sequence_parallel": True} if row["sequence"] else {}
     return {
-        "train_batch_size": ROWS,
+        "train_batch_size": rows_of(row),
         "train_micro_batch_size_per_gpu": MICRO,
         "parallel": parallel,
         "zero_optimization": zero,
@@ -88,7 +93,7 @@ def train(row: Row, folder: str) -> tuple[TrainingRecord, tuple[str, ...]]:
     config, reports = settings(row, folder), []
     problems: list[str] = []
     wishes = loss_sum if row["model"].startswith("decoder") else None
-    batches = models.batches_for(row["model"].split()[0], ROWS, 2 * STEPS)
+    batches = models.batches_for(row["model"].split()[0], rows_of(row), 2 * STEPS)
     for part in range(2):
         eng = engine.initialize(MODELS[row["model"]], config, wishes, take_rows(batches[0], 0, MICRO))
         with eng:
@@ -118,7 +123,7 @@ def train_both(row: Row, folder: str) -> tuple[Parity | None, tuple[str, ...]]:
     if not run.weights:
         return None, problems
     wishes = VerifyOptions(loss_sum if row["model"].startswith("decoder") else None)
-    batches = models.batches_for(row["model"].split()[0], ROWS, 2 * STEPS)
+    batches = models.batches_for(row["model"].split()[0], rows_of(row), 2 * STEPS)
     torch.manual_seed(0)
     return Parity(run, train_alone(MODELS[row["model"]], settings(row, folder), batches, wishes)), problems
 
@@ -149,7 +154,7 @@ PAIRS = covering_array({**FACTORS, "model": FEW}, partial(valid, most=4), 2, cos
 
 @pytest.mark.parametrize("row", PAIRS, ids=name_of)
 def test_every_pair(run_ranks: RunRanks, row: Row, tmp_path: Path) -> None:
-    check(run_ranks, row, tmp_path)
+    check(run_ranks, row | {"accumulation": 4}, tmp_path)
 
 
 @pytest.mark.long
@@ -157,4 +162,4 @@ def test_every_pair(run_ranks: RunRanks, row: Row, tmp_path: Path) -> None:
 def test_every_triple(run_ranks: RunRanks, tmp_path: Path) -> None:
     for number, row in enumerate(covering_array(FACTORS, partial(valid, most=8), 3, cost)):
         print(name_of(row), flush=True)
-        check(run_ranks, row, tmp_path / str(number))
+        check(run_ranks, row | {"accumulation": 8}, tmp_path / str(number))
