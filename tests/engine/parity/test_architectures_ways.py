@@ -32,14 +32,11 @@ def split(changes: dict[str, Any]) -> dict[str, Any]:
 AWKWARD = ("T5", "Mixtral", "Gemma 3n", "ALBERT", "Whisper", "U-Net", "skips and gates", "blocks passing a dict", "ViT")
 PLANNED = ("GPT-2", "Llama", "Qwen3", "Mistral", "Gemma", "Gemma 2")
 WAYS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
-    "recomputed": (FULL, ("Gemma 3n", "T5, dropout")),
-    "by the model itself": (
-        {},
-        ("Gemma 3n, checkpoints", "T5, dropout and checkpoints", "GPT-2, dropout and compiled", "Mixtral, autocast"),
-    ),
-    "ZeRO 3": (sharded(3), ("Mixtral", "GPT-2, compiled")),
-    "tensor ranks": (BOTH, ("GPT-2", "Gemma")),
-    "zb-v": (split(sharded(3)), ("T5", "Mixtral")),
+    "recomputed": (FULL, ("T5, dropout",)),
+    "by the model itself": ({}, ("T5, dropout and checkpoints", "GPT-2, dropout and compiled")),
+    "ZeRO 3": (sharded(3), ("Mixtral",)),
+    "tensor ranks": (BOTH, ("Gemma",)),
+    "zb-v": (split(sharded(3)), ("U-Net",)),
 }  # fmt: skip
 WIDE: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "recomputed": (FULL, AWKWARD),
@@ -50,6 +47,8 @@ WIDE: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "compiled by AOT": ({}, [f"{name}, compiled by AOT" for name in ("GPT-2", "T5", "U-Net", "skips and gates")]),
     "compiled, recomputed": (FULL, ["GPT-2, compiled", "skips and gates, compiled"]),
     "autocast": ({}, [f"{name}, autocast" for name in ("GPT-2", "ViT", "U-Net")]),
+    "by the model itself, more": ({}, ("Gemma 3n, checkpoints", "Mixtral, autocast")),
+    "ZeRO 3, compiled": (sharded(3), ("GPT-2, compiled",)),
     "ZeRO 1": (sharded(1), AWKWARD),
     "ZeRO 2": (sharded(2, reduce="microbatch"), AWKWARD),
     "ZeRO 3": (sharded(3), AWKWARD),

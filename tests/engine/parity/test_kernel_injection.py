@@ -55,7 +55,7 @@ def test_references_in_a_model_train_as_the_model_does(run_ranks: RunRanks, chan
     [
         pytest.param({"parallel": SEQUENCE, "zero_optimization": {"stage": 2}}, id="sequence"),
         pytest.param({"parallel": {"pipeline": 2}}, id="pipeline"),
-        pytest.param({"parallel": TENSOR, "zero_optimization": {"stage": 3}}, id="tensor"),
+        pytest.param({"parallel": TENSOR, "zero_optimization": {"stage": 3}}, id="tensor", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.parametrize("name", SHORT)
