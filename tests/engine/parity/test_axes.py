@@ -144,12 +144,12 @@ def evaluate_alone(name: str) -> tuple[float, Any]:
     ("name", "grid"),
     [
         ("decoder dropout", "tp2"),
-        ("decoder dropout", "pp2"),
-        ("gpt2", "tp2 x pp2"),
+        ("gpt2", "pp2"),
+        wide("decoder dropout", "pp2"),
         wide("decoder dropout", "tp2 x pp2"),
         wide("decoder dropout", "dp2 x tp2 x pp2"),
         wide("gpt2", "tp2"),
-        wide("gpt2", "pp2"),
+        wide("gpt2", "tp2 x pp2"),
     ],
 )
 def test_evaluation_touches_nothing_and_gives_what_one_process_gives(run_ranks: RunRanks, name: str, grid: str) -> None:
@@ -251,7 +251,7 @@ def tensor_batches(rows: int = 16) -> list[Tensor]:
     return [torch.randn(rows, 12, generator=generator) for _ in range(4)]
 
 
-@pytest.mark.parametrize(("name", "grid"), [("decoder", "tp2"), ("nano", "pp2"), ("decoder", "tp2 x pp2")])
+@pytest.mark.parametrize(("name", "grid"), [("decoder", "tp2"), ("nano", "pp2"), wide("decoder", "tp2 x pp2")])
 def test_iterators_and_tuples(run_ranks: RunRanks, name: str, grid: str) -> None:
     for whole, pulled in run_ranks(in_forms, ranks(grid), name, grid):
         assert whole == pulled
@@ -280,7 +280,8 @@ def parity(run_ranks: RunRanks, grid: str, build: Build, given: Sequence[Any], l
     ("name", "grid"),
     [
         ("llama", "pp2"),
-        ("gpt2 still", "tp2 x pp2"),
+        ("gpt2 still", "tp2"),
+        wide("gpt2 still", "tp2 x pp2"),
         wide("decoder", "tp2"),
         wide("decoder dropout", "pp4"),
         wide("decoder tied", "dp2 x pp2"),
@@ -338,7 +339,9 @@ def replicated(name: str, grid: str) -> dict[str, Any]:
         return {"stage": eng.grid.coord().pp, "whole": whole, "loss": losses}
 
 
-@pytest.mark.parametrize(("name", "grid"), [("decoder dropout", "tp2"), ("gpt2", "tp2 x pp2"), wide("llama", "tp2")])
+@pytest.mark.parametrize(
+    ("name", "grid"), [("decoder dropout", "tp2"), wide("gpt2", "tp2 x pp2"), wide("llama", "tp2")]
+)
 def test_tensor_ranks_stay_equal_where_they_hold_the_same(run_ranks: RunRanks, name: str, grid: str) -> None:
     results = run_ranks(replicated, ranks(grid), name, grid)
     for one, other in itertools.combinations(results, 2):
@@ -352,7 +355,7 @@ def test_tensor_ranks_stay_equal_where_they_hold_the_same(run_ranks: RunRanks, n
 
 @pytest.mark.parametrize(
     ("name", "grid"),
-    [("decoder", "pp2"), ("decoder", "tp2 x pp2"), wide("decoder", "tp2")]
+    [("decoder", "pp2"), ("decoder", "tp2"), wide("decoder", "tp2 x pp2")]
     + [wide("llama", grid) for grid in ("tp2", "pp2", "tp2 x pp2")],
 )
 def test_bf16_stays_close_to_bf16_of_one_process(run_ranks: RunRanks, name: str, grid: str) -> None:
