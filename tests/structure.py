@@ -29,12 +29,37 @@ class Definition(NamedTuple):
     module: str
 
 
+class Source(NamedTuple):
+    """A file, parsed."""
+
+    name: str
+    """Its path below the root."""
+    tree: ast.Module
+    nodes: tuple[ast.AST, ...]
+    """All of ``tree``."""
+
+
+def source_of(path: Path, tree: ast.Module | None = None) -> Source:
+    """The file at ``path``, of which ``tree`` may be known."""
+    tree = tree or ast.parse(path.read_text(encoding="utf-8"))
+    return Source(path.relative_to(ROOT).as_posix(), tree, tuple(ast.walk(tree)))
+
+
+def last_name(node: ast.expr) -> str:
+    """The last word of a dotted name, empty for any other expression: cheaper than to write the expression out."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 class Structure:
     """The product files below a root, by module name as imports say it (``engine.parallel.grid``)."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self.files = dict(sorted(_modules(root)))
-        self.trees = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in self.files.items()}
+
+    @cached_property
+    def trees(self) -> Mapping[str, ast.Module]:
+        """The source of each module, parsed once it is asked for: that is most of the work."""
+        return {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in self.files.items()}
 
     def lines(self, module: str) -> int:
         """Lines of its file."""

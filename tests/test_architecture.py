@@ -11,7 +11,7 @@ import pytest
 
 from tests import errors_page
 from tests.architecture_page import PAGE, path_of, rendered
-from tests.structure import LAYERS, ROOT, Structure, cycles
+from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, source_of
 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
@@ -92,6 +92,13 @@ def structure() -> Structure:
     return Structure()
 
 
+@pytest.fixture(scope="module")
+def sources(structure: Structure) -> list[Source]:
+    """Every product file: to parse and walk them all takes two seconds, so the tests of this file share it."""
+    trees = {path: structure.trees[module] for module, path in structure.files.items()}
+    return [source_of(path, trees.get(path)) for path in product_files()]
+
+
 def product_files() -> list[Path]:
     """Every product file, by its real path."""
     return [*Structure().files.values(), ROOT / "train.py"]
@@ -101,12 +108,12 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imports(source: Source) -> Iterator[str]:
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name_of(path)}:{node.lineno} imports relatively"
+            assert node.level == 0, f"{source.name}:{node.lineno} imports relatively"
             yield node.module or ""
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
@@ -162,60 +169,59 @@ def test_every_package_is_listed_for_the_wheel(structure: Structure) -> None:
     assert not [folder for folder in sorted(folders | structure.packages) if f'"{folder}"' not in text]
 
 
-def test_only_comm_talks_to_torch_distributed() -> None:
+def test_only_comm_talks_to_torch_distributed(sources: list[Source]) -> None:
     offenders = [
-        f"{name_of(path)} imports {module}; go through parallel/comm"
-        for path in product_files()
-        if name_of(path) not in DISTRIBUTED
-        for module in imports(path)
+        f"{source.name} imports {module}; go through parallel/comm"
+        for source in sources
+        if source.name not in DISTRIBUTED
+        for module in imports(source)
         if module.startswith("torch.distributed")
     ]
     assert not offenders
 
 
-def test_bare_folder_names_are_no_packages() -> None:
+def test_bare_folder_names_are_no_packages(sources: list[Source]) -> None:
     bare = [
-        f"{name_of(path)} imports {module}; there is one import name, engine"
-        for path in product_files()
-        for module in imports(path)
+        f"{source.name} imports {module}; there is one import name, engine"
+        for source in sources
+        for module in imports(source)
         if module.split(".")[0] in ("parallel", "zero", "kernels", "launch")
     ]
     assert not bare
 
 
-def test_files_and_functions_stay_small() -> None:
+def test_files_and_functions_stay_small(sources: list[Source]) -> None:
     offenders: list[str] = []
-    for path in (*product_files(), *sorted((ROOT / "benchmarks").rglob("*.py"))):
-        text = path.read_text(encoding="utf-8")
-        if len(text.splitlines()) > 400:
-            offenders.append(f"{name_of(path)} has {len(text.splitlines())} lines, the ceiling is 400")
-        for node in ast.walk(ast.parse(text)):
+    for source in (*sources, *map(source_of, sorted((ROOT / "benchmarks").rglob("*.py")))):
+        lines = len((ROOT / source.name).read_text(encoding="utf-8").splitlines())
+        if lines > 400:
+            offenders.append(f"{source.name} has {lines} lines, the ceiling is 400")
+        for node in source.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node):
-                offenders += too_large(path, node)
+                offenders += too_large(source.name, node)
     assert not offenders
 
 
-def too_large(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    key = (name_of(path), node.name)
+def too_large(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    key = (name, node.name)
     length = (node.end_lineno or node.lineno) - node.lineno + 1
     if length > 50 and key not in LONG_FUNCTIONS:
         yield f"{key} has {length} lines, the ceiling is 50"
     given = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     count = len([name for name in given if name not in ("self", "cls")])
-    if count > 6 and key not in MANY_PARAMETERS and name_of(path) not in DATA_OF_OPTIMIZERS:
+    if count > 6 and key not in MANY_PARAMETERS and name not in DATA_OF_OPTIMIZERS:
         yield f"{key} has {count} parameters, the ceiling is 6"
 
 
-def test_no_exception_is_swallowed_in_silence() -> None:
+def test_no_exception_is_swallowed_in_silence(sources: list[Source]) -> None:
     """What catches any exception raises, keeps it for a later raise, or is listed with whoever hears of it."""
     silent = set()
-    for path in product_files():
-        tree, name = ast.parse(path.read_text(encoding="utf-8")), name_of(path)
+    for name, tree, nodes in sources:
         silent |= {
             (name, function) for function, handler in handlers(tree) if is_broad(handler) and not is_heard(handler)
         }
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        quiet = [call for call in calls if ast.unparse(call.func).endswith("suppress")]
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        quiet = [call for call in calls if last_name(call.func).endswith("suppress")]
         kinds = {ast.unparse(kind) for call in quiet for kind in call.args}
         assert not kinds & {"Exception", "BaseException"}, name
     assert silent == set(BROAD_HANDLERS)
@@ -275,15 +281,14 @@ def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return bool(marks & {"jit", "custom_op", "register_fake"})
 
 
-def test_public_things_have_docstrings() -> None:
+def test_public_things_have_docstrings(sources: list[Source]) -> None:
     bare: list[str] = []
-    for path in product_files():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    for name, tree, _ in sources:
         if not ast.get_docstring(tree):
-            bare.append(name_of(path))
+            bare.append(name)
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-                bare += [] if ast.get_docstring(node) else [f"{name_of(path)}: {node.name}"]
+                bare += [] if ast.get_docstring(node) else [f"{name}: {node.name}"]
     assert not bare
 
 
@@ -305,14 +310,14 @@ def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
             yield from run_at_import(child)
 
 
-def test_imports_do_not_read_the_environment() -> None:
+def test_imports_do_not_read_the_environment(sources: list[Source]) -> None:
     """Whoever imports the engine early, as the tests' fork server does, gets the same engine."""
     readers: list[str] = []
-    for path in product_files():
-        for node in run_at_import(ast.parse(path.read_text(encoding="utf-8"))):
+    for name, tree, _ in sources:
+        for node in run_at_import(tree):
             word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
             if word in ("environ", "getenv"):
-                readers.append(f"{name_of(path)}:{getattr(node, 'lineno', 0)}")
+                readers.append(f"{name}:{getattr(node, 'lineno', 0)}")
     assert not readers
 
 

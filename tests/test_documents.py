@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,7 @@ def test_configurations_load(page: Path) -> None:
         load_config(json.loads(block), 8)
 
 
+@cache
 def known_keys() -> frozenset[str]:
     """Every key of a configuration with its path: Trine's own, DeepSpeed's, and those of optimizers and schedulers."""
     own = set(re.findall(r"^\| `([\w.]+)` \|", keys_table(), flags=re.MULTILINE))
@@ -87,19 +89,17 @@ def known_keys() -> frozenset[str]:
     return frozenset(own | params | set(TABLE))
 
 
-KEYS = known_keys()
-SECTIONS = frozenset(key.partition(".")[0] for key in KEYS if "." in key)
-NAMES = frozenset(part for key in KEYS for part in key.split("."))
-
-
 def unknown_keys(text: str) -> list[str]:
     """What code in prose gives as a key of a configuration and is none: ``section.key``, or ``"key": value``."""
+    keys = known_keys()
+    heads = {key.partition(".")[0] for key in keys if "." in key}
+    names = {part for key in keys for part in key.split(".")}
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     unknown: list[str] = []
     for code in re.findall(r"`([^`]+)`", prose):
         paths = re.findall(r"(?<![\w./])(\w+(?:\.\w+)+)(?![\w/(.])", code)
-        unknown += [path for path in paths if path.partition(".")[0] in SECTIONS and path not in KEYS]
-        unknown += [name for name in re.findall(r'"(\w+)":', code) if name not in NAMES]
+        unknown += [path for path in paths if path.partition(".")[0] in heads and path not in keys]
+        unknown += [name for name in re.findall(r'"(\w+)":', code) if name not in names]
     return unknown
 
 

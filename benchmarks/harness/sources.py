@@ -8,6 +8,7 @@ A digest is of the code alone: comments, docstrings and layout may change.
 
 import ast
 from collections.abc import Mapping
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
@@ -45,13 +46,19 @@ def changes(name: str, figure: Mapping[str, Any], root: Path) -> str:
 
 
 def _digest(folder: Path) -> str:
+    files = sorted(folder.rglob("*.py"))
+    return _digest_of(tuple((str(file.relative_to(folder)), file.read_text(encoding="utf-8")) for file in files))
+
+
+@lru_cache(maxsize=32)  # most figures have the same folders, and to parse them all takes seconds
+def _digest_of(files: tuple[tuple[str, str], ...]) -> str:
     found = sha256()
-    for file in sorted(folder.rglob("*.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+    for name, text in files:
+        tree = ast.parse(text)
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 node.body = [one for one in node.body if not _is_text(one)]
-        found.update(f"{file.relative_to(folder)} {ast.dump(tree)}".encode())
+        found.update(f"{name} {ast.dump(tree)}".encode())
     return found.hexdigest()[:16]
 
 

@@ -8,6 +8,7 @@ import ast
 import inspect
 import json
 import textwrap
+from functools import cache
 from typing import Any
 
 from engine.config import Config
@@ -91,7 +92,7 @@ def _number(rule: Real) -> Schema:
 def _typed(rule: Typed) -> Schema:
     """Return the schema of a section whose ``type`` decides which ``params`` it takes."""
     body = _section(rule.cls)
-    body["properties"]["params"] = {"type": "object", "description": _field_docs(rule.cls)["params"]}
+    body["properties"]["params"] = {"type": "object", "description": _field_docs(rule.cls)["params"]}  # type: ignore[arg-type]
     default = settings(rule.cls)["type"].default
     cases = []
     for name, cls in rule.kinds.items():
@@ -105,6 +106,7 @@ def _typed(rule: Typed) -> Schema:
     return {**body, "allOf": cases}
 
 
+@cache  # to find a class in its source takes milliseconds, and the sections of a schema share their bases
 def _field_docs(cls: type[Any]) -> dict[str, str]:
     """Map each field to the string literal below it in the source."""
     if cls is object:

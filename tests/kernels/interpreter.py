@@ -4,6 +4,9 @@ It keeps bf16 as bit patterns: ``tl.dot`` multiplies the patterns, a cast from f
 nonsense. With ``repair`` a product widens its operands, the cast rounds to the nearest even number, and arithmetic on
 bf16, which our kernels do not do, is an error. Moreover it no longer warns of infinities and NaN, which no GPU does,
 and launches of several threads, which disturb each other, wait for each other.
+
+It is also faster: inside a kernel, every call of a device function looked through all of Triton's language to replace
+what was replaced when the kernel began, and every array made a new table of dtypes. That was a third of its time.
 """
 
 from collections.abc import Callable
@@ -16,6 +19,7 @@ import numpy as np
 def repair() -> None:
     """Change Triton's interpreter in this process, once."""
     import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
     if getattr(InterpreterBuilder, "repaired", False):
@@ -50,13 +54,46 @@ def repair() -> None:
         return checked
 
     one_at_a_time = Lock()
+    forget = _replace_once_a_launch(interpreter, tl)
 
     def silently(self: Any, *args: Any, **named: Any) -> Any:
         with np.errstate(all="ignore"), one_at_a_time:
+            forget()
             return execute(self, *args, **named)
 
     GridExecutor.__call__ = silently
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
     InterpreterBuilder.binary_op = refusing(InterpreterBuilder.binary_op)
     InterpreterBuilder.unary_op = refusing(InterpreterBuilder.unary_op)
+    _keep_dtypes(interpreter, tl)
     InterpreterBuilder.repaired = True
+
+
+def _replace_once_a_launch(interpreter: Any, tl: Any) -> Callable[[], None]:
+    """Return what a launch calls first: its scope puts the language back at its end, and device functions have none."""
+    replace = interpreter._patch_lang
+    replaced: set[str] = set()
+
+    def replace_once(function: Any) -> Any:
+        modules = {word.__name__ for word in function.__globals__.values() if word is tl or word is tl.core}
+        if modules and modules <= replaced:
+            return interpreter._LangPatchScope()
+        replaced.update(modules)
+        return replace(function)
+
+    interpreter._patch_lang = replace_once
+    return replaced.clear
+
+
+def _keep_dtypes(interpreter: Any, tl: Any) -> None:
+    find, known = interpreter._get_np_dtype, dict[Any, Any]()
+
+    def find_once(kind: Any) -> Any:
+        scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        if type(scalar) is not tl.dtype:  # a pointer
+            return find(kind)
+        if scalar not in known:
+            known[scalar] = find(scalar)
+        return known[scalar]
+
+    interpreter._get_np_dtype = find_once

@@ -117,7 +117,7 @@ def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[
     begins: list[float] = [0] * len(rules.actions)
     ends: list[float] = [0] * len(rules.actions)
     other, ranks = rules.needs[1], rules.rank
-    for number in rules.order(rules.needs):
+    for number in rules.needs_order:
         op, stage, _ = rules.actions[number]
         rank, need = ranks[number], other[number]
         start = free[rank]

@@ -92,24 +92,23 @@ def _best(name: str, placement: Placement, microbatches: int, orders: Iterable[R
     taken that loses least when messages take time.
     """
     stages = sum(map(len, placement))
-    split = [Schedule(name, stages, microbatches, rows, placement) for rows in dict.fromkeys(orders)]
-    ends = [_end(schedule, cost or Cost()) for schedule in split]
-    best = [schedule for schedule, end in zip(split, ends, strict=True) if end == min(ends)]
+    split = [DependencyGraph(Schedule(name, stages, microbatches, rows, placement)) for rows in dict.fromkeys(orders)]
+    ends = [_end(rules, cost or Cost()) for rules in split]
+    best = [rules for rules, end in zip(split, ends, strict=True) if end == min(ends)]
     if cost is None and len(best) > 1:
-        best.sort(key=lambda schedule: sum(_end(schedule, slow) for slow in _SLOW))
+        best.sort(key=lambda rules: sum(_end(rules, slow) for slow in _SLOW))
     return _joined(best[0], cost)
 
 
-def _end(schedule: Schedule, cost: Cost) -> float:
-    return max(action_times(DependencyGraph(schedule), cost)[1])
+def _end(rules: DependencyGraph, cost: Cost) -> float:
+    return max(action_times(rules, cost)[1])
 
 
-def _joined(split: Schedule, cost: Cost | None) -> Schedule:
+def _joined(rules: DependencyGraph, cost: Cost | None) -> Schedule:
     """The same order with adjacent I and W as one B, unless another stage would wait longer for it.
 
     Without ``cost`` nobody may wait longer when messages are slow either.
     """
-    rules = DependencyGraph(split)
     late: set[int] = set()
     for known in (cost,) if cost else (Cost(), *_SLOW):
         begins, ends = action_times(rules, known)
@@ -117,7 +116,7 @@ def _joined(split: Schedule, cost: Cost | None) -> Schedule:
         sent = rules.sends()
         late.update(number for number, taker in sent if begins[taker] < ends[number + 1] + known.transfer)
     rows = tuple(tuple(_actions(rules.actions[row.start : row.stop], row.start, late)) for row in rules.rows)
-    return replace(split, per_rank=rows)
+    return replace(rules.schedule, per_rank=rows)
 
 
 def _actions(row: Sequence[Action], first: int, late: Collection[int]) -> Iterator[Action]:

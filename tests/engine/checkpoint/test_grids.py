@@ -26,6 +26,13 @@ CELLS: list[Cell] = [
     (dp, tp, pp, stage) for dp, tp, pp in product(range(1, 5), repeat=3) if dp * tp * pp <= 4 for stage in range(4)
 ]
 
+POLICIES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True}},
+    "bf16 alone": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+}
+
 
 def make() -> Decoder:
     torch.manual_seed(1)
@@ -44,9 +51,13 @@ def settings(cell: Cell, **changes: Any) -> dict[str, Any]:
 
 
 @cache
-def run_on(cell: Cell, **changes: Any) -> FakeRun:
+def run_with(cell: Cell, policy: str) -> FakeRun:
     ids = torch.zeros((1, SHAPE.context), dtype=torch.int64)
-    return fake_run(make, settings(cell, **changes), {"input_ids": ids, "labels": ids}, loss_sum)
+    return fake_run(make, settings(cell, **POLICIES[policy]), {"input_ids": ids, "labels": ids}, loss_sum)
+
+
+def run_on(cell: Cell) -> FakeRun:
+    return run_with(cell, "fp32")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +79,7 @@ def checkpoints(logical: dict[str, Tensor], tmp_path_factory: pytest.TempPathFac
             return self[cell]
 
     yield Saved()
-    run_on.cache_clear()
+    run_with.cache_clear()
 
 
 def loads(step: Path, cell: Cell, logical: dict[str, Tensor]) -> None:
@@ -123,29 +134,19 @@ def test_every_tensor_is_stored_once_and_padding_never(
         assert sum(held) == tensors, "not an element more"
 
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True}},
-    "bf16 alone": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16 alone": torch.bfloat16}
 
 
 @pytest.mark.parametrize(("saved", "wanted"), list(product(POLICIES, repeat=2)), ids=lambda name: name)
 def test_any_dtype_policy_loads_any_other(saved: str, wanted: str, logical: dict[str, Tensor], tmp_path: Path) -> None:
     """The widest form that is stored reaches the widest form that is wanted; 16 bits are never a detour."""
-    ids = torch.zeros((1, SHAPE.context), dtype=torch.int64)
-    batch = {"input_ids": ids, "labels": ids}
-    source, target = (
-        fake_run(make, settings(cell, **POLICIES[policy]), batch, loss_sum)
-        for policy, cell in ((saved, (2, 1, 1, 1)), (wanted, (1, 2, 1, 0)))
-    )
+    source, target = run_with((2, 1, 1, 1), saved), run_with((1, 2, 1, 0), wanted)
     wide = {name: logical[name.replace("master/", "param/")] for rank in source.ranks for name in kinds_of(rank)}
     for rank in source.ranks:
         rank.fill(wide)
     (step, *_) = source.save(tmp_path)
     for rank in target.ranks:
+        rank.fill({})
         loader = Loader(StepReader(Files(), step), rank.local_tensors, {})
         loader.check()
         loader.read_weights()

@@ -15,7 +15,7 @@ from engine.checkpoint.format.step_reader import ReadRequest, StepReader
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.format.hostile import ATTACKS, HARMLESS, bomb_of, make
 from tests.engine.checkpoint.test_crash import run_of
-from tests.structure import ROOT
+from tests.structure import ROOT, last_name
 from tests.test_architecture import name_of, product_files
 from tests.zero import small
 
@@ -68,6 +68,7 @@ def test_a_reader_makes_no_runs_of_a_shape_that_is_not_the_wanted_one(tmp_path: 
 
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 BANNED_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load", "__import__"}
+LAST_NAMES = {call.rpartition(".")[2] for call in BANNED_CALLS}
 
 
 @pytest.mark.parametrize("path", product_files(), ids=name_of)
@@ -78,5 +79,5 @@ def test_nothing_unpickles_or_evaluates(path: Path) -> None:
         elif isinstance(node, ast.ImportFrom):
             assert (node.module or "").split(".")[0] not in BANNED_MODULES
             assert node.module != "torch" or not {"load", "save"} & {alias.name for alias in node.names}
-        elif isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call) and last_name(node.func) in LAST_NAMES:
             assert ast.unparse(node.func) not in BANNED_CALLS, f"{name_of(path)}:{node.lineno}"
