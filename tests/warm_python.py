@@ -117,7 +117,7 @@ def _be(wish: dict[str, Any], streams: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(wish["environment"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False) for number, mode in enumerate("rww"))
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, closefd=False) for number, mode in enumerate("rww"))
     code = 1
     try:
         _run(wish["arguments"])

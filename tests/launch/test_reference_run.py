@@ -29,6 +29,7 @@ def run(command: list[str], folder: Path, seconds: float = 120) -> subprocess.Co
 
 
 def test_one_command_trains_and_reports(tmp_path: Path) -> None:
+    # torchrun and ranks are cold here, as a user has them: what they import is part of the test.
     # every option goes through torchrun, whose parser trips over names that abbreviate its own
     given = ["--out", "runs/train", "--config", str(ROOT / "configs/dp_zero1.json"), "--heads", "2"]
     done = run([*TORCHRUN, "--nproc_per_node", "2", str(ROOT / "train.py"), *SMALL, *given], tmp_path)
@@ -36,6 +37,7 @@ def test_one_command_trains_and_reports(tmp_path: Path) -> None:
     for expected in ("2 ranks = 1 pipeline x 2 data x 1 tensor", "step 1/3", "step 3/3 100%", "bpb", "eta 0s",
                      "bits per byte", "--- sample", "gradients", "clipped at 1", "digest"):  # fmt: skip
         assert expected in done.stdout, expected
+    assert "Warning" not in done.stderr
     assert done.stdout.count("step 3/3") == 1, "one progress line, from rank 0"
     for line in done.stdout.splitlines():
         if line.strip().startswith(("dp ", "world ")):
