@@ -69,7 +69,8 @@ def _serve(listener: socket.socket, life: Connection) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process hears it too, and decides
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how keepers end
-    while life not in select.select([listener, life], [], [])[0]:
+    watched: list[Any] = [listener, life]
+    while life not in select.select(watched, [], [])[0]:
         line, _ = listener.accept()
         if not os.fork():
             listener.close()
@@ -144,6 +145,7 @@ def _run(arguments: list[str]) -> None:
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[:0] = [os.getcwd(), *given]
+        sys.modules.pop(arguments[1], None)  # or runpy warns that it runs a second time
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
