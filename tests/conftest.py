@@ -92,6 +92,15 @@ def run_ranks() -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(scope="session")
+def warm_python() -> Iterator[str]:
+    """A command in the place of ``python``, whose processes need not import torch; see tests/warm_python.py."""
+    from tests import warm_python
+
+    with warm_python.warm_python() as command:
+        yield command
+
+
+@pytest.fixture(scope="session")
 def parity_table(request: pytest.FixtureRequest) -> Iterator[Table]:
     """Largest relative deviation of a loss from one process, by model and grid."""
     yield from _deviations("parity", request)

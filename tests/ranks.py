@@ -55,7 +55,8 @@ def start_server() -> None:
     here = Path.cwd() == ROOT  # the server searches its folder first; from another one it may find another engine
     more = LATER + ENGINE if here else LATER
     preload = PRELOAD + more if interpreted or not find_spec("triton") else PRELOAD
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+    last = ("tests.frozen",) if here else ()
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*preload, *last])
     ensure_running()
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from tests.launches import Launch, Line
+from tests.warm_python import warm_torchrun
 
 ROOT = Path(__file__).parents[1]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 QUIET = {"TRINE_QUIET": "1", "TQDM_DISABLE": "1"}
 EXACT = 1e-5
 """Largest relative difference of a loss between two grids in fp32."""
@@ -213,7 +213,7 @@ def test_the_page_shows_all_axes() -> None:
 
 
 @pytest.mark.parametrize("then", ["zero2.json", pytest.param("tp2.json", marks=pytest.mark.long)])
-def test_nanogpt_goes_on_on_another_grid(then: str, tmp_path: Path) -> None:
+def test_nanogpt_goes_on_on_another_grid(then: str, tmp_path: Path, warm_python: str) -> None:
     """Begun by the real torchrun, it goes on on another grid as if nothing had happened."""
     for place in ("whole", "broken"):
         (tmp_path / place / "FOLDER").mkdir(parents=True)
@@ -221,7 +221,7 @@ def test_nanogpt_goes_on_on_another_grid(then: str, tmp_path: Path) -> None:
             (tmp_path / place / "FOLDER" / Path(file).name).write_bytes((ROOT / file).read_bytes())
     example, broken = EXAMPLES["nanogpt"], tmp_path / "broken"
     copy_out(example, broken, every=3)
-    command = [*TORCHRUN, *example.command[1:4], *example.arguments("pp2.json", steps=3)]
+    command = [*warm_torchrun(warm_python), *example.command[1:4], *example.arguments("pp2.json", steps=3)]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=broken, env=environment, capture_output=True, text=True, check=False, timeout=180

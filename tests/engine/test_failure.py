@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from engine.parallel.comm import comm
 from engine.parallel.comm.comm import Pending
 from tests import models
 from tests.launches import Launch, Line
+from tests.warm_python import warm_torchrun
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
@@ -69,13 +69,13 @@ else:
 """
 
 
-def run(folder: Path, where: str, how: str) -> tuple[int, float, str]:
+def run(python: str, folder: Path, where: str, how: str) -> tuple[int, float, str]:
     """(exit code, seconds from the mistake to the end of the job, what was printed)."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4", str(script)]
+    command = [*warm_torchrun(python), "--standalone", "--nproc_per_node", "4", str(script)]
     done = subprocess.run(
         [*command, where, how], env=environment, cwd=folder, text=True, timeout=240,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
@@ -94,8 +94,10 @@ def run(folder: Path, where: str, how: str) -> tuple[int, float, str]:
         pytest.param("tensor", "plain", marks=pytest.mark.long),
     ],
 )
-def test_job_goes_down_and_the_last_traceback_is_the_cause(tmp_path: Path, where: str, how: str) -> None:
-    code, seconds, printed = run(tmp_path, where, how)
+def test_job_goes_down_and_the_last_traceback_is_the_cause(
+    tmp_path: Path, warm_python: str, where: str, how: str
+) -> None:
+    code, seconds, printed = run(warm_python, tmp_path, where, how)
     assert code != 0
     assert seconds < SECONDS
     print(f"the job was down {seconds:.1f} s after the mistake")
@@ -201,7 +203,7 @@ print(f"rank {rank} of attempt {attempt} has come", flush=True)
 """
 
 
-def launch_two(folder: Path, script_text: str) -> str:
+def launch_two(python: str, folder: Path, script_text: str) -> str:
     """What a job of two ranks under torchrun prints, which may restart it once."""
     script = folder / "script.py"
     script.write_text(script_text)
@@ -210,22 +212,22 @@ def launch_two(folder: Path, script_text: str) -> str:
     environment |= {"TRINE_TIMEOUT_SECONDS": "60"}
     restarts = ["--max_restarts", "1"] if script_text == RESTART else []
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *restarts,
-         str(script)], env=environment, cwd=folder, text=True, timeout=240, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, check=False,
+        [*warm_torchrun(python), "--standalone", "--nproc_per_node", "2", *restarts, str(script)],
+        env=environment, cwd=folder, text=True, timeout=240, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        check=False,
     )  # fmt: skip
     return done.stdout
 
 
 @pytest.mark.long
-def test_a_job_that_torchrun_restarts_finds_its_ranks_though_one_is_late(tmp_path: Path) -> None:
-    printed = launch_two(tmp_path, RESTART)
+def test_a_job_that_torchrun_restarts_finds_its_ranks_though_one_is_late(tmp_path: Path, warm_python: str) -> None:
+    printed = launch_two(warm_python, tmp_path, RESTART)
     assert all(f"rank {rank} of attempt 1 has come" in printed for rank in (0, 1)), printed
 
 
 @pytest.mark.long
-def test_a_mistake_on_all_ranks_is_printed_once_and_ends_torchruns_summary(tmp_path: Path) -> None:
-    printed = launch_two(tmp_path, MISTAKE)
+def test_a_mistake_on_all_ranks_is_printed_once_and_ends_torchruns_summary(tmp_path: Path, warm_python: str) -> None:
+    printed = launch_two(warm_python, tmp_path, MISTAKE)
     ranks, summary = printed.split("script.py FAILED")
     ranks = "\n".join(line for line in ranks.splitlines() if "torch/distributed/" not in line)
     sentence = next(line for line in ranks.splitlines() if "ConfigError" in line)

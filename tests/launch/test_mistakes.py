@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_reference_run import TORCHRUN, run
+from tests.launch.test_reference_run import run
+from tests.warm_python import warm_torchrun
 
 SCRIPT = """
 import torch
@@ -115,11 +116,12 @@ QUICK = ("a misspelt key", "rows that do not fit")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in MISTAKES]
 )
-def test_the_job_ends_with_one_sentence(tmp_path: Path, name: str) -> None:
+def test_the_job_ends_with_one_sentence(tmp_path: Path, name: str, warm_python: str) -> None:
     body, sentence = MISTAKES[name]
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(body=body), encoding="utf-8")
-    done = run([*TORCHRUN, "--standalone", "--nproc_per_node", "2", str(script)], tmp_path, 180)
+    command = [*warm_torchrun(warm_python), "--standalone", "--nproc_per_node", "2", str(script)]
+    done = run(command, tmp_path, 180)
     assert done.returncode == 1, done.stderr
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip(" =-")]
     assert sentence in lines[-1], done.stderr

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm_python import warm_torchrun
+
 ROOT = Path(__file__).parents[2]
 SMALL = ["--steps", "3", "--layers", "2", "--width", "32", "--context", "32", "--sample", "20"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -27,6 +29,7 @@ def run(command: list[str], folder: Path, seconds: float = 120) -> subprocess.Co
 
 
 def test_one_command_trains_and_reports(tmp_path: Path) -> None:
+    # torchrun and ranks are cold here, as a user has them: what they import is part of the test.
     # every option goes through torchrun, whose parser trips over names that abbreviate its own
     given = ["--out", "runs/train", "--config", str(ROOT / "configs/dp_zero1.json"), "--heads", "2"]
     done = run([*TORCHRUN, "--nproc_per_node", "2", str(ROOT / "train.py"), *SMALL, *given], tmp_path)
@@ -34,6 +37,7 @@ def test_one_command_trains_and_reports(tmp_path: Path) -> None:
     for expected in ("2 ranks = 1 pipeline x 2 data x 1 tensor", "step 1/3", "step 3/3 100%", "bpb", "eta 0s",
                      "bits per byte", "--- sample", "gradients", "clipped at 1", "digest"):  # fmt: skip
         assert expected in done.stdout, expected
+    assert "Warning" not in done.stderr
     assert done.stdout.count("step 3/3") == 1, "one progress line, from rank 0"
     for line in done.stdout.splitlines():
         if line.strip().startswith(("dp ", "world ")):
@@ -45,10 +49,10 @@ def test_one_command_trains_and_reports(tmp_path: Path) -> None:
     assert len(record["corpus"]["digest"]) == 16 and record["config"]["zero_optimization"]["stage"] == 1
 
 
-def test_a_second_run_goes_on_and_a_fresh_one_keeps_it(tmp_path: Path) -> None:
+def test_a_second_run_goes_on_and_a_fresh_one_keeps_it(tmp_path: Path, warm_python: str) -> None:
     text = tmp_path / "mine.txt"
     text.write_text("to be or not to be, that is the question\n" * 400)
-    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--data", str(text)]
+    command = [warm_python, str(ROOT / "train.py"), *SMALL, "--data", str(text)]
     starts = [run([*command, *more], tmp_path) for more in ([], [], ["--fresh"])]
     for done in starts:
         assert done.returncode == 0, done.stderr[-3000:]
@@ -64,7 +68,7 @@ def test_a_second_run_goes_on_and_a_fresh_one_keeps_it(tmp_path: Path) -> None:
     assert losses[0] == losses[1] == losses[2], "what was trained is kept, and the same seed gives the same run"
 
 
-def test_two_nodes(tmp_path: Path) -> None:
+def test_two_nodes(tmp_path: Path, warm_python: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -72,7 +76,7 @@ def test_two_nodes(tmp_path: Path) -> None:
     for node in range(2):
         place = ["--nnodes", "2", "--node_rank", str(node), "--nproc_per_node", "2"]
         address = ["--master_addr", "127.0.0.1", "--master_port", str(port)]
-        command = [*TORCHRUN, *place, *address, str(ROOT / "train.py"), *SMALL]
+        command = [*warm_torchrun(warm_python), *place, *address, str(ROOT / "train.py"), *SMALL]
         nodes.append(
             subprocess.Popen(
                 command, cwd=tmp_path, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -103,15 +107,15 @@ with engine.initialize(lambda: nn.Linear(4, 4), {"train_batch_size": 4}, loss_fn
 """
 
 
-def test_a_rank_that_raises_brings_the_job_down_with_its_traceback(tmp_path: Path) -> None:
+def test_a_rank_that_raises_brings_the_job_down_with_its_traceback(tmp_path: Path, warm_python: str) -> None:
     (tmp_path / "fail.py").write_text(FAILING)
     started = time.monotonic()
-    done = run([*TORCHRUN, "--nproc_per_node", "2", "fail.py"], tmp_path)
+    done = run([*warm_torchrun(warm_python), "--nproc_per_node", "2", "fail.py"], tmp_path)
     assert done.returncode != 0 and "the user's own mistake" in done.stderr
     assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--data", "missing.txt"], ["--config", "missing.json"]])
-def test_wrong_options_are_named(tmp_path: Path, arguments: list[str]) -> None:
-    done = run([sys.executable, str(ROOT / "train.py"), *arguments], tmp_path)
+def test_wrong_options_are_named(tmp_path: Path, arguments: list[str], warm_python: str) -> None:
+    done = run([warm_python, str(ROOT / "train.py"), *arguments], tmp_path)
     assert done.returncode != 0 and (arguments[0] in done.stderr or arguments[1] in done.stderr)

@@ -6,7 +6,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.preemption import EXIT_CODE, ONE_REQUEST_SECONDS
 from tests.engine.checkpoint.lasting import Course, course, digest, settings, world_of
 from tests.launches import Ended, Launch, Line
+from tests.warm_python import warm_torchrun
 
 ROOT = Path(__file__).parents[3]
 ENV = {"TRINE_TIMEOUT_SECONDS": "60"}
@@ -239,12 +239,12 @@ with course(settings("dp2", Path(sys.argv[1]))) as run:
 """
 
 
-def torchrun(folder: Path, kept: Path) -> subprocess.Popen[str]:
+def torchrun(python: str, folder: Path, kept: Path) -> subprocess.Popen[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    command = [*warm_torchrun(python), "--standalone", "--nproc_per_node", "2", str(script)]
     return subprocess.Popen(
         [*command, str(kept)],
         env=environment,
@@ -286,8 +286,8 @@ def goes_on(line: Line, kept: str) -> None:
         line((0, run.until(made + 2), digest(run.eng)))
 
 
-def test_stopped_by_the_launcher(tmp_path: Path) -> None:
-    job = torchrun(tmp_path, tmp_path / "kept")
+def test_stopped_by_the_launcher(tmp_path: Path, warm_python: str) -> None:
+    job = torchrun(warm_python, tmp_path, tmp_path / "kept")
     printed = stopped_after(job, 3)
     assert job.returncode not in (0, -signal.SIGKILL), printed
     stopped = [text for text in printed.splitlines() if text.startswith("stopped by SIGTERM")]

@@ -3,7 +3,7 @@
 import os
 import socket
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from engine.parallel.comm.world import (
     timeout_seconds,
 )
 
+Start = Callable[[dict[str, str]], "subprocess.Popen[str]"]
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -84,6 +85,8 @@ def test_a_digit_that_int_cannot_read_is_refused_too(monkeypatch: pytest.MonkeyP
 # joining: in processes of their own, side by side because each waits for its time-out
 
 JOIN = """
+import warnings
+warnings.simplefilter("error")
 from engine.errors import GridError
 from engine.parallel.comm.world import open_world, read_world
 try:
@@ -102,16 +105,20 @@ def closed_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def start(environment: dict[str, str]) -> "subprocess.Popen[str]":
+@pytest.fixture
+def start(tmp_path: Path, warm_python: str) -> Start:
     """A process that tries to join a job within two seconds."""
-    pipe = subprocess.PIPE
-    merged = {**os.environ, "TRINE_TIMEOUT_SECONDS": "2", **environment}
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", JOIN], env=merged, stdout=pipe, stderr=pipe, text=True
-    )
+    script, pipe = tmp_path / "join.py", subprocess.PIPE
+    script.write_text(JOIN)
+
+    def begin(environment: dict[str, str]) -> "subprocess.Popen[str]":
+        merged = {**os.environ, "TRINE_TIMEOUT_SECONDS": "2", **environment}
+        return subprocess.Popen([warm_python, str(script)], env=merged, stdout=pipe, stderr=pipe, text=True)
+
+    return begin
 
 
-def test_a_world_that_cannot_be_joined_is_refused_with_its_address() -> None:
+def test_a_world_that_cannot_be_joined_is_refused_with_its_address(start: Start) -> None:
     port, wrong = closed_port(), {"GLOO_SOCKET_IFNAME": "nope0"}
     started = [
         start(TORCHRUN | {"MASTER_PORT": port}),
@@ -132,7 +139,7 @@ def test_the_time_that_is_told_is_the_time_that_has_passed() -> None:
     assert text.startswith("rank 1 of 2 could not join the job at 10.0.0.7:29500, given up after 2 s (refused); all")
 
 
-def test_tasks_of_srun_join_at_the_first_node_of_their_step() -> None:
+def test_tasks_of_srun_join_at_the_first_node_of_their_step(start: Start) -> None:
     slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
     given = slurm | {"MASTER_PORT": closed_port(), "TRINE_TIMEOUT_SECONDS": "100"}
     started = [start(given | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in "01"]
