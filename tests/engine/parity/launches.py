@@ -12,6 +12,7 @@ from engine.parallel.tensor.plan.tensor_plan import Reason
 from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
 from tests.engine.parity.architectures import ALL, ROWS, Architecture, find
 from tests.engine.parity.tensor_models import FOUR, SHORT, UNSEEN
+from tests.kernels.interpreter import repair
 from tests.models import take_rows
 
 EVERY: Mapping[str, Architecture] = {**ALL, **FOUR, **UNSEEN, **SHORT}
@@ -125,6 +126,8 @@ def train_both(
     names: Sequence[str], config: Mapping[str, Any]
 ) -> tuple[list[Trained | str], dict[str, TrainingRecord]]:
     """Body of a rank."""
+    if config.get("kernels") == "triton":
+        repair()
     return train_each(names, config), train_each_alone(names, config)
 
 

@@ -16,6 +16,7 @@ from engine.models.decoder import loss_sum
 from engine.verify import Parity, VerifyOptions, train_alone, train_on_grid, verify
 from tests import models
 from tests.engine.parity.test_parity import config_for
+from tests.kernels.interpreter import repair
 from tests.tables import Table
 
 RunRanks = Callable[..., list[Any]]
@@ -83,6 +84,7 @@ def check(run_ranks: RunRanks, table: Table, name: str, grid: str, ways: Sequenc
 
 def train_interpreted(name: str, grid: str, short: bool) -> Parity | None:
     """Body of a rank: every kernel is Triton's, interpreted."""
+    repair()
     batches, model = models.batches_for(name.split()[0], 16, 2), ALL[name]
     config = settings(grid, WAYS[0]) | {"kernels": "triton"}
     if short:

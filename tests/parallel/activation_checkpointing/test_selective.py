@@ -78,7 +78,11 @@ GRIDS: dict[str, Settings] = {
     "dp2 x tp2": {"data": 2, "tensor": 2},
 }
 CASES = [(name, grid) for name in ("decoder", "gpt2", "llama") for grid in GRIDS] + [("t5", "one"), ("t5", "pp2")]
-SHORT = (("decoder", "tp2", tuple(SAVES)), ("decoder", "pp2", ("drawn", "every")), ("t5", "pp2", ("default",)))
+SHORT = (
+    ("decoder", "tp2", ("default", "nothing", "drawn", "every")),
+    ("decoder", "pp2", ("drawn", "every")),
+    ("t5", "pp2", ("default",)),
+)
 """Every way of saving where sums over ranks are saved too; data ranks have no part in what a block saves."""
 
 
