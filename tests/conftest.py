@@ -34,11 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """The whole suite runs in a process for each core, and what the command line names in one; ``-n N`` says other."""
+    """The whole suite runs in a process for each core and one more, since ranks wait for each other; what the command
+    line names runs in one. ``-n N`` says other."""
     named = config.args_source is pytest.Config.ArgsSource.ARGS or hasattr(config, "workerinput")
     alone = config.option.collectonly or config.option.usepdb or config.option.markexpr == "gpu"
     if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None and not (named or alone):
-        config.option.numprocesses = min(os.cpu_count() or 1, MOST_WORKERS)
+        config.option.numprocesses = min((os.cpu_count() or 1) + 1, MOST_WORKERS)
         config.option.dist = "worksteal"  # neighbours share what their modules have trained
 
 
