@@ -197,8 +197,10 @@ class _Joined:
         with say_if_slow(what, self.comm.grid.rank):
             try:
                 return from_first(made, self.comm, self.device)
-            except EngineError as error:
-                raise problem or error from None
+            except EngineError:
+                if problem is None:
+                    raise
+                raise problem from None
 
 
 _TIMING = "timing the calls of the model"
