@@ -196,13 +196,15 @@ class _Joined:
 
         with say_if_slow(what, self.comm.grid.rank):
             try:
-                return from_first(made, self.comm, self.device)
+                return from_first(made, self.comm, self.device, _PATIENCE if self.comm.reports is not None else None)
             except EngineError:
                 if problem is None:
                     raise
                 raise problem from None
 
 
+_PATIENCE = 20.0
+"""Seconds between two signs of life of a rank for which others wait; ranks that are threads wait without a limit."""
 _TIMING = "timing the calls of the model"
 _SEARCHING = "searching the tensor plan"
 _PLANNING = "planning (trace, tensor plan, pipeline stages)"

@@ -6,6 +6,7 @@ raise_together    over a host group   all raise the sentence of the first rank t
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Event, Thread
 
 import torch
 from torch import Tensor
@@ -68,10 +69,11 @@ def raise_together(
         raise CheckpointError(first) from None
 
 
-def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device) -> bytes:
+def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, patience: float | None = None) -> bytes:
     """The bytes that rank 0 makes, on every rank. Other ranks do not call ``make``.
 
-    Two all-reduces over the world, label "start": the length, then the bytes.
+    Two all-reduces over the world, label "start": 16 bytes with the length, then the bytes. With ``patience``, ``make``
+    may take longer than a group waits: every so many seconds a thread of rank 0 and all others reduce 16 bytes more.
 
     Raises:
         EngineError: ``make`` has failed. An ``EngineError`` is raised alike on every rank; of another error, which is
@@ -80,23 +82,66 @@ def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device) -> b
     made, problem = b"", None
     if comm.grid.rank == 0:
         try:
-            made = make()
+            with _still_there(comm, device, patience):
+                made = make()
         except Exception as error:
             problem = error
-            known = isinstance(error, EngineError)
-            made = f"{type(error).__name__ if known else ''}:{error if known else ''}".encode(errors="backslashreplace")
-    length = torch.tensor([-len(made) if problem is not None else len(made)], dtype=torch.int64, device=device)
-    comm.all_reduce(length, "world", "start").wait()
-    data = torch.zeros(abs(int(length)), dtype=torch.uint8, device=device)
+            made = _worded(error).encode(errors="backslashreplace")
+    length, busy = _reduced(comm, device, -len(made) if problem is not None else len(made))
+    while busy:
+        length, busy = _reduced(comm, device, 0)
+    data = torch.zeros(abs(length), dtype=torch.uint8, device=device)
     if made:
         data.copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
     comm.all_reduce(data, "world", "start").wait()
     if problem is not None:
         raise problem
     received = data.cpu().numpy().tobytes()
-    if int(length) < 0:
+    if length < 0:
         raise _error_of_first(received.decode())
     return received
+
+
+@contextmanager
+def _still_there(comm: Comm, device: torch.device, patience: float | None) -> Iterator[None]:
+    """On rank 0: while the block runs, the others are told so, since a group waits only so long."""
+    ended, lost = Event(), list[Exception]()
+
+    def tell() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has a current device of its own
+        try:
+            while not ended.wait(patience):
+                _reduced(comm, device, 0, busy=True)
+        except Exception as error:  # raised below: this thread has nobody who hears it
+            lost.append(error)
+
+    teller = Thread(target=tell, daemon=True)
+    if patience is not None:
+        teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if patience is not None:
+            teller.join()
+    if lost:
+        raise lost[0]
+
+
+def _reduced(comm: Comm, device: torch.device, length: int, busy: bool = False) -> tuple[int, bool]:
+    """What rank 0 has to say: the length, and whether it is busy."""
+    head = torch.tensor([length, busy], dtype=torch.int64, device=device)
+    comm.all_reduce(head, "world", "start").wait()
+    return int(head[0]), bool(head[1])
+
+
+def _worded(error: Exception) -> str:
+    """Kind and sentence of an error of ours; of a private kind the public one that it is."""
+    if not isinstance(error, EngineError):
+        return ":"
+    kinds = {EngineError, *EngineError.__subclasses__()}
+    return f"{next(kind for kind in type(error).__mro__ if kind in kinds).__name__}:{error}"
 
 
 def _error_of_first(text: str) -> EngineError:

@@ -156,7 +156,7 @@ UNSEEN: Mapping[str, Architecture] = MappingProxyType({f"{name}{HEADS}": model f
     "Persimmon": face("PersimmonForCausalLM", "", **SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2),
     "Nemotron": face("NemotronForCausalLM", "", **GROUPED, pad_token_id=0, bos_token_id=1, eos_token_id=2),
     "GLM 4": face("Glm4ForCausalLM", "", **GROUPED, head_dim=8, pad_token_id=0, eos_token_id=2),
-    "Cohere 2": face("Cohere2ForCausalLM", "", **GROUPED, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    "Cohere 2": face("Cohere2ForCausalLM", "", **GROUPED, pad_token_id=0, bos_token_id=1, eos_token_id=2, logit_scale=1.0,
                      sliding_window=4),
     "OLMoE": face("OlmoeForCausalLM", "", **GROUPED, num_experts=4, num_experts_per_tok=2, pad_token_id=0),
     "Qwen3-MoE": face("Qwen3MoeForCausalLM", "", **GROUPED, head_dim=8, moe_intermediate_size=16, num_experts=4,

@@ -1,15 +1,24 @@
 """What rank 0 makes for all ranks, and how it fails for all."""
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from engine.errors import EngineError, PlanError
 from engine.parallel.comm.agreement import from_first
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid
+from tests.ranks import RankError
+
+RunRanks = Callable[..., list[Any]]
 
 
 def told(make: Callable[[], bytes]) -> list[tuple[str, str]]:
@@ -26,6 +35,34 @@ def told(make: Callable[[], bytes]) -> list[tuple[str, str]]:
     return run_thread_ranks(3, body)
 
 
+def slow(patience: float | None, fails: bool) -> str:
+    """Body of a rank: rank 0 takes longer than a group waits."""
+    grid = Grid(dp=2, rank=dist.get_rank())
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    comm = Comm(grid, TorchBackend(grid, torch.device("cpu")))
+
+    def make() -> bytes:
+        time.sleep(4.0)
+        if fails:
+            raise PlanError("not so.")
+        return b"found"
+
+    try:
+        return from_first(make, comm, torch.device("cpu"), patience).decode()
+    except EngineError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_what_takes_longer_than_a_group_waits_is_waited_for(run_ranks: RunRanks) -> None:
+    assert run_ranks(slow, 2, 0.5, False) == ["found", "found"]
+    assert run_ranks(slow, 2, 0.5, True) == ["PlanError: not so."] * 2
+
+
+def test_without_patience_it_is_given_up(run_ranks: RunRanks) -> None:
+    with pytest.raises(RankError):
+        assert "found" in run_ranks(slow, 2, None, False)
+
+
 def failing(error: Exception) -> Callable[[], bytes]:
     def make() -> bytes:
         raise error
@@ -38,11 +75,16 @@ def test_all_ranks_get_what_rank_0_makes(text: str) -> None:
     assert told(text.encode) == [("bytes", text)] * 3
 
 
-@pytest.mark.parametrize("kind", [PlanError, EngineError])
+class NarrowError(PlanError):
+    """A kind that only rank 0 need know."""
+
+
+@pytest.mark.parametrize("kind", [PlanError, EngineError, NarrowError])
 def test_an_error_of_ours_is_raised_alike_on_all_ranks(kind: type[EngineError]) -> None:
-    assert (
-        told(failing(kind("tensor = 3 does not divide: ü."))) == [(kind.__name__, "tensor = 3 does not divide: ü.")] * 3
-    )
+    sentence = "tensor = 3 does not divide: ü."
+    first, *others = told(failing(kind(sentence)))
+    assert first == (kind.__name__, sentence)
+    assert others == [("EngineError" if kind is EngineError else "PlanError", sentence)] * 2
 
 
 def test_another_error_stays_where_it_is_and_the_others_name_the_rank() -> None:
