@@ -105,16 +105,18 @@ def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, pati
 @contextmanager
 def _still_there(comm: Comm, device: torch.device, patience: float | None) -> Iterator[None]:
     """On rank 0: while the block runs, the others are told so, since a group waits only so long."""
-    ended, lost = Event(), list[Exception]()
+    ended = Event()
+    lost: Exception | None = None
 
     def tell() -> None:
+        nonlocal lost
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has a current device of its own
         try:
             while not ended.wait(patience):
                 _reduced(comm, device, 0, busy=True)
         except Exception as error:  # raised below: this thread has nobody who hears it
-            lost.append(error)
+            lost = error
 
     teller = Thread(target=tell, daemon=True)
     if patience is not None:
@@ -125,8 +127,8 @@ def _still_there(comm: Comm, device: torch.device, patience: float | None) -> It
         ended.set()
         if patience is not None:
             teller.join()
-    if lost:
-        raise lost[0]
+    if lost is not None:
+        raise lost
 
 
 def _reduced(comm: Comm, device: torch.device, length: int, busy: bool = False) -> tuple[int, bool]:
