@@ -30,7 +30,7 @@ from engine.parallel.tensor.auto.search import Decided, Search
 from engine.parallel.tensor.auto.strategies import vocabulary_styles
 from engine.parallel.tensor.deferred_linear import is_linear
 from engine.parallel.tensor.global_tensor.redistribute import SequenceError
-from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
+from engine.parallel.tensor.plan.tensor_plan import Reason
 from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace
 from engine.planning.example_trace import trace_example
 from engine.planning.found_styles import FoundStyles
@@ -70,11 +70,6 @@ class CalledModules:
         self.all.add(id(module))
         if isinstance(module, nn.Embedding) and args and _counts(args[0]):
             self.counting.add(id(module))
-
-
-def find_plan(program: Program, example: Batch, tp: int, sequence: bool = False) -> TensorPlan:
-    """The plan for ``tp`` tensor ranks; see ``find_styles``."""
-    return find_styles(program, example, tp, sequence).plan(program.model, tp, sequence)
 
 
 def find_styles(program: Program, example: Batch, tp: int, sequence: bool = False) -> FoundStyles:

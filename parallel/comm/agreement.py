@@ -105,6 +105,9 @@ def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, pati
 @contextmanager
 def _still_there(comm: Comm, device: torch.device, patience: float | None) -> Iterator[None]:
     """On rank 0: while the block runs, the others are told so, since a group waits only so long."""
+    if patience is None:
+        yield
+        return
     ended = Event()
     lost: Exception | None = None
 
@@ -119,14 +122,12 @@ def _still_there(comm: Comm, device: torch.device, patience: float | None) -> It
             lost = error
 
     teller = Thread(target=tell, daemon=True)
-    if patience is not None:
-        teller.start()
+    teller.start()
     try:
         yield
     finally:
         ended.set()
-        if patience is not None:
-            teller.join()
+        teller.join()
     if lost is not None:
         raise lost
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.config import load_config
-from engine.planning.tensor_plan_search import find_plan
+from engine.planning.tensor_plan_search import find_styles
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 from tests.models import NanoBlock
@@ -47,7 +47,8 @@ def search(model: nn.Module, **more: Tensor) -> Any:
     config = load_config({"train_batch_size": 2, "parallel": {"data": 1, "tensor": 2}, "optimizer": {"type": "SGD"}}, 2)
     ids = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
     example = {"input_ids": ids, "labels": ids.clone(), **more}
-    return find_plan(Program(model, None, make_precision(config, model), torch.device("cpu")), example, 2)
+    program = Program(model, None, make_precision(config, model), torch.device("cpu"))
+    return find_styles(program, example, 2).plan(model, 2)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -16,7 +16,7 @@ from engine.errors import PlanError
 from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters
 from engine.parallel.tensor.auto.search import Decided, Search
 from engine.parallel.tensor.auto.strategies import Strategy
-from engine.planning.tensor_plan_search import find_plan
+from engine.planning.tensor_plan_search import find_styles
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 from engine.verify import Parity, train_alone, train_on_grid
@@ -150,8 +150,8 @@ def test_sizes_that_do_not_share_the_sequence_of_the_example_are_passed_over(mon
     precision = make_precision(load_config(settings(), 2), model)
     program = Program(model, None, precision, torch.device("cpu"))
     example = tuple(torch.zeros(2, LENGTH, dtype=torch.long) for _ in range(2))
-    plan = find_plan(program, example, 2, sequence=True)
-    assert {reason.how for reason in plan.reasons} == {"replicate"}
+    found = find_styles(program, example, 2, sequence=True)
+    assert {reason.how for reason in found.reasons} == {"replicate"}
 
 
 class Skipped(NanoBlock):
@@ -169,9 +169,9 @@ def test_checkpoints_inside_a_block_do_not_keep_it_from_being_cut() -> None:
     model.gradient_checkpointing_enable()
     program = Program(model, None, make_precision(load_config(settings(), 2), model), torch.device("cpu"))
     ids = torch.zeros(2, LENGTH, dtype=torch.long)
-    plan = find_plan(program, {"input_ids": ids, "labels": ids}, 2)
-    assert {reason.how for reason in plan.reasons} <= {"local", "local+"}
-    assert len(plan.reasons) == 2
+    found = find_styles(program, {"input_ids": ids, "labels": ids}, 2)
+    assert {reason.how for reason in found.reasons} <= {"local", "local+"}
+    assert len(found.reasons) == 2
 
 
 def plan_of_skipping() -> list[str]:
@@ -183,9 +183,9 @@ def plan_of_skipping() -> list[str]:
     torch.manual_seed(rank)
     precision = make_precision(load_config(settings(), 2), model)
     example = tuple(torch.zeros(2, LENGTH, dtype=torch.long) for _ in range(2))
-    plan = find_plan(Program(model, None, precision, torch.device("cpu")), example, 2)
+    found = find_styles(Program(model, None, precision, torch.device("cpu")), example, 2)
     assert torch.initial_seed() == rank
-    return [f"{reason.style} {reason.why}" for reason in plan.reasons]
+    return [f"{reason.style} {reason.why}" for reason in found.reasons]
 
 
 def test_blocks_that_draw_are_planned_alike_on_all_ranks(run_ranks: RunRanks) -> None:
