@@ -3,6 +3,7 @@
 train_batch    complete the build (first batch) -> StepRunner.train -> report -> checkpoint if it is time
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from engine.checkpoint.full_state import state_entries
 from engine.checkpoint.writer import PendingSave
 from engine.config import Config
 from engine.errors import EngineError
+from engine.loop import TrainingLoop
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.grid import Grid
 from engine.parallel.pipeline.report.measured import measured_timeline
@@ -32,12 +34,15 @@ from engine.step.batch_check import take_batch
 from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
+from engine.step.user_loop import LoopControl, UserLoop
 from engine.zero.gather.full_parameters import ShardedModel, full_parameters
+
+logger = logging.getLogger("trine")
 
 Path_ = str | os.PathLike[str]
 
 
-class Engine:
+class Engine(TrainingLoop):
     """A model on its grid. Made by :func:`engine.initialize`; a context manager that closes itself.
 
     If a plan needs a batch and no example was given, the parts are built when the first batch arrives. An engine that
@@ -48,6 +53,8 @@ class Engine:
         self._build, self._model, self._config, self._comm = build, build.model, build.config, build.comm
         self._grid, self._device = self._comm.grid, coordinator.device
         self._built: RankRuntime | None = None
+        self._loop: UserLoop | None = None
+        self._control = LoopControl()
         self._update = Update(self._config, self._comm, self._device)
         self._reports = StepReporter(self._config, self._comm, self._device)
         self._checkpoints, self._resources = coordinator, resources
@@ -63,6 +70,7 @@ class Engine:
             self._built = self._build(example, problem)
             self._resources.add(self._built.close)
             self._runner = StepRunner(self._model, self._built, self._update, self._checkpoints)
+            self._loop = UserLoop(self._runner, self._built, self._control)
             self._checkpoints.built(self._built, self._update, entries)
 
     @property
@@ -201,46 +209,6 @@ class Engine:
             return report
         return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
 
-    # ------------------------------------------------------------------ the loop in three calls
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them.
-
-        Raises:
-            EngineError: there is a pipeline, whose stages do not have the output.
-        """
-        self._refuse_pipeline("eng(batch)")
-        self.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
-        return self._runner.forward(args, kwargs)
-
-    def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
-        """Backward of one microbatch; the loss, a 0-dim mean or (sum, weight), is averaged over the step.
-
-        Gradients are reduced over dp during the backward of the last microbatch. Tokens are those of the
-        last forward through the engine.
-
-        Raises:
-            EngineError: more backwards than ``gradient_accumulation_steps``, or a loss that is not a scalar.
-        """
-        self._refuse_pipeline("backward(loss)")
-        if self._built is None:
-            raise EngineError(
-                "backward(loss) before eng(batch): there is no forward to differentiate; call eng(batch) first."
-            )
-        self._runner.backward(loss)
-
-    def step(self) -> StepReport | None:
-        """Update after the last microbatch of a step; after any other microbatch do nothing and return None.
-
-        Raises:
-            EngineError: no backward was called in this step.
-        """
-        self._resources.refuse_closed("step()")
-        if self._built is None:
-            raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
-        finished = self._runner.step()
-        return None if finished is None else self._report(finished)
-
     # ------------------------------------------------------------------ state
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -299,7 +267,8 @@ class Engine:
             EngineError: ``client_state`` is a string, such as a tag of DeepSpeed's. Problems of the save itself, such
                 as another engine that saves into the folder, are raised by ``wait()`` on all ranks.
         """
-        self._refuse_unfinished("save_checkpoint")
+        self._resources.refuse_closed("save_checkpoint")
+        self._note_unfinished("save_checkpoint")
         self._comm.announce("save_checkpoint")
         return self._checkpoints.save(folder, client_state if client_state is not None else {})
 
@@ -334,7 +303,7 @@ class Engine:
 
     def save_pretrained(self, folder: Path_) -> None:
         """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective."""
-        self._refuse_unfinished("save_pretrained")
+        self._resources.refuse_closed("save_pretrained")
         self._comm.announce("save_pretrained")
         self._checkpoints.save_pretrained(folder)
 
@@ -362,18 +331,20 @@ class Engine:
 
     # ------------------------------------------------------------------ around a step
 
-    def _refuse_pipeline(self, call: str) -> None:
-        self._resources.refuse_closed(call)
-        if self._config.pp > 1:
-            raise EngineError(
-                f"{call} with parallel.pipeline {self._config.pp}: forwards and backwards of all stages are one "
-                "schedule, and no stage alone has the output; call train_batch(batch) or eval_batch(batch)."
-            )
-
     def _refuse_unfinished(self, call: str) -> None:
         self._resources.refuse_closed(call)
-        if self._built is not None:
-            self._runner.refuse_unfinished(call)
+        if self._loop is not None:
+            self._loop.leave(call)
+
+    def _note_unfinished(self, call: str) -> None:
+        if self._loop is not None and self._loop.unfinished and self._grid.rank == 0:
+            logger.warning(
+                "%s inside an unfinished accumulation keeps the state after update %d: the gradients of %d "
+                "microbatch(es) are not saved; training goes on with them.",
+                call,
+                self._update.made,
+                self._loop.unfinished,
+            )
 
     def _completed(self, batch: Batch | Iterator[Batch]) -> Batch | Iterator[Batch]:
         """``batch`` itself; the first batch completes the build and is returned as an iterator of its microbatches."""

@@ -16,13 +16,13 @@ from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "resources", "config", "optim", "precision", "program", "planning", "step", "checkpoint", "reporting",
-        "build", "data", "models", "engine", "api", "verify",
+        "build", "data", "models", "loop", "engine", "api", "verify",
     ),
     "engine.checkpoint": (
         "format", "contents", "full_state", "preemption", "huggingface", "load", "run_state", "resume", "rank_report",
         "save", "writer", "coordinator",
     ),
-    "engine.zero": ("layout", "flat_buckets", "attachment", "gather", "reduce", "optim"),
+    "engine.zero": ("layout", "flat_buckets", "attachment", "own_backward", "gather", "reduce", "optim"),
     "engine.parallel": (
         "grid", "shard_table", "comm", "model", "trace", "tensor", "activation_checkpointing", "kernel_injection",
         "pipeline",

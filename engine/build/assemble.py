@@ -50,10 +50,13 @@ from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optim.sharded_optimizer import OptimizerFactory, ShardedOptimizer, check_elementwise
+from engine.zero.own_backward import OwnBackward
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
 from engine.zero.reduce.reducer import Reducer, ReducerSetup
 from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
 from engine.zero.reduce.step_reducer import GradientReducer
+
+_REDUCER_NOTE = "gives each gradient to a flat bucket as soon as backward has made it"
 
 
 def plan_run(
@@ -102,11 +105,10 @@ def build(
     axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
     with all_or_none(comm, device):
         placed = place_model(model, plan, comm, device, axis, patches)
-    trained = len(plan.layout(comm.grid.coord()).buckets)
+    trained, own_backward = len(plan.layout(comm.grid.coord()).buckets), OwnBackward()
     buckets, frozen = placed[:trained], placed[trained:]
-    reducer = _reducer(model, plan, comm, buckets)
-    note = "gives each gradient to a flat bucket as soon as backward has made it"
-    patches.own(model, PatchLayer.PARAMETERS, reducer.remove, note)
+    reducer = _reducer(model, plan, comm, buckets, own_backward)
+    patches.own(model, PatchLayer.PARAMETERS, reducer.remove, _REDUCER_NOTE)
     optimizer = _optimizer(plan, buckets, comm, request)
     program = request.program(model, plan.precision, device)
     with all_or_none(comm, device):
@@ -133,8 +135,9 @@ def build(
         evaluation=rank_schedule(plan.evaluation, rank),
         buckets=buckets,
         frozen=frozen,
-        gatherer=_gatherer(model, plan, comm, placed, patches),
+        gatherer=_gatherer(model, plan, comm, placed, patches, own_backward),
         reducer=reducer,
+        own_backward=own_backward,
         optimizer=optimizer,
         learning_rate=make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler),
         kernels=kernels,
@@ -184,23 +187,27 @@ def _rounding(plan: Plan, tp: int) -> RoundedUpdates:
     return RoundedUpdates(plan.config.seed, whole, plan.precision.widths("bfloat16").moments)
 
 
-def _reducer(model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket]) -> Reducer:
+def _reducer(
+    model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], own_backward: OwnBackward
+) -> Reducer:
     config = plan.config
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    setup = ReducerSetup(buckets, trained, comm, plan.precision.wire, PartialSums(plan.table, comm))
+    sums, wire = PartialSums(plan.table, comm), plan.precision.wire
+    setup = ReducerSetup(buckets, trained, comm, wire, sums, own_backward.start)
     if reduces_each_microbatch(config):
         return MicrobatchReducer(setup, config.accumulation)
     return GradientReducer(setup, scatter=config.zero_optimization.stage > 0)
 
 
 def _gatherer(
-    model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], patches: ForwardPatches
-) -> ParameterGatherer | None:
+    model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], patches: ForwardPatches,
+    own_backward: OwnBackward,
+) -> ParameterGatherer | None:  # fmt: skip
     """The gatherer of sharded parameters (ZeRO 3), with hooks on the modules that read them; None below ZeRO 3."""
     gathers = plan.gathers(comm.grid.coord())
     if gathers is None or plan.gather_groups is None:
         return None
-    gatherer = ParameterGatherer(buckets, gathers.order, gathers.pinned, comm)
+    gatherer = ParameterGatherer(buckets, gathers.order, gathers.pinned, comm, own_backward.start)
     GatheredModules(model, plan.gather_groups, gathers.order, gatherer, patches)
     return gatherer
 

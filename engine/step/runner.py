@@ -3,7 +3,7 @@
 train        batch -> microbatches -> same on all ranks of a replica? -> trace (pipelines)
                  -> executor [ forwards, backwards + gradient reduction ] -> update + parameter gather
 evaluate     the same without backwards and update
-three calls  forward, backward, step: the same parts, one microbatch at a time
+loop         the same parts in the order of the user's calls, see :class:`engine.step.user_loop.UserLoop`
 
 An error waits until all ranks can learn of it, see :meth:`StepRunner._run_schedule`.
 """
@@ -12,24 +12,21 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from engine.errors import EngineError
 from engine.parallel.pipeline.runtime.executor import RankSchedule
 from engine.parallel.pipeline.runtime.outputs import Carrier
 from engine.program.batch import Batch, is_text
-from engine.program.loss import check_pair, check_trainable
 from engine.program.program import evaluating
-from engine.step.batch_check import check_batch, differing_buffer, small_digest, take_batch
+from engine.step.batch_check import differing_buffer, small_digest, take_batch
 from engine.step.microbatches import StepKind, StepMicrobatches
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
 from engine.step.update import Update, UpdateOutcome
 from engine.zero.attachment import Attachment
-from engine.zero.reduce.reducer import Backward
 
 logger = logging.getLogger("trine")
 _COMPARED_STEPS = 2  # one batch may be alike by chance, and a digest costs the host a look at every row
@@ -63,12 +60,6 @@ class StepRunner:
         self._model, self._runtime, self._update, self._control = model, runtime, update, control
         self._config, self._comm, self._device = runtime.plan.config, runtime.comm, runtime.program.device
         self._attachment = Attachment(model, (*runtime.buckets, *runtime.frozen))
-        self._step: StepState | None = None
-        """The unfinished step of a loop in three calls."""
-        self._forwarded: Batch = None
-        self._forwards = 0
-        """Forwards of the loop since its last backward."""
-        self._loop_started: float | None = None
         self._finished = 0
         """Training steps that were finished."""
         self._compared = 0
@@ -80,7 +71,7 @@ class StepRunner:
         """See :meth:`engine.Engine.train_batch`."""
         step, microbatches = self._open(batch, "train")
         self._run_schedule(step, microbatches, self._runtime.training)
-        return self._finish(step)
+        return self.finish(step)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | Iterator[Batch], kind: StepKind) -> FinishedStep:
@@ -93,67 +84,15 @@ class StepRunner:
         lr = self._runtime.learning_rate.at(self._update.made)
         return FinishedStep(step, UpdateOutcome(totals=totals, norm=math.nan, lr=lr, scale=1.0, nonfinite=None))
 
-    # ------------------------------------------------------------------ the loop in three calls
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's output for one microbatch; see :meth:`engine.Engine.__call__`."""
-        runtime, training = self._runtime, torch.is_grad_enabled()
-        self._forwarded = args[0] if len(args) == 1 and not kwargs else kwargs or args
-        if self._step is None and self._loop_started is None and training:
-            self._loop_started = time.perf_counter()
-            runtime.buffers.remember()
-        index = self._step.microbatches if self._step else 0
-        # negative, because positive numbers count finished modules
-        key = (*self._random_key(index), -self._forwards) if self._forwards else self._random_key(index)
-        if training:  # an evaluation must not change what training draws
-            self._forwards += 1
-        check_batch([(args, kwargs)], None, self._comm, self._device)
-        with runtime.forward(*key):
-            return runtime.own(runtime.first_use.watch((args, kwargs), lambda: runtime.program.call(*args, **kwargs)))
-
-    def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
-        """See :meth:`engine.Engine.backward`."""
-        weighted = check_pair(loss)
-        step = self._step = self._step or self._begin()
-        if step.microbatches == self._config.accumulation:
-            raise EngineError(
-                f"backward was called {step.microbatches + 1} times; gradient_accumulation_steps is "
-                f"{self._config.accumulation}: call step() after each backward."
-            )
-        try:
-            check_trainable(weighted.sum)
-            step.count(weighted, self._forwarded)
-            with self._runtime.backward(Backward(last=step.microbatches == self._config.accumulation)):
-                torch.autograd.backward(step.root(weighted.sum))
-            self._forwards = 0
-        except BaseException:
-            self._step = None
-            self._runtime.reducer.reset()
-            raise
-
-    def step(self) -> FinishedStep | None:
-        """See :meth:`engine.Engine.step`."""
-        if self._step is None:
-            raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
-        if self._step.microbatches < self._config.accumulation:
-            return None
-        step, self._step = self._step, None
-        return self._finish(step)
-
-    def refuse_unfinished(self, call: str) -> None:
-        """Refuse ``call`` between the backwards of one step."""
-        if self._step is not None:
-            raise EngineError(f"{call} inside an unfinished accumulation; call step() first.")
-
     # ------------------------------------------------------------------ parts of a step
 
-    def _begin(self) -> StepState:
+    def begin(self, started: float | None = None) -> StepState:
+        """Start a step; ``started``: when, by ``time.perf_counter``, if it was before now."""
         self._attachment.check()
         self._control.refuse_spoiled()
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        started, self._loop_started = self._loop_started or time.perf_counter(), None
         return StepState(
-            started=started,
+            started=time.perf_counter() if started is None else started,
             sent=self._comm.tally.copy(),
             loss=zero,
             weight=zero.clone(),
@@ -162,8 +101,7 @@ class StepRunner:
 
     def _open(self, batch: Batch | Iterator[Batch], kind: StepKind) -> tuple[StepState, StepMicrobatches]:
         """Start a step; a bad batch becomes its problem, so that the other ranks do not wait for this one."""
-        self._loop_started, self._forwards = None, 0  # left by a forward without a backward
-        step = self._begin()
+        step = self.begin()
         if torch.is_grad_enabled():
             self._runtime.buffers.remember()
         taken, step.problem = take_batch(batch, self._runtime.program.rows, self._config, self._comm, self._device)
@@ -172,7 +110,7 @@ class StepRunner:
         if not self._told and step.problem is None:
             step.problem = self._tell(taken[0])
         step.text = step.problem is None and is_text(taken[0])  # on every rank, also on those without the loss
-        return step, StepMicrobatches(self._runtime, step, taken, self._random_key, kind)
+        return step, StepMicrobatches(self._runtime, step, taken, self.random_key, kind)
 
     def _tell(self, microbatch: Batch) -> Exception | None:
         """Say what forward is not given; a batch of which that is not known is a problem on every rank alike."""
@@ -211,7 +149,8 @@ class StepRunner:
                 raise
             step.problem = problem
 
-    def _finish(self, step: StepState) -> FinishedStep:
+    def finish(self, step: StepState) -> FinishedStep:
+        """Agree on the step with all ranks, and update or skip it."""
         step.problem = step.problem or self._control.problem()
         finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
         self._finished += 1
@@ -229,7 +168,7 @@ class StepRunner:
                 name,
             )
 
-    def _random_key(self, index: int) -> tuple[int, int, int]:
+    def random_key(self, index: int) -> tuple[int, int, int]:
         """(seed, step, global microbatch), which is the same on every grid."""
         first = self._comm.grid.coord().dp * self._config.accumulation
         return self._config.seed, self._update.made, first + index

@@ -26,6 +26,7 @@ from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+from engine.zero.own_backward import OwnBackward
 from engine.zero.reduce.reducer import Backward, Reducer
 from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
 
@@ -58,6 +59,8 @@ class RankRuntime:
     gatherer: ParameterGatherer | None
     """None if parameters are not sharded."""
     reducer: Reducer
+    own_backward: OwnBackward
+    """The backward of the user's own that runs at present."""
     optimizer: ShardedOptimizer
     learning_rate: LearningRate
     kernels: Kernels

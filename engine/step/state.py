@@ -40,11 +40,19 @@ class StepState:
 
     def count(self, loss: WeightedLoss, microbatch: Batch) -> None:
         """Add one microbatch."""
+        self.add(loss)
+        self.see(microbatch)
+        self.microbatches += 1
+
+    def add(self, loss: WeightedLoss) -> None:
+        """Add the loss of a microbatch, or one of its losses."""
         self.loss += loss.sum.detach()
         self.weight += loss.weight
+
+    def see(self, microbatch: Batch) -> None:
+        """Add the tokens of a microbatch."""
         self.tokens += count_tokens(microbatch)
         self.text = is_text(microbatch)
-        self.microbatches += 1
 
     def root(self, loss: Tensor) -> Tensor:
         """The scaled loss from which backward starts, in fp32: a scaled fp16 loss would overflow."""

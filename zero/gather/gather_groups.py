@@ -11,7 +11,7 @@ it is known, else in the order of their definition; a module that runs before it
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -102,9 +102,18 @@ class GatheredModules:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield all tensors of an output, also those in attributes of objects, which may be tensors too (cut logits)."""
+    """Yield all tensors of an output, also those in attributes of objects, which may be tensors too (cut logits).
+
+    Attributes may be records again: the shard that cut logits hold, through which gradients pass them by.
+    """
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
         if hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | nn.Parameter | type):
-            yield from (inner for inner in tree_leaves(vars(leaf)) if isinstance(inner, Tensor))
+            for inner in tree_leaves(vars(leaf)):
+                held = (getattr(inner, field.name) for field in fields(inner)) if _is_record(inner) else (inner,)
+                yield from (part for part in held if isinstance(part, Tensor))
+
+
+def _is_record(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)

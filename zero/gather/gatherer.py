@@ -14,7 +14,7 @@ compare their requests before such a gather.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -63,9 +63,14 @@ class ParameterGatherer:
         order: the turns in which each bucket is needed.
         pinned: buckets that stay gathered over all passes of a step.
         comm: communication; label "parameters" on axis dp, one batch for each group and pass.
+        start: called when a gradient arrives while no pass runs, to begin the backward that it belongs to.
     """
 
-    def __init__(self, buckets: Sequence[FlatBucket], order: GatherOrder, pinned: Collection[int], comm: Comm) -> None:
+    def __init__(
+        self, buckets: Sequence[FlatBucket], order: GatherOrder, pinned: Collection[int], comm: Comm,
+        start: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._start_backward = start
         self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.dp
         self._whole = UnshardedBuckets(buckets, comm, self._read)
         self._pass: _Walk | None = None
@@ -168,6 +173,8 @@ class ParameterGatherer:
         return self._at.get((self._pass.stage, group), self._anywhere.get(group))
 
     def _arrive(self, position: int, call: int, _: Tensor) -> None:
+        if self._pass is None:
+            self._start_backward()
         now = self._pass
         if now is None:
             return

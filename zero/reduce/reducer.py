@@ -24,12 +24,15 @@ Take = Callable[[str, Tensor], None]
 class GradientHooks:
     """Passes gradients to ``take`` while ``backward`` is open, so that none stays on a parameter.
 
-    A gradient that reaches a parameter in any other way changes no weight; if ``warns``, the log says so once.
+    A gradient that arrives at another time is announced by ``start``, which may open ``backward``. Else it changes no
+    weight; if ``warns``, the log says so once.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], take: Take, warns: bool = False) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], take: Take, start: Callable[[], None] | None, warns: bool = False
+    ) -> None:
         self._parameters = parameters
-        self._take, self._warns = take, warns
+        self._take, self._start, self._warns = take, start, warns
         self._open = False
         self._handles = []
         for name, parameter in parameters.items():
@@ -68,6 +71,8 @@ class GradientHooks:
         )
 
     def _arrive(self, name: str, parameter: Tensor) -> None:
+        if not self._open and self._start is not None:
+            self._begin(parameter, self._start)
         if not self._open or parameter.grad is None:
             self._warn(parameter)
             return  # a gradient of the user's own backward
@@ -76,8 +81,17 @@ class GradientHooks:
                 f"parameter {name!r} got a gradient while it was not gathered (ZeRO 3), so the gradient is invalid: "
                 "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."
             )
-        grad, parameter.grad = parameter.grad, None
+        grad, parameter.grad = parameter.grad.detach(), None  # with create_graph, a gradient has a graph
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
+
+    @staticmethod
+    def _begin(parameter: Tensor, start: Callable[[], None]) -> None:
+        """Let the backward begin to which the gradient of ``parameter`` belongs, and which does not set it aside."""
+        grad, parameter.grad = parameter.grad, None
+        try:
+            start()
+        finally:
+            parameter.grad = grad
 
 
 SumPartial = Callable[[Mapping[str, Tensor]], None]
@@ -90,10 +104,12 @@ class Backward(NamedTuple):
     """Identifies one backward of one stage, or one of its two parts."""
 
     last: bool
-    """True for the last one of its part and stage in a step."""
+    """True for the last one of its part and stage in a step, as far as that is known before."""
     part: BackwardPart = "whole"
     stage: int = 0
     microbatch: int = 0
+    further: bool = False
+    """True for the first one after one that was taken for the last one: all buckets are reduced a second time."""
 
 
 class Reducer(Protocol):
@@ -143,6 +159,8 @@ class ReducerSetup:
     """Dtype on the wire; None is the dtype of accumulation."""
     sum_partial: SumPartial | None = None
     """Function that sums gradients by parameter name, in place, over the tensor ranks that hold a part."""
+    start: Callable[[], None] | None = None
+    """Function that is called when a gradient arrives while no backward is open, to open it; None: never."""
 
 
 class SharedReduction:
@@ -159,7 +177,7 @@ class SharedReduction:
         self._seen: set[str] = set()
         self._watched: list[Tensor] | None = None
         """While not None: for each gradient of a backward, whether it is finite, on the device."""
-        self._hooks = GradientHooks(trained, self.take, warns=setup.comm.grid.rank == 0)
+        self._hooks = GradientHooks(trained, self.take, setup.start, warns=setup.comm.grid.rank == 0)
 
     def take(self, name: str, grad: Tensor) -> None:
         """Take the gradient of a parameter inside a backward."""

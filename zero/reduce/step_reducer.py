@@ -55,6 +55,8 @@ class _Progress:
     """
     reduction: Pending | None = None
     received: Callable[[], object] | None = None
+    sums: Tensor | None = None
+    """What the backwards before a further one have given, reduced already."""
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -87,13 +89,15 @@ class GradientReducer(SharedReduction):
             EngineError: a parameter gave a gradient after its bucket was reduced.
         """
         self._settle()
+        if which.further:
+            self._reopen()
         self._last = which.last
         # The first step only observes, because it is not yet known which parameters give several gradients.
         self._eager = which.last and self._whole_step_seen
         try:
             with self._hooks.backward():
                 yield
-            self._backward_seen = True
+            self._backward_seen = self._backward_seen or which.last
         finally:
             self._last = self._eager = False
 
@@ -105,15 +109,8 @@ class GradientReducer(SharedReduction):
         """
         self._settle()
         self._end_step()
-        self._add_parts()
-        while self._next < len(self._progress):
-            self._launch()
+        self._reduce_all()
         for progress in self._progress:
-            if progress.reduction is not None:
-                progress.reduction.wait()
-            if progress.received is not None:
-                progress.received()
-            progress.reduction = progress.received = None
             self._add_ties(progress.flat, self._kept(progress.flat))
         self._whole_step_seen = self._whole_step_seen or self._backward_seen
         self.reset()
@@ -124,15 +121,44 @@ class GradientReducer(SharedReduction):
         A collective under way still writes into its bucket. The next backward waits for it. Waiting here could hide the
         error of this step, because a peer may never have joined the collective.
         """
-        self._next = 0
         self._seen.clear()
+        self._empty()
+
+    def _empty(self) -> None:
+        """Let the next gradient of each parameter be the first one; ``reset`` without the names that had one."""
+        self._next = 0
         for progress in self._progress:
             if progress.reduction is not None:
                 self._abandoned.append(progress.reduction)
-            progress.reduction = progress.received = None
+            progress.reduction = progress.received = progress.sums = None
             progress.missing = len(progress.places)
             for place in progress.places:
                 place.touched = place.arrived = False
+
+    def _reduce_all(self) -> None:
+        """Reduce the buckets that are left, and wait for all."""
+        self._add_parts()
+        while self._next < len(self._progress):
+            self._launch()
+        for progress in self._progress:
+            if progress.reduction is not None:
+                progress.reduction.wait()
+            if progress.received is not None:
+                progress.received()
+            if progress.sums is not None:
+                progress.flat.gradient(self._kept(progress.flat)).add_(progress.sums)
+            progress.reduction = progress.received = progress.sums = None
+
+    def _reopen(self) -> None:
+        """Keep what is reduced aside, so that a further backward starts anew and all buckets are reduced once more.
+
+        Every rank reduces every bucket here, since which ones it has reduced already depends on its own hooks.
+        """
+        self._reduce_all()
+        sums = [progress.flat.gradient(self._kept(progress.flat)).clone() for progress in self._progress]
+        self._empty()
+        for progress, done in zip(self._progress, sums, strict=True):
+            progress.sums = done
 
     def _add(self, name: str, grad: Tensor) -> None:
         """Add a gradient to its bucket."""

@@ -1,0 +1,131 @@
+"""The loop that a user writes himself, in the calls of the engine: forward, backward, step.
+
+for batch in loader:                # gradient_accumulation_steps: 1          # 4: an update every fourth step()
+    loss = eng(batch).loss
+    eng.backward(loss)              # or loss.backward(), or eng.scale(loss).backward()
+    eng.step()
+"""
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from engine.config import Config
+from engine.errors import EngineError
+from engine.program.batch import Batch
+from engine.reporting.step_report import StepReport
+from engine.resources import EngineResources
+from engine.step.runner import FinishedStep
+from engine.step.user_loop import LoopControl, UserLoop
+
+
+class TrainingLoop(ABC):
+    """The calls of the engine for a loop of the user's own; a pipeline, whose stages run one schedule, refuses them."""
+
+    _config: Config
+    _resources: EngineResources
+    _control: LoopControl
+    _loop: UserLoop | None
+    """None until the engine is built."""
+
+    @abstractmethod
+    def complete(self, example: Batch, problem: Exception | None = None) -> None:
+        """Build the missing parts."""
+
+    @abstractmethod
+    def _report(self, finished: FinishedStep) -> StepReport:
+        """Report a step that is over."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them.
+
+        Raises:
+            EngineError: there is a pipeline, whose stages do not have the output.
+        """
+        self._refuse_pipeline("eng(batch)")
+        self.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
+        assert self._loop is not None
+        return self._loop.forward(args, kwargs)
+
+    def backward(self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool = False) -> None:
+        """Backward of one microbatch, or of one of its losses, which are added up.
+
+        The gradient is averaged over the microbatches of the step and over data ranks; a loss (sum, weight) is divided
+        by all weights of the step. Gradients are reduced over dp during the last backward. ``loss.backward()`` does
+        the same, but the report of the step then has no loss (nan), and under fp16 it needs ``scale``.
+
+        Args:
+            loss: a 0-dim mean, or (sum, weight); it may depend on several forwards, and on several engines.
+            retain_graph: keep the graph for another backward.
+
+        Raises:
+            EngineError: backwards of more microbatches than ``gradient_accumulation_steps``; a loss that is not a
+                scalar; a pipeline.
+        """
+        self._looped("backward(loss)").backward(loss, retain_graph)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The 0-dim loss times the loss scale of fp16 (else 1), for a backward of your own: ``scale(loss).backward()``.
+
+        Raises:
+            EngineError: the loss is not a scalar, or depends on no parameter; a pipeline.
+        """
+        return self._looped("scale(loss)").scale(loss)
+
+    def step(self) -> StepReport | None:
+        """Update after the last microbatch of a step; after any other microbatch do nothing and return None.
+
+        Raises:
+            EngineError: no backward was called in this step; a gradient lacks the loss scale.
+        """
+        self._resources.refuse_closed("step()")
+        if self._loop is None:
+            raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
+        finished = self._loop.step()
+        return None if finished is None else self._report(finished)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients since the last update, on all ranks alike. After an update there are none."""
+        self._resources.refuse_closed("zero_grad()")
+        if self._loop is not None:
+            self._loop.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, no backward is taken for the last one of a step, in which gradients are reduced.
+
+        Results are the same without it: a step reduces what is not reduced yet. ZeRO 2 and 3 with
+        ``reduce: microbatch`` keep shards only, and reduce in every backward.
+        """
+        self._refuse_pipeline("no_sync()")
+        return self._control.no_sync()
+
+    def set_gradient_accumulation_boundary(self, boundary: bool | None) -> None:
+        """Decide whether the next calls of ``step`` make an update (True) or only end a microbatch (False).
+
+        The update averages over all microbatches since the last one. None: every ``gradient_accumulation_steps``.
+        """
+        self._refuse_pipeline("set_gradient_accumulation_boundary")
+        self._control.boundary = boundary
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the ``step`` after this microbatch makes an update."""
+        self._refuse_pipeline("is_gradient_accumulation_boundary")
+        if self._control.boundary is not None:
+            return self._control.boundary
+        return self._loop.at_boundary if self._loop is not None else self._config.accumulation == 1
+
+    def _looped(self, call: str) -> UserLoop:
+        self._refuse_pipeline(call)
+        if self._loop is None:
+            raise EngineError(f"{call} before eng(batch): there is no forward to differentiate; call eng(batch) first.")
+        return self._loop
+
+    def _refuse_pipeline(self, call: str) -> None:
+        self._resources.refuse_closed(call)
+        if self._config.pp > 1:
+            raise EngineError(
+                f"{call} with parallel.pipeline {self._config.pp}: forwards and backwards of all stages are one "
+                "schedule, and no stage alone has the output; call train_batch(batch) or eval_batch(batch)."
+            )

@@ -1,0 +1,310 @@
+"""The loop that the user writes: forwards, backwards and steps in the order in which he calls them.
+
+    output = eng(batch)                 a forward of the engine
+    eng.backward(loss)                  or loss.backward(), or eng.scale(loss).backward(): any number of them
+    eng.step()                          ends the microbatch, and after the last microbatch the step
+
+A microbatch is what lies between two calls of ``step``: its gradient is that of the sum of all its losses, as in torch.
+With ``gradient_accumulation_steps`` above 1, a backward after a further forward begins a microbatch too, so that a loop
+may also call ``step`` once, after all microbatches. The step averages over microbatches and data ranks.
+
+Only the step before tells which backward is the last one, in which gradients are reduced as soon as they are complete.
+Where more backwards follow, all gradients are reduced a second time (``Backward.further``).
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.program.batch import Batch
+from engine.program.loss import WeightedLoss, check_pair, check_scalar, check_trainable
+from engine.step.batch_check import check_batch
+from engine.step.runner import FinishedStep, StepRunner
+from engine.step.runtime import RankRuntime
+from engine.step.state import StepState
+from engine.zero.reduce.reducer import Backward
+
+_MANAGED_KEYS = 2**16
+"""Forwards of one microbatch that draw different random numbers, where the user manages the accumulation."""
+
+
+@dataclass(slots=True)
+class LoopControl:
+    """What the user has said about the steps to come; it may be said before the engine is built."""
+
+    boundary: bool | None = None
+    """Whether ``step`` makes an update; None: after ``gradient_accumulation_steps`` microbatches."""
+    held: int = 0
+    """Number of open ``no_sync`` blocks."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See :meth:`engine.Engine.no_sync`."""
+        self.held += 1
+        try:
+            yield
+        finally:
+            self.held -= 1
+
+
+class UserLoop:
+    """The unfinished step of one engine on this rank."""
+
+    def __init__(self, runner: StepRunner, runtime: RankRuntime, control: LoopControl) -> None:
+        self._control = control
+        self._runner, self._runtime = runner, runtime
+        self._accumulation = runtime.plan.config.accumulation
+        self._step: StepState | None = None
+        self._started: float | None = None
+        self._forwarded: Batch = None
+        self._fresh = False
+        """A forward came after the last backward."""
+        self._forwards = 0
+        """Forwards of this microbatch."""
+        self._backwards = 0
+        """Backwards of this step."""
+        self._expected = self._accumulation
+        """Backwards of the step before."""
+        self._losses = 0
+        """Backwards since the last call of ``step``."""
+        self._pairs = False
+        """Those were given (sum, weight)."""
+        self._was_last = False
+        """The backward before was taken for the last one of the step."""
+        self._running = False
+        """A backward runs."""
+        self._announced: Tensor | None = None
+        """The loss of the backward that begins, if ``scale`` has seen it."""
+        self._unscaled = False
+        """Gradients of this step lack its loss scale."""
+        self._updated = False
+        """The last update was made by this loop, so a backward without a forward comes too late."""
+        runtime.own_backward.serve(self._enter)
+
+    # ------------------------------------------------------------------ the calls
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output for one microbatch; see :meth:`engine.Engine.__call__`."""
+        self._recover()
+        runtime, training = self._runtime, torch.is_grad_enabled()
+        given = args[0] if len(args) == 1 and not kwargs else kwargs or args
+        if self._step is None and self._started is None and training:
+            self._started = time.perf_counter()
+            runtime.buffers.remember()
+        key = self._random_key()
+        if training:  # an evaluation must not change what training draws
+            self._forwards += 1
+            self._fresh, self._forwarded = True, given
+        check_batch([(args, kwargs)], None, runtime.comm, runtime.program.device)
+        with runtime.forward(*key):
+            return runtime.own(runtime.first_use.watch((args, kwargs), lambda: runtime.program.call(*args, **kwargs)))
+
+    def backward(self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool = False) -> None:
+        """See :meth:`engine.Engine.backward`."""
+        self._recover()
+        weighted, step = check_pair(loss), self._open_step()
+        self._refuse_surplus(step)
+        with self._dropping():
+            check_trainable(weighted.sum)
+            self._count(step, weighted, pair=isinstance(loss, tuple))
+            with self._differentiating():
+                torch.autograd.backward(step.root(weighted.sum), retain_graph=retain_graph)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """See :meth:`engine.Engine.scale`."""
+        self._recover()
+        mean = check_scalar(loss, "the loss given to scale")
+        check_trainable(mean)
+        step = self._open_step()
+        root = step.root(mean) if step.scale != 1.0 else mean.clone()
+        with torch._C.DisableTorchFunctionSubclass():  # some subclasses refuse hooks; ours only observes
+            root.register_hook(partial(self._announce, mean.detach()))  # type: ignore[no-untyped-call]
+        return root
+
+    def step(self) -> FinishedStep | None:
+        """See :meth:`engine.Engine.step`."""
+        self._recover()
+        step = self._step
+        if step is None or not step.microbatches:
+            raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
+        self._refuse_unscaled(step)
+        self._losses = self._forwards = 0
+        due = step.microbatches >= self._accumulation if self._control.boundary is None else self._control.boundary
+        if not due:
+            return None
+        self._expected = self._backwards
+        self._forget()
+        self._updated = True
+        return self._runner.finish(step)
+
+    def zero_grad(self) -> None:
+        """See :meth:`engine.Engine.zero_grad`."""
+        self._recover()
+        self._forget_gradients()
+        self._runtime.reducer.reset()
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether ``step`` makes an update after this microbatch."""
+        done = self._step.microbatches if self._step else 0
+        return done + (not self._losses) >= self._accumulation
+
+    @property
+    def unfinished(self) -> int:
+        """Microbatches whose gradients are summed and wait for an update."""
+        return self._step.microbatches if self._step else 0
+
+    def leave(self, call: str) -> None:
+        """Refuse ``call`` between the backwards of one step, and forget forwards without a backward."""
+        self._recover()
+        if self.unfinished:
+            raise EngineError(f"{call} inside an unfinished accumulation; call step() first, or zero_grad().")
+        self._forget()
+
+    # ------------------------------------------------------------------ a backward of the user's own
+
+    def _announce(self, loss: Tensor, _: Tensor) -> None:
+        if self._running:
+            if self._announced is None:
+                raise EngineError(
+                    "eng.backward(eng.scale(loss)) scales the loss twice; give eng.backward the loss itself, or call "
+                    "backward() on what eng.scale returned."
+                )
+            self._announced += loss  # a root that sums several scaled losses
+            if self._step is not None:
+                self._step.loss += loss
+            return
+        self._announced = loss.clone()
+        self._runtime.own_backward.start()
+
+    def _enter(self) -> AbstractContextManager[None] | None:
+        """The context of a backward that the user has started; None if no forward of this loop led to it."""
+        if self._running:
+            return None
+        if not (self._fresh or self._losses or self._step):
+            if self._updated:
+                raise EngineError(
+                    "a backward after step(): the weights have changed since the forward that it differentiates; call "
+                    "eng(batch) again, and backward before step()."
+                )
+            return None
+        step, loss = self._open_step(), self._announced
+        self._unscaled = self._unscaled or (step.scale != 1.0 and loss is None)
+        self._refuse_surplus(step)
+        unknown = step.loss.new_full((), math.nan)
+        self._count(step, WeightedLoss(unknown if loss is None else loss, 1.0), pair=False)
+        return self._differentiating_own()
+
+    @contextmanager
+    def _differentiating_own(self) -> Iterator[None]:
+        with self._dropping(), self._differentiating():
+            yield
+
+    def _recover(self) -> None:
+        """Drop the gradients of a step in which a backward of the user's own has raised."""
+        self._runtime.own_backward.abandon()
+
+    # ------------------------------------------------------------------ parts of a step
+
+    def _open_step(self) -> StepState:
+        if self._step is None:
+            started, self._started = self._started, None
+            self._step = self._runner.begin(started)
+        return self._step
+
+    def _begins_microbatch(self) -> bool:
+        return not self._losses or (self._accumulation > 1 and self._fresh)
+
+    def _refuse_surplus(self, step: StepState) -> None:
+        surplus = step.microbatches >= self._accumulation and self._control.boundary is None
+        if self._begins_microbatch() and surplus:
+            raise EngineError(
+                f"backward was called for {step.microbatches + 1} microbatches; gradient_accumulation_steps is "
+                f"{self._accumulation}: call step() after each, or decide yourself when a step is due with "
+                "eng.set_gradient_accumulation_boundary."
+            )
+
+    def _refuse_unscaled(self, step: StepState) -> None:
+        """Refuse gradients of another scale: here, and not in their backward, after which they may be dropped."""
+        if self._unscaled:
+            self._drop()
+            raise EngineError(
+                f"step() after a loss.backward() without the loss scale {step.scale:g}, by which the update divides "
+                "the gradients; call eng.scale(loss).backward() or eng.backward(loss), or eng.zero_grad() after a "
+                "backward that was another engine's."
+            )
+
+    def _count(self, step: StepState, loss: WeightedLoss, pair: bool) -> None:
+        """Add a loss to the step: a mean is added to its microbatch, a pair to all sums and weights of the step."""
+        first = self._begins_microbatch()
+        if self._losses and not first and (pair != self._pairs or (pair and not self._fresh)):
+            raise EngineError(
+                "a microbatch has a second loss, and one of them is (sum, weight); add them before one backward, or "
+                "give means, which are added up."
+            )
+        step.add(loss if first or pair else WeightedLoss(loss.sum, 0.0))
+        if first or self._fresh:
+            step.see(self._forwarded)
+        if first:
+            step.microbatches += 1
+        self._pairs = pair
+
+    @contextmanager
+    def _differentiating(self) -> Iterator[None]:
+        """Context of a backward that is counted already."""
+        self._backwards += 1
+        self._losses += 1
+        due = self._backwards == self._expected if self._control.boundary is None else self._control.boundary
+        further, self._was_last = self._was_last, due and not self._control.held
+        self._running = True
+        try:
+            with self._runtime.backward(Backward(last=self._was_last, further=further)):
+                yield
+        finally:
+            self._running, self._announced = False, None
+        if self._accumulation > 1:
+            self._forwards = 0  # the next forward begins a microbatch
+        self._fresh = False
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        """Forget the gradients of the unfinished step."""
+        self._forget()
+        self._runtime.reducer.reset()
+
+    def _forget(self) -> None:
+        """Forget the unfinished step itself, and the forwards that no backward has followed."""
+        self._forget_gradients()
+        self._started = None
+        self._fresh = self._updated = False
+        self._forwards = 0
+
+    def _forget_gradients(self) -> None:
+        self._step = None
+        self._unscaled = self._was_last = False
+        self._backwards = self._losses = 0
+
+    def _random_key(self) -> tuple[int, ...]:
+        """(seed, step, global microbatch), and the number of the forward if the microbatch has several."""
+        index = self._step.microbatches if self._step else 0
+        if self._losses and self._accumulation == 1:
+            index -= 1  # this microbatch has begun already
+        key = self._runner.random_key(index % self._accumulation)
+        further = self._forwards + index // self._accumulation * _MANAGED_KEYS
+        # negative, because positive numbers count finished modules
+        return (*key, -further) if further else key
