@@ -6,7 +6,6 @@ train_batch    complete the build (first batch) -> StepRunner.train -> report ->
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, Self, overload
 
 import torch
@@ -19,6 +18,7 @@ from engine.checkpoint.writer import PendingSave
 from engine.config import Config
 from engine.errors import EngineError
 from engine.loop import TrainingLoop
+from engine.named_state import NamedState
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.grid import Grid
 from engine.parallel.pipeline.report.measured import measured_timeline
@@ -35,14 +35,13 @@ from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
 from engine.step.user_loop import LoopControl, UserLoop
-from engine.zero.gather.full_parameters import ShardedModel, full_parameters
 
 logger = logging.getLogger("trine")
 
 Path_ = str | os.PathLike[str]
 
 
-class Engine(TrainingLoop):
+class Engine(TrainingLoop, NamedState):
     """A model on its grid. Made by :func:`engine.initialize`; a context manager that closes itself.
 
     If a plan needs a batch and no example was given, the parts are built when the first batch arrives. An engine that
@@ -223,30 +222,6 @@ class Engine(TrainingLoop):
         if self._runtime.gatherer is not None:
             self._runtime.gatherer.refuse_opened("full_state_dict")
         return self._checkpoints.gather_full_state()
-
-    @contextmanager
-    def full_parameters(self, pattern: str = "*") -> Iterator[dict[str, nn.Parameter]]:
-        """Inside, the parameters whose names match are full over dp, and may be read and written in place.
-
-        Yields the parameters of this rank's stages by name; tensor ranks have their shard of each. Without sharded
-        parameters (ZeRO 0-2) they are always full. Collective, with the same pattern on all ranks: ZeRO 3 makes one
-        batch of gathers over dp, label "parameters", and at the end compares what the ranks have written, 8 bytes per
-        bucket and parameter.
-
-        Raises:
-            EngineError: inside a forward; no parameter matches; data ranks have written different values.
-        """
-        self._resources.refuse_closed("full_parameters")
-        runtime = self._runtime
-        sharded = ShardedModel(
-            model=self._model,
-            table=runtime.plan.table,
-            buckets=(*runtime.buckets, *runtime.frozen),
-            gatherer=runtime.gatherer,
-            comm=runtime.comm,
-        )
-        with full_parameters(sharded, pattern) as parameters:
-            yield parameters
 
     def register_for_checkpointing(self, **things: Any) -> None:
         """Save and load other objects too, such as ``data=sampler``; its ``state_dict`` is JSON, equal on all ranks."""

@@ -16,7 +16,7 @@ from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "resources", "config", "optim", "precision", "program", "planning", "step", "checkpoint", "reporting",
-        "build", "data", "models", "loop", "engine", "api", "verify",
+        "build", "data", "models", "loop", "named_state", "engine", "api", "verify",
     ),
     "engine.checkpoint": (
         "format", "contents", "full_state", "preemption", "huggingface", "load", "run_state", "resume", "rank_report",

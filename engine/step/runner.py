@@ -89,6 +89,7 @@ class StepRunner:
     def begin(self, started: float | None = None) -> StepState:
         """Start a step; ``started``: when, by ``time.perf_counter``, if it was before now."""
         self._attachment.check()
+        self._update.used_factor = None
         self._control.refuse_spoiled()
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         return StepState(

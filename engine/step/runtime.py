@@ -112,9 +112,12 @@ class RankRuntime:
         """Context of the engine's own forwards, in which absent parameters may be read."""
         return self.absent.running() if self.absent else nullcontext()
 
-    def finish(self) -> None:
-        """Finish the last backward: complete all reductions and gathers, so that parameters may change."""
-        self.reducer.finish()
+    def finish(self, reduced: bool = False) -> None:
+        """Finish the last backward: complete all reductions (unless they are) and gathers, so that parameters may
+        change.
+        """
+        if not reduced:
+            self.reducer.finish()
         if self.gatherer is not None:
             self.gatherer.end()
 

@@ -31,6 +31,8 @@ class StepState:
     text: bool = False
     """``tokens`` counts tokens, not rows."""
     microbatches: int = 0
+    reduced: bool = False
+    """Gradients are reduced already, because the user has read them."""
     problem: Exception | None = None
     digest: int = 0
     """Small digest of the batch, from 1; 0: not compared in this step."""

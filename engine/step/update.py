@@ -11,7 +11,7 @@ finish reductions -> control sum -> decide, update, gather on the device -> the 
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from engine.parallel.comm.comm import Comm
 from engine.precision.loss_scaler import make_loss_scale
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState, StepTotals
-from engine.zero.flat_buckets import gradient_squared_norm
+from engine.zero.flat_buckets import FlatBucket, gradient_squared_norm
 from engine.zero.optim.flat_optimizers import Bookkeeping
 from engine.zero.optim.master_weights import clip_factor, factor_on_device, gradient_norm
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
@@ -127,6 +127,8 @@ class Update:
         """Tokens of all steps."""
         self.samples = 0
         """Rows of all steps."""
+        self.used_factor: Callable[[FlatBucket], float] | None = None
+        """Makes of the gradients in a bucket those that the last update used; None while a step runs."""
         self.scale = make_loss_scale(config.fp16)
         """Loss scale of the next step."""
 
@@ -138,7 +140,7 @@ class Update:
 
         ``stop``: this rank was asked to stop after this step.
         """
-        runtime.finish()
+        runtime.finish(step.reduced)
         step.problem = (
             runtime.replica_check.run(step.sent) or step.problem
         )  # collective, so it also runs for a failed step
@@ -171,6 +173,7 @@ class Update:
         nonfinite = None
         if self._checks and not math.isfinite(norm):
             nonfinite = self._skip(totals, step, runtime)
+            self.used_factor = lambda flat: 1.0 / divisor
         else:
             self._make(clip_factor(norm, self._config.gradient_clipping) / divisor, made, runtime)
         self.tokens += int(totals.tokens)
@@ -211,6 +214,8 @@ class Update:
         else:
             runtime.learning_rate.prepare(self.made)
             runtime.optimizer.step(factor)
+        scaled = runtime.optimizer.scales_in_place
+        self.used_factor = lambda flat: 1.0 if scaled(flat) and not launched else factor
         runtime.learning_rate.done()
         self.made += 1
         if self._in_a_row:

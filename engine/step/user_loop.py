@@ -162,6 +162,28 @@ class UserLoop:
         """Microbatches whose gradients are summed and wait for an update."""
         return self._step.microbatches if self._step else 0
 
+    def reduce_gradients(self) -> float:
+        """Reduce the gradients of the step before ``step`` does; the divisor that makes them an average. Collective.
+
+        Raises:
+            EngineError: microbatches are missing.
+        """
+        self._recover()
+        step, runtime = self._open_step(), self._runtime
+        due = self._control.boundary
+        if not (step.microbatches >= self._accumulation if due is None else due):
+            raise EngineError(
+                f"gradients inside an unfinished accumulation ({step.microbatches} of {self._accumulation} "
+                "microbatches): they are reduced over data ranks at its end; read them after the last backward."
+            )
+        self._refuse_unscaled(step)
+        if not step.reduced:
+            runtime.finish()
+            step.reduced = True
+        weight = step.weight.clone()
+        runtime.comm.all_reduce(weight, "dp", "weight").wait()
+        return float(weight) * step.scale
+
     def leave(self, call: str) -> None:
         """Refuse ``call`` between the backwards of one step, and forget forwards without a backward."""
         self._recover()
@@ -224,6 +246,11 @@ class UserLoop:
         return not self._losses or (self._accumulation > 1 and self._fresh)
 
     def _refuse_surplus(self, step: StepState) -> None:
+        if step.reduced:
+            raise EngineError(
+                "a backward after eng.gradients() in the same step, which has reduced the gradients; read them after "
+                "the last backward, and call step() before the next."
+            )
         surplus = step.microbatches >= self._accumulation and self._control.boundary is None
         if self._begins_microbatch() and surplus:
             raise EngineError(

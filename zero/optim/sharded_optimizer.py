@@ -186,7 +186,7 @@ class ShardedOptimizer:
         """Multiply the reduced gradients by ``scale``, update, and gather every bucket over dp (not at ZeRO 3)."""
         for flat in self._buckets:
             sync_masters(flat)
-            if self._rounding is None or flat.grads.dtype != torch.bfloat16:
+            if self.scales_in_place(flat):
                 flat.gradient(flat.owned).mul_(scale)
         if self._rounding is not None:
             self._rounding.scale = scale
@@ -202,6 +202,23 @@ class ShardedOptimizer:
         # the writes bypassed autograd, which must refuse a backward through a graph of the old weights
         torch.autograd.graph.increment_version([p for flat in self._buckets for p in flat.parameters])
         torch.clear_autocast_cache()  # an autocast around several steps would go on using copies of the old weights
+
+    def scales_in_place(self, flat: FlatBucket) -> bool:
+        """True if ``step`` multiplies the gradients of this bucket by its factor before the inner optimizer runs."""
+        return self._rounding is None or flat.grads.dtype != torch.bfloat16
+
+    @property
+    def state_names(self) -> list[str]:
+        """Names of the states that have a value for each element on this rank, such as "exp_avg", sorted."""
+        states = ((place.parameter, self.inner.state.get(place.parameter, {})) for place in self.places)
+        return sorted(
+            {
+                name
+                for parameter, state in states
+                for name, value in state.items()
+                if isinstance(value, Tensor) and value.shape == parameter.shape
+            }
+        )
 
     def unexpected(self, unused: frozenset[str], among: frozenset[str]) -> int:
         """Count the parameters of this rank, ``among``, of which this step makes another use than the last one."""

@@ -228,6 +228,7 @@ def test_a_tiny_run_writes_table_and_figures(tmp_path: Path, inline: None, capsy
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_every_contender_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert command.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "gpu_step.json").read_text())

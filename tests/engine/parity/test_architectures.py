@@ -46,6 +46,7 @@ def test_models_as_they_are_train_over_stages_as_in_one_process(run_ranks: RunRa
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_the_table_of_models(run_ranks: RunRanks, architectures_table: Table) -> None:
     names = [*HUGGING_FACE, *WIDE, *OWN, *REFUSED]
     by_pp = {pp: compare(run_ranks, names, settings(pp)) for pp in (2, 4)}

@@ -1,0 +1,198 @@
+"""Gradients, weights and optimizer state by the name of the parameter, between the steps of an engine."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import EngineError
+from engine.parallel.comm.agreement import from_first
+from engine.parallel.comm.comm import Comm
+from engine.resources import EngineResources
+from engine.step.runtime import RankRuntime
+from engine.step.update import Update
+from engine.step.user_loop import UserLoop
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.gather.full_parameters import ShardedModel, full_parameters
+from engine.zero.gather.full_tensors import HeldPart, NamedShards, full_tensors, local_tensors
+from engine.zero.optim.master_weights import sync_masters
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+
+
+class NamedState(ABC):
+    """Access by name. A pattern is an ``fnmatch`` pattern over whole names; all ranks give the same one."""
+
+    _resources: EngineResources
+    _update: Update
+    _loop: UserLoop | None
+
+    @property
+    @abstractmethod
+    def _runtime(self) -> RankRuntime:
+        """The parts of this rank."""
+
+    @contextmanager
+    def full_parameters(self, pattern: str = "*") -> Iterator[dict[str, nn.Parameter]]:
+        """Inside, the parameters whose names match are full over dp, and may be read and written in place.
+
+        Yields the parameters of this rank's stages by name; tensor ranks have their shard of each. Without sharded
+        parameters (ZeRO 0-2) they are always full. Collective, with the same pattern on all ranks: ZeRO 3 makes one
+        batch of gathers over dp, label "parameters", and at the end compares what the ranks have written, 8 bytes per
+        bucket and parameter.
+
+        Raises:
+            EngineError: inside a forward; no parameter matches; data ranks have written different values.
+        """
+        self._resources.refuse_closed("full_parameters")
+        runtime = self._runtime
+        sharded = ShardedModel(
+            model=runtime.program.model,
+            table=runtime.plan.table,
+            buckets=(*runtime.buckets, *runtime.frozen),
+            gatherer=runtime.gatherer,
+            comm=runtime.comm,
+        )
+        with full_parameters(sharded, pattern) as parameters:
+            yield parameters
+
+    @contextmanager
+    def gradients(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, Tensor]]:
+        """Inside, the gradients of the parameters whose names match, by name, to read and to write in place.
+
+        Between the last backward of a step and ``step()`` they are the averaged gradient before clipping, over all
+        microbatches and data ranks and without the loss scale; what is written is what the step uses. After a step
+        they are what its update used, clipped, and may be read only. Tensor ranks have their shard of each.
+
+        Args:
+            pattern: names of trained parameters.
+            local: this rank's part of each, 1-D, instead of the full one over dp: a shard from ZeRO 1 on.
+
+        Collective: reduces what is not reduced yet, sums the weights over dp, and gathers over dp, label "full
+        tensors", unless ``local``.
+
+        Raises:
+            EngineError: no backward yet, or inside an accumulation; nothing matches; ranks have written different
+                values; values written after the step.
+        """
+        self._resources.refuse_closed("gradients")
+        runtime, update = self._runtime, self._update
+        if self._loop is not None and self._loop.unfinished:
+            before = 1.0 / self._loop.reduce_gradients()
+            pieces = _gradient_pieces(runtime.buckets, self._sharded, lambda flat: before)
+        elif update.used_factor is not None:
+            pieces = _gradient_pieces(runtime.buckets, self._sharded, update.used_factor)
+        else:
+            raise EngineError("gradients before the first step: there is none yet; call backward or train_batch first.")
+        readable = update.used_factor is not None
+        with self._opened("gradients", pieces, pattern, local) as found:
+            before_step = {name: tensor._version for name, tensor in found.items()}
+            yield found
+            if readable and any(tensor._version != before_step[name] for name, tensor in found.items()):
+                raise EngineError(
+                    "gradients were written after the step that used them, which changes nothing; write them between "
+                    "eng.backward and eng.step."
+                )
+
+    @contextmanager
+    def masters(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, Tensor]]:
+        """Inside, the weights that the optimizer updates, by name: fp32 masters exactly, to read and to write in place.
+
+        What is written is rounded into the parameters at the end, on all data ranks. Without masters (fp32, or bf16
+        weights alone) they are the parameters' own values. Arguments, traffic and errors as for ``gradients``.
+        """
+        self._resources.refuse_closed("masters")
+        runtime = self._runtime
+        if runtime.gatherer is not None:
+            runtime.gatherer.refuse_opened("masters")
+        refresh = partial(_refresh_parameters, comm=runtime.comm)
+        with self._opened("masters", _master_pieces(runtime.buckets), pattern, local, refresh) as found:
+            yield found
+
+    @contextmanager
+    def optimizer_state(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
+        """Inside, what the optimizer keeps for each element: parameter name -> {"exp_avg": tensor, ...}.
+
+        To read and to write in place; before the first update there is none. Arguments, traffic and errors as for
+        ``gradients``.
+        """
+        self._resources.refuse_closed("optimizer_state")
+        runtime = self._runtime
+        own = runtime.optimizer.state_names
+        names = json.loads(from_first(lambda: json.dumps(own).encode(), runtime.comm, runtime.program.device))
+        with ExitStack() as stack:
+            found: dict[str, dict[str, Tensor]] = {}
+            for name in names:
+                opened = self._opened("optimizer_state", _state_pieces(runtime.optimizer, name), pattern, local)
+                for parameter, tensor in stack.enter_context(opened).items():
+                    found.setdefault(parameter, {})[name] = tensor
+            yield found
+
+    @property
+    def _sharded(self) -> bool:
+        return self._runtime.plan.config.zero_optimization.stage > 0
+
+    def _opened(
+        self,
+        call: str,
+        pieces: Sequence[HeldPart],
+        pattern: str,
+        local: bool,
+        refresh: Callable[[Sequence[FlatBucket]], None] | None = None,
+    ) -> AbstractContextManager[dict[str, Tensor]]:
+        runtime = self._runtime
+        shards = NamedShards(
+            call=call,
+            table=runtime.plan.table,
+            comm=runtime.comm,
+            device=runtime.program.device,
+            buckets=runtime.buckets,
+            pieces=pieces,
+            sharded=self._sharded,
+            refresh=refresh,
+        )
+        return (local_tensors if local else full_tensors)(shards, pattern)
+
+
+def _gradient_pieces(
+    buckets: Sequence[FlatBucket], sharded: bool, factor: Callable[[FlatBucket], float]
+) -> list[HeldPart]:
+    """The reduced gradients; ``factor`` makes of what lies in a bucket what is given out."""
+    pieces = []
+    for flat in buckets:
+        part = flat.shard if sharded else slice(0, flat.bucket.elements)
+        pieces.append(HeldPart(flat, part, flat.gradient(part), factor(flat)))
+    return pieces
+
+
+def _master_pieces(buckets: Sequence[FlatBucket]) -> list[HeldPart]:
+    """The weights that the optimizer updates: fp32 masters, or the parameters themselves where there is none."""
+    with torch.no_grad():
+        for flat in buckets:
+            sync_masters(flat)
+    return [HeldPart(flat, flat.owned, flat.weights) for flat in buckets]
+
+
+@torch.no_grad()
+def _refresh_parameters(flats: Sequence[FlatBucket], comm: Comm) -> None:
+    """Round written masters into the parameters of all data ranks; one all-gather a bucket over dp, not at ZeRO 3."""
+    for flat in flats:
+        if flat.master is not None:
+            flat.kept.copy_(flat.master)
+        if flat.owned == flat.shard and not flat.sharded:
+            comm.all_gather(flat.params, flat.kept, "dp", "parameters").wait()
+    torch.autograd.graph.increment_version([parameter for flat in flats for parameter in flat.parameters])
+    torch.clear_autocast_cache()
+
+
+def _state_pieces(optimizer: ShardedOptimizer, name: str) -> list[HeldPart]:
+    """The state ``name`` of every element, such as the moment "exp_avg"."""
+    pieces = []
+    for place in optimizer.places:
+        value = optimizer.inner.state.get(place.parameter, {}).get(name)
+        if isinstance(value, Tensor) and value.shape == place.parameter.shape:
+            pieces.append(HeldPart(place.flat, place.part, value.view(-1)))
+    return pieces

@@ -1,0 +1,211 @@
+"""Tensors that lie in shards as parameters do, by parameter name: gradients, masters, moments; to read and to write.
+
+    pieces                [ shard 1 ]                        what this rank holds of a bucket
+    whole     [ shard 0 | shard 1 | shard 2 | shard 3 ]      gathered over axis dp; given out as views by name
+
+Afterwards each rank takes the elements of its pieces back that differ from what was given out, so that reading changes
+no bit.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.parallel.comm.agreement import bit_sum, gather_from_all
+from engine.parallel.comm.comm import Comm
+from engine.parallel.model.name_patterns import refuse_unmatched
+from engine.parallel.shard_table import ShardRow, ShardTable
+from engine.zero.flat_buckets import FlatBucket, slot_view
+from engine.zero.layout import Slot
+
+LABEL = "full tensors"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """The elements ``part`` of a bucket, as this rank holds them."""
+
+    flat: FlatBucket
+    part: slice
+    values: Tensor
+    """[part]"""
+    factor: float = 1.0
+    """Factor from ``values`` to what is given out."""
+
+    def given(self) -> Tensor:
+        """What is given out."""
+        return self.values * self.factor if self.factor != 1.0 else self.values
+
+    def take(self, written: Tensor) -> bool:
+        """Take the elements that differ from what was given out; True if there are any. Waits for the device."""
+        changed = written != self.given()
+        if not changed.any():
+            return False
+        self.values.copy_(torch.where(changed, (written / self.factor).to(self.values.dtype), self.values))
+        return True
+
+    def of(self, slot: Slot) -> "HeldPart | None":
+        """The elements that belong to one parameter; None if there are none."""
+        start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
+        if start >= stop:
+            return None
+        own = slice(start - self.part.start, stop - self.part.start)
+        return HeldPart(self.flat, slice(start, stop), self.values[own], self.factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedShards:
+    """One kind of tensor of the trained parameters."""
+
+    call: str
+    """The public method, for errors."""
+    table: ShardTable
+    comm: Comm
+    device: torch.device
+    buckets: Sequence[FlatBucket]
+    """All trained buckets of this rank."""
+    pieces: Sequence[HeldPart]
+    sharded: bool
+    """Each data rank holds a shard; else all of them hold everything."""
+    refresh: Callable[[Sequence[FlatBucket]], None] | None = None
+    """Called with the buckets that some data rank has written into, on all of them."""
+
+
+@contextmanager
+def full_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
+    """Tensors of the parameters that match, full over dp, in the shapes of this rank's parameters.
+
+    Collective: one all-gather over dp for each bucket, label "full tensors"; at the end digests over dp and replica.
+
+    Raises:
+        EngineError: nothing matches; ranks have written different values.
+    """
+    chosen = _matching(shards, pattern)
+    with torch.no_grad():
+        wholes = {id(flat): (flat, _gather(flat, shards)) for flat in _flats(shards, chosen)}
+        views = {
+            slot.name: slot_view(whole, slot)
+            for flat, whole in wholes.values()
+            for slot in flat.bucket.slots
+            if slot.name in chosen
+        }
+        firsts = {flat.bucket.slots[0].name: whole for flat, whole in wholes.values()}
+        before, before_views = _digests(firsts), _digests(views)
+    yield views
+    with torch.no_grad():
+        # what has changed, and not what is there: copies that were never equal to the bit may still be read
+        check_data_ranks(_changes(firsts, before), shards.call, shards.comm)
+        rows = matching_rows(shards.table, pattern)
+        check_holders(_changes(views, before_views), rows, shards.call, shards.comm, shards.device)
+        pieces = [piece for piece in shards.pieces if id(piece.flat) in wholes]
+        _finish(shards, [(piece, wholes[id(piece.flat)][1][piece.part]) for piece in pieces])
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: bit_sum(tensor) for name, tensor in tensors.items()}
+
+
+def _changes(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Digests of what was written; 0 where nothing was."""
+    return {name: now - before[name] for name, now in _digests(tensors).items()}
+
+
+@contextmanager
+def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
+    """This rank's part [elements] of each parameter that matches; empty where other data ranks hold all of it.
+
+    Sends nothing, but masters are gathered where some rank has written.
+    """
+    chosen = _matching(shards, pattern)
+    parts: dict[str, tuple[HeldPart, Tensor]] = {}
+    given = {}
+    with torch.no_grad():
+        for flat in _flats(shards, chosen):
+            own = [piece for piece in shards.pieces if piece.flat is flat]
+            for slot in flat.bucket.slots:
+                found = next((part for piece in own if (part := piece.of(slot)) is not None), None)
+                if slot.name in chosen:
+                    given[slot.name] = found.given().clone() if found else flat.params.new_empty(0)
+                if slot.name in chosen and found is not None:
+                    parts[slot.name] = found, given[slot.name]
+    yield given
+    with torch.no_grad():
+        _finish(shards, list(parts.values()))
+
+
+def _finish(shards: NamedShards, written: Sequence[tuple[HeldPart, Tensor]]) -> None:
+    """Take what was written into each piece, and refresh the buckets into which any data rank has written."""
+    changed = {id(piece.flat) for piece, values in written if piece.take(values)}
+    if shards.refresh is None or not shards.buckets:
+        return
+    own = torch.tensor([id(flat) in changed for flat in shards.buckets], dtype=torch.int64)
+    table = gather_from_all(own, shards.comm, shards.device, LABEL, "dp")
+    shards.refresh([flat for flat, any_ in zip(shards.buckets, table.any(dim=0).tolist(), strict=True) if any_])
+
+
+def _matching(shards: NamedShards, pattern: str) -> frozenset[str]:
+    """Names of this rank's trained parameters that match; the pattern must match on some stage."""
+    trained = [row for row in shards.table if row.trainable]
+    names = [name for row in trained for name in (row.name, *row.aliases)]
+    refuse_unmatched([(shards.call, pattern)], names, "trained parameter", EngineError)
+    return frozenset(row.name for row in matching_rows(shards.table, pattern))
+
+
+def matching_rows(table: ShardTable, pattern: str) -> list[ShardRow]:
+    """The parameters whose name, or another name of which, matches."""
+    return [row for row in table if any(fnmatchcase(name, pattern) for name in (row.name, *row.aliases))]
+
+
+def _flats(shards: NamedShards, chosen: frozenset[str]) -> list[FlatBucket]:
+    return [flat for flat in shards.buckets if any(slot.name in chosen for slot in flat.bucket.slots)]
+
+
+def _gather(flat: FlatBucket, shards: NamedShards) -> Tensor:
+    own = [piece for piece in shards.pieces if piece.flat is flat]
+    dtype = next((piece.values.dtype for piece in (*own, *shards.pieces)), flat.params.dtype)
+    whole = torch.zeros(flat.bucket.elements, dtype=dtype, device=flat.params.device)
+    for piece in own:
+        whole[piece.part] = piece.given()
+    if shards.sharded:
+        shards.comm.all_gather(whole, whole[flat.shard], "dp", LABEL).wait()
+    return whole
+
+
+def check_data_ranks(written: Mapping[str, Tensor], call: str, comm: Comm) -> None:
+    """Refuse different writes on data ranks, of which each keeps its own shard: first name -> digest of a bucket."""
+    if not written:
+        return
+    mine = torch.stack(list(written.values()))
+    table = gather_from_all(mine, comm, mine.device, LABEL, "dp")
+    differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+    if differing:
+        raise EngineError(
+            f"{call}: data ranks have written different values into {list(written)[differing[0]]!r} or a parameter "
+            "that is gathered with it, and none of them is kept; write the same values on every rank."
+        )
+
+
+def check_holders(
+    written: Mapping[str, Tensor], rows: Sequence[ShardRow], call: str, comm: Comm, device: torch.device
+) -> None:
+    """Refuse different writes to tied parameters on their stages, and to uncut parameters on tensor ranks.
+
+    ``written``: name -> digest, of the parameters that this rank holds.
+    """
+    shared = [row.name for row in rows if len(row.owners) > 1 or (row.dim is None and comm.grid.tp > 1)]
+    if not shared:
+        return
+    absent = torch.iinfo(torch.int64).min
+    mine = torch.stack([written.get(name, torch.tensor(absent, device=device)) for name in shared])
+    table = gather_from_all(mine, comm, device, LABEL, "replica")
+    for name, column in zip(shared, table.T.tolist(), strict=True):
+        if len({held for held in column if held != absent}) > 1:
+            raise EngineError(
+                f"{call}: {name!r} lies on several stages or tensor ranks, which have written different values into "
+                "it, and none of them is kept; write the same values on every rank that holds it."
+            )
