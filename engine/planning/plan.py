@@ -98,7 +98,11 @@ class Plan:
     @cached_property
     def evaluation(self) -> Schedule:
         """The schedule of an evaluation: forwards only."""
-        return forward_only(self.schedule.stages_of_rank, self.config.accumulation)
+        return self.forwards(self.config.accumulation)
+
+    def forwards(self, microbatches: int) -> Schedule:
+        """The schedule of forwards only, for any number of microbatches."""
+        return forward_only(self.schedule.stages_of_rank, microbatches)
 
     @property
     def last_rank(self) -> int:

@@ -65,6 +65,21 @@ class BatchRows:
         self._check(batch, rows, f"micro x accumulation = {micro} x {count} = {rows}")
         return [self.take_rows(batch, index * micro, micro) for index in range(count)]
 
+    def split(self, batch: Batch, micro: int) -> list[Batch]:
+        """Split a batch of any number of rows into microbatches of ``micro`` rows; the last one may have fewer.
+
+        Raises:
+            EngineError: the batch has no row, or its tensors have different numbers of rows.
+        """
+        if not isinstance(batch, Tensor | Mapping | tuple | list):
+            raise EngineError(f"the batch is a {type(batch).__name__}; give a tensor, tuple or dict.")
+        cut = (tensor for path, tensor in tensors_by_path(batch) if tensor.ndim and not self.is_whole(path))
+        rows = next((tensor.shape[0] for tensor in cut), 0)
+        if not rows:
+            raise EngineError("the batch has no row; give tensors whose leading dim is the number of rows.")
+        self._check(batch, rows, str(rows))
+        return [self.take_rows(batch, start, micro) for start in range(0, rows, micro)]
+
     def take_rows(self, batch: Batch, start: int, count: int) -> Batch:
         """Rows ``start`` to ``start + count``; scalars, whole tensors and values of other types stay unchanged."""
 

@@ -52,13 +52,20 @@ class Program:
     def forward(self, microbatch: Batch) -> ForwardResult:
         """Output and loss of one microbatch."""
         moved = self.move(microbatch)
+        output = self._run(moved)
+        return ForwardResult(output, find_loss(output, moved, self.loss_fn))
+
+    def output(self, microbatch: Batch) -> Any:
+        """Output of one microbatch, which needs no labels."""
+        return self._run(self.move(microbatch))
+
+    def _run(self, moved: Batch) -> Any:
         try:
-            output = call_model(self.model, self.cast(self.inputs.take(moved)))
+            return call_model(self.model, self.cast(self.inputs.take(moved)))
         except RuntimeError as error:
             if self.precision.compute is None or not _MIXED_DTYPES.search(str(error)):
                 raise
             raise _mixed_dtypes(error, self.precision.compute) from error
-        return ForwardResult(output, find_loss(output, moved, self.loss_fn))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for one batch, or for the arguments of the model's own forward."""

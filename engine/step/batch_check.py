@@ -7,23 +7,21 @@ The buffer check, once: data ranks see different rows, so what a forward writes 
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from engine.config import Config
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.program.batch import Batch, named_tensors
-from engine.program.batch_rows import BatchRows
 
 _REFUSED = -1
 
 
 def take_batch(
-    batch: Batch | Iterator[Batch], rows: BatchRows, config: Config, comm: Comm, device: torch.device
+    take: Callable[[], list[Batch]], comm: Comm, device: torch.device
 ) -> tuple[list[Batch], Exception | None]:
     """The microbatches of a step, and the problem with them, on this rank or on another rank of its replica.
 
@@ -33,7 +31,7 @@ def take_batch(
     microbatches: list[Batch] = []
     problem: Exception | None = None
     try:
-        microbatches = rows.take_microbatches(batch, config.micro, config.accumulation)
+        microbatches = take()
     except Exception as error:  # an iterator may fail in any way
         problem = error
     try:

@@ -23,8 +23,8 @@ from engine.step.state import StepState
 from engine.step.trace_cache import TracedForward
 from engine.zero.reduce.reducer import Backward, BackwardPart
 
-StepKind = Literal["train", "evaluate", "output"]
-"""``output`` evaluates, and also keeps the outputs of the model."""
+StepKind = Literal["train", "evaluate", "output", "predict"]
+"""``output`` evaluates, and also keeps the outputs of the model; ``predict`` keeps them, and there is no loss."""
 
 
 class StepMicrobatches:
@@ -34,7 +34,7 @@ class StepMicrobatches:
         self, runtime: RankRuntime, step: StepState, microbatches: Sequence[Batch],
         random_key: Callable[[int], tuple[int, ...]], kind: StepKind,
     ) -> None:  # fmt: skip
-        self._runtime, self._step, self._random_key, self._kind = runtime, step, random_key, kind
+        self._runtime, self._step, self._random_key, self.kind = runtime, step, random_key, kind
         self._microbatches = microbatches
         self._backwards: Counter[int] = Counter()
         """Backwards that each stage has begun; a split backward counts with its first part."""
@@ -70,15 +70,15 @@ class StepMicrobatches:
             EngineError: the forward has changed since it was traced.
         """
         one_of_each = {id(traced): index for index, traced in self._traced.items()}
-        alike = nullcontext() if self._kind == "train" else evaluating(self._runtime.program.model)
+        alike = nullcontext() if self.kind == "train" else evaluating(self._runtime.program.model)
         with alike, self._runtime.without_content():
             for index in one_of_each.values():
                 again = partial(self._run, _copied(self._microbatches[index], self._runtime.program.device))
-                self._runtime.traces.look_again(self._microbatches[index], self._kind, again)
+                self._runtime.traces.look_again(self._microbatches[index], self.kind, again)
 
     def bring_outputs(self, carrier: Carrier) -> None:
-        """With "output": send the outputs of the model from the last stage to rank 0."""
-        if self._kind != "output":
+        """With "output" and "predict": send the outputs of the model from the last stage to where they are wanted."""
+        if self.kind not in ("output", "predict"):
             return
         if self._runtime.stage is not None:
             traces = [self._trace(index).trace for index in range(len(self._microbatches))]
@@ -123,21 +123,28 @@ class StepMicrobatches:
             given = self._microbatches[microbatch]
             with self._runtime.without_content():
                 run = partial(self._run, _copied(given, self._runtime.program.device))
-                self._traced[microbatch] = self._runtime.traces.of(given, self._kind, run)
+                self._traced[microbatch] = self._runtime.traces.of(given, self.kind, run)
         return self._traced[microbatch]
 
     def _run(self, given: Batch) -> Any:
-        """(sum, weight) of the loss of a microbatch; with "output" the model's output comes first."""
+        """(sum, weight) of the loss of a microbatch; with "output" the model's output comes first, with "predict" it is
+        all.
+        """
         runtime = self._runtime
+        if self.kind == "predict":
+            output = runtime.first_use.watch(given, lambda: runtime.program.output(given))
+            return (runtime.own(gather_logits(output)),)
         done = runtime.first_use.watch(given, lambda: runtime.program.forward(given))
-        return (runtime.own(gather_logits(done.output)), *done.loss) if self._kind == "output" else tuple(done.loss)
+        return (runtime.own(gather_logits(done.output)), *done.loss) if self.kind == "output" else tuple(done.loss)
 
     def _count(self, result: Any, microbatch: int) -> Tensor | None:
         """Add the loss to the step; return the root of the backward in training, None otherwise."""
-        if self._kind == "output":
+        if self.kind in ("output", "predict"):
             self._results.append(result)
+        if self.kind == "predict":
+            return None
         loss = WeightedLoss(*result[-2:])
-        if self._kind != "train":
+        if self.kind != "train":
             self._step.count(loss, self._microbatches[microbatch])
             return None
         check_trainable(loss.sum)

@@ -12,14 +12,16 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from engine.parallel.pipeline.runtime.executor import RankSchedule
+from engine.errors import EngineError
+from engine.parallel.pipeline.runtime.executor import RankSchedule, rank_schedule
 from engine.parallel.pipeline.runtime.outputs import Carrier
-from engine.program.batch import Batch, is_text
+from engine.program.batch import Batch, is_text, join_outputs
 from engine.program.program import evaluating
 from engine.step.batch_check import differing_buffer, small_digest, take_batch
 from engine.step.microbatches import StepKind, StepMicrobatches
@@ -29,6 +31,8 @@ from engine.step.update import Update, UpdateOutcome
 from engine.zero.attachment import Attachment
 
 logger = logging.getLogger("trine")
+_NO_BATCH = 2**40
+"""In place of a number of microbatches: this data rank has a bad batch."""
 _COMPARED_STEPS = 2  # one batch may be alike by chance, and a digest costs the host a look at every row
 
 
@@ -84,12 +88,28 @@ class StepRunner:
         lr = self._runtime.learning_rate.at(self._update.made)
         return FinishedStep(step, UpdateOutcome(totals=totals, norm=math.nan, lr=lr, scale=1.0, nonfinite=None))
 
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> Any:
+        """See :meth:`engine.Engine.predict`."""
+        step, runtime, comm = self.begin(), self._runtime, self._comm
+        taken, step.problem = take_batch(
+            partial(runtime.program.rows.split, batch, self._config.micro), comm, self._device
+        )
+        count = self._most_forwards(len(taken), step)
+        microbatches = [*taken, *taken[-1:] * (count - len(taken))]
+        row = rank_schedule(runtime.plan.forwards(max(count, 1)), comm.grid.coord().pp)
+        with evaluating(self._model):
+            self._run_schedule(step, StepMicrobatches(runtime, step, microbatches, self.random_key, "predict"), row)
+        self._update.agree(step, runtime.plan.last_rank)
+        return join_outputs(step.outputs[: len(taken)])
+
     # ------------------------------------------------------------------ parts of a step
 
     def begin(self, started: float | None = None) -> StepState:
         """Start a step; ``started``: when, by ``time.perf_counter``, if it was before now."""
         self._attachment.check()
-        self._update.used_factor = None
+        if torch.is_grad_enabled():
+            self._update.used_factor = None
         self._control.refuse_spoiled()
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         return StepState(
@@ -105,13 +125,26 @@ class StepRunner:
         step = self.begin()
         if torch.is_grad_enabled():
             self._runtime.buffers.remember()
-        taken, step.problem = take_batch(batch, self._runtime.program.rows, self._config, self._comm, self._device)
+        rows, config = self._runtime.program.rows, self._config
+        take = partial(rows.take_microbatches, batch, config.micro, config.accumulation)
+        taken, step.problem = take_batch(take, self._comm, self._device)
         if kind == "train" and self._compared < _COMPARED_STEPS and self._comm.grid.dp > 1 and step.problem is None:
             step.digest, self._compared = small_digest(taken), self._compared + 1
         if not self._told and step.problem is None:
             step.problem = self._tell(taken[0])
         step.text = step.problem is None and is_text(taken[0])  # on every rank, also on those without the loss
         return step, StepMicrobatches(self._runtime, step, taken, self.random_key, kind)
+
+    def _most_forwards(self, own: int, step: StepState) -> int:
+        """The number of forwards that every data rank makes: at ZeRO 3, where they gather together, the largest."""
+        if self._runtime.gatherer is None:
+            return own
+        most = torch.tensor([own if step.problem is None else _NO_BATCH], device=self._device)
+        self._comm.all_reduce(most, "dp", "predict", "max").wait()
+        if int(most) < _NO_BATCH:
+            return int(most)
+        step.problem = step.problem or EngineError("predict: another data rank was given a bad batch; see its error.")
+        return own
 
     def _tell(self, microbatch: Batch) -> Exception | None:
         """Say what forward is not given; a batch of which that is not known is a problem on every rank alike."""
@@ -131,7 +164,7 @@ class StepRunner:
         while running is raised at once if other ranks wait for messages of this one, else it is kept.
         """
         runtime = self._runtime
-        carrier = Carrier(self._comm, self._device, runtime.plan.last_rank)
+        carrier = Carrier(self._comm, self._device, runtime.plan.last_rank, everywhere=microbatches.kind == "predict")
         try:
             if step.problem is None:
                 microbatches.trace_all()

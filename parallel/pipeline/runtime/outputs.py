@@ -1,4 +1,4 @@
-"""Outputs of the model on the last stage, brought to rank 0."""
+"""Outputs of the model on the last stage, brought to rank 0, or to all ranks of each replica."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,36 +17,40 @@ LABEL = "outputs"
 
 @dataclass(frozen=True, slots=True)
 class Carrier:
-    """The path of the outputs to rank 0."""
+    """The path of the outputs."""
 
     comm: Comm
     device: torch.device
     last: int
     """Index of axis pp that has the last stage."""
+    everywhere: bool = False
+    """All ranks get the outputs of their own replica; else rank 0 gets those of its replica."""
 
 
 def bring_outputs(
     results: Sequence[Any], traces: Sequence[ModelTrace], model: nn.Module, carrier: Carrier
 ) -> list[Any]:
-    """Results of the microbatches from the last stage of rank 0's replica, on rank 0; an empty list elsewhere.
+    """Results of the microbatches from the last stage, on the ranks that get them; an empty list elsewhere.
 
     Args:
-        results: (output, sum, weight) of each microbatch, on the rank with the last stage.
+        results: (output, sum, weight) of each microbatch, or (output,), on the rank with the last stage.
 
-    Rank 0 knows their structure from the traces, and the shapes of parameters from ``model``, so only tensors are sent,
-    over axis pp, label "outputs".
+    Other ranks know their structure from the traces, and the shapes of parameters from ``model``, so only tensors are
+    sent, over axis pp, label "outputs".
     """
     comm, last = carrier.comm, carrier.last
     coord = comm.grid.coord()
-    if coord.dp or coord.tp or coord.pp not in (0, last):
+    first_replica = coord.dp == coord.tp == 0
+    targets = [pp for pp in range(comm.grid.pp if carrier.everywhere else 1) if pp != last]
+    if not (carrier.everywhere or first_replica):
         return []
-    if last == 0:
-        return list(results)
     if coord.pp == last:
-        for result in results:
-            for leaf in pytree.tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    comm.send(leaf.detach().contiguous(), state_link(last, 0), LABEL).wait()
+        leaves = [leaf for leaf in pytree.tree_leaves(list(results)) if isinstance(leaf, Tensor)]
+        for target in targets:
+            for leaf in leaves:
+                comm.send(leaf.detach().contiguous(), state_link(last, target), LABEL).wait()
+        return list(results) if carrier.everywhere or last == 0 else []
+    if coord.pp not in targets:
         return []
     parameters = dict(model.named_parameters())
     return [_receive(trace, parameters, carrier) for trace in traces]
@@ -59,8 +63,8 @@ def _receive(trace: ModelTrace, parameters: Mapping[str, Tensor], carrier: Carri
         if found is None:
             leaves.append(getattr(leaf, "content", None))
             continue
-        tensor = torch.empty(found[0], dtype=found[1], device=carrier.device)
-        carrier.comm.receive(tensor, state_link(carrier.last, 0), LABEL).wait()
+        tensor, here = torch.empty(found[0], dtype=found[1], device=carrier.device), carrier.comm.grid.coord().pp
+        carrier.comm.receive(tensor, state_link(carrier.last, here), LABEL).wait()
         leaves.append(tensor)
     return pytree.tree_unflatten(leaves, trace.result.spec)
 

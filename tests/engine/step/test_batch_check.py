@@ -1,5 +1,6 @@
 """A batch check that cannot be made is no bad batch."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ class Silent(RecordingBackend):
 def take(backend: type[RecordingBackend]) -> Any:
     grid = Grid(tp=2)
     config = load_config({"train_batch_size": 2, "parallel": {"tensor": 2}}, 2)
-    return take_batch(torch.ones(2, 3), BatchRows(), config, Comm(grid, backend(grid)), torch.device("cpu"))
+    whole = partial(BatchRows().take_microbatches, torch.ones(2, 3), config.micro, config.accumulation)
+    return take_batch(whole, Comm(grid, backend(grid)), torch.device("cpu"))
 
 
 def test_a_lost_rank_ends_the_step_at_once() -> None:
