@@ -6,7 +6,7 @@ says. Pairs by default on at most four ranks; ``-m long`` has all triples, on at
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ RunRanks = Callable[..., list[Any]]
 MICRO = 2
 """Rows of a microbatch."""
 TENSOR = {name: SHARED[name] for name in ("decoder", "decoder tied", "llama", "gpt2")}
-MODELS = {**TENSOR, **CHAINED}
+MODELS = {**TENSOR, **CHAINED, "nano": partial(models.nano_wide_loss, layers=4)}
+PARTS = 24
+"""Tests into which the triples are split."""
 ONE_STAGE, TWO_STAGES = ("1f1b", "gpipe", "zb-h1"), ("interleaved", "looped-bfs", "zb-v", "dualpipe-v")
 """Schedules by the stages of a rank."""
 FACTORS: Mapping[str, tuple[Any, ...]] = {
@@ -162,9 +164,15 @@ def test_every_pair(run_ranks: RunRanks, row: Row, tmp_path: Path) -> None:
     check(run_ranks, row, tmp_path)
 
 
+@cache
+def triples() -> tuple[Row, ...]:
+    return tuple(covering_array(FACTORS, partial(valid, most=8), 3, cost))
+
+
 @pytest.mark.long
-@pytest.mark.timeout(7200)
-def test_every_triple(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for number, row in enumerate(covering_array(FACTORS, partial(valid, most=8), 3, cost)):
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_triple(run_ranks: RunRanks, tmp_path: Path, part: int) -> None:
+    for number, row in enumerate(triples()[part::PARTS]):
         print(name_of(row), flush=True)
         check(run_ranks, row | {"accumulation": 8, "steps": (2, 2)}, tmp_path / str(number))
