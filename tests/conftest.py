@@ -30,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("trine")
     if config.getoption("markexpr") != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
+    if worker := getattr(config, "workerinput", None):
+        sys.argv = worker["mainargv"]  # figures name the command that has measured them
 
 
 @pytest.hookimpl(tryfirst=True)
