@@ -271,9 +271,10 @@ def test_calls_that_cannot_be_right(tmp_path: Path, saved: Path) -> None:
         with pytest.raises(engine.CheckpointError, match=r"has no state of 'odd', which is registered"):
             eng.load_checkpoint(saved)
         eng.backward(loss_sum(eng(BATCHES[0]), BATCHES[0]))
-        for call in (eng.save_checkpoint, eng.load_checkpoint, eng.save_pretrained):
-            with pytest.raises(engine.EngineError, match=r"inside an unfinished accumulation; call step\(\) first.$"):
-                call(tmp_path / "x")
+        with pytest.raises(
+            engine.EngineError, match=r"inside an unfinished accumulation; call step\(\) first, or zero_"
+        ):
+            eng.load_checkpoint(tmp_path / "x")
     assert not (tmp_path / "odd").exists() or not list((tmp_path / "odd").iterdir())
 
 
