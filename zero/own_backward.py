@@ -6,6 +6,7 @@
 Autograd says nothing when a backward begins. Its final callback does not run if the backward raises.
 """
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
@@ -24,18 +25,23 @@ class OwnBackward:
     """The backward of the user's own that runs at present."""
 
     def __init__(self) -> None:
-        self._enter: Enter | None = None
+        self._enter: weakref.WeakMethod[Enter] | None = None
         self._context: AbstractContextManager[None] | None = None
 
     def serve(self, enter: Enter) -> None:
-        """Ask ``enter`` for the context of every backward from now on."""
-        self._enter = enter
+        """Ask ``enter``, a method, for the context of every backward from now on, as long as its object lives.
+
+        Hooks on parameters refer to this object, and the garbage collector does not look into all of them: through a
+        strong reference they would keep a dropped engine alive, whose loss may refer to it.
+        """
+        self._enter = weakref.WeakMethod(enter)
 
     def start(self) -> None:
         """A gradient has arrived, so a backward runs. Called by hooks of autograd while no backward is known."""
-        if self._enter is None or self._context is not None:
+        enter = self._enter() if self._enter is not None else None
+        if enter is None or self._context is not None:
             return
-        context = self._enter()
+        context = enter()
         if context is None:
             return
         context.__enter__()
