@@ -43,7 +43,7 @@ def predictions(config: dict[str, Any]) -> list[float]:
     """Body of a rank: deviations from the model in one process, before and after a step."""
     example = models.batches_for("decoder", MICRO, 1)[0]
     deviations = []
-    with engine.initialize(models.decoder(dropout=0.1), config, loss_of, example_batch=example) as eng:
+    with engine.initialize(models.decoder(dropout=0.1, layers=4), config, loss_of, example_batch=example) as eng:
         dp = eng.grid.coord().dp
         batch = models.batches_for("decoder", 2 * MICRO * eng.grid.dp, 1)[0]
         mine = {name: value.chunk(eng.grid.dp)[dp] for name, value in batch.items()}
@@ -57,7 +57,7 @@ def predictions(config: dict[str, Any]) -> list[float]:
         states = [state for _, _, state in found]
         torch.distributed.broadcast_object_list(states)
     for (ids, logits, _), state in zip(found, states, strict=True):
-        model = models.decoder(dropout=0.1).eval()
+        model = models.decoder(dropout=0.1, layers=4).eval()
         model.load_state_dict(state)
         with torch.no_grad():
             deviations.append(float((model(ids) - logits).abs().max()))
