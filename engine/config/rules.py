@@ -374,16 +374,23 @@ def _parent(path: str) -> str:
 
 
 def _likeness(given: str, known: Iterable[str], least: float) -> dict[str, float]:
-    """Return known path -> similarity of its last word and ``given``, for similarities from ``least`` to 1."""
+    """Return known path -> similarity of its last word and ``given``, of those that are most similar, from ``least``.
+
+    A path that is less similar than an earlier one may be left out.
+    """
     if len(given) > _LONG:
         return {}
     matcher = difflib.SequenceMatcher(None, b=given.lower().replace("-", "_"))
-    scores = {}
+    scores: dict[str, float] = {}
+    of_word: dict[str, float] = {}
     for path in known:
         word = path.rpartition(".")[2].lower()
-        # bounds by length and by letters avoid most of the slow comparisons
-        if 2 * min(len(word), len(given)) >= least * (len(word) + len(given)):
-            matcher.set_seq1(word)
-            if matcher.quick_ratio() >= least:
-                scores[path] = matcher.ratio()
+        if word not in of_word:
+            of_word[word] = 0.0
+            # bounds by length and by letters avoid most of the slow comparisons
+            if 2 * min(len(word), len(given)) >= least * (len(word) + len(given)):
+                matcher.set_seq1(word)
+                of_word[word] = matcher.ratio() if matcher.quick_ratio() >= least else 0.0
+        if of_word[word] >= least:
+            scores[path] = least = of_word[word]
     return scores
