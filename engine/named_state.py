@@ -4,14 +4,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import from_first
-from engine.parallel.comm.comm import Comm
 from engine.resources import EngineResources
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
@@ -108,8 +106,8 @@ class NamedState(ABC):
         runtime = self._runtime
         if runtime.gatherer is not None:
             runtime.gatherer.refuse_opened("masters")
-        refresh = partial(_refresh_parameters, comm=runtime.comm)
-        with self._opened("masters", _master_pieces(runtime.buckets), pattern, local, refresh) as found:
+        pieces = _master_pieces(runtime.buckets)
+        with self._opened("masters", pieces, pattern, local, runtime.optimizer.refresh) as found:
             yield found
 
     @contextmanager
@@ -174,18 +172,6 @@ def _master_pieces(buckets: Sequence[FlatBucket]) -> list[HeldPart]:
         for flat in buckets:
             sync_masters(flat)
     return [HeldPart(flat, flat.owned, flat.weights) for flat in buckets]
-
-
-@torch.no_grad()
-def _refresh_parameters(flats: Sequence[FlatBucket], comm: Comm) -> None:
-    """Round written masters into the parameters of all data ranks; one all-gather a bucket over dp, not at ZeRO 3."""
-    for flat in flats:
-        if flat.master is not None:
-            flat.kept.copy_(flat.master)
-        if flat.owned == flat.shard and not flat.sharded:
-            comm.all_gather(flat.params, flat.kept, "dp", "parameters").wait()
-    torch.autograd.graph.increment_version([parameter for flat in flats for parameter in flat.parameters])
-    torch.clear_autocast_cache()
 
 
 def _state_pieces(optimizer: ShardedOptimizer, name: str) -> list[HeldPart]:

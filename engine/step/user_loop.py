@@ -137,8 +137,7 @@ class UserLoop:
             raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
         self._refuse_unscaled(step)
         self._losses = self._forwards = 0
-        due = step.microbatches >= self._accumulation if self._control.boundary is None else self._control.boundary
-        if not due:
+        if not self._due(step):
             return None
         self._expected = self._backwards
         self._forget()
@@ -154,8 +153,7 @@ class UserLoop:
     @property
     def at_boundary(self) -> bool:
         """Whether ``step`` makes an update after this microbatch."""
-        done = self._step.microbatches if self._step else 0
-        return done + (not self._losses) >= self._accumulation
+        return self.unfinished + (not self._losses) >= self._accumulation
 
     @property
     def unfinished(self) -> int:
@@ -170,8 +168,7 @@ class UserLoop:
         """
         self._recover()
         step, runtime = self._open_step(), self._runtime
-        due = self._control.boundary
-        if not (step.microbatches >= self._accumulation if due is None else due):
+        if not self._due(step):
             raise EngineError(
                 f"gradients inside an unfinished accumulation ({step.microbatches} of {self._accumulation} "
                 "microbatches): they are reduced over data ranks at its end; read them after the last backward."
@@ -241,6 +238,10 @@ class UserLoop:
             started, self._started = self._started, None
             self._step = self._runner.begin(started)
         return self._step
+
+    def _due(self, step: StepState) -> bool:
+        boundary = self._control.boundary
+        return step.microbatches >= self._accumulation if boundary is None else boundary
 
     def _begins_microbatch(self) -> bool:
         return not self._losses or (self._accumulation > 1 and self._fresh)
@@ -328,7 +329,7 @@ class UserLoop:
 
     def _random_key(self) -> tuple[int, ...]:
         """(seed, step, global microbatch), and the number of the forward if the microbatch has several."""
-        index = self._step.microbatches if self._step else 0
+        index = self.unfinished
         if self._losses and self._accumulation == 1:
             index -= 1  # this microbatch has begun already
         key = self._runner.random_key(index % self._accumulation)

@@ -127,11 +127,10 @@ def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tenso
     with torch.no_grad():
         for flat in _flats(shards, chosen):
             own = [piece for piece in shards.pieces if piece.flat is flat]
-            for slot in flat.bucket.slots:
+            for slot in (slot for slot in flat.bucket.slots if slot.name in chosen):
                 found = next((part for piece in own if (part := piece.of(slot)) is not None), None)
-                if slot.name in chosen:
-                    given[slot.name] = found.given().clone() if found else flat.params.new_empty(0)
-                if slot.name in chosen and found is not None:
+                given[slot.name] = found.given().clone() if found else flat.params.new_empty(0)
+                if found is not None:
                     parts[slot.name] = found, given[slot.name]
     yield given
     with torch.no_grad():

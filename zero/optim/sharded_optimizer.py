@@ -169,7 +169,7 @@ class ShardedOptimizer:
             self._step_inner()
         finally:
             self.inner.fused = None
-        self._gather(rounded=True)
+        self._gather(self._buckets, rounded=True)
 
     def forget(self) -> None:
         """Reset the state to that of a new optimizer; some (Adagrad) create state in their constructor."""
@@ -192,16 +192,20 @@ class ShardedOptimizer:
             self._rounding.scale = scale
         self._give_gradients()
         self._step_inner()
-        self._gather(rounded=False)
+        self._gather(self._buckets, rounded=False)
         self.settle()
 
     def settle(self) -> None:
         """Count the update for each parameter, and tell autograd that the parameters have changed."""
         for name in self.unused:
             self.missed[name] = self.missed.get(name, 0) + 1
-        # the writes bypassed autograd, which must refuse a backward through a graph of the old weights
-        torch.autograd.graph.increment_version([p for flat in self._buckets for p in flat.parameters])
-        torch.clear_autocast_cache()  # an autocast around several steps would go on using copies of the old weights
+        _tell_autograd(self._buckets)
+
+    @torch.no_grad()
+    def refresh(self, buckets: Sequence[FlatBucket]) -> None:
+        """Round written masters into the parameters of all data ranks, with the gathers that follow an update."""
+        self._gather(buckets, rounded=False)
+        _tell_autograd(buckets)
 
     def scales_in_place(self, flat: FlatBucket) -> bool:
         """True if ``step`` multiplies the gradients of this bucket by its factor before the inner optimizer runs."""
@@ -278,16 +282,22 @@ class ShardedOptimizer:
             # set in every step: zero_grad() on the inner optimizer must not end the training
             place.parameter.grad = place.grads
 
-    def _gather(self, rounded: bool) -> None:
+    def _gather(self, buckets: Sequence[FlatBucket], rounded: bool) -> None:
         """Gather the parameters; ``rounded`` says that masters have been copied into ``kept`` already."""
         gathers = []
-        for flat in self._buckets:
+        for flat in buckets:
             if flat.master is not None and not rounded:
                 flat.kept.copy_(flat.master)
             if self._sharded and not flat.sharded:
                 gathers.append(self._comm.all_gather(flat.params, flat.kept, "dp", "parameters"))
         for gather in gathers:
             gather.wait()
+
+
+def _tell_autograd(buckets: Sequence[FlatBucket]) -> None:
+    """Writes bypassed autograd, which must refuse a backward through a graph of the old weights."""
+    torch.autograd.graph.increment_version([parameter for flat in buckets for parameter in flat.parameters])
+    torch.clear_autocast_cache()  # an autocast around several steps would go on using copies of the old weights
 
 
 def _make(
