@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import engine
 from engine.models.decoder import loss_sum
@@ -27,7 +28,7 @@ RunRanks = Callable[..., list[Any]]
 MICRO = 2
 """Rows of a microbatch."""
 TENSOR = {name: SHARED[name] for name in ("decoder", "decoder tied", "llama", "gpt2")}
-MODELS = {**TENSOR, **CHAINED, "nano": partial(models.nano_wide_loss, layers=4)}
+MODELS: dict[str, Callable[[], nn.Module]] = {**TENSOR, **CHAINED, "nano": partial(models.nano_wide_loss, layers=4)}
 PARTS = 24
 """Tests into which the triples are split."""
 ONE_STAGE, TWO_STAGES = ("1f1b", "gpipe", "zb-h1"), ("interleaved", "looped-bfs", "zb-v", "dualpipe-v")
