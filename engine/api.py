@@ -21,7 +21,8 @@ from engine.config import Config, load_config
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.optim.given_optimizer import read_optimizer
-from engine.optim.lr_schedules import SchedulerArgument
+from engine.optim.lr_schedules import SchedulerArgument, check_scheduler
+from engine.optim.param_groups import as_trainable, included_frozen
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.meeting import FailureReports, JointCalls, Meeting
@@ -78,7 +79,7 @@ def initialize(
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
         optimizer: in place of the configured one: ``params -> torch.optim.Optimizer``, or one over the parameters.
-        lr_scheduler: ``update -> factor`` or ``optimizer -> LRScheduler``.
+        lr_scheduler: ``update -> factor``, ``optimizer -> LRScheduler``, or one over the ``optimizer`` that is passed.
         inputs: what forward is given of a batch: keys or positions, or ``microbatch -> arguments``. None: everything;
             with ``loss_fn`` what the signature of forward takes.
         whole: keys or positions of tensors that are not cut into microbatches, beside those without the example's rows.
@@ -98,9 +99,11 @@ def initialize(
         rows = BatchRows.of(whole, example_batch, resolved.micro)
         resolved = replace(resolved, notes=(*resolved.notes, *notes, *rows.notes))
         forward = ForwardInputs.of(made, loss_fn is not None, inputs)
-        request = Request(loss_fn, None, lr_scheduler, example_batch, rows=rows, inputs=forward)
+        included = included_frozen(made, resolved.optimizer)
+        request = Request(loss_fn, None, lr_scheduler, example_batch, included=included, rows=rows, inputs=forward)
         resources.add(request.patches.remove)
-        return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources)
+        with as_trainable(made, included):
+            return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources)
     except BaseException:
         resources.close()
         raise
@@ -110,6 +113,7 @@ def _with(
     optimizer: OptimizerFactory | torch.optim.Optimizer | None, request: Request, model: nn.Module, config: Config
 ) -> Request:
     """The request with the optimizer as a factory."""
+    check_scheduler(request.lr_scheduler, optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return replace(request, optimizer=optimizer)
     given = read_optimizer(optimizer, model, config.optimizer)
@@ -165,9 +169,11 @@ class _Joined:
 
     def __call__(self, example: Batch, problem: Exception | None) -> RankRuntime:
         """Plan and build. Collective."""
-        plan, rank = self._plan(example, problem), self.comm.grid.rank
-        with say_if_slow("placing the model", rank):
-            runtime = build(self.model, plan, self.comm, self.device, self.request, example)
+        rank = self.comm.grid.rank
+        with as_trainable(self.model, self.request.included):
+            plan = self._plan(example, problem)
+            with say_if_slow("placing the model", rank):
+                runtime = build(self.model, plan, self.comm, self.device, self.request, example)
         if rank == 0:
             logger.info(banner_text(plan, str(self.device)))
         return runtime

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engine.api import initialize
 from engine.build.place_model import make_model
 from engine.config import Config, load_config
-from engine.optim.lr_schedules import SchedulerArgument, make_learning_rate
+from engine.optim.lr_schedules import SchedulerArgument, check_scheduler, make_learning_rate
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World, read_world
@@ -109,6 +109,7 @@ def verify(
     Returns:
         The comparison on rank 0, None elsewhere.
     """
+    check_scheduler(lr_scheduler, None)
     options = VerifyOptions(loss_fn, optimizer, lr_scheduler, inputs, whole)
     if threads is not None:
         ranks = run_thread_ranks(threads, lambda world: train_on_grid(build_model, config, batches, options, world))

@@ -19,7 +19,8 @@ from engine.build.request import Request
 from engine.config import Config
 from engine.config.sections import OptimizerConfig
 from engine.kernels.dispatch import Kernels
-from engine.optim.lr_schedules import make_learning_rate
+from engine.optim.given_optimizer import show_inner
+from engine.optim.lr_schedules import is_scheduled, make_learning_rate
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
@@ -56,6 +57,7 @@ from engine.zero.reduce.reducer import Reducer, ReducerSetup
 from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
 from engine.zero.reduce.step_reducer import GradientReducer
 
+_SHOWN_NOTE = "the optimizer that was passed shows groups and state of the engine's"
 _REDUCER_NOTE = "gives each gradient to a flat bucket as soon as backward has made it"
 
 
@@ -110,6 +112,10 @@ def build(
     reducer = _reducer(model, plan, comm, buckets, own_backward)
     patches.own(model, PatchLayer.PARAMETERS, reducer.remove, _REDUCER_NOTE)
     optimizer = _optimizer(plan, buckets, comm, request)
+    if request.given is not None:
+        scheduled = is_scheduled(config.scheduler, request.lr_scheduler)
+        shown = show_inner(request.given.optimizer, optimizer.inner, scheduled)
+        patches.own(model, PatchLayer.PARAMETERS, shown, _SHOWN_NOTE)
     program = request.program(model, plan.precision, device)
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, patches)

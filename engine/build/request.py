@@ -35,6 +35,8 @@ class Request:
     example_batch: Batch = None
     given: GivenOptimizer | None = None
     """The user's optimizer that ``optimizer`` builds anew; None if the user gave a callable or nothing."""
+    included: tuple[str, ...] = ()
+    """Names of the frozen parameters that are planned as trained ones, since the user may thaw them."""
     rows: BatchRows = field(default_factory=BatchRows)
     inputs: ForwardInputs = field(default_factory=ForwardInputs)
     changes: ForwardChanges = field(default_factory=ForwardChanges)

@@ -194,7 +194,8 @@ class Resume:
         if self._request.module_only:
             return
         if self._states:
-            restore(run.runtime.optimizer, run.runtime.plan.table, manifest.optimizer)
+            runtime = run.runtime
+            restore(runtime.optimizer, runtime.plan.table, manifest.optimizer, runtime.learning_rate.governs)
         else:
             run.runtime.optimizer.forget()
         if self._goes_on_with_schedule(reader):

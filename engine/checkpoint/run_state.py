@@ -122,7 +122,9 @@ class RunState:
             aliases={other: given[0] for given in names.values() for other in given[1:]},
             info=self._info(),
             progress=progress,
-            optimizer=describe_optimizer(self.runtime.optimizer, self.runtime.plan.table),
+            optimizer=describe_optimizer(
+                self.runtime.optimizer, self.runtime.plan.table, self.runtime.learning_rate.governs
+            ),
             user=_json("client_state", user),
             model_files=with_dtype(self.model_files, self._dtype()),
         )

@@ -316,6 +316,8 @@ class OptimizerConfig:
     """Parameters with a learning rate or weight decay of their own."""
     update_unused: bool = setting(False, Flag())
     """Update parameters without a gradient in a step by decay and momentum, as DeepSpeed does; false: as torch, no."""
+    include_frozen: tuple[str, ...] = setting((), GLOBS)
+    """Name patterns of frozen parameters that may be thawed later, with memory for gradient and optimizer state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

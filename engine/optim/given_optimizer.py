@@ -1,12 +1,14 @@
 """An optimizer that the user has built over the model's parameters: its class, groups and options, to build it anew.
 
 The engine moves parameters into flat buckets, shards them, or leaves them to other stages, so an optimizer that holds
-the user's parameters cannot be used itself.
+the user's parameters cannot be used itself. While the engine lives, it shows the groups and the state of the one that
+is: rates that the user, or a scheduler of his, sets on it take effect.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +16,14 @@ from torch import nn
 
 from engine.config.sections import OptimizerConfig
 from engine.errors import ConfigError
-from engine.zero.optim.sharded_optimizer import GroupOptions, OptimizerFactory
+from engine.zero.optim.sharded_optimizer import GroupOptions, OptimizerFactory, refuse_own_step
 
 
 @dataclass(frozen=True, slots=True)
 class GivenOptimizer:
     """What an optimizer of the user says about its parameters."""
 
+    optimizer: torch.optim.Optimizer
     factory: OptimizerFactory
     assigned: Mapping[str, int]
     """Group of every trainable parameter, by its first name."""
@@ -49,7 +52,31 @@ def read_optimizer(
         )
     assigned = _assigned(optimizer, model)
     groups = tuple(GroupOptions(others=tuple(_options(group).items())) for group in optimizer.param_groups)
-    return GivenOptimizer(_factory(optimizer), assigned, groups)
+    return GivenOptimizer(optimizer, _factory(optimizer), assigned, groups)
+
+
+def show_inner(given: torch.optim.Optimizer, inner: torch.optim.Optimizer, scheduled: bool) -> Callable[[], None]:
+    """Let the user's optimizer show groups and state of the inner one, until the returned function is called.
+
+    Args:
+        scheduled: rates come from a schedule that is made for the inner optimizer. If not, each group goes on with the
+            rate that a scheduler over ``given`` has set.
+    """
+    before = given.param_groups, given.state
+    for group, old in zip(inner.param_groups, given.param_groups, strict=True):
+        if not scheduled:
+            group.update({name: old[name] for name in ("lr", "initial_lr") if name in old})
+    given.param_groups, given.state = inner.param_groups, inner.state
+    # torch's schedulers warn if step() of the optimizer they were made for is never called
+    counted = inner.register_step_post_hook(lambda *_: setattr(given, "_opt_called", True))
+    refused = given.register_step_pre_hook(refuse_own_step)
+    return partial(_show_own, given, before, (counted, refused))
+
+
+def _show_own(given: torch.optim.Optimizer, before: tuple[Any, Any], handles: tuple[Any, ...]) -> None:
+    given.param_groups, given.state = before
+    for handle in handles:
+        handle.remove()
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:

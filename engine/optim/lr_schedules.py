@@ -5,9 +5,10 @@ for update, the rates that DeepSpeed's optimizer sees. DeepSpeed evaluates its w
 lower end, which is why the variable ``last`` appears below.
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,12 +18,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from engine.config.sections import SchedulerConfig
 from engine.errors import ConfigError
 
+logger = logging.getLogger("trine")
+
 LrSchedule = Callable[[int, float], float]
 """Schedule: (update, base learning rate of the group) -> learning rate."""
 
 Momentum = Callable[[int], float]
-SchedulerArgument = Callable[[Any], Any]
-"""Schedule of the user: update -> factor, or optimizer -> LRScheduler."""
+SchedulerArgument = Callable[[Any], Any] | LRScheduler
+"""Schedule of the user: update -> factor, optimizer -> LRScheduler, or one over the optimizer that is passed too."""
 
 
 def lr_range_test(update: int, base: float, p: Mapping[str, Any]) -> float:
@@ -131,6 +134,16 @@ class LearningRate:
     momentum: Momentum | None = None
     scheduler: LRScheduler | None = None
     """torch scheduler of the user, which counts updates itself."""
+    _set: dict[int, float] = field(default_factory=dict)
+    """Rate of each group that the schedule set last."""
+    _told: set[int] = field(default_factory=set)
+    """Groups of which the log has said that the schedule overrides the user's rate."""
+
+    @property
+    def governs(self) -> frozenset[str]:
+        """Options of the groups that this sets before an update, or a torch scheduler after it."""
+        rates = {"lr"} if self.schedule is not None or self.scheduler is not None else set[str]()
+        return frozenset(rates | ({"betas"} if self.momentum is not None else set()))
 
     def at(self, update: int) -> float:
         """Return the rate of the first group for an update, or the current one of a torch scheduler."""
@@ -140,11 +153,24 @@ class LearningRate:
 
     def prepare(self, update: int) -> None:
         """Set the rates (and betas) that update number ``update`` uses."""
-        for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
+        for index, (group, base) in enumerate(zip(self.optimizer.param_groups, self.base, strict=True)):
             if self.schedule is not None:
+                self._notice(index, float(group["lr"]))
                 group["lr"] = self.schedule(update, base)
+                self._set[index] = group["lr"]
             if self.momentum is not None and "betas" in group:
                 group["betas"] = (self.momentum(update), 0.99)
+
+    def _notice(self, index: int, rate: float) -> None:
+        """Say once that a rate which the user has set by hand has no effect."""
+        if self._set.get(index, rate) != rate and index not in self._told:
+            logger.warning(
+                "the learning rate of optimizer group %d was set to %g by hand, but the schedule sets it anew before "
+                "each update; leave the scheduler out to set rates by hand.",
+                index,
+                rate,
+            )
+            self._told.add(index)
 
     def done(self) -> None:
         """Tell a torch scheduler that an update was made."""
@@ -152,15 +178,24 @@ class LearningRate:
             self.scheduler.step()
 
 
+def is_scheduled(config: SchedulerConfig | None, given: SchedulerArgument | None) -> bool:
+    """Whether :func:`make_learning_rate` makes a schedule; if not, rates are what the optimizer's groups say."""
+    return (given is not None and not isinstance(given, LRScheduler)) or (config is not None and given is None)
+
+
 def make_learning_rate(
     optimizer: torch.optim.Optimizer, config: SchedulerConfig | None, given: SchedulerArgument | None
 ) -> LearningRate:
     """Build the schedule from ``given`` if there is one, else from the configuration; without both it is constant.
 
+    A ``given`` LRScheduler is one over the user's optimizer, which shows the groups of ``optimizer`` by now.
+
     Raises:
         ConfigError: ``given`` is neither update -> factor nor optimizer -> LRScheduler.
     """
     base = tuple(float(group["lr"]) for group in optimizer.param_groups)
+    if isinstance(given, LRScheduler):
+        return LearningRate(optimizer, base, schedule=None, scheduler=given)
     if given is not None:
         return _from_callable(optimizer, base, given)
     if config is None:
@@ -171,16 +206,37 @@ def make_learning_rate(
     return LearningRate(optimizer, base, partial(_SCHEDULES[config.type], p=config.params), momentum)
 
 
-def _from_callable(optimizer: torch.optim.Optimizer, base: tuple[float, ...], given: SchedulerArgument) -> LearningRate:
+def check_scheduler(scheduler: SchedulerArgument | None, optimizer: object) -> None:
+    """Refuse a finished scheduler over anything but the optimizer that is passed with it, or one that needs a metric.
+
+    Raises:
+        ConfigError: it would change the rates of an optimizer that the engine does not use, or cannot be stepped.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(f"lr_scheduler is {_METRIC}")
+    if isinstance(scheduler, LRScheduler) and scheduler.optimizer is not optimizer:
+        kind = type(scheduler).__name__
+        raise ConfigError(
+            f"lr_scheduler is a {kind} over another optimizer than the one that is passed; pass the one that it was "
+            f"made for as optimizer=..., or lr_scheduler=lambda optimizer: {kind}(optimizer, ...)."
+        )
+
+
+_METRIC = (
+    "a ReduceLROnPlateau, which needs a metric at each step; pass a schedule of the step alone, or change the lr of "
+    "eng.optimizer's groups yourself."
+)
+
+
+def _from_callable(
+    optimizer: torch.optim.Optimizer, base: tuple[float, ...], given: Callable[[Any], Any]
+) -> LearningRate:
     try:
         made, failure = given(optimizer), None
     except Exception as error:  # a factor function may fail on an optimizer in any way
         made, failure = None, error
     if isinstance(made, ReduceLROnPlateau):
-        raise ConfigError(
-            "lr_scheduler returned a ReduceLROnPlateau, which needs a metric at each step; pass a schedule of the step "
-            "alone, or change eng.optimizer's lr yourself."
-        )
+        raise ConfigError(f"lr_scheduler returned {_METRIC}")
     if isinstance(made, LRScheduler):
         return LearningRate(optimizer, base, schedule=None, scheduler=made)
     try:

@@ -1,6 +1,7 @@
-"""Optimizer groups by name pattern: assigns options to parameters."""
+"""Optimizer groups by name pattern: assigns options to parameters, and includes frozen ones."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -31,10 +32,41 @@ def assign_groups(
     return {name: options.index(option) for name, option in chosen.items()}, options
 
 
-def _names(model: nn.Module) -> dict[str, list[str]]:
+def included_frozen(model: nn.Module, config: OptimizerConfig | None) -> tuple[str, ...]:
+    """Return the names of the frozen parameters that ``optimizer.include_frozen`` matches.
+
+    Raises:
+        ConfigError: a pattern matches no frozen parameter.
+    """
+    patterns = config.include_frozen if config is not None else ()
+    names = [alias for aliases in _names(model, trainable=False).values() for alias in aliases]
+    given = [(f"optimizer.include_frozen[{i}]", pattern) for i, pattern in enumerate(patterns)]
+    refuse_unmatched(given, names, "frozen parameter")
+    return tuple(name for name in names if _match([name], patterns))
+
+
+@contextmanager
+def as_trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Context in which the parameters ``names`` require gradients, so that they are planned as trained ones.
+
+    Afterwards those that were frozen are frozen again: an update leaves them until the user thaws them.
+    """
+    before = dict(model.named_parameters(remove_duplicate=False)) if names else {}
+    frozen = [name for name in names if not before[name].requires_grad]
+    for name in frozen:
+        before[name].requires_grad_(True)
+    try:
+        yield
+    finally:  # placing may have made other objects of them
+        after = dict(model.named_parameters(remove_duplicate=False)) if frozen else {}
+        for name in frozen:
+            after[name].requires_grad_(False)
+
+
+def _names(model: nn.Module, trainable: bool = True) -> dict[str, list[str]]:
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
+        if parameter.requires_grad == trainable:
             aliases.setdefault(id(parameter), []).append(name)
     return {names[0]: names for names in aliases.values()}
 

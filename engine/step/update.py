@@ -147,9 +147,8 @@ class Update:
         # The control sum comes before the decision: clipping and finiteness need the norm over all shards, and a rank
         # that decided from its own values could skip where others update, or raise where others wait for it.
         squared_norm = gradient_squared_norm(runtime.buckets, runtime.kernels)
-        surprises = (
-            0 if self._updates_unused else runtime.optimizer.unexpected(runtime.reducer.unused, runtime.reducer.names)
-        )
+        idle = runtime.reducer.frozen if self._updates_unused else runtime.reducer.unused
+        surprises = runtime.optimizer.unexpected(idle, runtime.reducer.names)
         packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop, surprises)
         launched = self._launch(packed, step, runtime) if runtime.optimizer.decides_on_device else None
         sums, made = launched.read() if launched is not None else (packed.tolist(), False)
@@ -157,7 +156,7 @@ class Update:
             launched.put_back()
         totals = self._check(StepTotals.unpack(sums), step)
         if totals.unused:
-            runtime.optimizer.unused = self._find_unused(runtime)
+            runtime.optimizer.unused = self._find_unused(idle, runtime)
         self._alike += totals.same_batch(self._comm.grid.dp)
         if self._alike == 2 and totals.digest and self._comm.grid.rank == 0:
             logger.warning(
@@ -229,16 +228,30 @@ class Update:
         """
         return self._check(StepTotals.unpack(self._sum(step, 0.0, last_rank, False).tolist()), step)
 
-    def _find_unused(self, runtime: RankRuntime) -> frozenset[str]:
-        """Parameters without a gradient on any rank; one small all-reduce over the world, label "used".
+    def _find_unused(self, idle: frozenset[str], runtime: RankRuntime) -> frozenset[str]:
+        """Parameters that are ``idle`` on every rank; one small all-reduce over the world, label "used".
 
         Needed only in steps that use other parameters than the step before, or where ranks use different ones.
+
+        Raises:
+            EngineError: some of the ranks that hold a parameter have frozen it, and others have not; on all ranks.
         """
         names = [row.name for row in runtime.plan.table if row.trainable]
-        own = runtime.reducer.names - runtime.reducer.unused
-        used = torch.tensor([name in own for name in names], dtype=torch.float32, device=self._device)
-        self._comm.all_reduce(used, "world", "used").wait()
-        return frozenset(name for name, ranks in zip(names, used.tolist(), strict=True) if not ranks)
+        own, frozen = runtime.reducer.names, runtime.reducer.frozen
+        counts = torch.tensor(
+            [[name in own - idle, name in frozen, name in own - frozen] for name in names],
+            dtype=torch.float32,
+            device=self._device,
+        )
+        self._comm.all_reduce(counts, "world", "used").wait()
+        found = dict(zip(names, counts.tolist(), strict=True))
+        for name, (_, without, others) in found.items():
+            if without and others:
+                raise EngineError(
+                    f"parameter {name!r} is frozen on {without:.0f} rank(s) and trained on {others:.0f}, so no rank "
+                    "makes this step; call requires_grad_ alike on every rank."
+                )
+        return frozenset(name for name, (used, _, _) in found.items() if not used)
 
     def _sum(
         self, step: StepState, squared_norm: Tensor | float, last_rank: int, stop: bool, unused: int = 0

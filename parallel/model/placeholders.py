@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-_TRAINABLE = "_absent_but_trainable"
+_TRAINABLE = "_planned_trainable"
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -52,8 +52,19 @@ def replace_absent(model: nn.Module, present: Collection[str], device: torch.dev
 
 
 def trainable(parameter: Tensor) -> bool:
-    """True if a parameter requires a gradient, or did before it was replaced by a placeholder."""
+    """True if a parameter requires a gradient, or did when it was planned: it may be a placeholder or frozen since."""
     return bool(getattr(parameter, _TRAINABLE, parameter.requires_grad))
+
+
+def plan_as_trainable(parameter: nn.Parameter, planned: bool) -> None:
+    """From now on ``trainable(parameter)`` is true, whatever the user freezes; ``planned`` False ends that.
+
+    What ranks send follows from traces, so all of them trace with the flags of the plan, also for what others hold.
+    """
+    if planned:
+        setattr(parameter, _TRAINABLE, True)
+    elif hasattr(parameter, _TRAINABLE):
+        delattr(parameter, _TRAINABLE)
 
 
 def _take(parameter: nn.Parameter, device: torch.device) -> None:

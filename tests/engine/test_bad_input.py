@@ -238,10 +238,29 @@ def test_parameters_that_left_the_engine_are_named() -> None:
 
     for how in (assign, nn.Module.double):
         assert "no longer lies in the engine's memory" in spoil(how)
-    frozen = spoil(lambda model: model.get_parameter("blocks.0.up.bias").requires_grad_(False))
-    assert frozen == (
-        "parameter 'blocks.0.up.bias' was frozen after engine.initialize; do it before, or build a new engine."
+
+    def add(model: nn.Module) -> None:
+        model.get_submodule("blocks.0").register_module("adapter", nn.Linear(2, 2))
+
+    assert spoil(add).startswith(
+        "parameter 'blocks.0.adapter.weight' was added to the model after engine.initialize, so the engine does not"
     )
+
+
+def test_thawed_parameters_without_a_place_are_named() -> None:
+    model = models.decoder()
+    model.get_submodule("blocks.0.up").requires_grad_(False)
+    with engine.initialize(model, CONFIG, loss_fn=loss_sum) as eng:
+        eng.train_batch(batches(1)[0])
+        eng.module.get_submodule("blocks.0.up").requires_grad_(True)
+        assert message(lambda: eng.train_batch(batches(1)[0])) == (
+            "parameter 'blocks.0.up.weight' was frozen when the engine was built and requires a gradient now, but has "
+            "no place for gradient and optimizer state; name it in optimizer.include_frozen, or freeze it after "
+            "engine.initialize."
+        )
+    nothing = {"type": "AdamW", "include_frozen": ["blocks.0.up.*"]}
+    text = message(lambda: engine.initialize(models.decoder(), CONFIG | {"optimizer": nothing}), engine.ConfigError)
+    assert "optimizer.include_frozen[0]: 'blocks.0.up.*' matches no frozen parameter" in text
 
 
 def test_backward_through_a_graph_of_old_weights_is_refused() -> None:

@@ -113,6 +113,8 @@ class ShardedOptimizer:
         self._kernels = REFERENCE
         self._make = partial(_make, factory, groups, members)
         self.inner = self._make()
+        self.configured = tuple(_options(group) for group in self.inner.param_groups)
+        """Options of each group as the inner optimizer was built with."""
         self._stepping = False
         self.unused = frozenset[str]()
         """Parameters that had no gradient on any rank in the last step that was looked at: an update leaves them."""
@@ -270,12 +272,8 @@ class ShardedOptimizer:
                 yield from (value.view(-1)[part] for part in parts)
 
     def _refuse_own_step(self, *_: object) -> None:
-        """Refuse a step that the user makes: its gradients are unreduced sums, and no parameter would be gathered."""
         if not self._stepping:
-            raise EngineError(
-                "step() on the engine's optimizer, which would update from gradients that are not reduced and leave "
-                "the parameters as they are; call eng.step() after eng.backward(loss), or eng.train_batch(batch)."
-            )
+            refuse_own_step()
 
     def _give_gradients(self) -> None:
         for place in self.places:
@@ -292,6 +290,22 @@ class ShardedOptimizer:
                 gathers.append(self._comm.all_gather(flat.params, flat.kept, "dp", "parameters"))
         for gather in gathers:
             gather.wait()
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def refuse_own_step(*_: object) -> None:
+    """Refuse a step that the user makes: its gradients are unreduced sums, and no parameter would be gathered.
+
+    Raises:
+        EngineError: always.
+    """
+    raise EngineError(
+        "step() on the engine's optimizer, which would update from gradients that are not reduced and leave "
+        "the parameters as they are; call eng.step() after eng.backward(loss), or eng.train_batch(batch)."
+    )
 
 
 def _tell_autograd(buckets: Sequence[FlatBucket]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm, Pending
+from engine.parallel.model.placeholders import plan_as_trainable
 from engine.parallel.trace.guarded_parameter import GuardedParameter
 from engine.zero.flat_buckets import FlatBucket
 
@@ -38,6 +39,7 @@ class GradientHooks:
         for name, parameter in parameters.items():
             untyped: Any = parameter  # torch leaves the method untyped
             self._handles.append(untyped.register_post_accumulate_grad_hook(partial(self._arrive, name)))
+            plan_as_trainable(parameter, True)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -54,10 +56,17 @@ class GradientHooks:
             for parameter, grad in users:
                 parameter.grad = grad
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters that the user has frozen since."""
+        return frozenset(name for name, parameter in self._parameters.items() if not parameter.requires_grad)
+
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
+        for parameter in self._parameters.values():
+            plan_as_trainable(parameter, False)
 
     def _warn(self, parameter: Tensor) -> None:
         if not self._warns or parameter.grad is None:
@@ -132,6 +141,10 @@ class Reducer(Protocol):
     def unused(self) -> frozenset[str]:
         """Those without a gradient in the finished step."""
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Those that are frozen now: the user may freeze a trained parameter and thaw it again."""
+
     def reset(self) -> None:
         """Forget the gradients of an unfinished step."""
 
@@ -185,6 +198,11 @@ class SharedReduction:
         if self._watched is not None:
             self._watched.append(grad.isfinite().all())
         self._add(name, grad)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Those that are frozen now."""
+        return self._hooks.frozen
 
     def _add(self, name: str, grad: Tensor) -> None:
         raise NotImplementedError

@@ -120,11 +120,17 @@ def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
     return merged
 
 
-def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable) -> dict[str, Any]:
-    """Type and groups of the optimizer, for the manifest."""
+def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled: frozenset[str]) -> dict[str, Any]:
+    """Type and groups of the optimizer, for the manifest. ``scheduled``: options that a schedule sets."""
     groups = [
-        {"params": names, "options": {key: _plain(value) for key, value in group.items() if _is_plain(key, value)}}
-        for group, names in zip(optimizer.inner.param_groups, _names(optimizer, table), strict=True)
+        {
+            "params": names,
+            "options": {key: _plain(value) for key, value in group.items() if _is_plain(key, value)},
+            **_by_hand(group, configured, scheduled),
+        }
+        for group, names, configured in zip(
+            optimizer.inner.param_groups, _names(optimizer, table), optimizer.configured, strict=True
+        )
     ]
     missed = {"missed": dict(sorted(optimizer.missed.items()))} if optimizer.missed else {}
     return {"type": _type(optimizer), "groups": groups, **missed}
@@ -183,11 +189,22 @@ def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTa
     return made
 
 
-def restore(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
+def _by_hand(group: Mapping[str, Any], configured: Mapping[str, Any], scheduled: frozenset[str]) -> dict[str, Any]:
+    """Options that the user has changed since the optimizer was built: [value, configured value] by name."""
+    names = [name for name in configured if name not in scheduled and _is_plain(name, group[name])]
+    pairs = {name: [_plain(group[name]), _plain(configured[name])] for name in names}
+    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return {"by_hand": changed} if changed else {}
+
+
+def restore(
+    optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any], scheduled: frozenset[str] = frozenset()
+) -> None:
     """Restore numbers and options.
 
-    The built-in optimizers take only the step count; all other options come from the configuration. A group whose
-    parameters were grouped differently when saved keeps its configured rate and weight decay.
+    The built-in optimizers take the step count, and options that the user had set by hand, unless their configured
+    value has changed or they are ``scheduled``; all others come from the configuration. A group whose parameters were
+    grouped differently when saved keeps its configured rate and weight decay.
     """
     inner, sources = optimizer.inner, _sources(optimizer, table, stored)
     missed = stored.get("missed", {})
@@ -196,6 +213,9 @@ def restore(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str,
         then = stored["groups"][source] if source is not None else {"params": [], "options": {}}
         if isinstance(inner, FlatOptimizer):
             group["step"] = natural(then["options"].get("step", 0), "the optimizer's step")
+            for name, (value, configured) in then.get("by_hand", {}).items():
+                if name in group and name not in scheduled and _plain(group[name]) == configured:
+                    _put(group, {name: value})
             continue
         kept = () if set(then["params"]) == set(names) else ("lr", "weight_decay")
         _put(group, {key: value for key, value in then["options"].items() if key not in kept})
@@ -323,6 +343,8 @@ def _keeps_tensors(value: Any, known: set[int], depth: int) -> bool:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)  # as JSON returns it
     return value.item() if isinstance(value, Tensor) else value
 
 

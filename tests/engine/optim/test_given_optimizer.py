@@ -88,3 +88,42 @@ def test_what_cannot_be_taken_is_said() -> None:
     assert "keep one of them" in refusal(
         lambda model: torch.optim.AdamW(model.parameters()), optimizer={"no_weight_decay": ["*.bias"]}
     )
+
+
+def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+@pytest.mark.parametrize("passed", [True, False], ids=["engine steps it", "user steps it"])
+def test_a_scheduler_over_the_users_optimizer_sets_the_rates(passed: bool, recwarn: Any) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
+    scheduler = halved(optimizer)
+    batch = (torch.ones(4, 3), torch.ones(4, 3))
+    with engine.initialize(
+        model, CONFIG, loss_of, optimizer=optimizer, lr_scheduler=scheduler if passed else None
+    ) as e:
+        rates = []
+        for _ in range(3):
+            rates.append(e.train_batch(batch).lr)
+            if not passed:
+                scheduler.step()
+        assert rates == [0.8, 0.4, 0.2] and scheduler.get_last_lr() == [0.1]
+        assert optimizer.param_groups is e.optimizer.param_groups and optimizer.state is e.optimizer.state
+        with pytest.raises(engine.EngineError, match=r"step\(\) on the engine's optimizer"):
+            optimizer.step()
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
+
+
+def test_a_scheduler_over_another_optimizer_is_refused() -> None:
+    model = Net()
+    one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    for optimizer, scheduler, text in (
+        (one, halved(other), "lr_scheduler is a StepLR over another optimizer than the one that is passed"),
+        (None, halved(other), "or lr_scheduler=lambda optimizer: StepLR(optimizer, ...)."),
+        (one, torch.optim.lr_scheduler.ReduceLROnPlateau(one), "lr_scheduler is a ReduceLROnPlateau, which needs a"),
+    ):
+        with pytest.raises(engine.ConfigError) as caught:
+            engine.initialize(model, CONFIG, loss_of, optimizer=optimizer, lr_scheduler=scheduler)
+        assert text in str(caught.value)
