@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.build.equal_input import check_equal
+from engine.build.equal_input import check_equal, take_from_first
 from engine.build.forward_changes import (
     agree_on_kernels,
     fuse_activations,
@@ -102,6 +102,8 @@ def build(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
     """Check that all ranks were given equal input, then place parameters, install patches and make the optimizer."""
+    if plan.config.initial_weights == "rank0":
+        take_from_first(model, comm, device)
     check_equal(model, plan, comm, device)
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
     axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp

@@ -2,6 +2,7 @@
 
 describe_input     as text, before any group is made; the store of the job compares it (``parallel/comm/meeting``)
 check_equal        weights and plans, by hashes, once the model is planned
+take_from_first    or weights of rank 0 on every rank, if the configuration asks for it
 """
 
 import hashlib
@@ -21,6 +22,8 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.meeting import Difference
 from engine.planning.plan import Plan
 
+_AT_ONCE = 1 << 26
+"""Bytes of one all-reduce of weights."""
 _SETUP, _CONFIG, _MODEL = "setup ", "config ", "model "
 """First words of the keys of a description, which tell what kind of mistake a difference is."""
 
@@ -117,9 +120,35 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
         column = next(i for i in range(len(named)) if _differing(table, i))
         raise PlanError(
             f"rank 0 and rank {_differing(table, column)[0]} were given different weights, first in "
-            f"{named[column][0]!r}; build the model with the same seed on every rank (torch.manual_seed), or pass "
-            "a callable that builds it."
+            f"{named[column][0]!r}; build the model with the same seed on every rank (torch.manual_seed), pass "
+            'a callable that builds it, or give "initial_weights": "rank0".'
         )
+
+
+@torch.no_grad()
+def take_from_first(model: nn.Module, comm: Comm, device: torch.device) -> None:
+    """Give every rank the parameters and buffers of rank 0, bit by bit; tensors on the meta device are left out.
+
+    All-reduces over the world, label "start", of at most 64 MiB: other ranks add bytes of 0.
+    """
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta and tensor.numel()]
+    chunk: list[Tensor] = []
+    for tensor in tensors:
+        chunk.append(tensor)
+        if sum(each.nbytes for each in chunk) >= _AT_ONCE or tensor is tensors[-1]:
+            _copy_from_first(chunk, comm, device)
+            chunk = []
+
+
+def _copy_from_first(tensors: list[Tensor], comm: Comm, device: torch.device) -> None:
+    whole = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8).to(device) for tensor in tensors])
+    if comm.grid.rank:
+        whole.zero_()
+    for part in torch.split(whole, _AT_ONCE):
+        comm.all_reduce(part, "world", "start").wait()
+    for tensor, data in zip(tensors, torch.split(whole, [tensor.nbytes for tensor in tensors]), strict=True):
+        # cloned: a dtype of several bytes needs memory that is aligned to it
+        tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _differing(table: Tensor, column: int) -> list[int]:

@@ -109,6 +109,10 @@ class Config:
     """Compile the model's blocks with torch.compile."""
     seed: int = setting(1234, COUNT)
     """Seed of all randomness."""
+    initial_weights: Literal["equal", "rank0"] = setting(
+        "equal", Choice(options=("equal", "rank0"), noun="a source of the initial weights")
+    )
+    """equal: every rank is given the same weights, which is checked; rank0: all take the weights of rank 0."""
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), Section(cls=CheckpointConfig))
     """When and where checkpoints are written."""
     monitor: MonitorConfig = setting(MonitorConfig(), Section(cls=MonitorConfig))

@@ -43,7 +43,7 @@ from engine.planning.budgets import (
     state_bytes,
 )
 from engine.planning.flat_layouts import Users, flat_layouts
-from engine.precision.dtypes import Precision, make_precision
+from engine.precision.dtypes import Precision, half_note, make_precision
 from engine.program.program import Program
 from engine.zero.gather.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather.gather_schedule import gather_order
@@ -287,6 +287,8 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
             f"pipeline: {count} for {config.pp} pipeline ranks, so that ranks wait for each other in every step; raise "
             "gradient_accumulation_steps, with smaller microbatches if need be"
         )
+    if (half := half_note(model, precision)) is not None:
+        notes.append(half)
     if precision.compute is not None:
         frozen = [
             name

@@ -1,6 +1,7 @@
 """Dtypes of a run: computation, accumulation, master, moments, wire.
 
-fp32            parameters as given (fp32 or fp64), gradients and moments likewise, no second copy
+fp32            parameters as given (fp32 or fp64), gradients and moments likewise, no second copy; a parameter that
+                was given in 16 bits stays so in forward, and has fp32 sums, master and moments as below
 bf16, fp16      parameters in 16 bits, gradients summed in fp32, fp32 master and moments (Kalamkar et al. 2019,
                 Micikevicius et al. 2018)
 bf16 alone      parameters are their own master, gradients are summed in bf16, moments in fp32 or bf16; updates are
@@ -26,6 +27,8 @@ _WIRE: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
 
+
+_HALF = (torch.bfloat16, torch.float16)
 
 # Rounding rotary frequencies to bf16 moves positions; running statistics are sums of many small steps.
 _ALWAYS_WIDE = ("*inv_freq", "*running_mean", "*running_var")
@@ -70,10 +73,15 @@ class Precision:
             )
         if self.compute is not None:
             return self.frozen(name, given)
-        if given not in (torch.float32, torch.float64):
+        if given not in (torch.float32, torch.float64, *_HALF):
             raise PlanError(
-                f"parameter {name!r} is {str(given).removeprefix('torch.')}, but the run is fp32; set bf16.enabled, "
-                "or give the model as float32 (model.float())."
+                f"parameter {name!r} is {str(given).removeprefix('torch.')}, in which torch cannot train it; give the "
+                "model as float32 (model.float())."
+            )
+        if given in _HALF and self.kept.modules:
+            raise PlanError(
+                f"parameter {name!r} is {str(given).removeprefix('torch.')} in an fp32 run with keep_fp32, which keeps "
+                "modules out of bf16.enabled or fp16.enabled; enable one of them, or leave keep_fp32 out."
             )
         return given
 
@@ -101,6 +109,22 @@ class Precision:
         if self.master:
             return Widths(narrow, wide, wide, wide)
         return Widths(narrow, narrow, None, narrow if self.narrow_moments else wide)
+
+
+def half_note(model: nn.Module, precision: Precision) -> str | None:
+    """What an fp32 run does with parameters that were given in 16 bits; None if there are none."""
+    if precision.compute is not None:
+        return None
+    found = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad and p.dtype in _HALF}
+    if not found:
+        return None
+    dtype, name = next(iter(found.items()))
+    short = str(dtype).removeprefix("torch.")
+    lost = "; without a loss scale small gradients are lost: fp16.enabled has one" * (torch.float16 in found)
+    return (
+        f"precision: {name} is {short}, so it computes in {short} with an fp32 master and fp32 moments, and inputs are "
+        f"passed as they are; model.float() trains it in fp32{lost}"
+    )
 
 
 def make_precision(config: Config, model: nn.Module) -> Precision:

@@ -84,7 +84,8 @@ def _precision_line(plan: Plan) -> str:
     extra = f", {kept} module{'s' * (kept != 1)} kept in fp32" if kept and precision.compute is not None else ""
     wire = f"{extra}; gradients travel in {config.communication_data_type or ('fp32' if precision.master else 'bf16')}"
     if precision.compute is None:
-        return f"fp32, no second copy{wire}"
+        half = any(row.trainable and row.dtype.itemsize < 4 for row in plan.table)
+        return f"{'as given, fp32 masters of 16-bit parameters' if half else 'fp32, no second copy'}{wire}"
     if not precision.master:
         moments = "bf16" if precision.narrow_moments else "fp32"
         return f"bf16 without a master, moments in {moments}, updates rounded stochastically{wire}"

@@ -175,8 +175,12 @@ def test_models_that_cannot_be_trained() -> None:
 
     frozen = models.decoder().requires_grad_(False)
     assert "no trainable parameter; set requires_grad" in message(start(frozen), engine.PlanError)
-    assert "'tokens.weight' is bfloat16, but the run is fp32" in message(
-        start(models.decoder().bfloat16()), engine.PlanError
+    assert "'tokens.weight' is float8_e4m3fn, in which torch cannot train it" in message(
+        start(models.decoder().to(torch.float8_e4m3fn)), engine.PlanError
+    )
+    kept = CONFIG | {"keep_fp32": ["*norm*"]}
+    assert "'tokens.weight' is bfloat16 in an fp32 run with keep_fp32" in message(
+        lambda: engine.initialize(models.decoder().bfloat16(), kept, loss_fn=loss_sum), engine.PlanError
     )
     assert "model is a int; give an nn.Module or a callable" in message(start(3), engine.PlanError)
     assert "returned a int; it must return an nn.Module" in message(start(lambda: 3), engine.PlanError)
