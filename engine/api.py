@@ -99,11 +99,9 @@ def initialize(
         rows = BatchRows.of(whole, example_batch, resolved.micro)
         resolved = replace(resolved, notes=(*resolved.notes, *notes, *rows.notes))
         forward = ForwardInputs.of(made, loss_fn is not None, inputs)
-        included = included_frozen(made, resolved.optimizer)
-        request = Request(loss_fn, None, lr_scheduler, example_batch, included=included, rows=rows, inputs=forward)
+        request = Request(loss_fn, None, lr_scheduler, example_batch, rows=rows, inputs=forward)
         resources.add(request.patches.remove)
-        with as_trainable(made, included):
-            return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources)
+        return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources)
     except BaseException:
         resources.close()
         raise
@@ -112,11 +110,13 @@ def initialize(
 def _with(
     optimizer: OptimizerFactory | torch.optim.Optimizer | None, request: Request, model: nn.Module, config: Config
 ) -> Request:
-    """The request with the optimizer as a factory."""
+    """The request with the optimizer as a factory, and the frozen parameters that it includes."""
     check_scheduler(request.lr_scheduler, optimizer)
+    request = replace(request, included=included_frozen(model, config.optimizer))
     if not isinstance(optimizer, torch.optim.Optimizer):
         return replace(request, optimizer=optimizer)
-    given = read_optimizer(optimizer, model, config.optimizer)
+    with as_trainable(model, request.included):
+        given = read_optimizer(optimizer, model, config.optimizer)
     return replace(request, optimizer=given.factory, given=given)
 
 
@@ -127,7 +127,7 @@ def _initialize(model: nn.Module, config: Config, request: Request, world: World
     waits = needs_example(config) and request.example_batch is None
     known = None
     if not waits and not needs_profiling(config) and not needs_search(config):
-        with say_if_slow(_PLANNING, world.rank):
+        with say_if_slow(_PLANNING, world.rank), as_trainable(model, request.included):
             known = plan_run(model, config, request, request.example_batch)
     comm = _open_comm(config, world, given)
     resources.add(comm.close)

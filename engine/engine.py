@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.build.request import BuildRuntime
 from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.checkpoint.full_state import state_entries
+from engine.checkpoint.resume import LoadOptions
 from engine.checkpoint.writer import PendingSave
 from engine.config import Config
 from engine.errors import EngineError
@@ -277,14 +278,16 @@ class Engine(TrainingLoop, NamedState):
         *,
         load_module_only: bool = False,
         load_optimizer_states: bool = True,
+        strict: bool = True,
         missing_ok: bool = False,
     ) -> Any:
         """Continue from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
         Returns its client state; a dict is not iterable, since DeepSpeed's pair is unpacked. Every block that is read
         is checked. With ``load_module_only``, only weights and buffers are loaded; without
-        ``load_optimizer_states``, everything else is loaded and the optimizer starts fresh. With ``missing_ok``, a
-        folder without a checkpoint returns None, as at the first start of a run.
+        ``load_optimizer_states``, everything else is loaded and the optimizer starts fresh. Without ``strict``,
+        parameters and buffers that the checkpoint lacks keep their values, and those that were not trained get fresh
+        optimizer state; the log names them. With ``missing_ok``, a folder without a checkpoint returns None.
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged (names file, tensor and the last good checkpoint), or
@@ -292,13 +295,8 @@ class Engine(TrainingLoop, NamedState):
         """
         self._refuse_unfinished("load_checkpoint")
         self._comm.announce("load_checkpoint")
-        return self._checkpoints.load(
-            folder,
-            self._update,
-            module_only=load_module_only,
-            optimizer_states=load_optimizer_states,
-            missing_ok=missing_ok,
-        )
+        options = LoadOptions(module_only=load_module_only, optimizer_states=load_optimizer_states, strict=strict)
+        return self._checkpoints.load(folder, self._update, options, missing_ok)
 
     def save_pretrained(self, folder: Path_) -> None:
         """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.build.equal_input import check_equal, take_from_first
+from engine.build.equal_input import check_equal
 from engine.build.forward_changes import (
     agree_on_kernels,
     fuse_activations,
@@ -102,8 +102,6 @@ def build(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
     """Check that all ranks were given equal input, then place parameters, install patches and make the optimizer."""
-    if plan.config.initial_weights == "rank0":
-        take_from_first(model, comm, device)
     check_equal(model, plan, comm, device)
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
     axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
@@ -113,11 +111,7 @@ def build(
     buckets, frozen = placed[:trained], placed[trained:]
     reducer = _reducer(model, plan, comm, buckets, own_backward)
     patches.own(model, PatchLayer.PARAMETERS, reducer.remove, _REDUCER_NOTE)
-    optimizer = _optimizer(plan, buckets, comm, request)
-    if request.given is not None:
-        scheduled = is_scheduled(config.scheduler, request.lr_scheduler)
-        shown = show_inner(request.given.optimizer, optimizer.inner, scheduled)
-        patches.own(model, PatchLayer.PARAMETERS, shown, _SHOWN_NOTE)
+    optimizer = _optimizer(model, plan, buckets, comm, request)
     program = request.program(model, plan.precision, device)
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, patches)
@@ -176,7 +170,9 @@ def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> 
     return axis
 
 
-def _optimizer(plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request) -> ShardedOptimizer:
+def _optimizer(
+    model: nn.Module, plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request
+) -> ShardedOptimizer:
     config, shaped = plan.config, request.optimizer is not None
     factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
     sharded = config.zero_optimization.stage > 0
@@ -186,6 +182,10 @@ def _optimizer(plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: R
     optimizer.use(request.changes.kernels)
     if config.tp > 1:
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
+    if request.given is not None:
+        scheduled = is_scheduled(config.scheduler, request.lr_scheduler)
+        shown = show_inner(request.given.optimizer, optimizer.inner, scheduled)
+        request.patches.own(model, PatchLayer.PARAMETERS, shown, _SHOWN_NOTE)
     return optimizer
 
 

@@ -1,8 +1,8 @@
 """What all ranks must have been given alike: versions, configuration, model, weights, and the plan made from them.
 
 describe_input     as text, before any group is made; the store of the job compares it (``parallel/comm/meeting``)
-check_equal        weights and plans, by hashes, once the model is planned
-take_from_first    or weights of rank 0 on every rank, if the configuration asks for it
+check_equal        weights and plans, by hashes, once the model is planned; if the configuration asks for it, all ranks
+                   take the weights of rank 0 before
 """
 
 import hashlib
@@ -97,8 +97,11 @@ def _words(name: str) -> set[str]:
 def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
     """Refuse ranks that were given different weights, or that made different plans.
 
+    With ``initial_weights`` rank0 the ranks take those of rank 0, which are then all that is compared.
     One all-gather of three hashes; only if the weights differ, a second one finds the first parameter.
     """
+    if plan.config.initial_weights == "rank0":
+        _take_from_first(model, comm, device)
     named = [*model.named_parameters(), *model.named_buffers()]
     sums = torch.tensor([int(bit_sum(tensor)) for _, tensor in named], dtype=torch.int64)
     names = repr([name for name, _ in named])
@@ -125,8 +128,7 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
         )
 
 
-@torch.no_grad()
-def take_from_first(model: nn.Module, comm: Comm, device: torch.device) -> None:
+def _take_from_first(model: nn.Module, comm: Comm, device: torch.device) -> None:
     """Give every rank the parameters and buffers of rank 0, bit by bit; tensors on the meta device are left out.
 
     All-reduces over the world, label "start", of at most 64 MiB: other ranks add bytes of 0.

@@ -19,7 +19,15 @@ from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.huggingface import refuse_adapters
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
-from engine.checkpoint.resume import ClientState, LoadRequest, Resume, find_checkpoint, loading, start_weights
+from engine.checkpoint.resume import (
+    ClientState,
+    LoadOptions,
+    LoadRequest,
+    Resume,
+    find_checkpoint,
+    loading,
+    start_weights,
+)
 from engine.checkpoint.run_state import RunState
 from engine.checkpoint.writer import CheckpointWriter, PendingSave
 from engine.config import Config
@@ -139,9 +147,7 @@ class CheckpointCoordinator:
         self,
         folder: str | os.PathLike[str] | None,
         update: Update,
-        *,
-        module_only: bool,
-        optimizer_states: bool,
+        options: LoadOptions,
         missing_ok: bool,
     ) -> Any:
         """See :meth:`engine.Engine.load_checkpoint`."""
@@ -152,7 +158,7 @@ class CheckpointCoordinator:
         step = find_checkpoint(path, self._group(), self._files, missing_ok)
         if step is None:
             return None
-        request = LoadRequest(step, module_only, optimizer_states)
+        request = LoadRequest(step, options)
         user = self._begin(request, update) if self._run is None else self._resume(request)
         return ClientState(user) if isinstance(user, dict) else user
 
@@ -251,7 +257,7 @@ class CheckpointCoordinator:
             self._spoiled = self._spoiled or resume.touched
             raise
         self._spoiled = False
-        done, whole = self._run.trainer_state.update.made, request.optimizer_states and not request.module_only
+        done, whole = self._run.trainer_state.update.made, request.options.moments
         self._saved_at = done if whole and request.step.parent == self._folder else -1
         if self._comm.grid.rank == 0:
             logger.info(
@@ -267,13 +273,13 @@ class CheckpointCoordinator:
         """Restore the state that needs no model; the tensors are loaded once the model is built."""
         with loading(self._group(), request.step):
             reader = StepReader(self._files, request.step)
-        if not request.module_only:
+        if not request.options.module_only:
             state = self._trainer_state(update)
             with loading(self._group(), request.step):
                 state.check(reader)
             with loading(self._group(), request.step):
                 state.restore(reader)
-        self._request = replace(request, begun=not request.module_only)
+        self._request = replace(request, begun=not request.options.module_only)
         return reader.manifest.user
 
     def _writer(self, call: str) -> tuple[CheckpointWriter, RunState]:

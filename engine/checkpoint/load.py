@@ -8,6 +8,7 @@
 So every byte is read by one data rank. Tensors outside buckets (buffers, frozen parameters) are read by every rank.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -26,6 +27,8 @@ from engine.checkpoint.format.step_reader import ReadRequest
 from engine.errors import CheckpointError
 from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket
+
+logger = logging.getLogger("trine")
 
 LABEL = "checkpoint"
 _REMEDY = "build the model that was saved, or load another checkpoint."
@@ -56,6 +59,8 @@ class Loader:
     local_tensors: LocalTensors
     buffers: Mapping[str, Tensor]
     """"buffer/..." -> the live buffer."""
+    strict: bool = True
+    """Refuse a source that lacks tensors of the model, or has more; if not, what it lacks keeps its values."""
 
     def check(self) -> None:
         """Compare the names, shapes and dtypes of the source with those of the model.
@@ -70,6 +75,8 @@ class Loader:
         dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         for name, shape in wanted.items():
             kind, leaf = kinds.get(name), name.partition("/")[2]
+            if kind is None and not self.strict:
+                continue
             if kind is None:
                 raise CheckpointError(f"{self.source.name} lacks {leaf!r}, which this model has; {_REMEDY}")
             if kind.shape != shape:
@@ -84,10 +91,29 @@ class Loader:
                         f"{leaf!r} is {stored.dtype} {list(stored.shape)} in {self.source.name} and {own} "
                         f"{list(shape)} in this model; {_REMEDY}"
                     )
-        more = next((n for n in kinds if n.startswith(("param/", "buffer/")) and n not in wanted), None)
-        if more is not None:
-            leaf = more.partition("/")[2]
-            raise CheckpointError(f"{self.source.name} has {leaf!r}, which this model lacks; {_REMEDY}")
+        more = self._surplus()
+        if more and self.strict:
+            raise CheckpointError(f"{self.source.name} has {more[0]!r}, which this model lacks; {_REMEDY}")
+
+    def tell_differences(self) -> None:
+        """Log which tensors are on one side only, if that is allowed."""
+        for names, told in (
+            (self._absent(), "the checkpoint lacks %d tensor(s), which keep their values: %s%s"),
+            (self._surplus(), "the checkpoint has %d tensor(s) that the model lacks: %s%s"),
+        ):
+            if names:
+                logger.warning(told, len(names), ", ".join(names[:3]), f" and {len(names) - 3} more" * (len(names) > 3))
+
+    def _wanted(self) -> list[str]:
+        return [*(f"param/{row.name}" for row in self.local_tensors.ownership.plan.table), *self.buffers]
+
+    def _absent(self) -> list[str]:
+        return [name.partition("/")[2] for name in self._wanted() if name not in self.source.kinds]
+
+    def _surplus(self) -> list[str]:
+        known = set(self._wanted())
+        names = (name for name in self.source.kinds if name.startswith(("param/", "buffer/")) and name not in known)
+        return [name.partition("/")[2] for name in names]
 
     def check_moments(self, families: Families) -> None:
         """Check that the source has every moment ("exp_avg") to be loaded, before memory is allocated for it.
@@ -101,6 +127,8 @@ class Loader:
         for place in self.local_tensors.places:
             names = place.names()
             for family, row in product(sorted(families.of(names)), (rows[name] for name in names)):
+                if not self.strict and f"{family}/{row.name}" not in self.source.kinds:
+                    continue
                 kind = self._kind(f"{family}/{row.name}")
                 if kind.shape != row.shape:
                     raise CheckpointError(
@@ -121,18 +149,22 @@ class Loader:
         landings: list[Held] = []
         for held in (*self.local_tensors.weights(), *self.local_tensors.whole()):
             name = held.tensor.partition("/")[2]
+            if f"param/{name}" not in kinds and not self.strict:
+                continue
             target = wide.get(name, held)
             narrow, master = kinds[f"param/{name}"], kinds.get(f"master/{name}")
             wider = master is not None and torch_dtype(narrow) != target.values.dtype
             landings.append(replace(target, tensor=f"{'master' if wider else 'param'}/{name}"))
         self._fill(landings)
         for name, buffer in self.buffers.items():
-            self._read_one(name, Part(tuple(buffer.shape)), buffer)
+            if self.strict or name in kinds:
+                self._read_one(name, Part(tuple(buffer.shape)), buffer)
 
     @torch.no_grad()
     def read_moments(self, moments: Moments) -> None:
-        """Read this rank's share of the moments."""
-        self._fill(self.local_tensors.state(moments))
+        """Read this rank's share of the moments; those that the source may lack stay as they are."""
+        wanted = self.local_tensors.state(moments)
+        self._fill(held for held in wanted if self.strict or held.tensor in self.source.kinds)
 
     def _fill(self, targets: Iterable[Held]) -> None:
         """Read into ``values``, through a staging tensor where dtype, device or strides differ."""
@@ -154,7 +186,7 @@ class Loader:
         if kind is None:
             raise CheckpointError(
                 f"{self.source.name} has no {tensor!r}: the parameter was frozen, or was trained by another optimizer; "
-                "load with load_optimizer_states=False."
+                "load with strict=False, or with load_optimizer_states=False."
             )
         return kind
 

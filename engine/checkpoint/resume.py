@@ -92,16 +92,30 @@ def _missing(files: Files, folder: Path) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """A checkpoint to load, and how much of it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How much of a checkpoint is loaded."""
 
-    step: Path
-    """Folder of the checkpoint."""
     module_only: bool
     """Load weights and buffers alone."""
     optimizer_states: bool
     """Load the optimizer's moments and counters too; otherwise the optimizer starts fresh."""
+    strict: bool
+    """Refuse a checkpoint whose parameters, buffers or moments are not exactly those of this model."""
+
+    @property
+    def moments(self) -> bool:
+        """The optimizer's state is loaded too."""
+        return self.optimizer_states and not self.module_only
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """A checkpoint to load."""
+
+    step: Path
+    """Folder of the checkpoint."""
+    options: LoadOptions
     begun: bool = False
     """The state that needs no model has been restored already."""
 
@@ -115,7 +129,7 @@ class Resume:
 
     def __init__(self, run: RunState, host: HostGroup, request: LoadRequest) -> None:
         self._run, self._host, self._step, self._request = run, host, request.step, request
-        self._states = request.optimizer_states and not request.module_only
+        self._options, self._states = request.options, request.options.moments
         self.touched = False
         """True while weights are being overwritten: a failure then leaves a mixture of old and new values."""
 
@@ -129,7 +143,7 @@ class Resume:
         run = self._run
         with loading(self._host, self._step, self._advice):
             reader = self._open()
-        loader = Loader(reader, run.local_tensors, run.buffers)
+        loader = Loader(reader, run.local_tensors, run.buffers, self._options.strict)
         with loading(self._host, self._step):  # what fails here is another model, and no damage
             self._check(reader, loader)
         self.touched = True
@@ -154,19 +168,21 @@ class Resume:
     def _check(self, reader: StepReader, loader: Loader) -> None:
         runtime, manifest = self._run.runtime, reader.manifest
         loader.check()
+        if self._host.rank == 0:
+            loader.tell_differences()
         if self._states:
             check_type(runtime.optimizer, manifest.optimizer, self._step)
             loader.check_moments(Families(reader.kinds, manifest.optimizer))
         if self._goes_on_with_schedule(reader):
             check_schedule(runtime.optimizer, runtime.plan.table, manifest.optimizer)
-        if self._request.module_only:
+        if self._options.module_only:
             return
         self._warn_of_new_schedule(reader)
         if not self._request.begun:
             self._run.trainer_state.check(reader)
 
     def _goes_on_with_schedule(self, reader: StepReader) -> bool:
-        given = self._run.runtime.learning_rate.scheduler is not None and not self._request.module_only
+        given = self._run.runtime.learning_rate.scheduler is not None and not self._options.module_only
         return given and reader.manifest.progress["scheduler"] is not None
 
     def _warn_of_new_schedule(self, reader: StepReader) -> None:
@@ -191,7 +207,7 @@ class Resume:
 
     def _restore(self, reader: StepReader) -> None:
         run, manifest = self._run, reader.manifest
-        if self._request.module_only:
+        if self._options.module_only:
             return
         if self._states:
             runtime = run.runtime

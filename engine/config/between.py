@@ -51,8 +51,8 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
             )
     elif len(extra) == 2:
         problems.add(
-            "activation_checkpointing",
-            "save and every are both given; give save to keep operators of all blocks, or every to recompute whole "
+            "activation_checkpointing.every",
+            f"{given.every} is given with save; give save to keep operators of all blocks, or every to recompute whole "
             "blocks.",
         )
 

@@ -74,7 +74,7 @@ def half_in_one_process(dtype: torch.dtype, dp: int) -> tuple[list[float], dict[
     masters = {name: nn.Parameter(value.detach().float()) for name, value in model.named_parameters()}
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-2, eps=1e-5)
     for batch in data(dp):
-        parts = [part for share in batch.chunk(dp) for part in share.split(ROWS // 2)]
+        parts = [part for share in batch.chunk(dp) for part in torch.split(share, ROWS // 2)]
         for ids in parts:
             loss_of(model(ids), ids).backward()  # type: ignore[no-untyped-call]
             for name, value in model.named_parameters():

@@ -213,6 +213,8 @@ def restore(
         then = stored["groups"][source] if source is not None else {"params": [], "options": {}}
         if isinstance(inner, FlatOptimizer):
             group["step"] = natural(then["options"].get("step", 0), "the optimizer's step")
+            known = {name for each in stored["groups"] for name in each["params"]}
+            optimizer.missed.update({name: group["step"] for name in names if group["step"] and name not in known})
             for name, (value, configured) in then.get("by_hand", {}).items():
                 if name in group and name not in scheduled and _plain(group[name]) == configured:
                     _put(group, {name: value})

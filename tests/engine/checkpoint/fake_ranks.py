@@ -126,7 +126,7 @@ class FakeRun:
         saver = Saver(local_tensors.ownership, self.tensors, host, files, lambda folder: None)
         pieces = [*local_tensors.masters(), *local_tensors.state(moments_by_bucket(optimizer))]
         weights = [*local_tensors.weights(), *local_tensors.whole()]
-        contents = Contents(step, {}, {}, {}, describe_optimizer(optimizer, self.plan.table), None, {})
+        contents = Contents(step, {}, {}, {}, describe_optimizer(optimizer, self.plan.table, frozenset()), None, {})
         return saver.run(
             saver.snapshot(Ours(weights, {}, pieces, {}, group_scalars(optimizer)), contents), folder, keep
         )
