@@ -19,6 +19,7 @@ from engine.checkpoint.resume import LoadOptions
 from engine.checkpoint.writer import PendingSave
 from engine.config import Config
 from engine.errors import EngineError
+from engine.inference import Inference
 from engine.loop import TrainingLoop
 from engine.named_state import NamedState
 from engine.parallel.comm.traffic import Tally
@@ -43,7 +44,7 @@ logger = logging.getLogger("trine")
 Path_ = str | os.PathLike[str]
 
 
-class Engine(TrainingLoop, NamedState):
+class Engine(TrainingLoop, NamedState, Inference):
     """A model on its grid. Made by :func:`engine.initialize`; a context manager that closes itself.
 
     If a plan needs a batch and no example was given, the parts are built when the first batch arrives. An engine that
@@ -209,29 +210,6 @@ class Engine(TrainingLoop, NamedState):
         if not return_output:
             return report
         return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
-
-    @torch.no_grad()
-    def predict(self, batch: Batch) -> Any:
-        """The model's output for this data rank's rows, in eval mode, without a loss; the random state is restored.
-
-        Args:
-            batch: tensor, tuple, list or mapping of any number of rows, which may differ between data ranks; labels
-                are not needed. It runs in microbatches of at most ``train_micro_batch_size_per_gpu`` rows.
-
-        Every rank of a replica gets the full output: logits are gathered over tp, and the last stage sends them to the
-        others over pp, label "outputs". Collective; ZeRO 3 agrees over dp on the number of forwards (8 bytes).
-
-        Raises:
-            EngineError: the batch is bad, or differs from that of its replica; the same on all of its ranks.
-        """
-        self._resources.refuse_closed("predict")
-        if self._built is None:
-            raise EngineError(
-                "predict before the plan, for which a batch without labels is not enough; pass example_batch=... to "
-                "engine.initialize, or train a batch first."
-            )
-        self._comm.join("predict")
-        return self._runner.predict(batch)
 
     # ------------------------------------------------------------------ state
 

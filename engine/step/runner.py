@@ -89,19 +89,32 @@ class StepRunner:
         return FinishedStep(step, UpdateOutcome(totals=totals, norm=math.nan, lr=lr, scale=1.0, nonfinite=None))
 
     @torch.no_grad()
-    def predict(self, batch: Batch) -> Any:
-        """See :meth:`engine.Engine.predict`."""
-        step, runtime, comm = self.begin(), self._runtime, self._comm
-        taken, step.problem = take_batch(
-            partial(runtime.program.rows.split, batch, self._config.micro), comm, self._device
-        )
-        count = self._most_forwards(len(taken), step)
+    def predict(self, batch: Batch, together: bool = False) -> Any:
+        """See :meth:`engine.Engine.predict`; ``together``: data ranks without rows ``accompany`` this call."""
+        step, rows = self.begin(), self._runtime.program.rows
+        taken, step.problem = take_batch(partial(rows.split, batch, self._config.micro), self._comm, self._device)
+        together = together or self._runtime.gatherer is not None
+        count = self._most_forwards(len(taken), step) if together else len(taken)
+        return join_outputs(self._outputs(step, taken, count))
+
+    @torch.no_grad()
+    def accompany(self, batch: Batch) -> bool:
+        """Take part in one ``predict`` of data ranks that have rows left, with rows of ``batch``; False if none has."""
+        step = self.begin()
+        count = self._most_forwards(0, step)
+        if count:
+            self._outputs(step, self._runtime.program.rows.split(batch, self._config.micro)[:1], count)
+        return count > 0
+
+    def _outputs(self, step: StepState, taken: list[Batch], count: int) -> list[Any]:
+        """The outputs for the microbatches ``taken``, in ``count`` forwards; collective over the world."""
+        runtime, comm = self._runtime, self._comm
         microbatches = [*taken, *taken[-1:] * (count - len(taken))]
         row = rank_schedule(runtime.plan.forwards(max(count, 1)), comm.grid.coord().pp)
         with evaluating(self._model):
             self._run_schedule(step, StepMicrobatches(runtime, step, microbatches, self.random_key, "predict"), row)
         self._update.agree(step, runtime.plan.last_rank)
-        return join_outputs(step.outputs[: len(taken)])
+        return step.outputs[: len(taken)]
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -136,9 +149,7 @@ class StepRunner:
         return step, StepMicrobatches(self._runtime, step, taken, self.random_key, kind)
 
     def _most_forwards(self, own: int, step: StepState) -> int:
-        """The number of forwards that every data rank makes: at ZeRO 3, where they gather together, the largest."""
-        if self._runtime.gatherer is None:
-            return own
+        """The largest number of forwards of any data rank, which all of them make; 8 bytes over dp."""
         most = torch.tensor([own if step.problem is None else _NO_BATCH], device=self._device)
         self._comm.all_reduce(most, "dp", "predict", "max").wait()
         if int(most) < _NO_BATCH:

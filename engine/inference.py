@@ -1,0 +1,77 @@
+"""Outputs of the sharded model: predictions and generated text, on every grid, without labels or loss."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm
+from engine.program.batch import Batch
+from engine.resources import EngineResources
+from engine.step.generation import Generation
+from engine.step.runner import StepRunner
+from engine.step.runtime import RankRuntime
+from engine.step.user_loop import UserLoop
+
+
+class Inference:
+    """The calls of the engine that give the model's outputs to the user."""
+
+    _model: nn.Module
+    _resources: EngineResources
+    _comm: Comm
+    _device: torch.device
+    _built: RankRuntime | None
+    _runner: StepRunner
+    _loop: UserLoop | None
+    """None until the engine is built."""
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> Any:
+        """The model's output for this data rank's rows, in eval mode, without a loss; the random state is restored.
+
+        Args:
+            batch: tensor, tuple, list or mapping of any number of rows, which may differ between data ranks; labels
+                are not needed. It runs in microbatches of at most ``train_micro_batch_size_per_gpu`` rows.
+
+        Every rank of a replica gets the full output: logits are gathered over tp, and the last stage sends them to the
+        others over pp, label "outputs". Collective; ZeRO 3 agrees over dp on the number of forwards (8 bytes).
+
+        Raises:
+            EngineError: the batch is bad, or differs from that of its replica; the same on all of its ranks.
+        """
+        self._open("predict")
+        return self._runner.predict(batch)
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor, **options: Any) -> Any:
+        """Generate with a Hugging Face model, by its own ``generate``: greedy, sampling, beams, stopping criteria.
+
+        Args:
+            inputs: token ids of this data rank's prompts [rows, tokens]; rows and tokens may differ between data ranks.
+            options: those of ``generate``, such as ``max_new_tokens`` and ``attention_mask``.
+
+        Returns what ``generate`` returns, equal on the ranks of a replica: its ranks sample with the random state of
+        the first one. Every token costs a forward over the whole sequence, without a cache of keys and values.
+        Collective; besides ``predict`` of each token, data ranks agree on who has forwards left (8 bytes over dp).
+
+        Raises:
+            EngineError: the model does not generate, the prompts are no token ids, or an accumulation is unfinished.
+        """
+        self._open("generate")
+        if self._loop is not None and self._loop.unfinished:
+            raise EngineError(
+                f"generate inside an accumulation of {self._loop.unfinished} microbatch(es); call eng.step() before, "
+                "or eng.zero_grad() to drop their gradients."
+            )
+        return Generation(self._model, self._runner, self._comm, self._device).run(inputs, options)
+
+    def _open(self, call: str) -> None:
+        self._resources.refuse_closed(call)
+        if self._built is None:
+            raise EngineError(
+                f"{call} before the plan, for which a batch without labels is not enough; pass example_batch=... to "
+                "engine.initialize, or train a batch first."
+            )
+        self._comm.join(call)

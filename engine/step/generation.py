@@ -1,0 +1,96 @@
+"""Text generation with the sharded model: Hugging Face's ``generate``, whose forwards are the engine's predictions.
+
+generate   on a shell: an object of the model's class, with its attributes and another forward
+  forward    -> StepRunner.predict: every grid, full logits on every rank of a replica
+data ranks end at different lengths: who is done takes part in the others' forwards until no rank has any
+"""
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm
+from engine.parallel.model.rng_streams import generators_of
+from engine.step.runner import StepRunner
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
+class Generation:
+    """One call of ``generate`` on one rank."""
+
+    def __init__(self, model: nn.Module, runner: StepRunner, comm: Comm, device: torch.device) -> None:
+        self._model, self._runner, self._comm, self._device = model, runner, comm, device
+        self._last: dict[str, Tensor] = {}
+        """The batch of the last forward."""
+
+    def run(self, inputs: Tensor, options: Mapping[str, Any]) -> Any:
+        """What Hugging Face's ``generate`` returns for this data rank's ``inputs``. Collective over the world."""
+        self._check(inputs, options)
+        self._draw_alike()
+        shell: Any = _shell(self._model, self._forward)
+        result = shell.generate(inputs.to(self._device), **dict(options) | {"use_cache": False})
+        while self._runner.accompany(self._last):
+            pass
+        return result
+
+    def _check(self, inputs: object, options: Mapping[str, Any]) -> None:
+        kind = type(self._model).__name__
+        if not any(base.__name__ == "GenerationMixin" for base in type(self._model).__mro__):
+            raise EngineError(
+                f"generate: the model is a {kind}, not a Hugging Face model that generates; call eng.predict(batch) "
+                "for the logits of each step."
+            )
+        if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
+            raise EngineError(
+                f"generate: {kind} has an encoder of its own, which generate runs apart from forward; call "
+                "eng.predict with input_ids and decoder_input_ids for the logits of each step."
+            )
+        if not isinstance(inputs, Tensor) or inputs.ndim != 2 or not inputs.numel() or inputs.is_floating_point():
+            shape = f" of shape {tuple(inputs.shape)}, {inputs.dtype}" if isinstance(inputs, Tensor) else ""
+            given = f"a {type(inputs).__name__}{shape}"
+            raise EngineError(f"generate was given {given}; give the token ids of the prompts, [rows, tokens].")
+        if options.get("use_cache"):
+            raise EngineError("generate(use_cache=True): no keys and values are kept; leave use_cache out.")
+
+    def _draw_alike(self) -> None:
+        """Give the ranks of a replica the random state of its first one, so that all sample the same tokens."""
+        coord = self._comm.grid.coord()
+        for generator in generators_of(self._device):
+            state = generator.get_state().to(self._device)
+            if coord.tp or coord.pp:
+                state.zero_()
+            self._comm.all_reduce(state, "replica", "generate").wait()
+            generator.set_state(state.cpu())
+
+    def _forward(self, **given: Any) -> Any:
+        """The model's output for the sequences so far; of a forward's arguments those that are tensors of the rows."""
+        mask = given.get("attention_mask")
+        plain = mask is None or bool(mask.all())  # then positions count from 0 too
+        names = ("input_ids", "token_type_ids", *(() if plain else ("attention_mask", "position_ids")))
+        self._last = {name: given[name] for name in names if isinstance(given.get(name), Tensor)}
+        return self._runner.predict(self._last, together=True)
+
+
+def _shell(model: nn.Module, forward: Any) -> nn.Module:
+    """A shallow copy of ``model`` with another forward and without hooks, which shares everything else."""
+    shell = copy.copy(model)
+    for name in _HOOKS:
+        object.__setattr__(shell, name, OrderedDict())
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return forward(**(dict(zip(names, args, strict=False)) | kwargs))
+
+    original = inspect.signature(type(model).forward)
+    names = list(original.parameters)[1:]
+    replaced.__signature__ = original.replace(  # type: ignore[attr-defined]
+        parameters=[original.parameters[name] for name in names]
+    )
+    object.__setattr__(shell, "forward", replaced)
+    return shell

@@ -1,0 +1,103 @@
+"""Generated tokens are those of the model in one process, on every grid and with every way of decoding."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import engine
+from tests import models
+
+RunRanks = Callable[..., list[Any]]
+MICRO = 2
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 20},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "padded": {"do_sample": False},
+}
+
+
+def settings(grid: dict[str, Any], stage: int) -> dict[str, Any]:
+    return {
+        "train_batch_size": 2 * MICRO * grid.get("data", 1),
+        "train_micro_batch_size_per_gpu": MICRO,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5}},
+        "zero_optimization": {"stage": stage},
+        "parallel": grid,
+    }
+
+
+def prompts(way: str, dp: int) -> dict[str, Tensor]:
+    """Prompts of a data rank: other rows and lengths on each, in one way padded on the left."""
+    ids = models.token_batches(2 + dp, 1, seed=5 + dp)[0][:, : 4 + dp]
+    mask = torch.ones_like(ids)
+    if way == "padded":
+        mask[0, :2] = 0
+    return {"inputs": ids, "attention_mask": mask}
+
+
+def generated(model: Any, way: str, dp: int) -> Tensor:
+    """Up to 6 tokens, 4 on the second data rank; token 7 ends a row."""
+    torch.manual_seed(17 + dp)
+    tokens = model.generate(**prompts(way, dp), **WAYS[way], max_new_tokens=6 - 2 * dp, pad_token_id=0, eos_token_id=7)
+    assert isinstance(tokens, Tensor)
+    return tokens
+
+
+def on_ranks(name: str, config: dict[str, Any]) -> list[str]:
+    """Body of a rank: the ways whose tokens differ from those of one process."""
+    made: Callable[[], nn.Module] = getattr(models, name)
+    example, differing = models.batches_for(name, MICRO, 1)[0], []
+    with engine.initialize(made(), config, example_batch=example) as eng:
+        dp = eng.grid.coord().dp
+        batch = models.batches_for(name, 2 * MICRO * eng.grid.dp, 1)[0]
+        eng.train_batch({key: value.chunk(eng.grid.dp)[dp] for key, value in batch.items()})
+        found = {way: generated(eng, way, dp) for way in WAYS}
+        state: list[Any] = [eng.full_state_dict()]
+        torch.distributed.broadcast_object_list(state)
+    model = made().eval()
+    model.load_state_dict(state[0])
+    for way, tokens in found.items():
+        if not torch.equal(tokens, generated(model, way, dp)):
+            differing.append(way)
+    assert all(len(tokens) == 2 + dp for tokens in found.values())
+    return differing
+
+
+GRIDS = [
+    ({"data": 2}, 1), ({"data": 2}, 3), ({"data": 1, "tensor": 2}, 0), ({"data": 1, "pipeline": 2}, 0),
+    pytest.param({"data": 2, "tensor": 2}, 3, marks=pytest.mark.long),
+    pytest.param({"data": 2, "pipeline": 2}, 3, marks=pytest.mark.long),
+    pytest.param({"data": 1, "tensor": 2, "pipeline": 2}, 0, marks=pytest.mark.long),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(("grid", "stage"), GRIDS)
+def test_tokens_are_those_of_one_process(name: str, grid: dict[str, Any], stage: int, run_ranks: RunRanks) -> None:
+    for differing in run_ranks(on_ranks, math.prod(grid.values()), name, settings(grid, stage), seconds=300.0):
+        assert differing == []
+
+
+def test_what_generate_refuses() -> None:
+    config = settings({"data": 1}, 0)
+    ids = torch.ones(2, 4, dtype=torch.long)
+    own = engine.initialize(models.decoder(), config, lambda logits, batch: logits.mean())
+    with own as eng, pytest.raises(engine.EngineError, match="the model is a Decoder, not a Hugging Face model that"):
+        eng.generate(ids)
+    with engine.initialize(models.llama(), config) as eng:
+        refused: list[tuple[Any, dict[str, Any], str]] = [
+            ("a prompt", {}, "generate was given a str; give the token ids"),
+            (torch.ones(2, 4), {}, r"generate was given a Tensor of shape \(2, 4\), torch.float32; give"),
+            (ids, {"use_cache": True}, r"generate\(use_cache=True\): no keys and values are kept"),
+        ]
+        for given, options, text in refused:
+            with pytest.raises(engine.EngineError, match=text):
+                eng.generate(given, **options)
+        eng.backward(eng(models.batches_for("llama", MICRO, 1)[0]).loss)
+        with pytest.raises(engine.EngineError, match="generate inside an accumulation of 1 microbatch"):
+            eng.generate(ids)
