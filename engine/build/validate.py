@@ -23,7 +23,8 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     find_operators(config.activation_checkpointing)
     recomputed_blocks(model, config.activation_checkpointing)
     check_installed(config.monitor)
-    if config.optimizer is None and request.optimizer is None:
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    if trained and config.optimizer is None and request.optimizer is None:
         raise ConfigError(
             "optimizer: null, and no optimizer was passed to initialize; name one in the config, or pass optimizer=...."
         )

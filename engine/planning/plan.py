@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from engine.config import Config
-from engine.errors import PlanError
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
@@ -200,8 +199,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     given = request.given
     assigned, groups = (given.assigned, given.groups) if given else assign_groups(model, config.optimizer)
     precision = make_precision(config, model)
-    if not assigned:
-        raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained.")
+    groups = groups or (GroupOptions(),)  # of a model that is frozen altogether
     requested = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
     analysis = analyze(config, request, requested.stages if requested else config.pp)
     schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
@@ -286,6 +284,10 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
         notes.append(
             f"pipeline: {count} for {config.pp} pipeline ranks, so that ranks wait for each other in every step; raise "
             "gradient_accumulation_steps, with smaller microbatches if need be"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        notes.append(
+            "the model has no trainable parameter: it predicts, generates and evaluates, and cannot be trained"
         )
     if (half := half_note(model, precision)) is not None:
         notes.append(half)

@@ -81,6 +81,15 @@ def check_trainable(loss: Tensor) -> None:
         )
 
 
+def has_loss(output: Any) -> bool:
+    """Whether an output contains something that is meant as a loss, good or bad."""
+    try:
+        found = _loss_in(output)
+    except EngineError:
+        return False
+    return found is not output or found.ndim == 0
+
+
 def _loss_in(output: Any) -> Any:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is not None:

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError, first_line
 from engine.precision.dtypes import Precision
 from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.batch_rows import BatchRows
 from engine.program.forward_inputs import ForwardInputs
-from engine.program.loss import LossFunction, WeightedLoss, find_loss
+from engine.program.loss import LossFunction, WeightedLoss, find_loss, has_loss
 
 
 class ForwardResult(NamedTuple):
@@ -54,6 +55,20 @@ class Program:
         moved = self.move(microbatch)
         output = self._run(moved)
         return ForwardResult(output, find_loss(output, moved, self.loss_fn))
+
+    def planned_loss(self, microbatch: Batch) -> WeightedLoss:
+        """The loss of an example. An output without one, which is for a loop of the user's own, gets a stand-in.
+
+        The stand-in reads every floating tensor of the output, so that the plan brings all of them to the last stage.
+        """
+        moved = self.move(microbatch)
+        output = self._run(moved)
+        if self.loss_fn is not None or has_loss(output):
+            return find_loss(output, moved, self.loss_fn)
+        found = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if not found:
+            return find_loss(output, moved, None)  # which says what the model returned
+        return WeightedLoss(torch.stack([leaf.float().square().mean() for leaf in found]).sum(), 1.0)
 
     def output(self, microbatch: Batch) -> Any:
         """Output of one microbatch, which needs no labels."""

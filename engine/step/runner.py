@@ -73,6 +73,11 @@ class StepRunner:
 
     def train(self, batch: Batch | Iterator[Batch]) -> FinishedStep:
         """See :meth:`engine.Engine.train_batch`."""
+        if not any(row.trainable for row in self._runtime.plan.table):
+            raise EngineError(
+                "train_batch: the model has no trainable parameter; set requires_grad on what is to be trained before "
+                "engine.initialize, or call eval_batch or predict."
+            )
         step, microbatches = self._open(batch, "train")
         self._run_schedule(step, microbatches, self._runtime.training)
         return self.finish(step)

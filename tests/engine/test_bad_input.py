@@ -174,7 +174,11 @@ def test_models_that_cannot_be_trained() -> None:
         return lambda: engine.initialize(model, CONFIG, loss_fn=loss_sum)
 
     frozen = models.decoder().requires_grad_(False)
-    assert "no trainable parameter; set requires_grad" in message(start(frozen), engine.PlanError)
+    with engine.initialize(frozen, CONFIG, loss_fn=loss_sum) as eng:
+        assert message(lambda: eng.train_batch(batches(1)[0])) == (
+            "train_batch: the model has no trainable parameter; set requires_grad on what is to be trained before "
+            "engine.initialize, or call eval_batch or predict."
+        )
     assert "'tokens.weight' is float8_e4m3fn, in which torch cannot train it" in message(
         start(models.decoder().to(torch.float8_e4m3fn)), engine.PlanError
     )
