@@ -276,6 +276,25 @@ class Engine(TrainingLoop, NamedState, Inference):
         options = LoadOptions(module_only=load_module_only, optimizer_states=load_optimizer_states, strict=strict)
         return self._checkpoints.load(folder, self._update, options, missing_ok)
 
+    def copy_weights_from(self, other: "Engine") -> None:
+        """Take parameters and persistent buffers of another engine on the same ranks, on any grid. Collective.
+
+        For a generator or a reference that follows a policy. Masters are read where the other engine has them; the
+        state of this engine's optimizer stays. Full tensors are on a rank in chunks of at most 256 MiB, each one
+        all-reduced over the world, label "weights".
+
+        Raises:
+            EngineError: the models differ, the engines have different numbers of ranks, or this engine has gradients
+                of an unfinished accumulation.
+        """
+        self._refuse_unfinished("copy_weights_from")
+        other._resources.refuse_closed("copy_weights_from")
+        for eng in (self, other):
+            if (gatherer := eng._runtime.gatherer) is not None:
+                gatherer.refuse_opened("copy_weights_from")
+        self._comm.announce("copy_weights_from")
+        self._checkpoints.copy_weights(other._checkpoints)
+
     def save_pretrained(self, folder: Path_) -> None:
         """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective."""
         self._resources.refuse_closed("save_pretrained")

@@ -16,11 +16,11 @@ from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "resources", "config", "optim", "precision", "program", "planning", "step", "checkpoint", "reporting",
-        "build", "data", "models", "loop", "named_state", "engine", "api", "verify",
+        "build", "data", "models", "inference", "loop", "named_state", "engine", "api", "verify",
     ),
     "engine.checkpoint": (
-        "format", "contents", "full_state", "preemption", "huggingface", "load", "run_state", "resume", "rank_report",
-        "save", "writer", "coordinator",
+        "format", "contents", "full_state", "preemption", "huggingface", "load", "run_state", "weights_transfer", "resume",
+        "rank_report", "save", "writer", "coordinator",
     ),
     "engine.zero": ("layout", "flat_buckets", "attachment", "own_backward", "gather", "reduce", "optim"),
     "engine.parallel": (

@@ -29,6 +29,7 @@ from engine.checkpoint.resume import (
     start_weights,
 )
 from engine.checkpoint.run_state import RunState
+from engine.checkpoint.weights_transfer import copy_weights
 from engine.checkpoint.writer import CheckpointWriter, PendingSave
 from engine.config import Config
 from engine.errors import CheckpointError, EngineError
@@ -167,6 +168,12 @@ class CheckpointCoordinator:
         assert self._run is not None, "the caller has checked that the model is built"
         runtime = self._run.runtime
         return self._run.full_state.gather((*runtime.buckets, *runtime.frozen))
+
+    def copy_weights(self, source: "CheckpointCoordinator") -> None:
+        """See :meth:`engine.Engine.copy_weights_from`; both engines are built."""
+        assert self._run is not None and source._run is not None, "the caller has checked that the models are built"
+        source.refuse_spoiled()
+        copy_weights(source._run, self._run)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """See :meth:`engine.Engine.save_pretrained`."""

@@ -1,0 +1,150 @@
+"""Weights from one engine to another on the same ranks, whatever the two grids are: a policy and its generator.
+
+chunk of parameters ->  each rank writes the elements that it owns into an image of the full tensors, zeros elsewhere
+                        all-reduce (max) of the bytes over the world, label "weights"
+                        each rank reads the elements that it holds
+Memory of a rank: one chunk; no rank holds a full model.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.contents.local_tensors import Held
+from engine.checkpoint.format.host_image import as_bytes, kind_of
+from engine.checkpoint.format.pieces import Piece
+from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.checkpoint.format.step_reader import ReadRequest
+from engine.checkpoint.load import Loader, share_weights
+from engine.checkpoint.run_state import RunState
+from engine.errors import EngineError
+from engine.zero.optim.master_weights import sync_masters
+
+_AT_ONCE = 1 << 28
+"""Bytes of full tensors that a chunk has at most, unless one tensor alone has more."""
+
+
+def copy_weights(source: RunState, target: RunState) -> None:
+    """Give ``target`` the parameters and persistent buffers of ``source``, in its own dtypes. Collective.
+
+    Masters are sent where the source has them; the optimizer of the target keeps its state.
+
+    Raises:
+        EngineError: the models differ, or the engines run on different ranks; on all ranks, before communication.
+    """
+    _check(source, target)
+    for flat in source.runtime.buckets:
+        sync_masters(flat)
+    kinds = _kinds(source)
+    for names in _chunks(kinds):
+        chunk = {name: kinds[name] for name in names}
+        image = _gathered(source, chunk)
+        live = {name: tensor for name, tensor in target.buffers.items() if name in chunk}
+        Loader(image, target.local_tensors, live, strict=False).read_weights()
+    share_weights(target.runtime.buckets, target.comm)
+
+
+def _check(source: RunState, target: RunState) -> None:
+    sizes = [run.comm.grid.world_size for run in (source, target)]
+    if sizes[0] != sizes[1]:
+        raise EngineError(
+            f"copy_weights_from: the engines run on {sizes[0]} and {sizes[1]} ranks; start both on the same ranks."
+        )
+    theirs, own = (_shapes(run) for run in (source, target))
+    for name in sorted(theirs.keys() ^ own.keys() | {name for name in own if theirs.get(name) != own[name]}):
+        given = [str(list(shapes[name])) if name in shapes else "nothing" for shapes in (theirs, own)]
+        raise EngineError(
+            f"copy_weights_from: {name.partition('/')[2]!r} is {given[0]} in the other engine and {given[1]} in this "
+            "one; build both with the same model."
+        )
+
+
+def _shapes(run: RunState) -> dict[str, tuple[int, ...]]:
+    parameters = {f"param/{row.name}": row.shape for row in run.runtime.plan.table}
+    return parameters | {name: tuple(buffer.shape) for name, buffer in run.buffers.items()}
+
+
+def _kinds(run: RunState) -> dict[str, TensorKind]:
+    """Dtype and shape of what is sent, the same on every rank."""
+    precision, kinds = run.runtime.plan.precision, {name: kind_of(buffer) for name, buffer in run.buffers.items()}
+    for row in run.runtime.plan.table:
+        name = str(row.dtype).removeprefix("torch.")
+        dtype = (precision.widths(name).master if row.trainable else None) or row.dtype
+        kinds[f"param/{row.name}"] = kind_of(torch.empty(0, dtype=dtype), row.shape)
+    return kinds
+
+
+def _chunks(kinds: Mapping[str, TensorKind]) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, kind in kinds.items():
+        if names and size + _bytes(kind) > _AT_ONCE:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += _bytes(kind)
+    if names:
+        yield names
+
+
+def _bytes(kind: TensorKind) -> int:
+    return torch.Size(kind.shape).numel() * kind.width
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """Full tensors by name, as bytes; a :class:`engine.checkpoint.load.TensorSource`."""
+
+    kinds: Mapping[str, TensorKind]
+    places: Mapping[str, Tensor]
+    """uint8 views of one buffer on the CPU."""
+    name: Path = Path("the other engine")
+
+    def read(self, wanted: Iterable[ReadRequest]) -> None:
+        """Copy pieces out of the image."""
+        for request in wanted:
+            _copy(request.piece, self.kinds[request.tensor].width, self.places[request.tensor], request.target, True)
+
+    def write(self, tensor: str, piece: Piece, values: Tensor) -> None:
+        """Copy this rank's piece into the image."""
+        _copy(piece, self.kinds[tensor].width, self.places[tensor], as_bytes(values), False)
+
+
+def _copy(piece: Piece, width: int, full: Tensor, local: memoryview, out: bool) -> None:
+    """Copy the stretches of a piece between the full tensor and its own memory, both as bytes."""
+    if not len(local):
+        return
+    own = torch.frombuffer(local, dtype=torch.uint8)
+    for start, at, length in zip(*(numbers.tolist() for numbers in piece.spans()), strict=True):
+        there = full[start * width : (start + length) * width]
+        here = own[at * width : (at + length) * width]
+        (here if out else there).copy_(there if out else here)
+
+
+def _gathered(source: RunState, kinds: Mapping[str, TensorKind]) -> _Image:
+    """The full tensors of a chunk on every rank. Several ranks may write an element, which is the same on all."""
+    sizes = [_bytes(kind) for kind in kinds.values()]
+    whole = torch.zeros(sum(sizes), dtype=torch.uint8)
+    image = _Image(kinds, dict(zip(kinds, torch.split(whole, sizes), strict=True)))
+    for held in _widest(source):
+        name = f"param/{held.row.name}"
+        if name in kinds:
+            image.write(name, held.own, held.values.detach().cpu().contiguous())
+    for tensor in source.tensors:
+        if tensor.row is None and tensor.name in kinds and tensor.owner == source.comm.grid.rank:
+            buffer = source.buffers[tensor.name].detach().cpu().contiguous()
+            image.places[tensor.name].copy_(buffer.view(-1).view(torch.uint8))
+    there = whole.to(source.device)
+    source.comm.all_reduce(there, "world", "weights", "max").wait()
+    whole.copy_(there)
+    return image
+
+
+def _widest(run: RunState) -> Iterable[Held]:
+    """What this rank holds of each parameter: its master if there is one."""
+    local = run.local_tensors
+    held = {each.row.name: each for each in (*local.weights(), *local.whole())}
+    return (held | {each.row.name: each for each in local.masters()}).values()

@@ -1,0 +1,95 @@
+"""An engine takes the weights of another one, whatever the two grids and precisions are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import engine
+from tests import models
+from tests.engine.test_training_changes import ROWS, data, loss_of, settings
+
+RunRanks = Callable[..., list[Any]]
+GRIDS: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
+    "dp2-zero1": ({"data": 2}, 1, {}),
+    "dp2-zero3": ({"data": 2}, 3, {}),
+    "tp2": ({"data": 1, "tensor": 2}, 0, {}),
+    "pp2": ({"data": 1, "pipeline": 2}, 0, {}),
+    "dp2-zero3-bf16": ({"data": 2}, 3, {"bf16": {"enabled": True}}),
+}
+
+
+class WithBuffer(torch.nn.Module):
+    """A decoder whose forward counts, in a buffer that belongs to the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.decoder()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.inner(ids) + 0 * self.get_buffer("seen").sum()
+
+
+def transferred(source: str, target: str) -> dict[str, float]:
+    """Body of a rank: what differs after the target has taken the weights of a source that has trained; on rank 0."""
+    example = data(1)[0][: ROWS // 2]
+    engines = []
+    for name in (source, target):
+        grid, stage, more = GRIDS[name]
+        engines.append(engine.initialize(WithBuffer(), settings(grid, stage, **more), loss_of, example_batch=example))
+    policy, follower = engines
+    with policy, follower:
+        policy.module.get_buffer("seen").fill_(3.5)
+        for ids in data(policy.grid.dp)[:2]:
+            policy.train_batch(ids.chunk(policy.grid.dp)[policy.grid.coord().dp])
+        follower.copy_weights_from(policy)
+        theirs, own = policy.full_state_dict(), follower.full_state_dict()
+        far = {name: float((own[name].float() - value.float()).abs().max()) for name, value in theirs.items()}
+        ids = data(1)[3]
+        logits = follower.predict(ids)  # the parameters themselves have followed too
+        if theirs:
+            model = WithBuffer()
+            model.load_state_dict({name: value.float() for name, value in theirs.items()})
+            with torch.no_grad():
+                far["logits"] = float((model(ids) - logits.float()).abs().max()) / 10
+        return far
+
+
+@pytest.mark.parametrize("source", GRIDS)
+@pytest.mark.parametrize(
+    "target", ["dp2-zero1", "tp2", *(pytest.param(n, marks=pytest.mark.long) for n in ("dp2-zero3", "pp2"))]
+)
+def test_weights_follow_over_any_two_grids(source: str, target: str, run_ranks: RunRanks) -> None:
+    far = run_ranks(transferred, 2, source, target)[0]
+    assert "seen" in far and max(far.values()) <= (4e-3 if "bf16" in source else 1e-6)
+
+
+def test_masters_are_taken_exactly(run_ranks: RunRanks) -> None:
+    """The full state of a bf16 engine is rounded; a policy in bf16 on both sides has equal masters all the same."""
+    assert run_ranks(masters_differ, 2)[0] == 0.0
+
+
+def masters_differ() -> float:
+    grid, stage, more = GRIDS["dp2-zero3-bf16"]
+    engines = [
+        engine.initialize(models.decoder(), settings(grid, which, **more), loss_of, example_batch=data(1)[0][:2])
+        for which in (stage, 1)
+    ]
+    engines[0].train_batch(data(1)[0])
+    engines[1].copy_weights_from(engines[0])
+    with engines[0].masters() as theirs, engines[1].masters() as own:
+        return max(float((own[name] - value).abs().max()) for name, value in theirs.items())
+
+
+def test_another_model_is_refused() -> None:
+    config = settings({"data": 1}, 0)
+    small, large = models.decoder(), models.decoder(layers=3)
+    with engine.initialize(small, config, loss_of) as one, engine.initialize(large, config, loss_of) as other:
+        with pytest.raises(engine.EngineError) as caught:
+            one.copy_weights_from(other)
+        assert str(caught.value) == (
+            "copy_weights_from: 'blocks.2.attention.key.bias' is [32] in the other engine and nothing in this one; "
+            "build both with the same model."
+        )
