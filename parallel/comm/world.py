@@ -17,6 +17,7 @@ import atexit
 import logging
 import os
 import socket
+import sys
 import time
 from _thread import start_new_thread
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Lock
+from types import FunctionType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,8 +56,27 @@ class World:
 
 
 def _end_process_group() -> None:
+    """Destroy the process group, and let nothing of torch keep it.
+
+    A group that lives on keeps its threads. One that is about to release its last tensor when the interpreter is being
+    taken down asks for the lock of Python, and the process aborts although the run has ended well.
+    """
     if dist.is_initialized():
+        _forget_default_groups()
         dist.destroy_process_group()
+
+
+def _forget_default_groups() -> None:
+    """Let functions of torch forget the group that was their default when their module was imported.
+
+    ``torch.distributed.nn``, which torch imports by itself with the first optimizer, has ``group=group.WORLD`` in its
+    signatures; None there means the same.
+    """
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(module).values() if module is not None else ():
+        if isinstance(function, FunctionType) and function.__defaults__:
+            given: tuple[Any, ...] = function.__defaults__
+            function.__defaults__ = tuple(None if isinstance(each, dist.ProcessGroup) else each for each in given)
 
 
 def read_world() -> World:
@@ -161,6 +183,7 @@ def open_world(world: World, store: Store | None = None) -> None:
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
+        atexit.register(_end_process_group)  # the user's group too: left open, gloo sometimes aborts at the exit
         return
     store = open_store(world) if store is None else store
     began = time.monotonic()

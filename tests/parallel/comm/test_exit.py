@@ -1,0 +1,36 @@
+"""At the exit of the interpreter no thread of a process group is left, which could abort a run that has ended well."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import atexit, glob
+
+def running():
+    return sorted(name for task in glob.glob("/proc/self/task/*/comm") if "gloo" in (name := open(task).read().strip()))
+
+atexit.register(lambda: print("left", running()))  # registered first, so it runs last
+
+import torch, engine
+
+def start():
+    import torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+{start}
+eng = engine.initialize(torch.nn.Linear(4, 4), {{"train_batch_size": 2}}, lambda output, batch: output.square().mean())
+eng.train_batch(torch.ones(2, 4))
+print("before", len(running()))
+{end}
+"""
+
+
+@pytest.mark.parametrize("start", ["", "start()"], ids=["our group", "group of the user"])
+@pytest.mark.parametrize("end", ["", "eng.close()"], ids=["left open", "closed"])
+def test_no_thread_of_a_process_group_is_left(start: str, end: str) -> None:
+    script = SCRIPT.format(start=start, end=end)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    *_, before, left = done.stdout.splitlines()
+    assert before != "before 0" and left == "left []"
