@@ -19,8 +19,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "build", "data", "models", "inference", "loop", "named_state", "engine", "api", "verify",
     ),
     "engine.checkpoint": (
-        "format", "contents", "full_state", "preemption", "huggingface", "load", "run_state", "weights_transfer", "resume",
-        "rank_report", "save", "writer", "coordinator",
+        "format", "contents", "full_state", "preemption", "huggingface", "load", "run_state", "weights_transfer",
+        "resume", "rank_report", "save", "writer", "coordinator",
     ),
     "engine.zero": ("layout", "flat_buckets", "attachment", "own_backward", "gather", "reduce", "optim"),
     "engine.parallel": (

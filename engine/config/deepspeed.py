@@ -20,7 +20,7 @@ def translate(
     walk = _Walk(ours, problems)
     own = walk.section(_renamed(raw, problems), "")
     walk.apply_moves(own)
-    _settle_adam(own, problems)
+    _settle_adam(own, _uses_torch_adam(raw), problems)
     return own, tuple(walk.notes)
 
 
@@ -167,8 +167,17 @@ def _renamed(raw: Mapping[str, Any], problems: Problems) -> Mapping[str, Any]:
     return {"bf16": raw["bfloat16"], **{key: value for key, value in raw.items() if key != "bfloat16"}}
 
 
-def _settle_adam(own: dict[str, Any], problems: Problems) -> None:
-    """Convert "Adam" to AdamW without decay, as DeepSpeed does, unless adam_w_mode is false."""
+def _uses_torch_adam(raw: Mapping[str, Any]) -> bool:
+    section = raw.get("optimizer")
+    params = section.get("params") if isinstance(section, Mapping) else None
+    return isinstance(params, Mapping) and params.get("torch_adam") is True
+
+
+def _settle_adam(own: dict[str, Any], torch_adam: bool, problems: Problems) -> None:
+    """Convert "Adam" to AdamW as DeepSpeed does, unless adam_w_mode is false.
+
+    Its default decay is that of DeepSpeed's own Adam, 0, or with ``torch_adam`` that of torch's AdamW.
+    """
     section = own.get("optimizer")
     if not isinstance(section, dict) or not isinstance(section.get("params", {}), Mapping):
         return
@@ -179,6 +188,6 @@ def _settle_adam(own: dict[str, Any], problems: Problems) -> None:
     decoupled = Flag().read(params.pop("adam_w_mode", True), "optimizer.params.adam_w_mode", problems)
     if name.lower() == "adam" and decoupled is False:
         return
-    if name.lower() == "adam":
+    if name.lower() == "adam" and not torch_adam:
         params = {"weight_decay": 0.0, **params}
     own["optimizer"] = {**section, "type": "AdamW", "params": params}

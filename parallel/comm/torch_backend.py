@@ -235,12 +235,12 @@ def _reduce_scatter_by_exchange(shard: Tensor, full: Tensor, group: dist.Process
     gloo's own reduce-scatter is an all-reduce inside: it sends twice the bytes and refuses a shard that lies in
     ``full``. Adding in rank order also makes the result independent of timing; half precision is added in fp32.
     """
-    received = torch.empty_like(full)
+    received, ranks = torch.empty_like(full), dist.get_world_size(group)
     work = _finisher(dist.all_to_all_single(received, full, group=group, async_op=True))
 
-    def finish() -> None:
+    def finish() -> None:  # without the group, which an abandoned reduction would keep alive beyond the exit
         work()
-        first, *others = received.view(dist.get_world_size(group), -1)
+        first, *others = received.view(ranks, -1)
         total = first.float() if first.element_size() < 4 else first
         for other in others:
             total += other

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from threading import Lock
 from types import FunctionType
 from typing import Any
@@ -53,6 +54,15 @@ class World:
     """Where the ranks meet; None for one process alone, or where the user has started the process group."""
     connect: Callable[[Grid], Backend] | None = None
     """Makes the backend of ranks that are not processes; None: they are, and use ``torch.distributed``."""
+
+
+@cache
+def _end_at_exit() -> None:
+    """End the process group, the user's too, at the exit: not with an engine, since a process may have several.
+
+    Registered once, before everything that holds a group: functions run at the exit in reverse order.
+    """
+    atexit.register(_end_process_group)
 
 
 def _end_process_group() -> None:
@@ -182,8 +192,8 @@ def open_world(world: World, store: Store | None = None) -> None:
     """
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+    _end_at_exit()
     if dist.is_initialized():
-        atexit.register(_end_process_group)  # the user's group too: left open, gloo sometimes aborts at the exit
         return
     store = open_store(world) if store is None else store
     began = time.monotonic()
@@ -200,7 +210,6 @@ def open_world(world: World, store: Store | None = None) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise _rendezvous_failure(world, time.monotonic() - began, error) from error
-    atexit.register(_end_process_group)  # at exit and not with an engine: a process may have several engines
 
 
 def meeting_point(world: World) -> str:

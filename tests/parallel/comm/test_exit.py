@@ -28,7 +28,11 @@ print("before", len(running()))
 
 
 @pytest.mark.parametrize("start", ["", "start()"], ids=["our group", "group of the user"])
-@pytest.mark.parametrize("end", ["", "eng.close()"], ids=["left open", "closed"])
+@pytest.mark.parametrize(
+    "end",
+    ["", "eng.close()", "eng.backward(eng(torch.ones(2, 4)).square().mean())"],
+    ids=["left open", "closed", "unfinished"],
+)
 def test_no_thread_of_a_process_group_is_left(start: str, end: str) -> None:
     script = SCRIPT.format(start=start, end=end)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)

@@ -1,0 +1,39 @@
+"""``deepspeed.comm``: the functions of torch.distributed, and ``init_distributed``."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine.parallel.comm.world import open_world, read_world
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return getattr(dist, name)
+
+
+def init_distributed(*_: Any, **__: Any) -> None:
+    """Start the default process group as the launcher says, unless there is one; ``initialize`` starts it too.
+
+    NCCL on GPUs, gloo otherwise, with the timeout of ``TRINE_TIMEOUT_SECONDS``: DeepSpeed's arguments change nothing.
+    """
+    open_world(read_world())
+
+
+def is_available() -> bool:
+    """Whether torch.distributed is built in."""
+    return dist.is_available()
+
+
+def wait_for_all() -> None:
+    """A barrier, where there is more than one process."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def share_from(tensor: torch.Tensor, rank: int) -> None:
+    """Give every rank the values that ``rank`` has."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(tensor, src=rank)

@@ -1,0 +1,296 @@
+"""The members of DeepSpeed's engine object, each over one of Trine's engine."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from engine.deepspeed import comm
+from engine.deepspeed.utils import RepeatingLoader
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.reporting.step_report import StepReport
+
+
+class _LateOptimizer:
+    """The optimizer of an engine whose plan waits for the first batch."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine.optimizer, name)
+
+
+class DeepSpeedEngine:
+    """What ``deepspeed.initialize`` returns first; attributes that it lacks are the model's."""
+
+    def __init__(
+        self, engine: Engine, optimizer: Any, scheduler: Any, loader: DataLoader[Any] | None, pipeline: bool
+    ) -> None:
+        self.engine, self.training_dataloader = engine, loader
+        given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        self.optimizer: Any = given if given is not None else _LateOptimizer(engine)
+        self.lr_scheduler = scheduler if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) else None
+        self._pipeline, self._items = pipeline, iter(RepeatingLoader(loader)) if loader is not None else None
+        self._report: StepReport | None = None
+        self.micro_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "engine" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.engine.module, name)
+
+    # ------------------------------------------------------------------ loop
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of a microbatch."""
+        return self.engine(*args, **kwargs)
+
+    forward = __call__
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Backward; the engine averages over the microbatches of a step. Returns the loss.
+
+        Raises:
+            EngineError: ``scale_wrt_gas`` False, which sums over microbatches.
+        """
+        if not scale_wrt_gas:
+            raise EngineError("backward(scale_wrt_gas=False): the engine averages over microbatches; scale the loss.")
+        self.engine.backward(loss, retain_graph)
+        return loss
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """Update at the end of an accumulation, else nothing."""
+        self.micro_steps += 1
+        self._report = self.engine.step()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss, scaled for a backward of one's own."""
+        return self.engine.scale(loss)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """A step over the microbatches of ``data_iter`` (default: of the training data); the mean loss."""
+        self._report = self.engine.train_batch(self._given(data_iter))
+        self.micro_steps += self.gradient_accumulation_steps()
+        return torch.tensor(self._report.loss, device=self.device)
+
+    def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, **_: Any) -> Any:
+        """The mean loss over as many microbatches as a step has; with ``return_logits`` (loss, outputs)."""
+        if not return_logits:
+            return torch.tensor(self.engine.eval_batch(self._given(data_iter)).loss, device=self.device)
+        report, output = self.engine.eval_batch(self._given(data_iter), return_output=True)
+        return torch.tensor(report.loss, device=self.device), output
+
+    def _given(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        items = data_iter if data_iter is not None else self._items
+        if items is None:
+            raise EngineError("train_batch() without data_iter and without training_data; give one of them.")
+        return items
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of an unfinished step."""
+        self.engine.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backwards reduce nothing."""
+        return self.engine.no_sync()
+
+    def train(self, mode: bool = True) -> "DeepSpeedEngine":
+        """Training mode of the model."""
+        self.engine.module.train(mode)
+        return self
+
+    def eval(self) -> "DeepSpeedEngine":
+        """Evaluation mode of the model."""
+        return self.train(False)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next step updates."""
+        return self.engine.is_gradient_accumulation_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide whether the next steps update."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step made an update."""
+        return self._report is not None and not self._report.skipped
+
+    # ------------------------------------------------------------------ sizes and state
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self.engine.module
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.engine.device
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration."""
+        return dict(self.engine.config.to_json())
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return self.engine.grid.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank on this node."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.engine.grid.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of data ranks."""
+        return self.engine.grid.dp
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of tensor ranks."""
+        return self.engine.grid.tp
+
+    @property
+    def global_steps(self) -> int:
+        """Steps so far, with skipped ones."""
+        return self.engine.step_count + self.engine.skipped_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Rows of all steps so far."""
+        return self.global_steps * self.train_batch_size()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps without an update."""
+        return self.engine.skipped_steps
+
+    @property
+    def cur_scale(self) -> float:
+        """Loss scale of the last step."""
+        return self._report.loss_scale if self._report is not None else 1.0
+
+    @property
+    def loss_scale(self) -> float:
+        """Loss scale of the last step."""
+        return self.cur_scale
+
+    def train_batch_size(self) -> int:
+        """Rows of a step over all data ranks."""
+        return self.engine.config.train_batch_size or 0
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Rows of a microbatch."""
+        return self.engine.config.micro or 0
+
+    def gradient_accumulation_steps(self) -> int:
+        """Microbatches of a step."""
+        return self.engine.config.accumulation or 0
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train batch, microbatch, accumulation)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self.engine.config.zero_optimization.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether optimizer state is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def fp16_enabled(self) -> bool:
+        """Whether the run is fp16."""
+        return self.engine.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the run is bf16."""
+        return self.engine.config.bf16.enabled
+
+    def gradient_clipping(self) -> float:
+        """The largest gradient norm; 0: no clipping."""
+        return self.engine.config.gradient_clipping
+
+    def get_lr(self) -> list[float]:
+        """Rate of each group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Betas or momentum of each group."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradients before clipping; None before the first one."""
+        return self._report.grad_norm if self._report is not None else None
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank runs the first pipeline stage."""
+        return self.engine.grid.coord().pp == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank runs the last pipeline stage."""
+        return self.engine.grid.coord().pp == self.engine.grid.pp - 1
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: str | int | None = None, client_state: Any = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
+        """Save into ``save_dir/tag``, and name the tag in ``save_dir/latest``; it is written at the end. Collective."""
+        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        counted = {"micro_steps": self.micro_steps, "client_state": client_state or {}}
+        self.engine.save_checkpoint(Path(save_dir, tag), counted).wait()
+        if save_latest and self.global_rank == 0:
+            Path(save_dir, "latest").write_text(tag, encoding="utf-8")
+        comm.wait_for_all()
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], tag: str | int | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        **_: Any,
+    ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
+        """Continue from a checkpoint: (its folder, client state); (None, {}) if ``load_dir`` has no ``latest``."""
+        latest = Path(load_dir, "latest")
+        if tag is None and not latest.is_file():
+            return None, {}
+        folder = Path(load_dir, str(tag) if tag is not None else latest.read_text(encoding="utf-8").strip())
+        found = self.engine.load_checkpoint(
+            folder,
+            load_module_only=load_module_only,
+            load_optimizer_states=load_optimizer_states,
+            strict=load_module_strict,
+        )
+        self.micro_steps = found["micro_steps"]
+        return str(folder), found["client_state"]
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """Write the whole model's weights into one file of torch. Collective."""
+        weights = self.engine.full_state_dict()
+        if self.global_rank == 0:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(weights, Path(save_dir, save_filename))
+        return True
+
+    def module_state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
+        """The whole model on rank 0, an empty dict on others. Collective."""
+        return self.engine.full_state_dict()
+
+    def destroy(self) -> None:
+        """End the engine."""
+        self.engine.close()

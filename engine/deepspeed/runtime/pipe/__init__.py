@@ -1,0 +1,5 @@
+"""``deepspeed.runtime.pipe``."""
+
+from engine.deepspeed.runtime.pipe import topology
+
+__all__ = ["topology"]

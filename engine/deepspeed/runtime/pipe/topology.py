@@ -1,0 +1,78 @@
+"""``deepspeed.runtime.pipe.topology``: named axes over ranks, the last axis running fastest."""
+
+from itertools import product
+from typing import Any, NamedTuple
+
+
+class ProcessTopology:
+    """Ranks on a grid of named axes.
+
+    Args:
+        axes: names, the outermost first.
+        dims: the size of each axis.
+    """
+
+    def __init__(self, axes: list[str], dims: list[int]) -> None:
+        self.axes, self.dims = list(axes), list(dims)
+        kind: Any = NamedTuple("ProcessCoord", [(axis, int) for axis in axes])  # type: ignore[misc]
+        self.mapping = {kind(*place): rank for rank, place in enumerate(product(*(range(dim) for dim in dims)))}
+
+    def get_rank(self, **coord: int) -> int:
+        """The rank at a full coordinate."""
+        if coord.keys() != set(self.axes):
+            raise ValueError(f"get_rank got axes {sorted(coord)}; give each of {self.axes}.")
+        return next(rank for place, rank in self.mapping.items() if place._asdict() == coord)
+
+    def get_coord(self, rank: int) -> Any:
+        """The coordinate of a rank, a namedtuple."""
+        return next(place for place, each in self.mapping.items() if each == rank)
+
+    def get_axis_names(self) -> list[str]:
+        """Names of the axes."""
+        return self.axes
+
+    def get_dim(self, axis: str) -> int:
+        """Size of an axis; 0 if there is none of that name."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.mapping)
+
+    def filter_match(self, **coord: int) -> list[int]:
+        """Ranks whose coordinate has these values."""
+        return sorted(r for place, r in self.mapping.items() if all(getattr(place, a) == v for a, v in coord.items()))
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """Ranks with index ``idx`` on an axis."""
+        return self.filter_match(**{axis: idx})
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """Groups of ranks that differ in this axis alone."""
+        if axis not in self.axes:
+            return []
+        others = [name for name in self.axes if name != axis]
+        places = product(*(range(self.get_dim(name)) for name in others))
+        return [self.filter_match(**dict(zip(others, place, strict=True))) for place in places]
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: tuple[str, ...] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """The coordinate of a rank as text, without some axes: "model_00"."""
+        place = self.get_coord(rank)
+        named = [f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in self.axes if axis not in omit_axes]
+        return outer_sep.join(named)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Axes pipe and data."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Axes pipe, data and model (tensor parallel)."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

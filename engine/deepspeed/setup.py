@@ -1,0 +1,143 @@
+"""``deepspeed.initialize``: DeepSpeed's arguments become those of ``engine.initialize``."""
+
+import argparse
+import glob
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data.distributed import DistributedSampler
+
+import engine
+from engine.config import load_config
+from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
+from engine.deepspeed.pipe import PipelineModule
+from engine.deepspeed.utils import tell_engine
+from engine.errors import ConfigError
+
+_BY_GROUP = frozenset({"params", "lr", "weight_decay", "name"})
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config``."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="accepted; the script decides")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
+    return parser
+
+
+def initialize(
+    args: Any = None, model: nn.Module | None = None, optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None, training_data: Dataset[Any] | None = None, lr_scheduler: Any = None,
+    distributed_port: int = 29500, mpu: Any = None, dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None, config: Any = None, mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:  # fmt: skip
+    """DeepSpeed's ``initialize``: (engine, optimizer, loader of ``training_data``, scheduler).
+
+    All ranks begin with the weights of rank 0. ``mpu``, ``mesh_param``, ``distributed_port`` and
+    ``dist_init_required`` change nothing: the configuration says the grid (parallel).
+
+    Raises:
+        ConfigError: what ``engine.initialize`` refuses; no model, configuration or optimizer; groups with options other
+            than lr and weight_decay.
+    """
+    if model is None:
+        raise ConfigError("deepspeed.initialize was given no model; pass model=....")
+    raw = _raw(config if config is not None else config_params or getattr(args, "deepspeed_config", None))
+    raw.setdefault("initial_weights", "rank0")
+    pipeline = isinstance(model, PipelineModule)
+    if isinstance(model, PipelineModule):
+        _take_pipeline(model, raw)
+    if optimizer is not None:
+        raw.pop("optimizer", None)
+    elif "optimizer" not in raw and any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("deepspeed.initialize: neither the configuration nor optimizer=... names an optimizer.")
+    else:
+        _take_groups(model, list(model_parameters) if model_parameters is not None else [], raw)
+    resolved = load_config(raw, int(os.environ.get("WORLD_SIZE", "1")))
+    assert resolved.micro is not None
+    collate = collate_fn or default_collate
+    example = _example(training_data, resolved.micro, collate)
+    made = engine.initialize(model, resolved, _loss_of(model), example, optimizer, lr_scheduler)
+    tell_engine(made)
+    loader = _loader(training_data, made, resolved.micro, collate, shuffle=not pipeline)
+    wrapped = DeepSpeedEngine(made, optimizer, lr_scheduler, loader, pipeline)
+    return wrapped, wrapped.optimizer, loader, wrapped.lr_scheduler
+
+
+def _raw(config: Any) -> dict[str, Any]:
+    if config is None:
+        raise ConfigError("deepspeed.initialize was given no configuration; pass config=... or --deepspeed_config.")
+    if isinstance(config, Mapping):
+        return dict(config)
+    try:
+        found = json.loads(Path(config).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        load_config(config)  # which says what is wrong with the file
+        raise
+    return dict(found)
+
+
+def _take_pipeline(model: PipelineModule, raw: dict[str, Any]) -> None:
+    """Let the module's own arguments decide the grid, as they do in DeepSpeed."""
+    grid = {"pipeline": model.num_stages, **({"tensor": model.tensor_ranks} if model.tensor_ranks > 1 else {})}
+    raw["parallel"] = grid | dict(raw.get("parallel") or {})
+    raw.pop("pipeline", None)
+    if model.activation_checkpoint_interval:
+        raw["activation_checkpointing"] = {"mode": "full"} | dict(raw.get("activation_checkpointing") or {})
+
+
+def _take_groups(model: nn.Module, given: Sequence[Any], raw: dict[str, Any]) -> None:
+    """Convert ``model_parameters`` to ``optimizer.groups``; it may not leave out what is trained."""
+    groups = [each if isinstance(each, Mapping) else {"params": [each]} for each in given]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    known = {id(parameter) for group in groups for parameter in group["params"]}
+    trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if given and (left := [name for key, name in trained.items() if key not in known]):
+        raise ConfigError(
+            f"model_parameters lacks the trainable parameter {left[0]!r}; freeze it with requires_grad_(False), or "
+            "pass it too."
+        )
+    options = []
+    for group in groups:
+        if others := sorted(group.keys() - _BY_GROUP):
+            raise ConfigError(
+                f"model_parameters has a group with {others[0]!r}, and groups of an optimizer that the configuration "
+                "names differ in lr and weight_decay; pass optimizer=... for more."
+            )
+        own = {name: group[name] for name in ("lr", "weight_decay") if name in group}
+        patterns = [glob.escape(names[id(p)]) for p in group["params"] if id(p) in trained]
+        if own and patterns:
+            options.append({"params": patterns, **own})
+    if options:
+        raw["optimizer"] = dict(raw["optimizer"]) | {"groups": options}
+
+
+def _loss_of(model: nn.Module) -> Callable[[Any, Any], torch.Tensor] | None:
+    if not isinstance(model, PipelineModule) or model.loss_fn is None:
+        return None
+    loss_fn = model.loss_fn
+    return lambda output, batch: loss_fn(output, batch[1])
+
+
+def _example(data: Any, micro: int, collate: Callable[[list[Any]], Any]) -> Any:
+    """The first microbatch of the data, from which a plan is made; None without data of known size."""
+    if data is None or not hasattr(data, "__len__") or len(data) < micro:
+        return None
+    return collate([data[index] for index in range(micro)])
+
+
+def _loader(
+    data: Dataset[Any] | None, made: engine.Engine, micro: int, collate: Callable[[list[Any]], Any], shuffle: bool
+) -> DataLoader[Any] | None:
+    if data is None:
+        return None
+    grid = made.grid
+    sampler = DistributedSampler[Any](data, num_replicas=grid.dp, rank=grid.coord().dp, shuffle=shuffle)
+    return DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate)

@@ -1,0 +1,169 @@
+"""``deepspeed.utils``: gradients, weights and optimizer state of one parameter, and a loader that never ends."""
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from glob import escape
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.engine import Engine
+from engine.errors import EngineError
+
+logger = logging.getLogger("trine")
+
+_ENGINE = "_deepspeed_engine"
+
+
+class Owner(NamedTuple):
+    """The engine of a parameter, and the parameter's name in it."""
+
+    engine: Engine
+    name: str
+
+    @property
+    def pattern(self) -> str:
+        """A pattern that matches this name alone."""
+        return escape(self.name)
+
+
+def tell_engine(engine: Engine) -> None:
+    """Let the parameters of the model know their engine, for calls that are given a parameter."""
+    for parameter in engine.module.parameters():
+        setattr(parameter, _ENGINE, weakref.ref(engine))
+
+
+def engine_of(parameter: nn.Parameter) -> Owner | None:
+    """The engine that trains a parameter; None before ``initialize``."""
+    engine = getattr(parameter, _ENGINE, lambda: None)()
+    if engine is None:
+        return None
+    named = engine.module.named_parameters()
+    return next((Owner(engine, name) for name, each in named if each is parameter), None)
+
+
+def _owner(parameter: nn.Parameter, call: str) -> Owner:
+    found = engine_of(parameter)
+    if found is None:
+        raise EngineError(f"{call} was given a tensor that no engine trains; give a parameter of engine.module.")
+    return found
+
+
+def _weights(parameter: nn.Parameter, call: str, local: bool, value: Tensor | None = None) -> Tensor:
+    engine, _ = found = _owner(parameter, call)
+    with engine.masters(found.pattern, local) as tensors:
+        return _through(tensors[found.name], value)
+
+
+def _grads(parameter: nn.Parameter, call: str, local: bool, value: Tensor | None = None) -> Tensor:
+    engine, _ = found = _owner(parameter, call)
+    with engine.gradients(found.pattern, local) as tensors:
+        return _through(tensors[found.name], value)
+
+
+def _state(parameter: nn.Parameter, call: str, key: str, local: bool, value: Tensor | None = None) -> Tensor:
+    engine, _ = found = _owner(parameter, call)
+    with engine.optimizer_state(found.pattern, local) as states:
+        state = states[found.name]
+        if key not in state:
+            kept = ", ".join(sorted(state)) or "nothing before the first step"
+            raise EngineError(f"{call}: the optimizer keeps no {key!r}; it has {kept}.")
+        return _through(state[key], value)
+
+
+@torch.no_grad()
+def _through(tensor: Tensor, value: Tensor | None) -> Tensor:
+    if value is not None:
+        tensor.copy_(value.view(tensor.shape))
+    return tensor.clone()
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
+    """The full fp32 weights of a parameter. Collective."""
+    return _weights(param, "safe_get_full_fp32_param", False)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Set the full fp32 weights of a parameter, the same on every rank. Collective."""
+    _weights(param, "safe_set_full_fp32_param", False, value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor:
+    """The full gradient of a parameter between backward and step. Collective."""
+    return _grads(param, "safe_get_full_grad", False)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Set the full gradient of a parameter between backward and step. Collective."""
+    _grads(param, "safe_set_full_grad", False, value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
+    """A full optimizer state, such as exp_avg. Collective."""
+    return _state(param, "safe_get_full_optimizer_state", optim_state_key, False)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set a full optimizer state. Collective."""
+    _state(param, "safe_set_full_optimizer_state", optim_state_key, False, value)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
+    """This rank's part of the fp32 weights, 1-D."""
+    return _weights(param, "safe_get_local_fp32_param", True)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Set this rank's part of the fp32 weights."""
+    _weights(param, "safe_set_local_fp32_param", True, value)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor:
+    """This rank's part of the gradient, 1-D."""
+    return _grads(param, "safe_get_local_grad", True)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Set this rank's part of the gradient."""
+    _grads(param, "safe_set_local_grad", True, value)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
+    """This rank's part of an optimizer state, 1-D."""
+    return _state(param, "safe_get_local_optimizer_state", optim_state_key, True)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set this rank's part of an optimizer state."""
+    _state(param, "safe_set_local_optimizer_state", optim_state_key, True, value)
+
+
+class RepeatingLoader:
+    """An iterator over a loader that starts again at its end."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._items: Iterator[Any] = iter(loader)
+
+    def __iter__(self) -> "RepeatingLoader":
+        return self
+
+    def __len__(self) -> int:
+        loader: Any = self.loader
+        return len(loader)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._items)
+        except StopIteration:
+            self._items = iter(self.loader)
+            return next(self._items)
+
+
+def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on some ranks (default: rank 0; [-1]: on all)."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if rank in (ranks or [0]) or -1 in (ranks or ()):
+        logger.log(level, message)

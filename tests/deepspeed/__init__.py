@@ -1,0 +1,1 @@
+"""Scripts as people write them for DeepSpeed, run with the engine's names; losses are those of the real DeepSpeed."""
