@@ -63,7 +63,7 @@ def initialize(
     resolved = load_config(raw, int(os.environ.get("WORLD_SIZE", "1")))
     assert resolved.micro is not None
     collate = collate_fn or default_collate
-    example = _example(training_data, resolved.micro, collate)
+    example = _example(training_data, resolved.micro, collate) if pipeline else None
     made = engine.initialize(model, resolved, _loss_of(model), example, optimizer, lr_scheduler)
     tell_engine(made)
     loader = _loader(training_data, made, resolved.micro, collate, shuffle=not pipeline)

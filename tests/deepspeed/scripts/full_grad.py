@@ -23,7 +23,7 @@ net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 engine, optimizer, _, _ = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters())
 rows, total = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
 data = torch.Generator().manual_seed(1)
-for step in range(4):
+for _ in range(4):
     batch = torch.randn(total, 8, generator=data)
     first = torch.distributed.get_rank() * rows % total
     loss = engine(batch[first : first + rows]).square().mean()
@@ -34,6 +34,6 @@ for step in range(4):
     for parameter in net.parameters():
         print("weight", float(safe_get_full_fp32_param(parameter).norm()))
         print("moment", float(safe_get_full_optimizer_state(parameter, "exp_avg").norm()))
-    if step == 1:
-        for parameter in net.parameters():
-            safe_set_full_fp32_param(parameter, safe_get_full_fp32_param(parameter) * 0.5)
+for parameter in net.parameters():
+    safe_set_full_fp32_param(parameter, safe_get_full_fp32_param(parameter) * 0.5)
+    print("weight", float(safe_get_full_fp32_param(parameter).norm()))
