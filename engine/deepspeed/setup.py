@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import engine
 from engine.config import load_config
+from engine.deepspeed.auto_values import fill_auto
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.pipe import PipelineModule
 from engine.deepspeed.utils import tell_engine
@@ -40,8 +41,8 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:  # fmt: skip
     """DeepSpeed's ``initialize``: (engine, optimizer, loader of ``training_data``, scheduler).
 
-    All ranks begin with the weights of rank 0. ``mpu``, ``mesh_param``, ``distributed_port`` and
-    ``dist_init_required`` change nothing: the configuration says the grid (parallel).
+    All ranks begin with the weights of rank 0. Values "auto" are filled from ``args``. ``mpu``, ``mesh_param``,
+    ``distributed_port`` and ``dist_init_required`` change nothing: the configuration says the grid (parallel).
 
     Raises:
         ConfigError: what ``engine.initialize`` refuses; no model, configuration or optimizer; groups with options other
@@ -50,6 +51,7 @@ def initialize(
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")
     raw = _raw(config if config is not None else config_params or getattr(args, "deepspeed_config", None))
+    raw = fill_auto(raw, args)
     raw.setdefault("initial_weights", "rank0")
     pipeline = isinstance(model, PipelineModule)
     if isinstance(model, PipelineModule):

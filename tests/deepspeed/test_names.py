@@ -1,0 +1,153 @@
+"""DeepSpeed's names that no script of the record uses: groups, "auto", topologies, tied layers, tags, mistakes."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import engine
+import engine.deepspeed as deepspeed
+from engine.deepspeed.auto_values import fill_auto
+from engine.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from engine.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from engine.deepspeed.utils import RepeatingLoader, safe_get_full_grad, safe_get_full_optimizer_state
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 4, "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+}  # fmt: skip
+HERE = Path(__file__).parents[1] / "engine/config/deepspeed"
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("name", ["huggingface_zero2_auto", "huggingface_zero3_auto"])
+def test_auto_is_filled_from_arguments(name: str) -> None:
+    args = argparse.Namespace(
+        per_device_train_batch_size=3, gradient_accumulation_steps=5, learning_rate=3e-4, adam_beta1=0.9,
+        adam_beta2=0.95, adam_epsilon=1e-8, weight_decay=0.1, max_grad_norm=0.7, warmup_steps=11, max_steps=100,
+        fp16=False, bf16=False,
+    )  # fmt: skip
+    raw = json.loads((HERE / f"{name}.json").read_text())
+    raw["zero_optimization"].pop("offload_optimizer", None)
+    config = engine.load_config(fill_auto(raw, args), 1)
+    assert (config.micro, config.accumulation, config.gradient_clipping) == (3, 5, 0.7)
+    assert config.optimizer is not None and config.scheduler is not None
+    params = config.optimizer.params
+    assert (params["lr"], tuple(params["betas"]), params["weight_decay"]) == (3e-4, (0.9, 0.95), 0.1)
+    assert config.scheduler.params["warmup_num_steps"] == 11
+    assert not config.bf16.enabled and not config.fp16.enabled
+
+
+def test_auto_that_nothing_fills_is_refused() -> None:
+    raw = fill_auto({"bf16": {"enabled": "auto"}, "train_batch_size": "auto"}, argparse.Namespace())
+    with pytest.raises(engine.ConfigError, match=r'bf16\.enabled: "auto" leaves the value to the Hugging Face Trainer'):
+        engine.load_config(raw)
+
+
+def test_members_of_the_engine_object() -> None:
+    eng, optimizer, loader, scheduler = deepspeed.initialize(model=net(), config=CONFIG)
+    assert loader is None and scheduler is None
+    assert eng.get_batch_info() == (4, 2, 2) and eng.zero_optimization_stage() == 0
+    assert (eng.world_size, eng.dp_world_size, eng.mp_world_size, eng.global_rank) == (1, 1, 1, 0)
+    assert eng.get_lr() == [1e-2] and eng.get_mom() == [(0.9, 0.999)] and eng.get_global_grad_norm() is None
+    weight = eng.module.get_parameter("0.weight")
+    for micro in range(4):
+        assert eng.is_gradient_accumulation_boundary() == (micro % 2 == 1)
+        eng.backward(eng(torch.ones(2, 4)).square().mean())
+        if micro == 1:
+            assert float(safe_get_full_grad(weight).norm()) > 0
+        eng.step()
+        assert eng.was_step_applied() == (micro % 2 == 1)
+    assert (eng.global_steps, eng.micro_steps, eng.global_samples, eng.skipped_steps) == (2, 4, 8, 0)
+    assert eng.get_parameter("0.weight") is weight  # what the engine object lacks is the model's
+    assert optimizer.param_groups is eng.engine.optimizer.param_groups
+    with pytest.raises(engine.EngineError, match="the optimizer keeps no 'momentum'; it has exp_avg, exp_avg_sq"):
+        safe_get_full_optimizer_state(weight, "momentum")
+    with pytest.raises(engine.EngineError, match="safe_get_full_grad was given a tensor that no engine trains"):
+        safe_get_full_grad(nn.Parameter(torch.ones(1)))
+    eng.destroy()
+
+
+def test_groups_of_model_parameters() -> None:
+    model = net()
+    groups = [
+        {"params": [model.get_parameter("0.weight"), model.get_parameter("2.weight")], "weight_decay": 0.3},
+        {"params": [model.get_parameter("0.bias"), model.get_parameter("2.bias")], "lr": 5e-3},
+    ]
+    eng, *_ = deepspeed.initialize(model=model, config=CONFIG, model_parameters=groups)
+    found = {(group["lr"], group["weight_decay"]) for group in eng.optimizer.param_groups}
+    assert found == {(1e-2, 0.3), (5e-3, 0.01)}
+    eng.destroy()
+
+
+def test_checkpoints_have_tags_and_client_state(tmp_path: Path) -> None:
+    eng, *_ = deepspeed.initialize(model=net(), config=CONFIG)
+    assert eng.load_checkpoint(tmp_path) == (None, {})
+    for _ in range(2):
+        eng.backward(eng(torch.ones(2, 4)).square().mean())
+        eng.step()
+    assert eng.save_checkpoint(tmp_path, tag="best", client_state={"epoch": 3})
+    before = {name: value.clone() for name, value in eng.module.state_dict().items()}
+    eng.destroy()
+    eng, *_ = deepspeed.initialize(model=net(), config=CONFIG)
+    path, client = eng.load_checkpoint(tmp_path)
+    assert path == str(tmp_path / "best") and client == {"epoch": 3} and eng.micro_steps == 2
+    assert all(torch.equal(before[name], value) for name, value in eng.module.state_dict().items())
+    eng.destroy()
+
+
+def test_what_initialize_refuses() -> None:
+    model = net()
+    for arguments, text in (
+        ({"config": CONFIG}, "deepspeed.initialize was given no model"),
+        ({"model": model}, "was given no configuration; pass config=... or --deepspeed_config"),
+        ({"model": model, "config": {"train_batch_size": 2}}, "neither the configuration nor optimizer=... names an"),
+        (
+            {"model": model, "config": CONFIG, "model_parameters": [model.get_parameter("0.weight")]},
+            "model_parameters lacks the trainable parameter '0.bias'",
+        ),
+        (
+            {"model": model, "config": CONFIG, "model_parameters": [{"params": list(model.parameters()), "eps": 1}]},
+            "a group with 'eps', and groups of an optimizer that the configuration names differ in lr and weight_decay",
+        ),
+    ):
+        given: Any = arguments
+        with pytest.raises(engine.ConfigError) as caught:
+            deepspeed.initialize(**given)
+        assert text in str(caught.value)
+
+
+def test_topologies() -> None:
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    assert topology.world_size() == 8 and topology.get_axis_names() == ["pipe", "data", "model"]
+    assert topology.get_rank(pipe=1, data=0, model=1) == 5 and topology.get_coord(5).model == 1
+    assert topology.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert topology.filter_match(pipe=0, data=1) == [2, 3] and topology.get_axis_list("model", 0) == [0, 2, 4, 6]
+    assert topology.get_rank_repr(3) == "model_01"
+    assert PipeDataParallelTopology(2, 3).get_dim("data") == 3 and topology.get_dim("expert") == 0
+
+
+def test_layers_that_are_tied_share_a_weight() -> None:
+    def project(layer: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
+        return x @ layer.weight.t()
+
+    layers = [
+        TiedLayerSpec("embedding", nn.Embedding, 11, 4), LayerSpec(nn.Linear, 4, 4), torch.tanh,
+        TiedLayerSpec("embedding", nn.Embedding, 11, 4, forward_fn=project),
+    ]  # fmt: skip
+    model = PipelineModule(layers, num_stages=1)
+    assert model(torch.tensor([[1, 2]])).shape == (1, 2, 11)
+    assert len(list(model.parameters())) == 3
+
+
+def test_a_repeating_loader_starts_again() -> None:
+    loader = RepeatingLoader([1, 2, 3])
+    assert [next(loader) for _ in range(5)] == [1, 2, 3, 1, 2] and len(loader) == 3
