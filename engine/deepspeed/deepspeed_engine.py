@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -279,12 +280,13 @@ class DeepSpeedEngine:
         self.micro_steps = found["micro_steps"]
         return str(folder), found["client_state"]
 
-    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
-        """Write the whole model's weights into one file of torch. Collective."""
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
+        """Write the whole model's weights into one safetensors file, whatever ending the name has. Collective."""
         weights = self.engine.full_state_dict()
         if self.global_rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(weights, Path(save_dir, save_filename))
+            apart = {name: value.clone() for name, value in weights.items()}  # tied weights share memory
+            save_file(apart, Path(save_dir, save_filename).with_suffix(".safetensors"))
         return True
 
     def module_state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import engine
@@ -95,6 +96,8 @@ def test_checkpoints_have_tags_and_client_state(tmp_path: Path) -> None:
         eng.backward(eng(torch.ones(2, 4)).square().mean())
         eng.step()
     assert eng.save_checkpoint(tmp_path, tag="best", client_state={"epoch": 3})
+    assert eng.save_16bit_model(tmp_path, "pytorch_model.bin")
+    assert torch.equal(load_file(tmp_path / "pytorch_model.safetensors")["0.bias"], eng.module.get_parameter("0.bias"))
     before = {name: value.clone() for name, value in eng.module.state_dict().items()}
     eng.destroy()
     eng, *_ = deepspeed.initialize(model=net(), config=CONFIG)
