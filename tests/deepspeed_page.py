@@ -92,8 +92,8 @@ def outcome(path: str, value: object, said: Told) -> Outcome | None:
             return "off"
         case Moved(idle=idle):
             return "off" if value in idle else "acted on"
-        case Noted():
-            return None
+        case Noted(idle=idle):
+            return "off" if value in idle else None
     params = path.split(".params.")[0] + ".type" if ".params." in path else path
     if path in OURS or path in ("bfloat16", "tensorboard"):
         return "refused" if any(about(line, params) for line in said.refusals) else "acted on"

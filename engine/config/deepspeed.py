@@ -24,6 +24,12 @@ def translate(
     return own, tuple(walk.notes)
 
 
+_NO_MODE = (
+    "The section recomputes nothing by itself, here as in DeepSpeed: calls of torch.utils.checkpoint in the model do, "
+    'or "mode": "full" beside it'
+)
+
+
 class _Walk:
     """One pass over a raw config that removes the keys of the table."""
 
@@ -76,37 +82,37 @@ class _Walk:
 
     def _treat(self, path: str, value: object, treatment: Treatment, beside: Mapping[str, Any]) -> None:
         match treatment:
-            case Noted(reason):
-                self._note(path, reason)
+            case Noted(reason, idle):
+                if not _among(value, idle):
+                    self._note(path, reason)
             case WithMode(idle, reason):
                 if _among(value, idle):
                     return
-                if beside.get("mode") in ("full", "selective"):
-                    return self._note(path, reason)
-                self._problems.add(
-                    path,
-                    f'{shown_value(value)} asks for recomputation, which no mode switches on here; give "mode": '
-                    '"full" beside it, or remove it.',
-                )
+                told = beside.get("mode") in ("full", "selective")
+                self._note(path, reason if told else f"{reason}. {_NO_MODE}")
             case Only(allowed, reason):
                 if not _among(value, allowed):
                     self._problems.add(path, f"{shown_value(value)} is not supported; {reason}.")
             case Moved(target, rule, idle, becomes):
                 if not _among(value, idle) and (read := rule.read(value, path, self._problems)) is not None:
                     self._moves.append((target, path, becomes.get(read, read)))
-            case Feature(reason, switch, off):
-                self._feature(path, value, reason, switch, off)
+            case Feature():
+                self._feature(path, value, treatment)
 
     def _note(self, path: str, reason: str) -> None:
         self.notes.append(f"{path}: accepted, changes nothing here; {reason}.")
 
-    def _feature(self, path: str, value: object, reason: str, switch: str, off: tuple[object, ...]) -> None:
+    def _feature(self, path: str, value: object, feature: Feature) -> None:
         if _among(value, (None, False)):
             return
         if not isinstance(value, Mapping):
-            self._not_an_object(path, value)
-        elif not _among(value.get(switch), (*off, None)):
-            self._problems.add(join_path(path, switch), f"{shown_value(value[switch])} is not supported; {reason}.")
+            return self._not_an_object(path, value)
+        if _among(value.get(feature.switch), (*feature.off, None)):
+            return
+        at, given = join_path(path, feature.switch), value[feature.switch]
+        if feature.noted and isinstance(given, bool):
+            return self._note(at, feature.reason)
+        self._problems.add(at, f"{shown_value(given)} is not supported; {feature.reason}.")
 
     def _not_an_object(self, path: str, value: object) -> None:
         if value is None:

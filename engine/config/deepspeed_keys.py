@@ -15,9 +15,10 @@ from engine.config.wording import join_path
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A key without effect here, whatever its value."""
+    """A key without effect here; a note says so, except for values in ``idle``."""
 
     reason: str
+    idle: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,13 @@ class Feature:
     reason: str
     switch: str = "enabled"
     off: tuple[object, ...] = (False, None)
+    noted: bool = False
+    """Training is the same without it: a note says what to use instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class WithMode:
-    """A key about recomputed activations: harmless at ``idle``, noted beside a mode, refused where none recomputes."""
+    """A key about recomputed activations, which by itself recomputes nothing: harmless at ``idle``, else noted."""
 
     idle: tuple[object, ...]
     reason: str
@@ -68,7 +71,7 @@ _NO_EFFECT = "only DeepSpeed's internals read it"
 _NOTED = MappingProxyType({
     "": {
         _REPORTED: "wall_clock_breakdown memory_breakdown dump_state timers",
-        _OWN_PLAN: "prescale_gradients gradient_predivide_factor disable_allgather"
+        _OWN_PLAN: "prescale_gradients gradient_predivide_factor disable_allgather allgather_size"
                    " seq_parallel_communication_data_type",
         _NO_EFFECT: "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_python_gc"
                     " vocabulary_size graph_harvesting aio",
@@ -157,17 +160,19 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "sequence_parallel_size": Only((1, None), "use parallel.tensor with parallel.sequence_parallel"),
         "gradient_allreduce_op": Only(("mean", None), "gradients are averaged; scale the loss in loss_fn"),
         "sparse_gradients": Only(_OFF, "gradients are dense here; remove it"),
-        "managed_gradient_accumulation": Only((True, None), "Trine counts the microbatches; use train_batch"),
+        "managed_gradient_accumulation": Noted(
+            "eng.set_gradient_accumulation_boundary decides which step updates", (True, None)
+        ),
         "use_data_before_expert_parallelism": Only(_OFF, "Trine has no expert axis; remove it"),
         "torch_autocast": Feature("use bf16.enabled, or call train_batch inside torch.autocast"),
         "amp": Feature("Apex is not supported; use bf16.enabled"),
-        "wandb": Feature(_LOGGERS),
-        "comet": Feature(_LOGGERS),
-        "csv_monitor": Feature(_LOGGERS),
-        "autotuning": Feature("Trine does not search; compare settings with `trine plan`"),
+        "wandb": Feature(_LOGGERS, noted=True),
+        "comet": Feature(_LOGGERS, noted=True),
+        "csv_monitor": Feature(_LOGGERS, noted=True),
+        "autotuning": Feature("Trine does not search; compare settings with `trine plan`", noted=True),
         "elasticity": Feature("a checkpoint loads on any number of processes; restart instead"),
-        "nebula": Feature("checkpoint.async writes in the background; use it"),
-        "hybrid_engine": Feature("Trine trains only; generate with the saved model"),
+        "nebula": Feature("checkpoints are written in the background anyway", noted=True),
+        "hybrid_engine": Feature("eng.generate uses the weights that are trained", noted=True),
         "expert_parallel": Feature("Trine has no expert axis; use parallel.tensor"),
         "curriculum_learning": Feature(_CURRICULUM),
         "data_efficiency": Feature(_CURRICULUM),
@@ -215,9 +220,9 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
     },
     "pipeline": {
         "stages": Moved("parallel.pipeline", Int(low=1), (None, "auto")),
-        "partition": Only(("best", "auto", None), "parallel.balance says what stages share equally, and parallel.split "
-                          "names the first module of each"),
-        "seed_layers": Only(_OFF, "the model is built before the engine; seed its layers where you build it"),
+        "partition": Noted("DeepSpeed reads it nowhere; parallel.balance says what stages share equally",
+                           ("best", "auto", None)),
+        "seed_layers": Noted("DeepSpeed reads it nowhere; PipelineModule(seed_layers=True) seeds layers", _OFF),
         "activation_checkpoint_interval": Moved(
             "activation_checkpointing.mode",
             Choice(options=(1,), noun="an interval that Trine has", remedy='give 1, or "activation_checkpointing": '

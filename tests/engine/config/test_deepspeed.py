@@ -134,17 +134,10 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
             ("tensor_parallel.autotp_size: asks for parallel.tensor 2, which is given as 4; keep one of them.",),
         ),
         ({"tensor_parallel": {"autotp_size": "2"}}, ('tensor_parallel.autotp_size: "2" is text;',)),
-        ({"pipeline": {"partition": "uniform"}}, ("pipeline.partition: ", "parallel.split", "parallel.balance")),
-        ({"pipeline": {"seed_layers": True}}, ("pipeline.seed_layers: true", "where you build it")),
         ({"pipeline": {"activation_checkpoint_interval": 4}}, ("activation_checkpoint_interval: 4", '"mode": "full"')),
         (
             {"pipeline": {"stages": 2}, "parallel": {"pipeline": 4}},
             ("pipeline.stages: asks for parallel.pipeline 2, which is given as 4; keep one of them.",),
-        ),
-        ({"activation_checkpointing": {"number_checkpoints": 4}}, ("number_checkpoints: 4 asks", '"mode": "full"')),
-        (
-            {"activation_checkpointing": {"partition_activations": True, "mode": "none"}},
-            ("partition_activations: true",),
         ),
         ({"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}}, ("drop parts",)),
         ({"pipeline": {"stags": 2}}, ("pipeline.stags: unknown key. Did you mean pipeline.stages?",)),
@@ -166,6 +159,37 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> None:
     message = _refusal(raw)
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (
+            {"pipeline": {"partition": "uniform"}},
+            "pipeline.partition: accepted, changes nothing here; DeepSpeed reads it",
+        ),
+        (
+            {"pipeline": {"seed_layers": True}},
+            "pipeline.seed_layers: accepted, changes nothing here; DeepSpeed reads it",
+        ),
+        (
+            {"activation_checkpointing": {"number_checkpoints": 4}},
+            "The section recomputes nothing by itself, here as in",
+        ),
+        ({"activation_checkpointing": {"partition_activations": True}}, 'or "mode": "full" beside it.'),
+        ({"wandb": {"enabled": True}}, "wandb.enabled: accepted, changes nothing here; Trine writes monitor.jsonl"),
+        (
+            {"autotuning": {"enabled": True}},
+            "autotuning.enabled: accepted, changes nothing here; Trine does not search",
+        ),
+        ({"hybrid_engine": {"enabled": True}}, "eng.generate uses the weights that are trained"),
+        ({"managed_gradient_accumulation": False}, "eng.set_gradient_accumulation_boundary decides which step updates"),
+    ],
+)
+def test_noted_with_reason(raw: dict[str, Any], told: str) -> None:
+    config = load_config(raw)
+    assert len(config.notes) == 1 and told in config.notes[0]
+    assert replace(config, notes=()) == load_config({})
 
 
 def test_noted_keys_take_what_hugging_face_writes() -> None:
