@@ -39,14 +39,18 @@ def check(name: str, ranks: int, config: dict[str, Any]) -> None:
     assert [number for _, number in found] == pytest.approx([number for _, number in expected], rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+OFTEN = ("cifar", "alexnet", "zero3", "full_grad")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in CONFIGS]
+)
 def test_a_script_prints_what_it_prints_with_deepspeed(name: str) -> None:
     check(name, 2, CONFIGS[name])
 
 
-@pytest.mark.parametrize(
-    "name", ["cifar", *(pytest.param(name, marks=pytest.mark.long) for name in OTHER_GRID if name != "cifar")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHER_GRID)
 def test_on_another_grid_too(name: str) -> None:
     ranks, more = OTHER_GRID[name]
     check(name, ranks, CONFIGS[name] | more)

@@ -27,11 +27,18 @@ print("before", len(running()))
 """
 
 
-@pytest.mark.parametrize("start", ["", "start()"], ids=["our group", "group of the user"])
+UNFINISHED = "eng.backward(eng(torch.ones(2, 4)).square().mean())"
+
+
 @pytest.mark.parametrize(
-    "end",
-    ["", "eng.close()", "eng.backward(eng(torch.ones(2, 4)).square().mean())"],
-    ids=["left open", "closed", "unfinished"],
+    ("start", "end"),
+    [
+        pytest.param("", "", id="left open"),
+        pytest.param("start()", "eng.close()", id="group of the user, closed"),
+        pytest.param("", UNFINISHED, id="unfinished"),
+        pytest.param("start()", "", id="group of the user, left open", marks=pytest.mark.long),
+        pytest.param("", "eng.close()", id="closed", marks=pytest.mark.long),
+    ],
 )
 def test_no_thread_of_a_process_group_is_left(start: str, end: str) -> None:
     script = SCRIPT.format(start=start, end=end)
