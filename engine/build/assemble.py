@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from engine.build.equal_input import check_equal
 from engine.build.forward_changes import (
@@ -20,7 +21,7 @@ from engine.config import Config
 from engine.config.sections import OptimizerConfig
 from engine.kernels.dispatch import Kernels
 from engine.optim.given_optimizer import show_inner
-from engine.optim.lr_schedules import is_scheduled, make_learning_rate
+from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
@@ -111,7 +112,7 @@ def build(
     buckets, frozen = placed[:trained], placed[trained:]
     reducer = _reducer(model, plan, comm, buckets, own_backward)
     patches.own(model, PatchLayer.PARAMETERS, reducer.remove, _REDUCER_NOTE)
-    optimizer = _optimizer(model, plan, buckets, comm, request)
+    optimizer = _optimizer(plan, buckets, comm, request)
     program = request.program(model, plan.precision, device)
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, patches)
@@ -141,7 +142,7 @@ def build(
         reducer=reducer,
         own_backward=own_backward,
         optimizer=optimizer,
-        learning_rate=make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler),
+        learning_rate=_learning_rate(model, optimizer, config, request),
         kernels=kernels,
         replica_check=ReplicaCheck(plan.table, buckets, comm, config.parallel.verify_plan),
         nonfinite=NonFinite(plan.table, buckets, comm, device),
@@ -170,9 +171,7 @@ def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> 
     return axis
 
 
-def _optimizer(
-    model: nn.Module, plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request
-) -> ShardedOptimizer:
+def _optimizer(plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request) -> ShardedOptimizer:
     config, shaped = plan.config, request.optimizer is not None
     factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
     sharded = config.zero_optimization.stage > 0
@@ -182,11 +181,17 @@ def _optimizer(
     optimizer.use(request.changes.kernels)
     if config.tp > 1:
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
-    if request.given is not None:
-        scheduled = is_scheduled(config.scheduler, request.lr_scheduler)
-        shown = show_inner(request.given.optimizer, optimizer.inner, scheduled)
-        request.patches.own(model, PatchLayer.PARAMETERS, shown, _SHOWN_NOTE)
     return optimizer
+
+
+def _learning_rate(model: nn.Module, optimizer: ShardedOptimizer, config: Config, request: Request) -> LearningRate:
+    """The schedule; the user's own optimizer shows the inner one's groups from now on."""
+    rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
+    if request.given is not None:
+        made_here = bool(rate.governs) and not isinstance(request.lr_scheduler, LRScheduler)
+        shown = show_inner(request.given.optimizer, optimizer.inner, made_here)
+        request.patches.own(model, PatchLayer.PARAMETERS, shown, _SHOWN_NOTE)
+    return rate
 
 
 def _rounding(plan: Plan, tp: int) -> RoundedUpdates:

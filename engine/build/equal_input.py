@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.load import in_batches
 from engine.config import Config
 from engine.errors import ConfigError, EngineError, GridError, PlanError
-from engine.parallel.comm.agreement import bit_sum, gather_from_all
+from engine.parallel.comm.agreement import bit_sum, gather_from_all, take_from
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.meeting import Difference
 from engine.planning.plan import Plan
@@ -133,24 +134,14 @@ def _take_from_first(model: nn.Module, comm: Comm, device: torch.device) -> None
 
     All-reduces over the world, label "start", of at most 64 MiB: other ranks add bytes of 0.
     """
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta and tensor.numel()]
-    chunk: list[Tensor] = []
-    for tensor in tensors:
-        chunk.append(tensor)
-        if sum(each.nbytes for each in chunk) >= _AT_ONCE or tensor is tensors[-1]:
-            _copy_from_first(chunk, comm, device)
-            chunk = []
-
-
-def _copy_from_first(tensors: list[Tensor], comm: Comm, device: torch.device) -> None:
-    whole = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8).to(device) for tensor in tensors])
-    if comm.grid.rank:
-        whole.zero_()
-    for part in torch.split(whole, _AT_ONCE):
-        comm.all_reduce(part, "world", "start").wait()
-    for tensor, data in zip(tensors, torch.split(whole, [tensor.nbytes for tensor in tensors]), strict=True):
-        # cloned: a dtype of several bytes needs memory that is aligned to it
-        tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))
+    given = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta and tensor.numel()]
+    for tensors in in_batches(given, lambda tensor: tensor.nbytes, _AT_ONCE):
+        whole = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8).to(device) for tensor in tensors])
+        for part in torch.split(whole, _AT_ONCE):
+            take_from(part, comm.grid.rank == 0, comm, "world", "start")
+        for tensor, data in zip(tensors, torch.split(whole, [tensor.nbytes for tensor in tensors]), strict=True):
+            # cloned: a dtype of several bytes needs memory that is aligned to it
+            tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _differing(table: Tensor, column: int) -> list[int]:

@@ -9,11 +9,11 @@ So every byte is read by one data rank. Tensors outside buckets (buffers, frozen
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket
 
 logger = logging.getLogger("trine")
+
+T = TypeVar("T")
 
 LABEL = "checkpoint"
 _REMEDY = "build the model that was saved, or load another checkpoint."
@@ -75,7 +77,7 @@ class Loader:
         dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         for name, shape in wanted.items():
             kind, leaf = kinds.get(name), name.partition("/")[2]
-            if kind is None and not self.strict:
+            if self._left_out(name):
                 continue
             if kind is None:
                 raise CheckpointError(f"{self.source.name} lacks {leaf!r}, which this model has; {_REMEDY}")
@@ -104,6 +106,10 @@ class Loader:
             if names:
                 logger.warning(told, len(names), ", ".join(names[:3]), f" and {len(names) - 3} more" * (len(names) > 3))
 
+    def _left_out(self, tensor: str) -> bool:
+        """Whether a tensor keeps its values, because the source may lack it and does."""
+        return not self.strict and tensor not in self.source.kinds
+
     def _wanted(self) -> list[str]:
         return [*(f"param/{row.name}" for row in self.local_tensors.ownership.plan.table), *self.buffers]
 
@@ -127,7 +133,7 @@ class Loader:
         for place in self.local_tensors.places:
             names = place.names()
             for family, row in product(sorted(families.of(names)), (rows[name] for name in names)):
-                if not self.strict and f"{family}/{row.name}" not in self.source.kinds:
+                if self._left_out(f"{family}/{row.name}"):
                     continue
                 kind = self._kind(f"{family}/{row.name}")
                 if kind.shape != row.shape:
@@ -149,7 +155,7 @@ class Loader:
         landings: list[Held] = []
         for held in (*self.local_tensors.weights(), *self.local_tensors.whole()):
             name = held.tensor.partition("/")[2]
-            if f"param/{name}" not in kinds and not self.strict:
+            if self._left_out(f"param/{name}"):
                 continue
             target = wide.get(name, held)
             narrow, master = kinds[f"param/{name}"], kinds.get(f"master/{name}")
@@ -157,18 +163,17 @@ class Loader:
             landings.append(replace(target, tensor=f"{'master' if wider else 'param'}/{name}"))
         self._fill(landings)
         for name, buffer in self.buffers.items():
-            if self.strict or name in kinds:
+            if not self._left_out(name):
                 self._read_one(name, Part(tuple(buffer.shape)), buffer)
 
     @torch.no_grad()
     def read_moments(self, moments: Moments) -> None:
         """Read this rank's share of the moments; those that the source may lack stay as they are."""
-        wanted = self.local_tensors.state(moments)
-        self._fill(held for held in wanted if self.strict or held.tensor in self.source.kinds)
+        self._fill(held for held in self.local_tensors.state(moments) if not self._left_out(held.tensor))
 
     def _fill(self, targets: Iterable[Held]) -> None:
         """Read into ``values``, through a staging tensor where dtype, device or strides differ."""
-        for batch in _batches(targets):
+        for batch in in_batches(targets, lambda held: held.values.nbytes, AT_ONCE):
             wanted, moved = [], []
             for held in batch:
                 dtype = torch_dtype(self._kind(held.tensor))
@@ -235,14 +240,15 @@ def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> 
                 moments[place.parameter][name].view(-1).copy_(whole[place.part])
 
 
-def _batches(targets: Iterable[Held]) -> Iterator[list[Held]]:
-    batch: list[Held] = []
+def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Cut ``items`` into runs of at most ``limit`` bytes; an item that has more is a run by itself."""
+    batch: list[T] = []
     size = 0
-    for held in targets:
-        batch.append(held)
-        size += held.values.numel() * held.values.element_size()
-        if size >= AT_ONCE:
+    for item in items:
+        if batch and size + size_of(item) > limit:
             yield batch
             batch, size = [], 0
+        batch.append(item)
+        size += size_of(item)
     if batch:
         yield batch

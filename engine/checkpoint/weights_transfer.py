@@ -6,7 +6,7 @@ chunk of parameters ->  each rank writes the elements that it owns into an image
 Memory of a rank: one chunk; no rank holds a full model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +18,10 @@ from engine.checkpoint.format.host_image import as_bytes, kind_of
 from engine.checkpoint.format.pieces import Piece
 from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.checkpoint.format.step_reader import ReadRequest
-from engine.checkpoint.load import Loader, share_weights
+from engine.checkpoint.load import AT_ONCE, Loader, in_batches, share_weights
 from engine.checkpoint.run_state import RunState
 from engine.errors import EngineError
 from engine.zero.optim.master_weights import sync_masters
-
-_AT_ONCE = 1 << 28
-"""Bytes of full tensors that a chunk has at most, unless one tensor alone has more."""
 
 
 def copy_weights(source: RunState, target: RunState) -> None:
@@ -39,7 +36,7 @@ def copy_weights(source: RunState, target: RunState) -> None:
     for flat in source.runtime.buckets:
         sync_masters(flat)
     kinds = _kinds(source)
-    for names in _chunks(kinds):
+    for names in in_batches(kinds, lambda name: _bytes(kinds[name]), AT_ONCE):
         chunk = {name: kinds[name] for name in names}
         image = _gathered(source, chunk)
         live = {name: tensor for name, tensor in target.buffers.items() if name in chunk}
@@ -75,19 +72,6 @@ def _kinds(run: RunState) -> dict[str, TensorKind]:
         dtype = (precision.widths(name).master if row.trainable else None) or row.dtype
         kinds[f"param/{row.name}"] = kind_of(torch.empty(0, dtype=dtype), row.shape)
     return kinds
-
-
-def _chunks(kinds: Mapping[str, TensorKind]) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name, kind in kinds.items():
-        if names and size + _bytes(kind) > _AT_ONCE:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += _bytes(kind)
-    if names:
-        yield names
 
 
 def _bytes(kind: TensorKind) -> int:

@@ -179,8 +179,7 @@ def load_config(source: "ConfigSource | Config", world_size: int | None = None) 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them by their JSON paths.
     """
-    name = show_path(os.fsdecode(source)) if isinstance(source, (str, os.PathLike)) else "the config"
-    problems = Problems(name, _PATHS, KEYS)
+    problems = _problems_of(source)
     config = _read(source, problems)
     _check_between(config, problems)
     if not problems.touch("", "parallel", *BATCH):
@@ -189,13 +188,37 @@ def load_config(source: "ConfigSource | Config", world_size: int | None = None) 
     return config
 
 
+def load_raw(source: "ConfigSource") -> dict[str, Any]:
+    """The JSON object of a file, or a copy of a dict, as it is.
+
+    Raises:
+        ConfigError: the file cannot be read, or there is no JSON object.
+    """
+    problems = _problems_of(source)
+    raw = _object(source, problems)
+    problems.raise_if_any()
+    return dict(raw or {})
+
+
+def _problems_of(source: "ConfigSource | Config") -> Problems:
+    name = show_path(os.fsdecode(source)) if isinstance(source, (str, os.PathLike)) else "the config"
+    return Problems(name, _PATHS, KEYS)
+
+
+def _object(source: "ConfigSource", problems: Problems) -> Mapping[str, Any] | None:
+    raw: object = read_json(source, problems) if isinstance(source, (str, os.PathLike)) else source
+    if isinstance(raw, Mapping):
+        return raw
+    problems.add("", f"{shown_value(raw)} is {kind(raw)}; give one JSON object, the path of one, or a dict.")
+    return None
+
+
 def _read(source: "ConfigSource | Config", problems: Problems) -> Config:
     if isinstance(source, Config):
         # read again, so that a hand-built config meets the same rules
         return replace(_read(source.to_json(), problems), notes=source.notes)
-    raw: object = read_json(source, problems) if isinstance(source, (str, os.PathLike)) else source
-    if not isinstance(raw, Mapping):
-        problems.add("", f"{shown_value(raw)} is {kind(raw)}; give one JSON object, the path of one, or a dict.")
+    raw = _object(source, problems)
+    if raw is None:
         return Config()
     own, notes = translate(raw, frozenset(_PATHS), problems)
     return replace(read_section(Config, own, "", problems), notes=notes)

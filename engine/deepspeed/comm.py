@@ -22,11 +22,6 @@ def init_distributed(*_: Any, **__: Any) -> None:
     open_world(read_world())
 
 
-def is_available() -> bool:
-    """Whether torch.distributed is built in."""
-    return dist.is_available()
-
-
 def wait_for_all() -> None:
     """A barrier, where there is more than one process."""
     if dist.is_initialized():

@@ -15,6 +15,7 @@ from engine.deepspeed import comm
 from engine.deepspeed.utils import RepeatingLoader
 from engine.engine import Engine
 from engine.errors import EngineError
+from engine.parallel.comm.launcher import local_rank
 from engine.reporting.step_report import StepReport
 
 
@@ -31,14 +32,12 @@ class _LateOptimizer:
 class DeepSpeedEngine:
     """What ``deepspeed.initialize`` returns first; attributes that it lacks are the model's."""
 
-    def __init__(
-        self, engine: Engine, optimizer: Any, scheduler: Any, loader: DataLoader[Any] | None, pipeline: bool
-    ) -> None:
+    def __init__(self, engine: Engine, optimizer: Any, scheduler: Any, loader: DataLoader[Any] | None) -> None:
         self.engine, self.training_dataloader = engine, loader
         given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self.optimizer: Any = given if given is not None else _LateOptimizer(engine)
         self.lr_scheduler = scheduler if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) else None
-        self._pipeline, self._items = pipeline, iter(RepeatingLoader(loader)) if loader is not None else None
+        self._items = iter(RepeatingLoader(loader)) if loader is not None else None
         self._report: StepReport | None = None
         self.micro_steps = 0
 
@@ -148,7 +147,7 @@ class DeepSpeedEngine:
     @property
     def local_rank(self) -> int:
         """Rank on this node."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return local_rank(os.environ, self.global_rank)
 
     @property
     def world_size(self) -> int:

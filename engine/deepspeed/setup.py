@@ -2,10 +2,7 @@
 
 import argparse
 import glob
-import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +11,13 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 import engine
-from engine.config import load_config
+from engine.config import load_config, load_raw
 from engine.deepspeed.auto_values import fill_auto
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.pipe import PipelineModule
 from engine.deepspeed.utils import tell_engine
 from engine.errors import ConfigError
+from engine.parallel.comm.world import read_world
 
 _BY_GROUP = frozenset({"params", "lr", "weight_decay", "name"})
 
@@ -50,40 +48,31 @@ def initialize(
     """
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")
-    raw = _raw(config if config is not None else config_params or getattr(args, "deepspeed_config", None))
-    raw = fill_auto(raw, args)
-    raw.setdefault("initial_weights", "rank0")
-    pipeline = isinstance(model, PipelineModule)
-    if isinstance(model, PipelineModule):
-        _take_pipeline(model, raw)
+    source = config if config is not None else config_params or getattr(args, "deepspeed_config", None)
+    if source is None:
+        raise ConfigError("deepspeed.initialize was given no configuration; pass config=... or --deepspeed_config.")
+    raw = {"initial_weights": "rank0"} | fill_auto(load_raw(source), args)
+    pipeline = model if isinstance(model, PipelineModule) else None
+    if pipeline is not None:
+        _take_pipeline(pipeline, raw)
     if optimizer is not None:
         raw.pop("optimizer", None)
     elif "optimizer" not in raw and any(p.requires_grad for p in model.parameters()):
         raise ConfigError("deepspeed.initialize: neither the configuration nor optimizer=... names an optimizer.")
     else:
         _take_groups(model, list(model_parameters) if model_parameters is not None else [], raw)
-    resolved = load_config(raw, int(os.environ.get("WORLD_SIZE", "1")))
+    world = read_world()
+    resolved = load_config(raw, world.size)
     assert resolved.micro is not None
     collate = collate_fn or default_collate
-    example = _example(training_data, resolved.micro, collate) if pipeline else None
-    made = engine.initialize(model, resolved, _loss_of(model), example, optimizer, lr_scheduler)
+    loss_fn = example = None
+    if pipeline is not None:
+        loss_fn, example = _loss_of(pipeline), _example(training_data, resolved.micro, collate)
+    made = engine.initialize(model, resolved, loss_fn, example, optimizer, lr_scheduler, world=world)
     tell_engine(made)
-    loader = _loader(training_data, made, resolved.micro, collate, shuffle=not pipeline)
-    wrapped = DeepSpeedEngine(made, optimizer, lr_scheduler, loader, pipeline)
+    loader = _loader(training_data, made, resolved.micro, collate, shuffle=pipeline is None)
+    wrapped = DeepSpeedEngine(made, optimizer, lr_scheduler, loader)
     return wrapped, wrapped.optimizer, loader, wrapped.lr_scheduler
-
-
-def _raw(config: Any) -> dict[str, Any]:
-    if config is None:
-        raise ConfigError("deepspeed.initialize was given no configuration; pass config=... or --deepspeed_config.")
-    if isinstance(config, Mapping):
-        return dict(config)
-    try:
-        found = json.loads(Path(config).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        load_config(config)  # which says what is wrong with the file
-        raise
-    return dict(found)
 
 
 def _take_pipeline(model: PipelineModule, raw: dict[str, Any]) -> None:
@@ -121,11 +110,9 @@ def _take_groups(model: nn.Module, given: Sequence[Any], raw: dict[str, Any]) ->
         raw["optimizer"] = dict(raw["optimizer"]) | {"groups": options}
 
 
-def _loss_of(model: nn.Module) -> Callable[[Any, Any], torch.Tensor] | None:
-    if not isinstance(model, PipelineModule) or model.loss_fn is None:
-        return None
+def _loss_of(model: PipelineModule) -> Callable[[Any, Any], torch.Tensor] | None:
     loss_fn = model.loss_fn
-    return lambda output, batch: loss_fn(output, batch[1])
+    return None if loss_fn is None else lambda output, batch: loss_fn(output, batch[1])
 
 
 def _example(data: Any, micro: int, collate: Callable[[list[Any]], Any]) -> Any:

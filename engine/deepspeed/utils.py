@@ -2,7 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from glob import escape
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from engine.errors import EngineError
 logger = logging.getLogger("trine")
 
 _ENGINE = "_deepspeed_engine"
+_Read = Callable[[Engine, str, bool], AbstractContextManager[dict[str, Tensor]]]
 
 
 class Owner(NamedTuple):
@@ -51,15 +53,10 @@ def _owner(parameter: nn.Parameter, call: str) -> Owner:
     return found
 
 
-def _weights(parameter: nn.Parameter, call: str, local: bool, value: Tensor | None = None) -> Tensor:
+def _tensor(parameter: nn.Parameter, call: str, read: _Read, local: bool, value: Tensor | None = None) -> Tensor:
+    """A copy of what ``read`` gives for the parameter, after it was set to ``value``."""
     engine, _ = found = _owner(parameter, call)
-    with engine.masters(found.pattern, local) as tensors:
-        return _through(tensors[found.name], value)
-
-
-def _grads(parameter: nn.Parameter, call: str, local: bool, value: Tensor | None = None) -> Tensor:
-    engine, _ = found = _owner(parameter, call)
-    with engine.gradients(found.pattern, local) as tensors:
+    with read(engine, found.pattern, local) as tensors:
         return _through(tensors[found.name], value)
 
 
@@ -82,22 +79,22 @@ def _through(tensor: Tensor, value: Tensor | None) -> Tensor:
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
     """The full fp32 weights of a parameter. Collective."""
-    return _weights(param, "safe_get_full_fp32_param", False)
+    return _tensor(param, "safe_get_full_fp32_param", Engine.masters, False)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set the full fp32 weights of a parameter, the same on every rank. Collective."""
-    _weights(param, "safe_set_full_fp32_param", False, value)
+    _tensor(param, "safe_set_full_fp32_param", Engine.masters, False, value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor:
     """The full gradient of a parameter between backward and step. Collective."""
-    return _grads(param, "safe_get_full_grad", False)
+    return _tensor(param, "safe_get_full_grad", Engine.gradients, False)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set the full gradient of a parameter between backward and step. Collective."""
-    _grads(param, "safe_set_full_grad", False, value)
+    _tensor(param, "safe_set_full_grad", Engine.gradients, False, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
@@ -112,22 +109,22 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
     """This rank's part of the fp32 weights, 1-D."""
-    return _weights(param, "safe_get_local_fp32_param", True)
+    return _tensor(param, "safe_get_local_fp32_param", Engine.masters, True)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the fp32 weights."""
-    _weights(param, "safe_set_local_fp32_param", True, value)
+    _tensor(param, "safe_set_local_fp32_param", Engine.masters, True, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor:
     """This rank's part of the gradient, 1-D."""
-    return _grads(param, "safe_get_local_grad", True)
+    return _tensor(param, "safe_get_local_grad", Engine.gradients, True)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the gradient."""
-    _grads(param, "safe_set_local_grad", True, value)
+    _tensor(param, "safe_set_local_grad", Engine.gradients, True, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:

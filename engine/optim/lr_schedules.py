@@ -178,11 +178,6 @@ class LearningRate:
             self.scheduler.step()
 
 
-def is_scheduled(config: SchedulerConfig | None, given: SchedulerArgument | None) -> bool:
-    """Whether :func:`make_learning_rate` makes a schedule; if not, rates are what the optimizer's groups say."""
-    return (given is not None and not isinstance(given, LRScheduler)) or (config is not None and given is None)
-
-
 def make_learning_rate(
     optimizer: torch.optim.Optimizer, config: SchedulerConfig | None, given: SchedulerArgument | None
 ) -> LearningRate:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.parallel.comm.agreement import take_from
 from engine.parallel.comm.comm import Comm
 from engine.parallel.model.rng_streams import generators_of
 from engine.step.runner import StepRunner
@@ -64,9 +65,7 @@ class Generation:
         coord = self._comm.grid.coord()
         for generator in generators_of(self._device):
             state = generator.get_state().to(self._device)
-            if coord.tp or coord.pp:
-                state.zero_()
-            self._comm.all_reduce(state, "replica", "generate").wait()
+            take_from(state, not (coord.tp or coord.pp), self._comm, "replica", "generate")
             generator.set_state(state.cpu())
 
     def _forward(self, **given: Any) -> Any:

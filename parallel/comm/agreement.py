@@ -69,6 +69,13 @@ def raise_together(
         raise CheckpointError(first) from None
 
 
+def take_from(data: Tensor, first: bool, comm: Comm, axis: Axis, label: str) -> None:
+    """Give the ranks of an axis the bytes that one of them, the ``first``, has in ``data`` (uint8, any shape)."""
+    if not first:
+        data.zero_()
+    comm.all_reduce(data, axis, label).wait()
+
+
 def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, patience: float | None = None) -> bytes:
     """The bytes that rank 0 makes, on every rank. Other ranks do not call ``make``.
 
@@ -93,7 +100,7 @@ def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, pati
     data = torch.zeros(abs(length), dtype=torch.uint8, device=device)
     if made:
         data.copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
-    comm.all_reduce(data, "world", "start").wait()
+    take_from(data, comm.grid.rank == 0, comm, "world", "start")
     if problem is not None:
         raise problem
     received = data.cpu().numpy().tobytes()

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import engine
 from tests import models
-from tests.engine.test_training_changes import CLIP, ROWS, data, loss_of, settings
+from tests.engine.step.test_user_loop import loss_of
+from tests.engine.test_training_changes import CLIP, ROWS, data, settings
 
 RunRanks = Callable[..., list[Any]]
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import engine
 from tests import models
+from tests.engine.step.test_user_loop import loss_of
 
 ROWS, STEPS, CLIP = 4, 6, 0.3
 """Rows of a data rank in a step, in two microbatches; norms are about 3."""
@@ -19,10 +19,6 @@ ROWS, STEPS, CLIP = 4, 6, 0.3
 RunRanks = Callable[..., list[Any]]
 Change = Callable[[int, nn.Module, list[dict[str, Any]]], None]
 """(step, model, optimizer groups): what the user does before a step."""
-
-
-def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def freeze(part: str, frozen: bool, model: nn.Module) -> None:

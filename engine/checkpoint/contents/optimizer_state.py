@@ -207,13 +207,12 @@ def restore(
     grouped differently when saved keeps its configured rate and weight decay.
     """
     inner, sources = optimizer.inner, _sources(optimizer, table, stored)
-    missed = stored.get("missed", {})
+    missed, known = stored.get("missed", {}), {name for each in stored["groups"] for name in each["params"]}
     optimizer.missed = {row.name: natural(missed[row.name], "missed updates") for row in table if row.name in missed}
     for group, names, source in zip(inner.param_groups, _names(optimizer, table), sources, strict=True):
         then = stored["groups"][source] if source is not None else {"params": [], "options": {}}
         if isinstance(inner, FlatOptimizer):
             group["step"] = natural(then["options"].get("step", 0), "the optimizer's step")
-            known = {name for each in stored["groups"] for name in each["params"]}
             optimizer.missed.update({name: group["step"] for name in names if group["step"] and name not in known})
             for name, (value, configured) in then.get("by_hand", {}).items():
                 if name in group and name not in scheduled and _plain(group[name]) == configured:

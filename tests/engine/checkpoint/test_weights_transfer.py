@@ -8,7 +8,8 @@ import torch
 
 import engine
 from tests import models
-from tests.engine.test_training_changes import ROWS, data, loss_of, settings
+from tests.engine.step.test_user_loop import loss_of
+from tests.engine.test_training_changes import ROWS, data, settings
 
 RunRanks = Callable[..., list[Any]]
 GRIDS: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {

@@ -10,25 +10,15 @@ from torch import Tensor, nn
 
 import engine
 from tests import models
+from tests.engine.step.test_predict import MICRO, settings
 
 RunRanks = Callable[..., list[Any]]
-MICRO = 2
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 20},
     "beams": {"do_sample": False, "num_beams": 3},
     "padded": {"do_sample": False},
 }
-
-
-def settings(grid: dict[str, Any], stage: int) -> dict[str, Any]:
-    return {
-        "train_batch_size": 2 * MICRO * grid.get("data", 1),
-        "train_micro_batch_size_per_gpu": MICRO,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5}},
-        "zero_optimization": {"stage": stage},
-        "parallel": grid,
-    }
 
 
 def prompts(way: str, dp: int) -> dict[str, Tensor]:
