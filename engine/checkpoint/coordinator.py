@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from engine.checkpoint.contents.trainer_state import Stateful, TrainerState
+from engine.checkpoint.foreign import open_checkpoint
 from engine.checkpoint.format.filesystem import Files, resolved
 from engine.checkpoint.format.folder_locks import FolderLocks
 from engine.checkpoint.format.step_folders import make_run_folder
-from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.huggingface import refuse_adapters
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
@@ -279,7 +279,7 @@ class CheckpointCoordinator:
     def _begin(self, request: LoadRequest, update: Update) -> Any:
         """Restore the state that needs no model; the tensors are loaded once the model is built."""
         with loading(self._group(), request.step):
-            reader = StepReader(self._files, request.step)
+            reader = open_checkpoint(self._files, request.step, request.options.moments)
         if not request.options.module_only:
             state = self._trainer_state(update)
             with loading(self._group(), request.step):

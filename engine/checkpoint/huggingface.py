@@ -8,28 +8,21 @@ other folder is read without verification.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from engine.checkpoint.format.file_spans import FileSpan, SpannedTensor, read_spans
 from engine.checkpoint.format.filesystem import Files, opened, read_all, resolved
-from engine.checkpoint.format.pieces import Part, runs
+from engine.checkpoint.format.pieces import Part
 from engine.checkpoint.format.safetensors_file import HEADER_LIMIT, TensorKind, read_header
-from engine.checkpoint.format.step_reader import ReadRequest, copies
+from engine.checkpoint.format.step_reader import ReadRequest
 from engine.checkpoint.format.strict_json import Fields, parse
 from engine.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    file: str
-    kind: TensorKind
-    start: int
 
 
 class PretrainedFolder:
@@ -47,7 +40,7 @@ class PretrainedFolder:
         self.name = folder
         self._files = files
         stored = self._find()
-        self._tensors: dict[str, _Stored] = {}
+        self._tensors: dict[str, SpannedTensor] = {}
         used: set[str] = set()
         for name, given in keys.items():
             candidates = [candidate for key in given for candidate in _spellings(key, prefix)]
@@ -65,18 +58,9 @@ class PretrainedFolder:
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Fill the targets of all requests, reading only the bytes that they need."""
-        for want in wanted:
-            tensor = self._tensors[want.tensor]
-            shared = runs(Part(tensor.kind.shape).whole(), want.piece)
-            with self._opened(tensor.file) as file:
-                for copy in copies(shared, tensor.start, tensor.kind.width, want):
-                    if self._files.read_into(file, copy.target, copy.start) < copy.length:
-                        raise CheckpointError(
-                            f"{self.name / tensor.file} is damaged: it ends within tensor {want.tensor!r}; "
-                            "copy the file again."
-                        )
+        read_spans(self._files, self._tensors, wanted)
 
-    def _find(self) -> dict[str, _Stored]:
+    def _find(self) -> dict[str, SpannedTensor]:
         names = self._files.names(self.name) if self._files.is_folder(self.name) else []
         if INDEX in names:
             index_file = resolved(self.name / INDEX)
@@ -87,10 +71,10 @@ class PretrainedFolder:
             listed = [SINGLE]
         else:
             raise CheckpointError(f"{self.name} {_what_is_there(names)}")
-        found: dict[str, _Stored] = {}
+        found: dict[str, SpannedTensor] = {}
         for name in listed:
             for key, (kind, start) in self._header(name).items():
-                found[key] = _Stored(name, kind, start)
+                found[key] = SpannedTensor(kind, (FileSpan(self.name / name, start, Part(kind.shape).whole()),))
         return found
 
     def _opened(self, name: str) -> AbstractContextManager[int]:

@@ -22,9 +22,10 @@ from engine.checkpoint.contents.optimizer_state import (
     restore_schedule,
 )
 from engine.checkpoint.contents.trainer_state import joined, own_states
+from engine.checkpoint.foreign import foreign_folder, open_checkpoint
 from engine.checkpoint.format.filesystem import Files, resolved
 from engine.checkpoint.format.step_folders import committed, steps_of
-from engine.checkpoint.format.step_reader import StepReader
+from engine.checkpoint.format.step_reader import OpenCheckpoint, StepReader
 from engine.checkpoint.format.strict_json import dump, parse
 from engine.checkpoint.huggingface import PretrainedFolder
 from engine.checkpoint.load import Loader, TensorSource, share_moments, share_weights
@@ -62,7 +63,8 @@ def find_checkpoint(folder: Path, host: HostGroup, files: Files, missing_ok: boo
     if given is not None:
         try:
             problem = _different(given)
-            found = None if problem else next(reversed(steps_of(files, resolved(folder))), None)
+            path = resolved(folder)
+            found = None if problem else next(reversed(steps_of(files, path)), None) or foreign_folder(files, path)
         except OSError as error:
             problem = f"{folder}: {error.strerror or error}"
         if found is None and not problem and not missing_ok:
@@ -157,15 +159,15 @@ class Resume:
         self.touched = False
         return reader.manifest.user
 
-    def _open(self) -> StepReader:
-        reader = StepReader(self._run.files, self._step)
+    def _open(self) -> OpenCheckpoint:
+        reader = open_checkpoint(self._run.files, self._step, self._states)
         if self._host.rank == 0:
             for file in reader.manifest.files:
                 if not file.endswith(".safetensors"):
                     reader.check_file(file)
         return reader
 
-    def _check(self, reader: StepReader, loader: Loader) -> None:
+    def _check(self, reader: OpenCheckpoint, loader: Loader) -> None:
         runtime, manifest = self._run.runtime, reader.manifest
         loader.check()
         if self._host.rank == 0:
@@ -181,11 +183,11 @@ class Resume:
         if not self._request.begun:
             self._run.trainer_state.check(reader)
 
-    def _goes_on_with_schedule(self, reader: StepReader) -> bool:
+    def _goes_on_with_schedule(self, reader: OpenCheckpoint) -> bool:
         given = self._run.runtime.learning_rate.scheduler is not None and not self._options.module_only
         return given and reader.manifest.progress["scheduler"] is not None
 
-    def _warn_of_new_schedule(self, reader: StepReader) -> None:
+    def _warn_of_new_schedule(self, reader: OpenCheckpoint) -> None:
         given, done = self._run.runtime.learning_rate.scheduler, reader.manifest.step
         if given is not None and reader.manifest.progress["scheduler"] is None and done and not self._host.rank:
             logger.warning(
@@ -196,7 +198,7 @@ class Resume:
                 done,
             )
 
-    def _read(self, reader: StepReader, loader: Loader) -> Moments:
+    def _read(self, reader: OpenCheckpoint, loader: Loader) -> Moments:
         loader.read_weights()
         made: Moments = {}
         if self._states:
@@ -205,7 +207,7 @@ class Resume:
             loader.read_moments(made)
         return made
 
-    def _restore(self, reader: StepReader) -> None:
+    def _restore(self, reader: OpenCheckpoint) -> None:
         run, manifest = self._run, reader.manifest
         if self._options.module_only:
             return
@@ -270,7 +272,8 @@ def start_weights(run: RunState, host: HostGroup, folder: Path) -> None:
 
 
 def _weights_of(run: RunState, folder: Path) -> TensorSource:
-    if steps := steps_of(run.files, folder):
-        return StepReader(run.files, steps[-1])
+    steps = steps_of(run.files, folder)
+    if found := steps[-1] if steps else foreign_folder(run.files, folder):
+        return open_checkpoint(run.files, found, optimizer=False)
     prefix = str(getattr(run.model, "base_model_prefix", ""))
     return PretrainedFolder(run.files, folder, run.keys, prefix)

@@ -18,6 +18,9 @@ from engine.errors import EngineError
 from engine.parallel.comm.launcher import local_rank
 from engine.reporting.step_report import StepReport
 
+_COUNTED = {"micro_steps", "client_state"}
+"""What a checkpoint of this class has as client state."""
+
 
 class _LateOptimizer:
     """The optimizer of an engine whose plan waits for the first batch."""
@@ -265,17 +268,26 @@ class DeepSpeedEngine:
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
         **_: Any,
     ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
-        """Continue from a checkpoint: (its folder, client state); (None, {}) if ``load_dir`` has no ``latest``."""
-        latest = Path(load_dir, "latest")
-        if tag is None and not latest.is_file():
+        """Continue from a checkpoint, also one of DeepSpeed's: (its folder, client state).
+
+        (None, {}) if ``load_dir`` has no ``latest``.
+        """
+        hints = (Path(load_dir, name) for name in ("latest", "latest_universal"))
+        latest = next((path for path in hints if path.is_file()), None)
+        if tag is None and latest is None:
             return None, {}
-        folder = Path(load_dir, str(tag) if tag is not None else latest.read_text(encoding="utf-8").strip())
+        folder = Path(
+            load_dir, str(tag) if latest is None or tag is not None else latest.read_text(encoding="utf-8").strip()
+        )
         found = self.engine.load_checkpoint(
             folder,
             load_module_only=load_module_only,
             load_optimizer_states=load_optimizer_states,
             strict=load_module_strict,
         )
+        if found.keys() != _COUNTED:  # DeepSpeed's own checkpoint: it does not count microbatches
+            self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+            return str(folder), dict(found.items())
         self.micro_steps = found["micro_steps"]
         return str(folder), found["client_state"]
 

@@ -41,7 +41,7 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
 
-class PipelineModule(nn.Module):
+class PipelineModule(nn.Sequential):
     """Layers in a row; the engine partitions them over the pipeline by measured cost.
 
     Args:
@@ -65,22 +65,23 @@ class PipelineModule(nn.Module):
         self.num_stages = num_stages if topology is None else topology.get_dim("pipe")
         self.tensor_ranks = 1 if topology is None else max(1, topology.get_dim("model"))
         self.loss_fn, self.activation_checkpoint_interval = loss_fn, activation_checkpoint_interval
-        self.layers = nn.ModuleList()
+        self.tied_modules = nn.ModuleDict()
         self._calls: list[Callable[[Any], Any]] = []
-        tied: dict[str, nn.Module] = {}
         for index, spec in enumerate(layers):
             if seed_layers:
                 (seed_fn or torch.manual_seed)(base_seed + index)
-            self._add(spec, tied)
+            self._add(index, spec)
 
-    def _add(self, spec: Any, tied: dict[str, nn.Module]) -> None:
+    def _add(self, index: int, spec: Any) -> None:
+        """Add a layer under DeepSpeed's name for it, which its checkpoints have: its index, or ``tied_modules.KEY``."""
         layer: Any = spec.build() if isinstance(spec, LayerSpec) else spec
-        if isinstance(spec, TiedLayerSpec):
-            first = tied.setdefault(spec.key, layer)
-            for name in spec.tied_weight_attr if first is not layer else ():
-                _tie(layer, first, name)
-        if isinstance(layer, nn.Module):
-            self.layers.append(layer)
+        if isinstance(spec, TiedLayerSpec) and spec.key not in self.tied_modules:
+            self.tied_modules[spec.key] = layer
+        elif isinstance(spec, TiedLayerSpec):
+            for name in spec.tied_weight_attr:
+                _tie(layer, self.tied_modules[spec.key], name)
+        if isinstance(layer, nn.Module) and layer not in self.tied_modules.values():
+            self.add_module(str(index), layer)
         forward = getattr(spec, "forward_fn", None)
         self._calls.append(partial(forward, layer) if forward is not None else layer)
 

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 HERE = Path(__file__).parent
 RECORD = HERE / "record.json"
-ADAM = {"type": "Adam", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "eps": 1e-6, "torch_adam": True}}
+ADAM: dict[str, Any] = {"type": "Adam", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "eps": 1e-6, "torch_adam": True}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -46,9 +47,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+ADAMW = {"type": "AdamW", "params": ADAM["params"] | {"weight_decay": 0.1}}
+RESUMED: dict[str, Any] = {
+    "train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5, "optimizer": ADAMW,
+    "scheduler": WARMUP,
+}  # fmt: skip
+BF16 = {"bf16": {"enabled": True}}
+SHARES = {"stage": 3, "stage3_param_persistence_threshold": 0}
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero1": ("checkpoint", RESUMED | {"zero_optimization": {"stage": 1}}),
+    "zero2": ("checkpoint", RESUMED | {"zero_optimization": {"stage": 2}}),
+    "zero3": ("checkpoint", RESUMED | {"zero_optimization": SHARES}),
+    "zero3_in_parts": ("checkpoint", RESUMED | {"zero_optimization": SHARES | {"sub_group_size": 60}}),
+    "round_robin": ("checkpoint", RESUMED | {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}),
+    "elastic": ("checkpoint", RESUMED | {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}),
+    "bf16_zero1": ("checkpoint", RESUMED | BF16 | {"zero_optimization": {"stage": 1}}),
+    "bf16_zero3": ("checkpoint", RESUMED | BF16 | {"zero_optimization": SHARES}),
+    "pipeline": ("pipe_checkpoint", RESUMED | {"gradient_clipping": 0.0, "zero_optimization": {"stage": 1}}),
+}  # fmt: skip
+"""Checkpoints of DeepSpeed's that the tests load: the script and its configuration."""
+UNIVERSAL = ("zero2", "zero3")
+SAVED = HERE / "checkpoints"
 
-def printed(source: str, config: Mapping[str, Any], ranks: int = 2) -> list[tuple[str, float]]:
-    """What rank 0 of a script prints: (word, number) of each line.
+
+def printed(
+    source: str, config: Mapping[str, Any], ranks: int = 2, more: Mapping[str, str] = MappingProxyType({})
+) -> list[tuple[str, float]]:
+    """What rank 0 of a script prints: (word, number) of each line; ``more`` is its environment.
 
     Raises:
         RuntimeError: the script failed, with the end of what it said.
@@ -64,29 +89,60 @@ def printed(source: str, config: Mapping[str, Any], ranks: int = 2) -> list[tupl
         ]  # fmt: skip
         own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CHECKPOINTS": str(Path(folder, "saved"))}
         path = {"PYTHONPATH": os.pathsep.join((str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")))}
-        done = subprocess.run(launch, capture_output=True, text=True, timeout=300, env=os.environ | own | path)
+        done = subprocess.run(
+            launch, capture_output=True, text=True, timeout=300, env=os.environ | own | path | dict(more)
+        )
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
-    return [(w, float(number)) for w, number in (line.split() for line in done.stdout.splitlines() if _is_pair(line))]
+    return [(word, float(number)) for word, number in map(str.split, filter(_is_pair, done.stdout.splitlines()))]
 
 
-def _tried(source: str, config: Mapping[str, Any]) -> list[tuple[str, float]]:
+def _tried(source: str, config: Mapping[str, Any], more: Mapping[str, str]) -> list[tuple[str, float]]:
     """Twice more where DeepSpeed's processes abort at their exit, which they do at times."""
     for _ in range(2):
         with suppress(RuntimeError):
-            return printed(source, config)
-    return printed(source, config)
+            return printed(source, config, more=more)
+    return printed(source, config, more=more)
 
 
 def _is_pair(line: str) -> bool:
-    return line.partition(" ")[0] in ("loss", "rate", "sum", "step", "grad", "weight", "moment")
+    return line.partition(" ")[0] in ("loss", "rate", "sum", "step", "grad", "weight", "moment", "saved")
+
+
+def source(name: str) -> str:
+    """A script as its user has it."""
+    return (HERE / "scripts" / f"{name}.py").read_text(encoding="utf-8")
+
+
+def _saved(name: str, folder: str) -> list[tuple[str, float]]:
+    """Run a script that saves, and keep the files of its checkpoint."""
+    script, config = CHECKPOINTS[name]
+    found = _tried(source(script), config, {"CHECKPOINTS": folder})
+    for path in Path(folder).glob("*/**/*.pt"):
+        kept = SAVED / name / path.relative_to(folder)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(path.read_bytes())
+    (SAVED / name / "latest").write_text(Path(folder, "latest").read_text(encoding="utf-8"), encoding="utf-8")
+    return found
+
+
+def _make_universal(name: str) -> None:
+    """Convert a kept checkpoint with DeepSpeed's tool."""
+    (given,) = (SAVED / name).glob("global_step*")
+    done = SAVED / f"{name}_universal" / f"{given.name}_universal"
+    tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folders = ["--input_folder", str(given), "--output_folder", str(done)]
+    subprocess.run([*tool, *folders], check=True, env=os.environ | {"DS_ACCELERATOR": "cpu"}, capture_output=True)
 
 
 def main() -> None:
-    """Record all scripts."""
-    found = {
-        name: _tried((HERE / "scripts" / f"{name}.py").read_text(encoding="utf-8"), CONFIGS[name]) for name in CONFIGS
-    }
+    """Record all scripts, and the checkpoints that two of them save."""
+    found = {name: _tried(source(name), config, {}) for name, config in CONFIGS.items()}
+    for name in CHECKPOINTS:
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = _saved(name, folder)
+    for name in UNIVERSAL:
+        _make_universal(name)
     record = {"deepspeed": version("deepspeed"), "torch": version("torch"), "printed": found}
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -137,12 +137,13 @@ def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled
 
 
 def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: object) -> None:
-    """Refuse the state of another type of optimizer."""
+    """Refuse the state of another type of optimizer; another engine's files tell it by their moments alone."""
     own = _type(optimizer)
-    if stored.get("type") != own:
+    known = [stored["type"]] if stored.get("type") else stored.get("types", [])
+    if known and own not in known:
         raise CheckpointError(
-            f"{step} has the optimizer state of {stored.get('type')}, and this run's optimizer is {own}; load it with "
-            "load_optimizer_states=False, or configure the same optimizer."
+            f"{step} has the optimizer state of {' or '.join(map(str, known))}, and this run's optimizer is {own}; "
+            "load it with load_optimizer_states=False, or configure the same optimizer."
         )
 
 
@@ -219,7 +220,8 @@ def restore(
                     _put(group, {name: value})
             continue
         kept = () if set(then["params"]) == set(names) else ("lr", "weight_decay")
-        _put(group, {key: value for key, value in then["options"].items() if key not in kept})
+        options = {key: value for key, value in then["options"].items() if key not in kept}
+        _put(group, {key: value for key, value in options.items() if key != "step" or key in group})
     for index, place in _grouped(optimizer):
         values = stored.get("numbers", {}).get(str(sources[index]), {})
         device = _device_of_numbers(inner.param_groups[index], place.parameter)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.format.host_image import as_tensor
-from engine.checkpoint.format.step_reader import StepReader
+from engine.checkpoint.format.step_reader import OpenCheckpoint
 from engine.checkpoint.format.strict_json import Fields
 from engine.errors import CheckpointError
 from engine.parallel.grid import Grid
@@ -52,7 +52,7 @@ class TrainerState:
     grid: Grid
     device: torch.device
 
-    def check(self, reader: StepReader) -> None:
+    def check(self, reader: OpenCheckpoint) -> None:
         """Refuse a checkpoint without the state of a registered object; warn of stored state that nobody registered.
 
         Raises:
@@ -60,7 +60,12 @@ class TrainerState:
         """
         stored = Fields(reader.manifest.progress, str(reader.step)).object("tracked")
         missing = next((name for name in self.tracked if name not in stored), None)
-        if missing is not None:
+        if missing is not None and "origin" in reader.manifest.info:
+            if self.grid.rank == 0:
+                logger.warning(
+                    "%s is of another engine: what is registered starts afresh, such as %r", reader.step, missing
+                )
+        elif missing is not None:
             raise CheckpointError(
                 f"{reader.step} has no state of {missing!r}, which is registered for checkpointing; register it under "
                 "the name it was saved under, or load with load_module_only=True."
@@ -74,7 +79,7 @@ class TrainerState:
                 left,
             )
 
-    def restore(self, reader: StepReader) -> dict[str, torch.Tensor]:
+    def restore(self, reader: OpenCheckpoint) -> dict[str, torch.Tensor]:
         """Restore counters, registered objects and generators; returns this rank's own state, see ``own_states``."""
         manifest = reader.manifest
         self.update.load_state_dict(_counters(manifest.progress["update"]))
@@ -83,8 +88,10 @@ class TrainerState:
                 f"{reader.step} is damaged: it is of step {manifest.step}, and its counters are those of "
                 f"{self.update.made} updates."
             )
+        stored = reader.manifest.progress["tracked"]
         for name, thing in self.tracked.items():
-            thing.load_state_dict(reader.manifest.progress["tracked"][name])
+            if name in stored:
+                thing.load_state_dict(stored[name])
         states = own_states(reader, self.grid)
         if states:
             restore_random_states(states, self.device)
@@ -108,7 +115,7 @@ def _counters(state: Any) -> dict[str, Any]:
     return counters
 
 
-def own_states(reader: StepReader, grid: Grid) -> dict[str, torch.Tensor]:
+def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
     """Tensors of this rank's state file; empty if the grid differs, because then no rank has its old position."""
     saved = reader.manifest.info["grid"]
     if (grid.dp, grid.tp, grid.pp) != (saved["dp"], saved["tp"], saved["pp"]):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -55,6 +55,29 @@ class Copy(NamedTuple):
     length: int
     target: memoryview
     tensor: str
+
+
+class OpenCheckpoint(Protocol):
+    """An open checkpoint, of this engine or of another one."""
+
+    step: Path
+    """Its folder."""
+    manifest: Manifest
+    kinds: dict[str, TensorKind]
+    """Dtype and shape of every stored tensor."""
+
+    @property
+    def name(self) -> Path:
+        """Its folder, as a source of tensors."""
+
+    def read(self, wanted: Iterable[ReadRequest]) -> None:
+        """Fill the targets of all requests."""
+
+    def check_file(self, file: str) -> None:
+        """Read and check every block of a file."""
+
+    def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
+        """All tensors of a file."""
 
 
 class StepReader:

@@ -1,6 +1,7 @@
 """JSON from a file that may be damaged or hostile: parsed strictly, read field by field; errors name their field."""
 
 import json
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -91,7 +92,8 @@ def naturals(value: Any, what: str) -> tuple[int, ...]:
 
 
 def _named(value: Any) -> str:
-    text = repr(value)
+    # a value of a pickle may hold one list so often that no memory holds its whole text
+    text = repr(value) if isinstance(value, str | int | float | None) else reprlib.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -1,0 +1,139 @@
+"""Where DeepSpeed's ZeRO files hold each parameter and its moments.
+
+ZeRO 1, 2   each optimizer group is one flat tensor, cut into one partition a data rank
+
+    group 0     | embed.weight .......... | hidden.weight ....... | padding |
+    partition   |         rank 0          |         rank 1        |
+
+ZeRO 3      each parameter is cut over the data ranks, and a rank keeps its shares in a row, in flat tensors
+
+    rank 0      | embed.weight 0 | hidden.weight 0 | ...
+    rank 1      | embed.weight 1 | hidden.weight 1 | ...     the last share of a parameter ends in padding
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from engine.checkpoint.foreign.foreign_step import spanned
+from engine.checkpoint.foreign.torch_file import TorchTensor, numbers_of, tensor_of, value_dict, value_list
+from engine.checkpoint.format.file_spans import SpannedTensor
+from engine.checkpoint.format.pieces import Part, Piece
+from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.errors import CheckpointError
+
+Shapes = Sequence[Mapping[str, tuple[int, ...]]]
+"""By optimizer group: parameter -> shape, in the order of the flat tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements of a parameter in a flat tensor of one data rank."""
+
+    rank: int
+    flat: int
+    """Index of the flat tensor on that rank, and of its state."""
+    start: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """The optimizer of one data rank."""
+
+    flats: Sequence[TorchTensor]
+    """fp32 weights."""
+    states: Sequence[Mapping[str, Any]]
+    """State of each flat tensor: moments of its length, and numbers."""
+    groups: Sequence[Mapping[str, Any]]
+    """Options of the groups."""
+    gaps: Sequence[Sequence[int]]
+    """ZeRO 1 and 2: elements of padding after each parameter of a flat tensor; empty where there are none."""
+    loss_scaler: Any
+
+
+def rank_state(optimizer: Mapping[str, Any], what: str) -> RankState:
+    """Read ``optimizer_state_dict`` of a file of ZeRO.
+
+    Raises:
+        CheckpointError: its parts are missing, as with state that was swapped to a disk.
+    """
+    sharded = "fp32_flat_groups" in optimizer
+    flats = value_list(optimizer.get("fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"), what)
+    base = optimizer.get("optimizer_state_dict" if sharded else "base_optimizer_state")
+    groups: list[Any] = []
+    if isinstance(base, list):  # with elastic_checkpoint, a state for each group
+        states = [value_dict(state, what) for state in base]
+    else:
+        base = value_dict(base, what)
+        groups = [value_dict(group, what) for group in value_list(base.get("param_groups", []), what)]
+        by_index = value_dict(base.get("state", {}), what)
+        states = [value_dict(by_index.get(index, {}), what) for index in range(len(flats))]
+    gaps = [numbers_of(each, what) for each in value_list(optimizer.get("param_alignment_paddings") or [], what)]
+    found = [tensor_of(flat, f"{what}: a flat tensor") for flat in flats]
+    return RankState(found, states, groups, gaps, optimizer.get("loss_scaler"))
+
+
+def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[Fragment]]]:
+    """The fragments of each parameter at ZeRO 1 and 2."""
+    for group, params in enumerate(shapes):
+        ends = list(accumulate(rank.flats[group].kind.elements for rank in ranks))
+        firsts, place = [0, *ends[:-1]], 0
+        for index, (name, shape) in enumerate(params.items()):
+            part, found = Part(shape), []
+            for rank, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+                begin, stop = max(first, place), min(end, place + part.elements)
+                if begin < stop:
+                    found.append(Fragment(rank, group, begin - first, Piece(part, begin - place, stop - place)))
+            place += part.elements + (ranks[0].gaps[group][index] if group < len(ranks[0].gaps) else 0)
+            yield name, found
+
+
+def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[Fragment]]]:
+    """The fragments of each parameter at ZeRO 3."""
+    flat, place = 0, 0
+    sizes = [each.kind.elements for each in ranks[0].flats]
+    for name, shape in ((name, shape) for params in shapes for name, shape in params.items()):
+        part = Part(shape)
+        share = -(-part.elements // len(ranks))
+        while flat < len(sizes) and place + share > sizes[flat]:
+            flat, place = flat + 1, 0
+        if flat == len(sizes):
+            raise CheckpointError(f"the flat tensors are too short for {name!r}: files of two saves are mixed.")
+        pieces = [
+            Piece(part, min(index * share, part.elements), min((index + 1) * share, part.elements))
+            for index in range(len(ranks))
+        ]
+        yield name, [Fragment(index, flat, place, piece) for index, piece in enumerate(pieces)]
+        place += share
+
+
+def tensors_of_fragments(
+    ranks: Sequence[RankState], found: Mapping[str, Sequence[Fragment]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, SpannedTensor]:
+    """Weights and moments of all parameters: "param/NAME", "exp_avg/NAME"."""
+    tensors: dict[str, SpannedTensor] = {}
+    for name, fragments in found.items():
+        held = {"param": [(ranks[each.rank].flats[each.flat], each) for each in fragments]}
+        for family in sorted(_families(ranks, fragments)):
+            states = [(ranks[each.rank].states[each.flat].get(family), each) for each in fragments]
+            held[family] = [(tensor_of(value, f"{family}/{name}"), each) for value, each in states]
+        for family, parts in held.items():
+            kind = TensorKind(parts[0][0].kind.dtype, shapes[name])
+            spans = [flat.span(each.piece, each.start, name) for flat, each in parts if each.piece.elements]
+            if prod(kind.shape) and any(flat.kind.dtype != kind.dtype for flat, _ in parts):
+                raise CheckpointError(f"{family}/{name} has several dtypes: files of two saves are mixed.")
+            tensors[f"{family}/{name}"] = spanned(kind, spans)
+    return tensors
+
+
+def _families(ranks: Sequence[RankState], fragments: Sequence[Fragment]) -> set[str]:
+    """Entries of a state that have a value for each element."""
+    return {
+        str(key)
+        for each in fragments
+        for key, value in ranks[each.rank].states[each.flat].items()
+        if each.piece.elements and key != "step" and isinstance(value, TorchTensor) and value.kind.shape
+    }

@@ -1,0 +1,127 @@
+"""A checkpoint of another engine, seen as one of ours: a manifest, kinds by name, tensors that are read in pieces."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.format.file_spans import FileSpan, SpannedTensor, read_spans
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.manifest import Checksum, Manifest, StoredTensor
+from engine.checkpoint.format.pieces import covers_once
+from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.checkpoint.format.step_reader import ReadRequest
+from engine.errors import CheckpointError
+
+_TYPES: Mapping[frozenset[str], tuple[str, ...]] = {
+    frozenset({"exp_avg", "exp_avg_sq"}): ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "Lamb", "FusedLamb"),
+    frozenset({"exp_avg"}): ("Lion", "FusedLion", "DeepSpeedCPULion"),
+    frozenset({"momentum_buffer"}): ("SGD",),
+    frozenset({"sum"}): ("Adagrad",),
+}
+"""Moments -> the optimizers that keep these; the files do not say which one wrote them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """A group of the optimizer."""
+
+    params: Sequence[str]
+    options: Mapping[str, Any]
+    """Settings such as lr, as JSON; "step" is the number of updates."""
+    numbers: Mapping[str, Sequence[Any]]
+    """Scalars of the state: [value, dtype of a tensor or None]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignContents:
+    """What the folder of another engine says, beside the values of tensors."""
+
+    origin: str
+    """For people: "DeepSpeed 0.19.8, ZeRO 2 over 2 data ranks"."""
+    tensors: Mapping[str, SpannedTensor]
+    """By our names: "param/...", "buffer/...", "exp_avg/..."."""
+    made: int = 0
+    """Updates."""
+    skipped: int = 0
+    samples: int = 0
+    loss_scale: Mapping[str, Any] | None = None
+    """value, forgiven, good."""
+    scheduler: Mapping[str, Any] | None = None
+    groups: Sequence[ParameterGroup] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    user: Any = None
+
+
+class ForeignStep:
+    """An open checkpoint of another engine; a stand-in for ``StepReader``.
+
+    Raises:
+        CheckpointError: the pieces of a tensor leave a gap or overlap.
+    """
+
+    def __init__(self, files: Files, step: Path, contents: ForeignContents) -> None:
+        self._files, self.step, self._tensors = files, step, contents.tensors
+        for name, tensor in contents.tensors.items():
+            if not covers_once(tensor.kind.shape, [span.piece for span in tensor.spans]):
+                raise CheckpointError(
+                    f"{step} does not hold {name!r} exactly once: a file is missing or of another save; copy the "
+                    "folder again."
+                )
+        self.kinds: dict[str, TensorKind] = {name: tensor.kind for name, tensor in contents.tensors.items()}
+        self.manifest = _manifest(contents)
+
+    @property
+    def name(self) -> Path:
+        """The checkpoint's folder."""
+        return self.step
+
+    def read(self, wanted: Iterable[ReadRequest]) -> None:
+        """Fill the targets of all requests."""
+        read_spans(self._files, self._tensors, wanted)
+
+    def check_file(self, file: str) -> None:
+        """Nothing: such a folder has no hashes."""
+
+    def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
+        """Nothing: states of random generators are not taken over."""
+        return {}
+
+
+def spanned(kind: TensorKind, spans: Iterable[FileSpan]) -> SpannedTensor:
+    """A tensor from its pieces; empty ones are left out."""
+    return SpannedTensor(kind, tuple(span for span in spans if span.piece.elements))
+
+
+def _manifest(contents: ForeignContents) -> Manifest:
+    families = frozenset(name.partition("/")[0] for name in contents.tensors) - {"param", "buffer"}
+    types = _TYPES.get(families, ())
+    update = {
+        "made": contents.made, "skipped": contents.skipped, "in_a_row": 0, "tokens": 0, "samples": contents.samples,
+        "scale": None if contents.loss_scale is None else dict(contents.loss_scale),
+    }  # fmt: skip
+    return Manifest(
+        step=contents.made,
+        attempt="",
+        tensors={name: StoredTensor(tensor.kind, ()) for name, tensor in contents.tensors.items()},
+        files={},
+        checksum=Checksum("", 0, "", 0),
+        aliases=dict(contents.aliases),
+        info={"origin": contents.origin, "grid": {"dp": 0, "tp": 0, "pp": 0, "zero": 0}},
+        progress={
+            "update": update,
+            "scheduler": None if contents.scheduler is None else dict(contents.scheduler),
+            "tracked": {},
+        },
+        optimizer={
+            "type": None,
+            "types": list(types),
+            "groups": [{"params": list(group.params), "options": dict(group.options)} for group in contents.groups],
+            "numbers": {
+                str(index): {name: list(number) for name, number in group.numbers.items()}
+                for index, group in enumerate(contents.groups)
+                if group.numbers
+            },
+        },
+        user=contents.user,
+    )

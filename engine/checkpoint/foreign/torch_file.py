@@ -1,0 +1,280 @@
+"""A file of ``torch.save``: a zip with a pickle, and one uncompressed entry for the bytes of each storage.
+
+    archive/data.pkl      the value; a tensor is (storage key, first element, size, stride)
+    archive/data/0        bytes of storage "0"
+
+The pickle is interpreted without running anything, and tensors stay on disk: each is known by its first byte.
+"""
+
+import io
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from engine.checkpoint.foreign.pickle_values import LIMIT, Inert, Name, read_pickle
+from engine.checkpoint.format.file_spans import FileSpan
+from engine.checkpoint.format.filesystem import Files, opened
+from engine.checkpoint.format.pieces import Piece
+from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.errors import CheckpointError
+
+_STORAGES: Mapping[str, str] = MappingProxyType({
+    "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
+    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
+    "BoolStorage": "BOOL", "ComplexFloatStorage": "C64",
+})  # fmt: skip
+_DTYPES: Mapping[str, str] = MappingProxyType({
+    "uint16": "U16", "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+})  # fmt: skip
+"""Dtypes that have no storage class: torch stores their bytes."""
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_NUMBERS: Mapping[str, str] = MappingProxyType(
+    {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i", "I16": "<h", "I8": "<b", "U8": "<B", "BOOL": "<?"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    code: str
+    path: Path
+    start: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TorchTensor:
+    """A tensor in a file of ``torch.save``."""
+
+    kind: TensorKind
+    path: Path
+    start: int
+    """Byte of its first element."""
+    strides: tuple[int, ...]
+
+    def span(self, piece: Piece, first: int = 0, tensor: str = "a tensor") -> FileSpan:
+        """``piece`` of a tensor, whose elements are these from ``first`` on.
+
+        Raises:
+            CheckpointError: the elements do not lie in a row, or are fewer.
+        """
+        self.check_row(tensor)
+        if not 0 <= first <= first + piece.elements <= self.kind.elements:
+            raise CheckpointError(
+                f"{self.path}: {tensor} needs elements {first} to {first + piece.elements} of {self.kind.elements}; "
+                "the file is damaged."
+            )
+        return FileSpan(self.path, self.start + first * self.kind.width, piece)
+
+    def check_row(self, tensor: str) -> None:
+        """Refuse a tensor whose elements do not lie in a row."""
+        expected = 1
+        for size, stride in reversed(list(zip(self.kind.shape, self.strides, strict=True))):
+            if size != 1 and stride != expected and self.kind.elements:
+                raise CheckpointError(
+                    f"{self.path}: {tensor} has shape {list(self.kind.shape)} and strides {list(self.strides)}, and "
+                    "tensors are read whose elements lie in a row; save it with .contiguous()."
+                )
+            expected *= size
+
+    def number(self, files: Files) -> float | int | bool | None:
+        """The value of a tensor with one element of a number's dtype, else None."""
+        if self.kind.elements != 1 or self.kind.dtype not in _NUMBERS:
+            return None
+        data = bytearray(self.kind.width)
+        with opened(files, self.path.parent, self.path.name) as file, memoryview(data) as target:
+            files.read_into(file, target, self.start)
+        value: float | int | bool = struct.unpack(_NUMBERS[self.kind.dtype], data)[0]
+        return value
+
+
+class _Range(io.RawIOBase):
+    """Bytes ``start : start + size`` of an open file, as a file of its own."""
+
+    def __init__(self, files: Files, file: int, start: int, size: int) -> None:
+        self._files, self._file, self._start, self._size, self._at = files, file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        with memoryview(target).cast("B") as memory:
+            count = max(0, min(len(memory), self._size - self._at))
+            done = self._files.read_into(self._file, memory[:count], self._start + self._at)
+        self._at += done
+        return done
+
+
+def read_torch_file(files: Files, path: Path, start: int = 0, size: int | None = None) -> Any:
+    """The value in a file of ``torch.save``: plain values, :class:`TorchTensor`, and :class:`Inert` for the rest.
+
+    Args:
+        start, size: bytes of ``path`` that are such a file; all by default.
+
+    Raises:
+        CheckpointError: the file is damaged, compressed, in torch's format before 1.6, or of a big-endian machine.
+    """
+    with opened(files, path.parent, path.name) as file:
+        size = files.size(file) - start if size is None else size
+        if start < 0 or size < 0 or start + size > files.size(file):
+            raise CheckpointError(f"{path} is damaged: it has no bytes {start} to {start + size}.")
+        with _entries(files, file, path, start, size) as entries:
+            data = entries.read("data.pkl")
+            if "byteorder" in entries.known and entries.read("byteorder") != b"little":
+                raise CheckpointError(f"{path} is of a big-endian machine; save it again on a little-endian one.")
+            return read_pickle(data, str(path), _call, entries.storage)
+
+
+class _Entries:
+    """Entries of one archive, by their names below its folder."""
+
+    def __init__(self, files: Files, file: int, path: Path, start: int, archive: zipfile.ZipFile) -> None:
+        self._files, self._file, self._path, self._start, self._archive = files, file, path, start, archive
+        pickles = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise CheckpointError(f"{path} is no file of torch.save: it has {len(pickles)} entries data.pkl.")
+        folder = pickles[0].removesuffix("data.pkl")
+        self.known = {i.filename.removeprefix(folder): i for i in archive.infolist() if i.filename.startswith(folder)}
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a small entry."""
+        entry = self._entry(name)
+        if entry.file_size > LIMIT:
+            raise CheckpointError(f"{self._path} is damaged: {name} has {entry.file_size} bytes.")
+        return self._archive.read(entry)
+
+    def storage(self, persistent: Any) -> _Storage:
+        """The storage of ("storage", class, key, device, elements)."""
+        word, kind, key, *_ = persistent if isinstance(persistent, tuple) and len(persistent) == 5 else (None,) * 3
+        if word != "storage" or not isinstance(kind, Name) or not isinstance(key, str):
+            raise CheckpointError("its pickle refers to something that is no storage.")
+        code = _STORAGES.get(kind.attribute, "U8" if kind.attribute == "UntypedStorage" else None)
+        if code is None:
+            raise CheckpointError(f"its storages of class {kind} are not read; save them in another dtype.")
+        entry = self._entry(f"data/{key}")
+        return _Storage(code, self._path, self._start + self._first_byte(entry), entry.file_size)
+
+    def _entry(self, name: str) -> zipfile.ZipInfo:
+        entry = self.known.get(name)
+        if entry is None or entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise CheckpointError(f"{self._path} is damaged: it has no uncompressed entry {name[:80]!r}.")
+        return entry
+
+    def _first_byte(self, entry: zipfile.ZipInfo) -> int:
+        """Where the data begin, behind the entry's own header, whose length the directory does not tell."""
+        data = bytearray(_LOCAL_HEADER.size)
+        with memoryview(data) as target:
+            self._files.read_into(self._file, target, self._start + entry.header_offset)
+        magic, name, extra = _LOCAL_HEADER.unpack(data)
+        if magic != b"PK\3\4":
+            raise CheckpointError(f"{self._path} is damaged: its entries are not where its directory says.")
+        return int(entry.header_offset + _LOCAL_HEADER.size + name + extra)
+
+
+@contextmanager
+def _entries(files: Files, file: int, path: Path, start: int, size: int) -> Iterator[_Entries]:
+    try:
+        with zipfile.ZipFile(io.BufferedReader(_Range(files, file, start, size))) as archive:
+            yield _Entries(files, file, path, start, archive)
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError, zlib.error) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{path} is no file of torch.save since version 1.6, or it is damaged; load and save it again with torch."
+        ) from error
+
+
+_PARAMETERS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"})
+
+
+def _call(name: Name, arguments: tuple[Any, ...]) -> Any:
+    """The value of the calls of which torch's files consist."""
+    match str(name), arguments:
+        case ("collections.OrderedDict" | "builtins.dict", ()) | ("collections.defaultdict", _):
+            return {}
+        case "torch.Size" | "builtins.tuple", (list(values) | tuple(values),):
+            return tuple(values)
+        case "builtins.set" | "builtins.list", (list(values) | tuple(values),):
+            return list(values)
+        case "torch._utils._rebuild_tensor_v2" | "torch._utils._rebuild_tensor", (_Storage() as data, first, *more):
+            return _tensor(data, data.code, (first, *more[:2]))
+        case "torch._utils._rebuild_tensor_v3", (_Storage() as data, first, size, stride, _, _, Name() as dtype, *_):
+            return _tensor(data, _DTYPES.get(dtype.attribute, "?"), (first, size, stride))
+        case "torch._tensor._rebuild_from_type_v2", (Name() as made, _, tuple(given), _):  # a tensor with attributes
+            return _call(made, given) if made.module == "torch._utils" else Inert(name, arguments)
+        case callee, (TorchTensor() as tensor, *_) if callee in _PARAMETERS:
+            return tensor
+    return Inert(name, arguments)
+
+
+def _tensor(storage: _Storage, code: str, place: tuple[Any, ...]) -> TorchTensor:
+    first, shape, strides = place
+    numbers = (first, *shape, *strides)
+    if code == "?" or len(shape) != len(strides) or len(shape) > 64 or not all(map(_is_natural, numbers)):
+        raise CheckpointError("its pickle has a tensor of unknown dtype or shape.")
+    kind = TensorKind(code, shape)
+    last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if prod(shape) else -1
+    if (last + 1) * kind.width > storage.bytes:
+        raise CheckpointError(f"its tensor of shape {list(shape)[:8]} reaches beyond its storage.")
+    return TorchTensor(kind, storage.path, storage.start + first * kind.width, strides)
+
+
+def _is_natural(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
+def value_dict(value: Any, what: str) -> dict[Any, Any]:
+    """``value``, if it is a dict.
+
+    Raises, as the functions below:
+        CheckpointError: it is something else.
+    """
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} has a {type(value).__name__} where a dict belongs; it is damaged.")
+    return value
+
+
+def value_list(value: Any, what: str) -> list[Any]:
+    """``value``, if it is a list or a tuple."""
+    if not isinstance(value, list | tuple):
+        raise CheckpointError(f"{what} has a {type(value).__name__} where a list belongs; it is damaged.")
+    return list(value)
+
+
+def numbers_of(value: Any, what: str) -> tuple[int, ...]:
+    """``value``, if it is a list of whole numbers, such as a shape."""
+    found = value_list(value, what)
+    if not all(map(_is_natural, found)):
+        raise CheckpointError(f"{what} has something else where whole numbers of 0 or more belong; it is damaged.")
+    return tuple(found)
+
+
+def shape_of(value: Any, what: str) -> tuple[int, ...]:
+    """``value``, if it is the shape of a tensor that can exist."""
+    found = numbers_of(value, what)
+    if len(found) > 64 or prod(size or 1 for size in found) >= 2**62:
+        raise CheckpointError(f"{what} has a shape that is too large for any tensor; it is damaged.")
+    return found
+
+
+def tensor_of(value: Any, what: str) -> TorchTensor:
+    """``value``, if it is a tensor."""
+    if not isinstance(value, TorchTensor):
+        raise CheckpointError(f"{what} is a {type(value).__name__} where a tensor belongs; the file is damaged.")
+    return value
