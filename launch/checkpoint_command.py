@@ -17,7 +17,7 @@ from engine.checkpoint.format.filesystem import Files, remove_tree, write_new
 from engine.checkpoint.format.folder_locks import LOCK
 from engine.checkpoint.format.manifest import Manifest, StoredTensor
 from engine.checkpoint.format.pieces import Part
-from engine.checkpoint.format.safetensors_file import lay_out
+from engine.checkpoint.format.safetensors_file import SINGLE, lay_out
 from engine.checkpoint.format.step_folders import committed, read_manifest, steps_of
 from engine.checkpoint.format.step_reader import ReadRequest, StepReader
 from engine.checkpoint.format.strict_json import Fields, dump
@@ -26,7 +26,7 @@ from engine.launch.run_folder import CHECKPOINTS
 from engine.parallel.comm.traffic import megabytes
 from engine.parallel.grid import Grid
 
-MODEL, SINGLE = "model/", "model.safetensors"
+MODEL = "model/"
 
 
 def info(folder: Path) -> None:
@@ -157,7 +157,7 @@ def checkpoint_lines(manifest: Manifest) -> dict[str, str]:
     """Describe a checkpoint in lines such as the banner of a run has."""
     return {
         "saved": _saved(manifest),
-        "grid": _grid(Fields(manifest.info.get("grid"), "the grid in the manifest")),
+        "grid": _grid(manifest),
         "model": _model(manifest),
         "optimizer": _optimizer(manifest),
         **_tracked(manifest),
@@ -169,14 +169,17 @@ def checkpoint_lines(manifest: Manifest) -> dict[str, str]:
 
 def _saved(manifest: Manifest) -> str:
     update = Fields(manifest.progress.get("update"), "the counters in the manifest")
-    known = Fields(manifest.info, "the manifest").object("versions")
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(known.items()))
+    known = Fields({"versions": {}} | dict(manifest.info), "the manifest").object("versions")
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(known.items())) or "converted"
     counts = [f"{update.count(name):,} {word}" for name, word in (("samples", "rows"), ("tokens", "tokens"))]
     skipped = f", {update.count('skipped'):,} steps skipped" if update.count("skipped") else ""
     return f"{manifest.info.get('time')} after update {manifest.step:,}: {', '.join(counts)}{skipped} ({versions})"
 
 
-def _grid(grid: Fields) -> str:
+def _grid(manifest: Manifest) -> str:
+    if "origin" in manifest.info:
+        return f"from {manifest.info['origin']}; any grid loads it"
+    grid = Fields(manifest.info.get("grid"), "the grid in the manifest")
     ranks = Grid(grid.count("pp"), grid.count("dp"), grid.count("tp"), 0)
     return f"{ranks}, ZeRO {grid.count('zero')}; any other grid loads it too"
 
@@ -199,7 +202,8 @@ def _optimizer(manifest: Manifest) -> str:
         f"{name} {_dtypes(found)} of {_elements(found):,}" for name in families for found in [_under(manifest, name)]
     ]
     groups = len(Fields(manifest.optimizer, "the optimizer in the manifest").list("groups"))
-    head = f"{manifest.optimizer.get('type')}, {groups} group{'s' * (groups != 1)}"
+    kind = manifest.optimizer.get("type") or " or ".join(manifest.optimizer.get("types", [])[:2])
+    head = f"{kind}, {groups} group{'s' * (groups != 1)}" if groups else "no optimizer state"
     return ", ".join([head, *kept])
 
 

@@ -50,6 +50,14 @@ def _parser() -> ArgumentParser:
     schedule.add_options(command)
     command.set_defaults(run=schedule.run)
 
+    command = commands.add_parser("convert", help="write a checkpoint of another engine as one that any grid loads")
+    command.add_argument(
+        "folder", type=Path, help="folder that DeepSpeed, torch.distributed.checkpoint or Megatron saved"
+    )
+    command.add_argument("out", type=Path, help="folder of a run, which gets a step-N folder")
+    command.add_argument("--weights-only", action="store_true", help="leave out the optimizer")
+    command.set_defaults(run=_convert)
+
     command = commands.add_parser("checkpoint", help="inspect, verify and export checkpoints")
     _add_checkpoint_commands(command.add_subparsers(required=True, metavar="ACTION"))
     return parser
@@ -101,6 +109,13 @@ def _plan(options: Namespace) -> None:
     costs = profile_run(program, example, config, stages_wanted(config), device) if needs_profiling(config) else None
     wish = PlanRequest(program, example, costs=costs)
     print(banner_text(build_plan(config, wish), "no device: a plan"))
+
+
+def _convert(options: Namespace) -> None:
+    from engine.checkpoint.foreign.convert import convert
+    from engine.launch.checkpoint_command import info
+
+    info(convert(options.folder, options.out, options.weights_only))
 
 
 def _checkpoint_info(options: Namespace) -> None:

@@ -16,12 +16,11 @@ from torch import nn
 from engine.checkpoint.format.file_spans import FileSpan, SpannedTensor, read_spans
 from engine.checkpoint.format.filesystem import Files, opened, read_all, resolved
 from engine.checkpoint.format.pieces import Part
-from engine.checkpoint.format.safetensors_file import HEADER_LIMIT, TensorKind, read_header
+from engine.checkpoint.format.safetensors_file import HEADER_LIMIT, INDEX, SINGLE, TensorKind, read_header
 from engine.checkpoint.format.step_reader import ReadRequest
 from engine.checkpoint.format.strict_json import Fields, parse
 from engine.errors import CheckpointError
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 

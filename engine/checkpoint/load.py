@@ -9,18 +9,19 @@ So every byte is read by one data rank. Tensors outside buckets (buffers, frozen
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.checkpoint.contents.local_tensors import Held, LocalTensors
 from engine.checkpoint.contents.optimizer_state import Families, Moments
-from engine.checkpoint.format.host_image import as_bytes, torch_dtype
+from engine.checkpoint.format.host_image import as_bytes, in_batches, torch_dtype
 from engine.checkpoint.format.pieces import Part
 from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.checkpoint.format.step_reader import ReadRequest
@@ -29,8 +30,6 @@ from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket
 
 logger = logging.getLogger("trine")
-
-T = TypeVar("T")
 
 LABEL = "checkpoint"
 _REMEDY = "build the model that was saved, or load another checkpoint."
@@ -70,7 +69,7 @@ class Loader:
         Raises:
             CheckpointError: names the first difference.
         """
-        kinds, ownership = self.source.kinds, self.local_tensors.ownership
+        kinds, ownership = self._kinds, self.local_tensors.ownership
         wanted = {f"param/{row.name}": row.shape for row in ownership.plan.table}
         dtypes = {f"param/{row.name}": row.dtype for row in ownership.plan.table}
         wanted |= {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
@@ -97,6 +96,20 @@ class Loader:
         if more and self.strict:
             raise CheckpointError(f"{self.source.name} has {more[0]!r}, which this model lacks; {_REMEDY}")
 
+    @cached_property
+    def _kinds(self) -> dict[str, TensorKind]:
+        """The source's tensors by our names: files of other engines may hold a buffer among the parameters."""
+        kinds = dict(self.source.kinds)
+        for name in self.buffers:
+            if name not in kinds and (stored := self._stored(name)) in kinds:
+                kinds[name] = kinds.pop(stored)
+        return kinds
+
+    def _stored(self, buffer: str) -> str:
+        """The source's name of a buffer."""
+        leaf = buffer.partition("/")[2]
+        return buffer if buffer in self.source.kinds else f"param/{leaf}"
+
     def tell_differences(self) -> None:
         """Log which tensors are on one side only, if that is allowed."""
         for names, told in (
@@ -108,17 +121,17 @@ class Loader:
 
     def _left_out(self, tensor: str) -> bool:
         """Whether a tensor keeps its values, because the source may lack it and does."""
-        return not self.strict and tensor not in self.source.kinds
+        return not self.strict and tensor not in self._kinds
 
     def _wanted(self) -> list[str]:
         return [*(f"param/{row.name}" for row in self.local_tensors.ownership.plan.table), *self.buffers]
 
     def _absent(self) -> list[str]:
-        return [name.partition("/")[2] for name in self._wanted() if name not in self.source.kinds]
+        return [name.partition("/")[2] for name in self._wanted() if name not in self._kinds]
 
     def _surplus(self) -> list[str]:
         known = set(self._wanted())
-        names = (name for name in self.source.kinds if name.startswith(("param/", "buffer/")) and name not in known)
+        names = (name for name in self._kinds if name.startswith(("param/", "buffer/")) and name not in known)
         return [name.partition("/")[2] for name in names]
 
     def check_moments(self, families: Families) -> None:
@@ -196,8 +209,8 @@ class Loader:
         return kind
 
     def _read_one(self, name: str, part: Part, target: Tensor) -> None:
-        values = torch.empty(target.shape, dtype=torch_dtype(self.source.kinds[name]))
-        self.source.read([ReadRequest(name, part.whole(), as_bytes(values))])
+        values = torch.empty(target.shape, dtype=torch_dtype(self._kinds[name]))
+        self.source.read([ReadRequest(self._stored(name), part.whole(), as_bytes(values))])
         target.copy_(values)
 
 
@@ -238,17 +251,3 @@ def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> 
             comm.all_gather(whole, whole[flat.shard].clone(), "dp", LABEL).wait()
             for place in having:
                 moments[place.parameter][name].view(-1).copy_(whole[place.part])
-
-
-def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Cut ``items`` into runs of at most ``limit`` bytes; an item that has more is a run by itself."""
-    batch: list[T] = []
-    size = 0
-    for item in items:
-        if batch and size + size_of(item) > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += size_of(item)
-    if batch:
-        yield batch

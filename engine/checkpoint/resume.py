@@ -174,7 +174,10 @@ class Resume:
             loader.tell_differences()
         if self._states:
             check_type(runtime.optimizer, manifest.optimizer, self._step)
-            loader.check_moments(Families(reader.kinds, manifest.optimizer))
+            families = Families(reader.kinds, manifest.optimizer)
+            loader.check_moments(families)
+            if not families.kinds and "origin" in manifest.info and self._host.rank == 0:
+                logger.warning("%s has no optimizer state, so the optimizer starts afresh", self._step)
         if self._goes_on_with_schedule(reader):
             check_schedule(runtime.optimizer, runtime.plan.table, manifest.optimizer)
         if self._options.module_only:
@@ -265,7 +268,9 @@ def start_weights(run: RunState, host: HostGroup, folder: Path) -> None:
     with raise_together(host, describe):
         source = _weights_of(run, folder)
         kinds = source.kinds
-        loader = Loader(source, run.local_tensors, {n: b for n, b in run.buffers.items() if n in kinds})
+        known = {name.partition("/")[2] for name in kinds}
+        buffers = {name: buffer for name, buffer in run.buffers.items() if name.partition("/")[2] in known}
+        loader = Loader(source, run.local_tensors, buffers)
         loader.check()
         loader.read_weights()
     share_weights(run.runtime.buckets, run.comm)

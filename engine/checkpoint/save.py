@@ -11,7 +11,6 @@ All messages go over the host group. A failure on any rank fails the save on all
 older checkpoints untouched.
 """
 
-import hashlib
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +21,11 @@ from typing import Any
 from engine.checkpoint.contents.optimizer_state import without_numbers
 from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership
 from engine.checkpoint.contents.snapshot import Contents, Ours, Snapshot, Snapshots
-from engine.checkpoint.format.checked_blocks import BLOCK, DEFAULT_ALGORITHM
 from engine.checkpoint.format.filesystem import PAGE, Files, remove_tree
 from engine.checkpoint.format.host_image import HostImage, write_file
-from engine.checkpoint.format.manifest import CHECKSUMS, Checksum, Manifest, StoredPiece
+from engine.checkpoint.format.manifest import CHECKSUMS, Checksum, Manifest, StoredPiece, hashes_file
 from engine.checkpoint.format.pieces import Part
-from engine.checkpoint.format.safetensors_file import TensorKind, lay_out
+from engine.checkpoint.format.safetensors_file import INDEX, SINGLE
 from engine.checkpoint.format.step_folders import (
     commit,
     make_run_folder,
@@ -38,7 +36,6 @@ from engine.checkpoint.format.step_folders import (
     write_manifest,
 )
 from engine.checkpoint.format.strict_json import Fields, dump, parse
-from engine.checkpoint.huggingface import INDEX, SINGLE
 from engine.checkpoint.rank_report import Report, digests, failure, merge
 from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.host_group import HostGroup, announce, collect
@@ -287,13 +284,9 @@ class Saver:
         return {"folder": str(step)}
 
     def _write_checksums(self, written: Path, merged: Report) -> Checksum:
-        layout = lay_out({name: TensorKind("U64", (len(hashes),)) for name, hashes in merged.hashes.items()})
-        data = bytearray(layout.size)
-        data[: len(layout.header)] = layout.header
-        for name, (kind, start) in layout.places.items():
-            data[start : start + kind.bytes] = merged.hashes[name].tobytes()
+        data, checksum = hashes_file(merged.hashes)
         self._write_bytes(written, CHECKSUMS, data, Report())
-        return Checksum(DEFAULT_ALGORITHM, BLOCK, hashlib.sha256(data).hexdigest(), len(data))
+        return checksum
 
     def _tidy(self, step: Path, attempt: str, keep: int | None) -> None:
         """Update ``latest`` and apply retention; the checkpoint is committed and stays even if this fails."""

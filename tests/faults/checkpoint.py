@@ -93,7 +93,7 @@ CHECKPOINT = (
         name="position-in-the-data-lost",
         about="A resumed run reads its data from the start again.",
         file="engine/checkpoint/contents/trainer_state.py",
-        old='thing.load_state_dict(reader.manifest.progress["tracked"][name])',
+        old="thing.load_state_dict(stored[name])",
         new="thing.load_state_dict(thing.state_dict())",
         tests=(f"{_CHECKPOINT}::test_what_is_registered_comes_back",),
     ),

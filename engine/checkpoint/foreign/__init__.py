@@ -4,15 +4,20 @@ pickle_values        a pickle's values; nothing is imported or called
 torch_file           a file of torch.save: the values, and where each tensor's bytes are
 deepspeed_zero       which elements of a parameter are in which file of ZeRO
 deepspeed_folder     DeepSpeed's folders -> ForeignContents
+torch_dcp            folders of torch.distributed.checkpoint -> ForeignContents
+megatron             Megatron's torch format -> ForeignContents
 foreign_step         ForeignContents as an open checkpoint, which any grid loads
 """
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from engine.checkpoint.foreign.deepspeed_folder import is_deepspeed, read_deepspeed
-from engine.checkpoint.foreign.foreign_step import ForeignStep
+from engine.checkpoint.foreign.foreign_step import ForeignContents, ForeignStep
+from engine.checkpoint.foreign.megatron import is_megatron, read_megatron
+from engine.checkpoint.foreign.torch_dcp import METADATA, read_dcp
 from engine.checkpoint.format.filesystem import Files, read_all
 from engine.checkpoint.format.step_folders import is_step
 from engine.checkpoint.format.step_reader import OpenCheckpoint, StepReader
@@ -23,7 +28,7 @@ logger = logging.getLogger("trine")
 def foreign_folder(files: Files, folder: Path) -> Path | None:
     """The folder of another engine's checkpoint: ``folder``, or the one that its file "latest" names."""
     for place in (folder, *_tag_folders(files, folder)) if files.is_folder(folder) else ():
-        if is_deepspeed(files.names(place)):
+        if _reader(files.names(place)) is not None:
             return place
     return None
 
@@ -42,15 +47,28 @@ def open_foreign(files: Files, folder: Path, optimizer: bool = True) -> ForeignS
     Raises:
         CheckpointError: the folder is damaged, or holds what cannot be read.
     """
-    contents, dropped = read_deepspeed(files, folder, optimizer)
+    read = _reader(files.names(folder)) or read_dcp
+    contents, dropped = read(files, folder, optimizer)
     if dropped:
         logger.warning("%s: client state that is no JSON is left out: %s", folder, ", ".join(dropped[:5]))
     return ForeignStep(files, folder, contents)
 
 
+def _reader(names: Sequence[str]) -> Callable[[Files, Path, bool], tuple[ForeignContents, list[str]]] | None:
+    """What reads a folder with these names."""
+    if is_deepspeed(names):
+        return read_deepspeed
+    if METADATA in names:
+        return read_dcp
+    return read_megatron if is_megatron(names) else None
+
+
 def _tag_folders(files: Files, folder: Path) -> Iterator[Path]:
-    for name in ("latest_universal", "latest"):
-        if name in files.names(folder):
-            tag = bytes(read_all(files, folder, name, 1 << 12)).decode(errors="replace").strip()
-            if tag and "/" not in tag and "\0" not in tag and tag not in (".", "..") and files.is_folder(folder / tag):
+    """Folders that a hint beside them names."""
+    names = files.names(folder)
+    for hint in ("latest_universal", "latest", "latest_checkpointed_iteration.txt"):
+        if hint in names:
+            tag = bytes(read_all(files, folder, hint, 1 << 12)).decode(errors="replace").strip()
+            tag = f"iter_{int(tag):07d}" if hint.endswith(".txt") and re.fullmatch(r"\d{1,12}", tag) else tag
+            if tag in names and files.is_folder(folder / tag):
                 yield folder / tag

@@ -12,6 +12,7 @@ from engine.errors import CheckpointError
 
 
 def first_flat(options: Mapping[str, Any], index: int) -> int:
+    """Index of the state that belongs to a group; ``index`` where the group does not say."""
     params = options.get("params")
     first = params[0] if isinstance(params, list) and params else index
     return first if isinstance(first, int) else index

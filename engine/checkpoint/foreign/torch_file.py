@@ -138,7 +138,7 @@ def read_torch_file(files: Files, path: Path, start: int = 0, size: int | None =
             data = entries.read("data.pkl")
             if "byteorder" in entries.known and entries.read("byteorder") != b"little":
                 raise CheckpointError(f"{path} is of a big-endian machine; save it again on a little-endian one.")
-            return read_pickle(data, str(path), _call, entries.storage)
+            return read_pickle(data, str(path), call_of_torch, entries.storage)
 
 
 class _Entries:
@@ -203,9 +203,9 @@ def _entries(files: Files, file: int, path: Path, start: int, size: int) -> Iter
 _PARAMETERS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"})
 
 
-def _call(name: Name, arguments: tuple[Any, ...]) -> Any:
+def call_of_torch(name: Name, arguments: tuple[Any, ...]) -> Any:
     """The value of the calls of which torch's files consist."""
-    match str(name), arguments:
+    match str(name).replace("__builtin__.", "builtins."), arguments:  # as Python 2 called it, and protocol 2 still does
         case ("collections.OrderedDict" | "builtins.dict", ()) | ("collections.defaultdict", _):
             return {}
         case "torch.Size" | "builtins.tuple", (list(values) | tuple(values),):
@@ -217,7 +217,7 @@ def _call(name: Name, arguments: tuple[Any, ...]) -> Any:
         case "torch._utils._rebuild_tensor_v3", (_Storage() as data, first, size, stride, _, _, Name() as dtype, *_):
             return _tensor(data, _DTYPES.get(dtype.attribute, "?"), (first, size, stride))
         case "torch._tensor._rebuild_from_type_v2", (Name() as made, _, tuple(given), _):  # a tensor with attributes
-            return _call(made, given) if made.module == "torch._utils" else Inert(name, arguments)
+            return call_of_torch(made, given) if made.module == "torch._utils" else Inert(name, arguments)
         case callee, (TorchTensor() as tensor, *_) if callee in _PARAMETERS:
             return tensor
     return Inert(name, arguments)

@@ -22,6 +22,21 @@ class FileSpan:
     """Byte of the first element."""
     piece: Piece
 
+    def slice_of(self, index: int, kind: TensorKind) -> "FileSpan | None":
+        """What it holds of element ``index`` along the first dim, a tensor of ``kind``; None if nothing."""
+        part = self.piece.part
+        if part.dim == 0:  # rows of the first dim, which are neighbours: elements of the full tensor in a row
+            inner, offset = Part(kind.shape), part.rows[0][0] * kind.elements
+        else:
+            inner, offset = Part(kind.shape, None if part.dim is None else part.dim - 1, part.rows), 0
+        first = index * inner.elements
+        begin = max(first, self.piece.start + offset)
+        stop = min(first + inner.elements, self.piece.stop + offset)
+        if begin >= stop:
+            return None
+        start = self.start + (begin - offset - self.piece.start) * kind.width
+        return FileSpan(self.path, start, Piece(inner, begin - first, stop - first))
+
 
 @dataclass(frozen=True, slots=True)
 class SpannedTensor:

@@ -12,11 +12,12 @@ Both release the interpreter lock, and the memory does not change meanwhile.
 """
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from torch import Tensor
 from engine.checkpoint.format.checked_blocks import BLOCK, DEFAULT_ALGORITHM, Hashes, hash_blocks
 from engine.checkpoint.format.filesystem import PAGE, Files, named
 from engine.checkpoint.format.safetensors_file import DTYPES, FileLayout, TensorKind, code_of, lay_out
+
+T = TypeVar("T")
 
 
 class ImageMemory:
@@ -135,3 +138,17 @@ def _write(files: Files, path: Path, memory: memoryview, size: int) -> None:
         files.sync(file)
     finally:
         files.close(file)
+
+
+def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Cut ``items`` into runs of at most ``limit`` bytes; an item that has more is a run by itself."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        if batch and size + size_of(item) > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += size_of(item)
+    if batch:
+        yield batch

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from engine.checkpoint.format.checked_blocks import ALGORITHMS
+from engine.checkpoint.format.checked_blocks import ALGORITHMS, BLOCK, DEFAULT_ALGORITHM, Hashes
 from engine.checkpoint.format.pieces import Part, Piece, covers_once
-from engine.checkpoint.format.safetensors_file import TensorKind, read_kind
+from engine.checkpoint.format.safetensors_file import TensorKind, lay_out, read_kind
 from engine.checkpoint.format.strict_json import Fields, dump, natural, naturals, parse
 from engine.errors import CheckpointError
 
@@ -88,6 +88,16 @@ class Manifest:
     def model_kinds(self) -> dict[str, TensorKind]:
         """Kind of every "param/..." and "buffer/..."."""
         return {n: t.kind for n, t in self.tensors.items() if n.startswith(("param/", "buffer/"))}
+
+
+def hashes_file(hashes: Mapping[str, Hashes]) -> tuple[bytearray, Checksum]:
+    """The contents of the file of hashes, and its entry in the manifest."""
+    layout = lay_out({name: TensorKind("U64", (len(found),)) for name, found in hashes.items()})
+    data = bytearray(layout.size)
+    data[: len(layout.header)] = layout.header
+    for name, (kind, start) in layout.places.items():
+        data[start : start + kind.bytes] = hashes[name].tobytes()
+    return data, Checksum(DEFAULT_ALGORITHM, BLOCK, hashlib.sha256(data).hexdigest(), len(data))
 
 
 def to_json(manifest: Manifest) -> bytes:

@@ -17,6 +17,8 @@ from engine.checkpoint.format.filesystem import PAGE
 from engine.checkpoint.format.strict_json import Fields, dump, naturals, parse
 from engine.errors import CheckpointError
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+"""Names in a folder of several files, and of one."""
 HEADER_LIMIT = 1 << 25
 """Largest header in bytes: some 100,000 tensors. The format allows more; a parsed header takes ten times its size."""
 

@@ -43,7 +43,7 @@ folder = os.environ["CHECKPOINTS"]
 
 def train():
     ids = torch.randint(29, (total, 7), generator=data)
-    first = torch.distributed.get_rank() * rows % total
+    first = torch.distributed.get_rank() // engine.mp_world_size * rows % total
     mine = ids[first : first + rows]
     logits = engine(mine[:, :-1])
     loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), mine[:, 1:].flatten())
