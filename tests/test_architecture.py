@@ -20,8 +20,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "deepspeed",
     ),
     "engine.checkpoint": (
-        "format", "contents", "full_state", "preemption", "huggingface", "load", "foreign", "run_state", "weights_transfer",
-        "resume", "rank_report", "save", "writer", "coordinator",
+        "format", "contents", "full_state", "preemption", "huggingface", "load", "foreign", "run_state",
+        "weights_transfer", "resume", "rank_report", "save", "writer", "coordinator",
     ),
     "engine.zero": ("layout", "flat_buckets", "attachment", "own_backward", "gather", "reduce", "optim"),
     "engine.parallel": (

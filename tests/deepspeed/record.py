@@ -138,12 +138,13 @@ def _make_universal(name: str) -> None:
 def main() -> None:
     """Record all scripts, and the checkpoints that two of them save."""
     found = {name: _tried(source(name), config, {}) for name, config in CONFIGS.items()}
+    continued = {}
     for name in CHECKPOINTS:
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = _saved(name, folder)
+            continued[name] = _saved(name, folder)
     for name in UNIVERSAL:
         _make_universal(name)
-    record = {"deepspeed": version("deepspeed"), "torch": version("torch"), "printed": found}
+    record = {"deepspeed": version("deepspeed"), "torch": version("torch"), "printed": found, "continued": continued}
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -15,7 +15,7 @@ STAGE_3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
 
 def check(saved: str, origin: str, ranks: int, more: dict[str, Any]) -> None:
     script, config = CHECKPOINTS[origin]
-    expected = json.loads(RECORD.read_text(encoding="utf-8"))["printed"][origin][4:]
+    expected = json.loads(RECORD.read_text(encoding="utf-8"))["continued"][origin][4:]
     found = printed(changed(script), config | more, ranks, {"LOAD": str(SAVED / saved)})
     assert [word for word, _ in found] == [word for word, _ in expected] == ["loss"] * 3
     bound = 2e-3 if BF16.items() <= config.items() else 1e-5

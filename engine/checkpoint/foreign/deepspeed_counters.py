@@ -1,14 +1,37 @@
-"""DeepSpeed's optimizer groups, loss scaler and scheduler in our terms."""
+"""DeepSpeed's counters, client state, loss scaler and scheduler in our terms."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from engine.checkpoint.foreign.foreign_step import ParameterGroup
 from engine.checkpoint.foreign.pickle_values import Inert, plain
-from engine.checkpoint.foreign.torch_file import TorchTensor
-from engine.checkpoint.format.filesystem import Files
-from engine.checkpoint.format.safetensors_file import DTYPES
+from engine.checkpoint.foreign.torch_file import numbers_of
 from engine.errors import CheckpointError
+
+_OWN = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "num_experts",
+    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "autotp_uc_info",
+})  # fmt: skip
+"""Keys that DeepSpeed writes; all others are the user's client state."""
+
+
+def count_of(state: Mapping[str, Any], key: str, default: int = 0) -> int:
+    """A counter; ``default`` where it was not written."""
+    value = state.get(key, default)
+    return numbers_of([default if value is None else value], key)[0]
+
+
+def zero_stage_of(optimizer: Mapping[str, Any]) -> int:
+    """The ZeRO stage; 1 for the optimizer of bf16 runs, which does not write it."""
+    value = optimizer.get("zero_stage", 1)
+    value = value.arguments[0] if isinstance(value, Inert) and value.arguments else value
+    return value if isinstance(value, int) else 1
+
+
+def client_state(state: Mapping[str, Any], dropped: list[str]) -> Any:
+    """What the user passed to ``save_checkpoint``, as JSON; paths of what is no JSON are put into ``dropped``."""
+    return plain({key: value for key, value in state.items() if key not in _OWN}, dropped)
 
 
 def first_flat(options: Mapping[str, Any], index: int) -> int:
@@ -16,24 +39,6 @@ def first_flat(options: Mapping[str, Any], index: int) -> int:
     params = options.get("params")
     first = params[0] if isinstance(params, list) and params else index
     return first if isinstance(first, int) else index
-
-
-def described_group(
-    params: Sequence[str], options: Mapping[str, Any], state: Mapping[Any, Any], files: Files
-) -> ParameterGroup:
-    """A group with the numbers of one state of it."""
-    kept = plain({key: value for key, value in options.items() if key != "params"}, [])
-    numbers: dict[str, list[Any]] = {}
-    for key, value in state.items():
-        if isinstance(value, TorchTensor) and (key == "step" or not value.kind.shape):
-            number = value.number(files)
-            if number is not None:
-                numbers[str(key)] = [number, DTYPES[value.kind.dtype]]
-        elif isinstance(value, bool | int | float):
-            numbers[str(key)] = [value, None]
-    step = numbers.get("step", [kept.get("step", 0)])[0]
-    step = int(step) if isinstance(step, int | float) and 0 <= step < 2**53 else 0
-    return ParameterGroup(params=params, options=kept | {"step": step}, numbers=numbers)
 
 
 def loss_scale_state(scaler: Any) -> dict[str, Any] | None:

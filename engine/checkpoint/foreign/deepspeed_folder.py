@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.foreign.deepspeed_counters import (
-    described_group,
+    client_state,
+    count_of,
     first_flat,
     loss_scale_state,
     scheduler_state,
+    zero_stage_of,
 )
 from engine.checkpoint.foreign.deepspeed_universal import read_universal
 from engine.checkpoint.foreign.deepspeed_zero import (
@@ -28,11 +30,9 @@ from engine.checkpoint.foreign.deepspeed_zero import (
     rank_state,
     tensors_of_fragments,
 )
-from engine.checkpoint.foreign.foreign_step import ForeignContents, ParameterGroup, spanned
-from engine.checkpoint.foreign.pickle_values import Inert, plain
+from engine.checkpoint.foreign.foreign_step import ForeignContents, ParameterGroup, described_group, spanned
 from engine.checkpoint.foreign.torch_file import (
     TorchTensor,
-    numbers_of,
     read_torch_file,
     shape_of,
     tensor_of,
@@ -49,13 +49,6 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+.*_optim_states\.pt")
-_OWN = frozenset({
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
-    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "num_experts",
-    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "autotp_uc_info",
-})  # fmt: skip
-"""Keys that DeepSpeed writes; all others are the user's client state."""
 
 
 def is_deepspeed(names: Sequence[str]) -> bool:
@@ -84,21 +77,20 @@ def read_deepspeed(files: Files, folder: Path, optimizer: bool = True) -> tuple[
         tensors, groups = _sharded(stages, files, optimizer)
         scaler = stages[0].ranks[0].loss_scaler if stages[0].ranks else None
     tensors |= _unsharded(files, folder, stages, listing, tensors)
-    made = _count(first, "global_steps") - _count(first, "skipped_steps")
-    user = plain({key: value for key, value in first.items() if key not in _OWN}, dropped)
+    made = count_of(first, "global_steps") - count_of(first, "skipped_steps")
     word = "universal, saved" if "zero" in names else f"ZeRO {max(stage.zero for stage in stages)}"
-    origin = f"DeepSpeed {str(first.get('ds_version'))[:20]}, {word} over {_count(first, 'dp_world_size')} data ranks"
+    origin = f"DeepSpeed {str(first.get('ds_version'))[:20]}, {word} over {count_of(first, 'dp_world_size')} data ranks"
     contents = ForeignContents(
         origin=origin,
         tensors=tensors,
         made=max(0, made),
-        skipped=_count(first, "skipped_steps"),
-        samples=_count(first, "global_samples"),
+        skipped=count_of(first, "skipped_steps"),
+        samples=count_of(first, "global_samples"),
         loss_scale=loss_scale_state(scaler),
         scheduler=scheduler_state(first.get("lr_scheduler")),
         groups=groups,
         aliases=shared,
-        user=user,
+        user=client_state(first, dropped),
     )
     return contents, dropped
 
@@ -171,12 +163,12 @@ class _Stage:
         for _, name in sorted(optim.items()):
             loaded = value_dict(read_torch_file(files, folder / name), name)
             optimizer = value_dict(loaded.get("optimizer_state_dict"), name)
-            zero = max(zero, _zero_stage(optimizer))
+            zero = max(zero, zero_stage_of(optimizer))
             ranks.append(rank_state(optimizer, str(folder / name)))
-        if optim and len(ranks) != _count(states[0], "dp_world_size", len(ranks)):
+        if optim and len(ranks) != count_of(states[0], "dp_world_size", len(ranks)):
             raise CheckpointError(
                 f"{folder} has the optimizer of {len(ranks)} data ranks and was saved by "
-                f"{_count(states[0], 'dp_world_size')}; copy the whole folder."
+                f"{count_of(states[0], 'dp_world_size')}; copy the whole folder."
             )
         return cls(states[0], states, ranks, zero, str(folder / model[min(model)]))
 
@@ -202,18 +194,6 @@ class _Stage:
     def shared(self) -> dict[str, str]:
         """Other names of tied parameters -> the first."""
         return {str(k): str(v) for k, v in value_dict(self.state.get("shared_params") or {}, self.what).items()}
-
-
-def _count(state: Mapping[str, Any], key: str, default: int = 0) -> int:
-    value = state.get(key, default)
-    return numbers_of([default if value is None else value], key)[0]
-
-
-def _zero_stage(optimizer: Mapping[str, Any]) -> int:
-    """1 for the optimizer of bf16 runs, which does not write it."""
-    value = optimizer.get("zero_stage", 1)
-    value = value.arguments[0] if isinstance(value, Inert) and value.arguments else value
-    return value if isinstance(value, int) else 1
 
 
 # ------------------------------------------------------------------ tensors

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.foreign.deepspeed_counters import described_group
 from engine.checkpoint.foreign.deepspeed_zero import Shapes
-from engine.checkpoint.foreign.foreign_step import ParameterGroup, spanned
+from engine.checkpoint.foreign.foreign_step import ParameterGroup, described_group, spanned
 from engine.checkpoint.foreign.torch_file import read_torch_file, tensor_of, value_dict, value_list
 from engine.checkpoint.format.file_spans import SpannedTensor
 from engine.checkpoint.format.filesystem import Files

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.foreign.pickle_values import plain
+from engine.checkpoint.foreign.torch_file import TorchTensor
 from engine.checkpoint.format.file_spans import FileSpan, SpannedTensor, read_spans
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.manifest import Checksum, Manifest, StoredTensor
 from engine.checkpoint.format.pieces import covers_once
-from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.checkpoint.format.safetensors_file import DTYPES, TensorKind
 from engine.checkpoint.format.step_reader import ReadRequest
 from engine.errors import CheckpointError
 
@@ -91,6 +93,24 @@ class ForeignStep:
 def spanned(kind: TensorKind, spans: Iterable[FileSpan]) -> SpannedTensor:
     """A tensor from its pieces; empty ones are left out."""
     return SpannedTensor(kind, tuple(span for span in spans if span.piece.elements))
+
+
+def described_group(
+    params: Sequence[str], options: Mapping[str, Any], state: Mapping[Any, Any], files: Files
+) -> ParameterGroup:
+    """A group with the numbers of one state of it."""
+    kept = plain({key: value for key, value in options.items() if key != "params"}, [])
+    numbers: dict[str, list[Any]] = {}
+    for key, value in state.items():
+        if isinstance(value, TorchTensor) and (key == "step" or not value.kind.shape):
+            number = value.number(files)
+            if number is not None:
+                numbers[str(key)] = [number, DTYPES[value.kind.dtype]]
+        elif isinstance(value, bool | int | float):
+            numbers[str(key)] = [value, None]
+    step = numbers.get("step", [kept.get("step", 0)])[0]
+    step = int(step) if isinstance(step, int | float) and 0 <= step < 2**53 else 0
+    return ParameterGroup(params=params, options=kept | {"step": step}, numbers=numbers)
 
 
 def _manifest(contents: ForeignContents) -> Manifest:

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.foreign.deepspeed_counters import described_group
-from engine.checkpoint.foreign.foreign_step import ForeignContents, ParameterGroup, spanned
+from engine.checkpoint.foreign.foreign_step import ForeignContents, ParameterGroup, described_group, spanned
 from engine.checkpoint.foreign.pickle_values import Inert, plain, read_pickle
 from engine.checkpoint.foreign.torch_file import (
     TorchTensor,

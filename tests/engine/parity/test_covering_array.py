@@ -28,7 +28,8 @@ RunRanks = Callable[..., list[Any]]
 MICRO = 2
 """Rows of a microbatch."""
 TENSOR = {name: SHARED[name] for name in ("decoder", "decoder tied", "llama", "gpt2")}
-MODELS: dict[str, Callable[[], nn.Module]] = {**TENSOR, **CHAINED, "nano": partial(models.nano_wide_loss, layers=4)}
+WIDE = {"nano": partial(models.nano_wide_loss, layers=4), "t5": models.T5WideLoss}
+MODELS: dict[str, Callable[[], nn.Module]] = TENSOR | CHAINED | WIDE
 PARTS = 24
 """Tests into which the triples are split."""
 ONE_STAGE, TWO_STAGES = ("1f1b", "gpipe", "zb-h1"), ("interleaved", "looped-bfs", "zb-v", "dualpipe-v")

@@ -133,7 +133,15 @@ def test_the_same_steps_are_made_and_skipped_as_on_the_host(precision: dict[str,
         assert row[0] == pytest.approx(other[0], rel=1e-4)
         assert row[1] == pytest.approx(other[1], rel=1e-2) or not math.isfinite(other[1])
     for one, other in zip(weights, expected, strict=True):
-        assert float((one.float() - other.float()).abs().mean()) < 1e-5
+        # a last bit of a master flips a 16-bit weight every few steps, which moves all others by parts of the rate
+        assert float((one.float() - other.float()).abs().mean()) < 0.01 * 3e-3
+
+
+def test_the_first_updates_are_those_of_the_host_but_for_last_bits() -> None:
+    settings = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5}}}
+    ours, theirs = (run(settings | {"kernels": mode}, 2)[1] for mode in ("triton", "reference"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert float((one - other).abs().max()) <= 5e-7
 
 
 def infinite(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -51,6 +51,7 @@ STAGE_3: tuple[dict[str, Any], ...] = (
     {"stage": 3, "reduce": "microbatch"},
     {"stage": 3, "keep_gathered_bytes": 5000},
 )
+ROUNDED = 1e-7  # a loss of a thousandth is a difference of logits of about one, in fp32
 HARD = ("ReadsOutside", "Repeats", "SegmentsAgain", "FrozenMiddle")
 
 
@@ -62,7 +63,7 @@ def compare(names: list[str], modes: tuple[dict[str, Any], ...]) -> list[str]:
         for zero in modes:
             found, sharded = trained(AWKWARD[name](), zero)
             exact = zero.get("reduce") != "microbatch"  # which adds over ranks before it adds over microbatches
-            close = torch.allclose(torch.tensor(figures), torch.tensor(found), rtol=1e-6)
+            close = torch.allclose(torch.tensor(figures), torch.tensor(found), rtol=1e-6, atol=ROUNDED)
             if not close or (exact and [loss for loss, _ in figures] != [loss for loss, _ in found]):
                 wrong.append(f"{name} {zero}: {found} instead of {figures}")
             differing = [key for key in weights if exact and not torch.equal(weights[key], sharded[key])]
