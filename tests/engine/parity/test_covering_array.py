@@ -28,7 +28,7 @@ RunRanks = Callable[..., list[Any]]
 MICRO = 2
 """Rows of a microbatch."""
 TENSOR = {name: SHARED[name] for name in ("decoder", "decoder tied", "llama", "gpt2")}
-WIDE = {"nano": partial(models.nano_wide_loss, layers=4), "t5": models.T5WideLoss}
+WIDE: dict[str, Callable[[], nn.Module]] = {"nano": partial(models.nano_wide_loss, layers=4), "t5": models.T5WideLoss}
 MODELS: dict[str, Callable[[], nn.Module]] = TENSOR | CHAINED | WIDE
 PARTS = 24
 """Tests into which the triples are split."""
