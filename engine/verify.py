@@ -225,7 +225,7 @@ class _Reference:
         micro = self.config.micro
         for index in range(self.config.dp * self.config.accumulation):
             part = self.rows.take_rows(batch, index * micro, micro)
-            with self.streams.forward(self.config.seed, self.updates, index):
+            with self.streams.forward(self.config.seed, self.updates, index), self.precision.forward(self.device):
                 moved = map_tensors(part, lambda t: t.to(self.device))
                 output = call_model(self.model, map_tensors(self.inputs.take(moved), self.precision.input))
                 loss = find_loss(output, moved, self.loss_fn)
@@ -268,7 +268,14 @@ def _plain_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.opti
         "Lion": FlatLion,
     }
     assert config.optimizer is not None  # initialize() has already refused a run without an optimizer
-    return kinds[config.optimizer.type](groups, **dict(config.optimizer.params))
+    params = dict(config.optimizer.params)
+    corrected = params.pop("bias_correction", True)
+    made = kinds[config.optimizer.type](groups, **params)
+    for weight in [] if corrected else [weight for group in made.param_groups for weight in group["params"]]:
+        # torch always corrects; after this many updates its correction is a division by one
+        averages = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+        made.state[weight] = {"step": torch.tensor(1e9), **averages}
+    return made
 
 
 def _worst(ours: Sequence[float], reference: Sequence[float]) -> float:

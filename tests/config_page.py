@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.harness.figures import show
-from engine.config.deepspeed_keys import TABLE, Moved
+from engine.config.deepspeed.keys import TABLE, Moved
 from engine.config.json_schema import schema
 
 HEAD = "| key | type | default | meaning | DeepSpeed's other name |\n|---|---|---|---|---|"

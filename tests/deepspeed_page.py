@@ -9,13 +9,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from engine.config import Config, load_config
-from engine.config.deepspeed import translate
-from engine.config.deepspeed_keys import KEYS, TABLE, Feature, Moved, Noted, Only, WithMode
+from engine.config.deepspeed.keys import KEYS, TABLE, Feature, Moved, Noted, Only, WithMode
+from engine.config.deepspeed.translate import translate
 from engine.config.reader import paths
 from engine.config.rules import Problems
+from engine.deepspeed.auto_values import fill_auto
 from engine.errors import ConfigError
 from tests.structure import ROOT
 
@@ -26,7 +28,8 @@ OURS = frozenset(paths(Config))
 HEAD = """# DeepSpeed configurations here
 
 {files} configurations of the shapes that DeepSpeed's users have, and what becomes of every key: {accepted} are
-accepted, {refused} are refused with all reasons at once. Generated from `tests/engine/config/deepspeed/`
+accepted, {refused} are refused with all reasons at once. "auto" is filled from arguments as the Hugging Face Trainer
+has them (`args=` of `engine.deepspeed.initialize`). Generated from `tests/engine/config/deepspeed/`
 (`python -m tests.deepspeed_page --write`); a test compares. `trine check FILE` says it for yours.
 
 | word | meaning |
@@ -46,16 +49,25 @@ class Told:
     notes: tuple[str, ...]
 
 
+ARGUMENTS = SimpleNamespace(
+    per_device_train_batch_size=8, gradient_accumulation_steps=1, max_grad_norm=1.0, fp16=False, bf16=True,
+    learning_rate=5e-5, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, weight_decay=0.0, warmup_steps=100,
+    max_steps=1000,
+)  # fmt: skip
+"""Arguments as the Hugging Face Trainer has them, which fill "auto"."""
+
+
 def files() -> dict[str, Any]:
-    """The configurations, by file name."""
-    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(FOLDER).glob("*.json"))}
+    """The configurations, by file name, with every "auto" filled from arguments."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(Path(FOLDER).glob("*.json"))}
+    return {name: fill_auto(json.loads(text), ARGUMENTS) for name, text in texts.items()}
 
 
 def told(raw: Mapping[str, Any]) -> Told:
     """Its refusals and notes, also the notes of a refused configuration."""
     _, notes = translate(raw, OURS, Problems("the config", tuple(OURS), KEYS))
     try:
-        load_config(raw)
+        notes = load_config(raw).notes
     except ConfigError as error:
         return Told(tuple(line for line in str(error).splitlines() if not line.endswith("in the config:")), notes)
     return Told((), notes)
@@ -85,8 +97,8 @@ def outcome(path: str, value: object, said: Told) -> Outcome | None:
     """What becomes of a key; None: nothing is said and nothing is done."""
     if any(about(line, path) for line in said.refusals):
         return "refused"
-    if any(about(line, path) for line in said.notes):
-        return "noted"
+    if notes := [line for line in said.notes if about(line, path)]:
+        return "acted on" if any(" acts as " in line for line in notes) else "noted"
     match TABLE.get(path):
         case Only() | Feature() | WithMode():
             return "off"

@@ -66,7 +66,6 @@ DISTRIBUTED = (
 )  # fmt: skip
 """The files that may import torch.distributed; the last one shows its functions as deepspeed.comm."""
 CRUMBS = {
-    "engine.deepspeed.auto_values": "a table, which needs no torch",
     "engine.deepspeed.zero": "deepspeed.zero, a door",
     "engine.kernels.gpu.squared_norm": "a GPU kernel, imported only where Triton runs it",
     "engine.kernels.ops.squared_norm": "a public operator",

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.harness.figures import FOLDER, ROOT, pages, read, section, sections
 from engine.config import load_config
-from engine.config.deepspeed_keys import TABLE
-from engine.config.sections import OPTIMIZERS, SCHEDULERS
+from engine.config.deepspeed.keys import TABLE
+from engine.config.optim_sections import OPTIMIZERS, SCHEDULERS
 from tests.config_page import keys_table
 
 PAGES = [*pages(), ROOT / "CONTRIBUTING.md"]

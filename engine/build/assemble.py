@@ -18,7 +18,7 @@ from engine.build.forward_changes import (
 from engine.build.place_model import place_model
 from engine.build.request import Request
 from engine.config import Config
-from engine.config.sections import OptimizerConfig
+from engine.config.optim_sections import OptimizerConfig
 from engine.kernels.dispatch import Kernels
 from engine.optim.given_optimizer import show_inner
 from engine.optim.lr_schedules import LearningRate, make_learning_rate

@@ -11,26 +11,29 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from engine.config.between import check_optimizer, check_parallel, check_precision, check_recomputation, check_zero
-from engine.config.deepspeed import translate
-from engine.config.deepspeed_keys import KEYS
-from engine.config.reader import Section, Typed, dump_section, paths, read_json, read_section, setting
-from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
-from engine.config.sections import (
+from engine.config.deepspeed.keys import KEYS, ON_DEVICE
+from engine.config.deepspeed.translate import translate
+from engine.config.optim_sections import (
     COUNT,
     GLOBS,
     OPTIMIZERS,
     SCHEDULERS,
+    GroupConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+)
+from engine.config.reader import Section, Typed, dump_section, paths, read_json, read_section, remarks, setting
+from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
+from engine.config.sections import (
     ActivationCheckpointingConfig,
     Bf16Config,
     CheckpointConfig,
     Fp16Config,
-    GroupConfig,
     MonitorConfig,
     OffloadConfig,
-    OptimizerConfig,
     ParallelConfig,
     ScheduleCosts,
-    SchedulerConfig,
+    TorchAutocastConfig,
     WatchdogConfig,
     ZeroConfig,
 )
@@ -50,6 +53,7 @@ __all__ = [
     "ParallelConfig",
     "ScheduleCosts",
     "SchedulerConfig",
+    "TorchAutocastConfig",
     "WatchdogConfig",
     "ZeroConfig",
     "load_config",
@@ -82,6 +86,8 @@ class Config:
     """Training in bfloat16."""
     fp16: Fp16Config = setting(Fp16Config(), Section(cls=Fp16Config))
     """Training in float16."""
+    torch_autocast: TorchAutocastConfig = setting(TorchAutocastConfig(), Section(cls=TorchAutocastConfig))
+    """Forwards inside torch.autocast."""
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = setting(None, Choice(
         options=("fp32", "bf16", "fp16"), noun="a communication type", null=True,
         also=FrozenMap({"bfp16": "bf16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
@@ -188,8 +194,8 @@ def load_config(source: "ConfigSource | Config", world_size: int | None = None) 
     return config
 
 
-def load_raw(source: "ConfigSource") -> dict[str, Any]:
-    """The JSON object of a file, or a copy of a dict, as it is.
+def load_raw(source: "ConfigSource") -> Mapping[str, Any]:
+    """The JSON object of a file, or a dict, as it is.
 
     Raises:
         ConfigError: the file cannot be read, or there is no JSON object.
@@ -197,7 +203,7 @@ def load_raw(source: "ConfigSource") -> dict[str, Any]:
     problems = _problems_of(source)
     raw = _object(source, problems)
     problems.raise_if_any()
-    return dict(raw or {})
+    return raw or {}
 
 
 def _problems_of(source: "ConfigSource | Config") -> Problems:
@@ -221,12 +227,20 @@ def _read(source: "ConfigSource | Config", problems: Problems) -> Config:
     if raw is None:
         return Config()
     own, notes = translate(raw, frozenset(_PATHS), problems)
-    return replace(read_section(Config, own, "", problems), notes=notes)
+    config = replace(read_section(Config, own, "", problems), notes=(*remarks(raw), *notes))
+    return _kept_on_device(config) if config.zero_optimization.offload_optimizer.device != "none" else config
+
+
+def _kept_on_device(config: Config) -> Config:
+    note = f"zero_optimization.offload_optimizer.device: accepted, changes nothing here; {ON_DEVICE}."
+    zero = config.zero_optimization
+    zero = replace(zero, offload_optimizer=replace(zero.offload_optimizer, device="none"))
+    return replace(config, zero_optimization=zero, notes=(*config.notes, note))
 
 
 def _check_between(config: Config, problems: Problems) -> None:
     """Check the rules between keys."""
-    check_precision(config.bf16, config.fp16, problems)
+    check_precision(config.bf16, config.fp16, config.torch_autocast, problems)
     check_optimizer(config.optimizer, problems)
     check_recomputation(config.activation_checkpointing, problems)
     check_zero(config.zero_optimization, problems)

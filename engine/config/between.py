@@ -2,14 +2,15 @@
 
 from importlib.util import find_spec
 
+from engine.config.optim_sections import OptimizerConfig
 from engine.config.rules import FrozenMap, Problems
 from engine.config.sections import (
     ActivationCheckpointingConfig,
     Bf16Config,
     Fp16Config,
     MonitorConfig,
-    OptimizerConfig,
     ParallelConfig,
+    TorchAutocastConfig,
     ZeroConfig,
 )
 from engine.config.wording import shown_value
@@ -18,8 +19,14 @@ from engine.parallel.pipeline.schedule.kinds import training_schedule
 from engine.parallel.tensor.plan.styles import parse_style, read_setting
 
 
-def check_precision(bf16: Bf16Config, fp16: Fp16Config, problems: Problems) -> None:
+def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastConfig, problems: Problems) -> None:
     """Note dtypes that exclude each other."""
+    if autocast.enabled and (bf16.enabled or fp16.enabled):
+        narrow = "bf16" if bf16.enabled else "fp16"
+        problems.add(
+            "torch_autocast.enabled",
+            f"true while {narrow}.enabled is true too, which holds the model in {narrow}; switch one of them off.",
+        )
     if bf16.enabled and fp16.enabled:
         problems.add("fp16.enabled", "true while bf16.enabled is true too; switch one of them off.")
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
@@ -72,11 +79,6 @@ def check_zero(zero: ZeroConfig, problems: Problems) -> None:
                 f"{shown_value(getattr(zero, key))} with stage {zero.stage}: only stage 3 gathers parameters; set "
                 "stage to 3, or leave it out.",
             )
-    if (device := zero.offload_optimizer.device) != "none":
-        problems.add(
-            "zero_optimization.offload_optimizer.device",
-            f"{shown_value(device)}: this version keeps optimizer state on the device; leave it out.",
-        )
 
 
 def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:

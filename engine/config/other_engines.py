@@ -170,7 +170,7 @@ _NOT_KEYS: Mapping[str, str] = MappingProxyType({
         " tp_comm_overlap zero3_init_flag zero3_save_16bit_model sync_batchnorm no_sync",
     "there is no expert axis; the tensor ranks share experts too (parallel.tensor)":
         "ep ep_size ep_degree expert_parallel_size expert_parallel_degree expert_model_parallel_size moe_ep_size"
-        " expert_tensor_parallel_size num_experts moe",
+        " expert_tensor_parallel_size num_experts",
     "training is in fp32, bf16 or fp16 (bf16.enabled, fp16.enabled)":
         "fp8 float8 fp8_config fp8_recipe fp8_format enable_fp8 fp4 int8 torchao",
     "TF32 is a switch of torch: torch.backends.cuda.matmul.allow_tf32": "tf32 allow_tf32 use_tf32",

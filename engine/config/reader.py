@@ -7,6 +7,7 @@ section, so a new key takes one line at its declaration and none here.
 import dataclasses
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from engine.errors import ConfigError
 
 T = TypeVar("T")
 _DEPTH = 8
+_COMMENT = re.compile(r"^\s*(#|//|/\*)", flags=re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +149,8 @@ class _Object(dict[str, Any]):
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         dict.__init__(self, pairs)
+        self.remark = ""
+        """How the file was read, if not as JSON."""
         self.twice = tuple(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
 
 
@@ -172,14 +176,36 @@ def read_json(path: str | os.PathLike[str], problems: Problems) -> Mapping[str, 
     return raw  # type: ignore[no-any-return]
 
 
+def remarks(raw: object) -> tuple[str, ...]:
+    """How the file of this object was read, if not as JSON."""
+    return (raw.remark,) if isinstance(raw, _Object) and raw.remark else ()
+
+
 def _parsed(text: str, name: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_Object)
     except json.JSONDecodeError as why:
-        where = f"line {why.lineno} column {why.colno}"
-        raise ConfigError(f"{name}: not JSON at {where} ({why.msg}); fix it there.") from None
+        return _parsed_as_hjson(text, name, why)
     except (RecursionError, ValueError):
         raise ConfigError(f"{name}: nested too deeply, or a number is too long; write a plain config object.") from None
+
+
+def _parsed_as_hjson(text: str, name: str, why: json.JSONDecodeError) -> Any:
+    """The value of a file with comments or without some commas, which DeepSpeed reads too."""
+    where = f"line {why.lineno} column {why.colno}"
+    try:
+        import hjson
+    except ImportError:
+        hint = ", or install hjson, which reads comments" if _COMMENT.search(text) else ""
+        raise ConfigError(f"{name}: not JSON at {where} ({why.msg}); fix it there{hint}.") from None
+    try:
+        found = hjson.loads(text, object_pairs_hook=_Object)
+    except (RecursionError, ValueError):
+        found = None
+    if not isinstance(found, _Object) or not text.lstrip().startswith(("{", "#", "/")):
+        raise ConfigError(f"{name}: not JSON at {where} ({why.msg}); fix it there.") from None
+    found.remark = f"{name}: read as Hjson, since it is not JSON at {where} ({why.msg})."
+    return found
 
 
 def _note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None:

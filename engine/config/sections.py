@@ -6,25 +6,16 @@ Schema.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
-from engine.config.reader import Section, Sections, setting, stored
-from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, OperatorName, Real, Rule, Text, TextMap, Unbuilt
+from engine.config.optim_sections import COUNT, NOT_NEGATIVE, SIZE, one_of
+from engine.config.reader import Section, setting
+from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, OperatorName, Real, Text, TextMap, Unbuilt
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v", "auto")
-SIZE = Int(low=1)
-COUNT = Int(low=0)
-NOT_NEGATIVE = Real(low=0)
-FACTOR = Real(low=0, below=1)
 AUTO = Choice(options=("auto",), noun="auto")
 AXIS = AnyOf(rules=(AUTO, SIZE), remedy='give a whole number of at least 1, or "auto" for one axis')
-GLOBS = ListOf(each=Text(), noun='a list of name patterns such as ["*.bias"]')
 FOLDER = Text(noun="a path", null=True, remedy="give a path in quotes, or null for none")
-
-
-def _words(*options: str, noun: str) -> Rule:
-    return Choice(options=options, noun=noun)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +58,7 @@ class ParallelConfig:
         rules=(AUTO, ListOf(each=Text(), noun="a list of module names")),
         remedy='give "auto" or a list of the module names that begin a stage'))  # fmt: skip
     """First modules of the pipeline stages: "auto", or a list of module names."""
-    balance: Literal["flops", "time"] = setting("flops", _words("flops", "time", noun="a measure of work"))
+    balance: Literal["flops", "time"] = setting("flops", one_of("flops", "time", noun="a measure of work"))
     """Measure of work that stages share equally: counted FLOPs, or seconds measured before the run."""
     activation_limit_bytes: int | None = setting(None, Int(low=1, null=True))
     """Limit of activation bytes on a rank for schedule "auto"; null allows about what 1f1b needs."""
@@ -81,9 +72,9 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """Placement of the optimizer state."""
+    """Placement of the optimizer state, which this version keeps on the device: another place is noted."""
 
-    device: Literal["none", "cpu", "nvme"] = setting("none", _words("none", "cpu", "nvme", noun="a place for state"))
+    device: Literal["none", "cpu", "nvme"] = setting("none", one_of("none", "cpu", "nvme", noun="a place for state"))
     """none: on the GPU; cpu: in host memory; nvme: on disk."""
     nvme_path: str | None = setting(None, FOLDER)
     """Folder on the disk, for device nvme."""
@@ -95,9 +86,9 @@ class ZeroConfig:
 
     stage: Literal[0, 1, 2, 3] = setting(0, Choice(options=(0, 1, 2, 3), noun="a ZeRO stage"))
     """0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too."""
-    reduce: Literal["step", "microbatch"] = setting("step", _words("step", "microbatch", noun="a reduce mode"))
+    reduce: Literal["step", "microbatch"] = setting("step", one_of("step", "microbatch", noun="a reduce mode"))
     """Reduce gradients once per step, or after every microbatch (less memory, more traffic)."""
-    gather: Literal["microbatch", "step"] = setting("microbatch", _words("microbatch", "step", noun="a gather mode"))
+    gather: Literal["microbatch", "step"] = setting("microbatch", one_of("microbatch", "step", noun="a gather mode"))
     """At stage 3, gather parameters for every microbatch, or once per step and keep them (more memory)."""
     keep_gathered_bytes: int = setting(0, COUNT)
     """At stage 3, bytes of gathered parameters that may be kept over the microbatches of a step."""
@@ -105,6 +96,18 @@ class ZeroConfig:
     """Elements reduced in one collective."""
     offload_optimizer: OffloadConfig = setting(OffloadConfig(), Section(cls=OffloadConfig))
     """Placement of the optimizer state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchAutocastConfig:
+    """Forwards inside torch.autocast, with the model in fp32."""
+
+    enabled: bool = setting(False, Flag())
+    """Enter torch.autocast around every forward, as the user may do himself."""
+    dtype: Literal["bfloat16"] = setting("bfloat16", Choice(
+        options=("bfloat16",), noun="a dtype of autocast",
+        remedy='give "bfloat16", or fp16.enabled instead, which scales the loss'))  # fmt: skip
+    """dtype of the operators that autocast casts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,200 +145,11 @@ class Fp16Config:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWParams:
-    """Parameters of AdamW, with torch's defaults."""
-
-    lr: float = setting(1e-3, NOT_NEGATIVE)
-    """Learning rate."""
-    betas: tuple[float, float] = setting((0.9, 0.999), ListOf(
-        each=FACTOR, length=2, noun="a list of two numbers from 0 to below 1"))  # fmt: skip
-    """Decay rates of the running averages of the gradient and of its square."""
-    eps: float = setting(1e-8, NOT_NEGATIVE)
-    """Term added to the denominator."""
-    weight_decay: float = setting(0.01, NOT_NEGATIVE)
-    """Decoupled weight decay."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamParams(AdamWParams):
-    """Parameters of Adam with weight decay in the gradient; "Adam" is AdamW unless adam_w_mode is false."""
-
-    weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Weight decay, added to the gradient."""
-    adam_w_mode: bool = setting(False, Flag(), kept=False)
-    """false selects Adam as published; true, DeepSpeed's default, makes it AdamW."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SgdParams:
-    """Parameters of stochastic gradient descent, with torch's defaults."""
-
-    lr: float = setting(1e-3, NOT_NEGATIVE)
-    """Learning rate."""
-    momentum: float = setting(0.0, NOT_NEGATIVE)
-    """Momentum factor."""
-    dampening: float = setting(0.0, Real())
-    """Dampening of the momentum."""
-    weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Weight decay, added to the gradient."""
-    nesterov: bool = setting(False, Flag())
-    """Nesterov momentum."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LionParams:
-    """Parameters of Lion, which steps by the sign of an interpolated momentum."""
-
-    lr: float = setting(1e-4, NOT_NEGATIVE)
-    """Learning rate."""
-    betas: tuple[float, float] = setting((0.9, 0.99), ListOf(
-        each=FACTOR, length=2, noun="a list of two numbers from 0 to below 1"))  # fmt: skip
-    """Interpolation weight of the update, and decay rate of the momentum."""
-    weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Decoupled weight decay."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LRRangeTestParams:
-    """Learning rate that grows step by step, to find the range that trains."""
-
-    lr_range_test_min_lr: float = setting(1e-3, NOT_NEGATIVE)
-    """Rate at the start."""
-    lr_range_test_step_size: int = setting(2000, SIZE)
-    """Steps between two increases."""
-    lr_range_test_step_rate: float = setting(1.0, NOT_NEGATIVE)
-    """Increase per step_size, as a fraction of the rate at the start."""
-    lr_range_test_staircase: bool = setting(False, Flag())
-    """Increase in stairs instead of continuously."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneCycleParams:
-    """One cycle of the learning rate up and down, with the momentum moving opposite, then decay."""
-
-    cycle_min_lr: float = setting(0.0, NOT_NEGATIVE, required=True)
-    """Rate at the start and the end of the cycle."""
-    cycle_max_lr: float = setting(0.0, NOT_NEGATIVE, required=True)
-    """Rate at the peak of the cycle."""
-    decay_lr_rate: float = setting(0.0, NOT_NEGATIVE)
-    """Decay of the rate after the cycle."""
-    cycle_first_step_size: int = setting(2000, SIZE)
-    """Steps of the rise."""
-    cycle_second_step_size: int | None = setting(None, Int(low=1, null=True))
-    """Steps of the fall; null takes as many as the rise."""
-    cycle_first_stair_count: int = setting(0, COUNT)
-    """Stairs of the rise; 0 rises continuously."""
-    cycle_second_stair_count: int | None = setting(None, Int(low=0, null=True))
-    """Stairs of the fall; null takes as many as the rise."""
-    decay_step_size: int = setting(0, COUNT)
-    """Steps per decay after the cycle; 0 means no decay."""
-    cycle_momentum: bool = setting(True, Flag())
-    """Cycle the momentum as well."""
-    cycle_min_mom: float = setting(0.8, FACTOR)
-    """Momentum at the peak of the rate."""
-    cycle_max_mom: float = setting(0.9, FACTOR)
-    """Momentum at the start and the end of the cycle."""
-    decay_mom_rate: float = setting(0.0, NOT_NEGATIVE)
-    """Decay of the momentum after the cycle."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupLRParams:
-    """Learning rate that rises and then stays."""
-
-    warmup_min_lr: float = setting(0.0, NOT_NEGATIVE)
-    """Rate at the start."""
-    warmup_max_lr: float | None = setting(None, Real(low=0, null=True))
-    """Rate after the warmup; null uses the optimizer's."""
-    warmup_num_steps: int = setting(1000, COUNT)
-    """Steps of the warmup."""
-    warmup_type: Literal["log", "linear"] = setting("log", _words("log", "linear", noun="a warmup type"))
-    """Shape of the warmup."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupDecayLRParams(WarmupLRParams):
-    """Learning rate that rises and then falls linearly to its minimum."""
-
-    total_num_steps: int = setting(1, SIZE, required=True)
-    """Steps of the whole training."""
-    warmup_max_lr: float | None = setting(0.001, Real(low=0, null=True))
-    """Rate after the warmup; null uses the optimizer's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupCosineLRParams:
-    """Learning rate that rises and then falls along a cosine; all values are fractions of the optimizer's rate."""
-
-    total_num_steps: int = setting(1, SIZE, required=True)
-    """Steps of the whole training."""
-    warmup_min_ratio: float = setting(0.0, NOT_NEGATIVE)
-    """Fraction at the start."""
-    warmup_num_steps: int = setting(1000, COUNT)
-    """Steps of the warmup."""
-    cos_min_ratio: float = setting(1e-4, NOT_NEGATIVE)
-    """Fraction at the end."""
-    warmup_type: Literal["log", "linear"] = setting("log", _words("log", "linear", noun="a warmup type"))
-    """Shape of the warmup."""
-
-
-OPTIMIZERS: Mapping[str, type[Any]] = MappingProxyType(
-    {"AdamW": AdamWParams, "Adam": AdamParams, "SGD": SgdParams, "Lion": LionParams}
-)
-SCHEDULERS: Mapping[str, type[Any]] = MappingProxyType({
-    "LRRangeTest": LRRangeTestParams, "OneCycle": OneCycleParams, "WarmupLR": WarmupLRParams,
-    "WarmupDecayLR": WarmupDecayLRParams, "WarmupCosineLR": WarmupCosineLRParams,
-})  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupConfig:
-    """Parameters with a learning rate or weight decay of their own."""
-
-    params: tuple[str, ...] = setting((), GLOBS, required=True)
-    """Patterns of the original parameter names."""
-    lr: float | None = setting(None, Real(low=0, null=True))
-    """Learning rate of the group; null uses the optimizer's."""
-    weight_decay: float | None = setting(None, Real(low=0, null=True))
-    """Weight decay of the group; null uses the optimizer's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    """The optimizer and its parameter groups."""
-
-    type: Literal["AdamW", "Adam", "SGD", "Lion"] = setting("AdamW", Choice(
-        options=tuple(OPTIMIZERS), noun="built in", fold=True,
-        remedy="give AdamW, Adam, SGD or Lion, or pass optimizer=... to engine.initialize"))  # fmt: skip
-    """AdamW, Adam, SGD or Lion, in any letter case."""
-    params: Mapping[str, Any] = stored(AdamWParams())
-    """Settings of the chosen optimizer, with all defaults filled in."""
-    no_weight_decay: tuple[str, ...] = setting((), GLOBS)
-    """Name patterns of parameters without weight decay."""
-    groups: tuple[GroupConfig, ...] = setting((), Sections(cls=GroupConfig))
-    """Parameters with a learning rate or weight decay of their own."""
-    update_unused: bool = setting(False, Flag())
-    """Update parameters without a gradient in a step by decay and momentum, as DeepSpeed does; false: as torch, no."""
-    include_frozen: tuple[str, ...] = setting((), GLOBS)
-    """Name patterns of frozen parameters that may be thawed later, with memory for gradient and optimizer state."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Learning rate schedule."""
-
-    type: str = setting("WarmupLR", Choice(options=tuple(SCHEDULERS), noun="a scheduler", fold=True), required=True)
-    """LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR or WarmupCosineLR."""
-    params: Mapping[str, Any] = stored(WarmupLRParams())
-    """Settings of the chosen scheduler, with all defaults filled in."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointingConfig:
     """Activation checkpointing: activations of the forward that the backward recomputes instead of keeping them."""
 
     mode: Literal["none", "full", "selective"] = setting(
-        "none", _words("none", "full", "selective", noun="a checkpointing mode")
+        "none", one_of("none", "full", "selective", noun="a checkpointing mode")
     )
     """none: keep all; full: recompute every block; selective: recompute what ``save`` or ``every`` leaves out."""
     save: tuple[str, ...] | None = setting(None, ListOf(
@@ -358,7 +172,7 @@ class CheckpointConfig:
     """Number of the newest checkpoints to keep."""
     asynchronous: bool = setting(True, Flag(), key="async")
     """Write checkpoints in the background."""
-    on_failure: Literal["continue", "stop"] = setting("continue", _words("continue", "stop", noun="a reaction"))
+    on_failure: Literal["continue", "stop"] = setting("continue", one_of("continue", "stop", noun="a reaction"))
     """Reaction to a checkpoint that cannot be written: continue or stop the run. It is logged either way."""
     init_from: str | None = setting(None, FOLDER)
     """Hugging Face folder or checkpoint from which the model takes its initial weights."""

@@ -44,6 +44,8 @@ _FILLED: Mapping[str, Callable[[Any], Any]] = MappingProxyType({
 
 def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]:
     """A copy of a configuration in which each "auto" that ``args`` has a value for is that value."""
+    if not at and "distributed_type" in raw and "deepspeed_config" in raw:
+        raw = {"train_micro_batch_size_per_gpu": "auto", **raw}  # as Accelerate makes it of its own file
     filled: dict[str, Any] = {}
     for key, value in raw.items():
         path = f"{at}.{key}" if at else key

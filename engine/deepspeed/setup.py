@@ -3,6 +3,7 @@
 import argparse
 import glob
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import engine
 from engine.config import load_config, load_raw
+from engine.config.reader import remarks
 from engine.deepspeed.auto_values import fill_auto
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.pipe import PipelineModule
@@ -51,7 +53,8 @@ def initialize(
     source = config if config is not None else config_params or getattr(args, "deepspeed_config", None)
     if source is None:
         raise ConfigError("deepspeed.initialize was given no configuration; pass config=... or --deepspeed_config.")
-    raw = {"initial_weights": "rank0"} | fill_auto(load_raw(source), args)
+    given = load_raw(source)
+    raw = {"initial_weights": "rank0"} | fill_auto(given, args)
     pipeline = model if isinstance(model, PipelineModule) else None
     if pipeline is not None:
         _take_pipeline(pipeline, raw)
@@ -63,6 +66,7 @@ def initialize(
         _take_groups(model, list(model_parameters) if model_parameters is not None else [], raw)
     world = read_world()
     resolved = load_config(raw, world.size)
+    resolved = replace(resolved, notes=(*remarks(given), *resolved.notes))
     assert resolved.micro is not None
     collate = collate_fn or default_collate
     loss_fn = example = None

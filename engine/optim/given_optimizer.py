@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.config.sections import OptimizerConfig
+from engine.config.optim_sections import OptimizerConfig
 from engine.errors import ConfigError
 from engine.zero.optim.sharded_optimizer import GroupOptions, OptimizerFactory, refuse_own_step
 

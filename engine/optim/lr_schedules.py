@@ -1,8 +1,8 @@
 """Learning rate schedules, as pure functions of the number of updates made so far.
 
-Update k (from 0) uses ``schedule(k)``. The five schedules that a JSON file can name are DeepSpeed's: they give, update
-for update, the rates that DeepSpeed's optimizer sees. DeepSpeed evaluates its warmups at k - 1 and starts from the
-lower end, which is why the variable ``last`` appears below.
+Update k (from 0) uses ``schedule(k)``. Five of the schedules that a JSON file can name are DeepSpeed's: they give,
+update for update, the rates that DeepSpeed's optimizer sees. DeepSpeed evaluates its warmups at k - 1 and starts from
+the lower end, which is why the variable ``last`` appears below. The others are made by torch itself.
 """
 
 import logging
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from engine.config.sections import SchedulerConfig
+from engine.config.optim_sections import SchedulerConfig
+from engine.config.torch_schedules import TORCH_SCHEDULERS
 from engine.errors import ConfigError
 
 logger = logging.getLogger("trine")
@@ -130,7 +131,8 @@ class LearningRate:
     optimizer: torch.optim.Optimizer
     base: tuple[float, ...]
     """Configured rate of each group."""
-    schedule: LrSchedule | None
+    schedules: tuple[LrSchedule, ...] = ()
+    """Schedule of each group; empty: the rates are constant, the user's, or a torch scheduler's."""
     momentum: Momentum | None = None
     scheduler: LRScheduler | None = None
     """torch scheduler of the user, which counts updates itself."""
@@ -142,21 +144,21 @@ class LearningRate:
     @property
     def governs(self) -> frozenset[str]:
         """Options of the groups that this sets before an update, or a torch scheduler after it."""
-        rates = {"lr"} if self.schedule is not None or self.scheduler is not None else set[str]()
+        rates = {"lr"} if self.schedules or self.scheduler is not None else set[str]()
         return frozenset(rates | ({"betas"} if self.momentum is not None else set()))
 
     def at(self, update: int) -> float:
         """Return the rate of the first group for an update, or the current one of a torch scheduler."""
-        if self.schedule is None:
+        if not self.schedules:
             return float(self.optimizer.param_groups[0]["lr"])
-        return self.schedule(update, self.base[0])
+        return self.schedules[0](update, self.base[0])
 
     def prepare(self, update: int) -> None:
         """Set the rates (and betas) that update number ``update`` uses."""
         for index, (group, base) in enumerate(zip(self.optimizer.param_groups, self.base, strict=True)):
-            if self.schedule is not None:
+            if self.schedules:
                 self._notice(index, float(group["lr"]))
-                group["lr"] = self.schedule(update, base)
+                group["lr"] = self.schedules[index](update, base)
                 self._set[index] = group["lr"]
             if self.momentum is not None and "betas" in group:
                 group["betas"] = (self.momentum(update), 0.99)
@@ -190,15 +192,40 @@ def make_learning_rate(
     """
     base = tuple(float(group["lr"]) for group in optimizer.param_groups)
     if isinstance(given, LRScheduler):
-        return LearningRate(optimizer, base, schedule=None, scheduler=given)
+        return LearningRate(optimizer, base, scheduler=given)
     if given is not None:
         return _from_callable(optimizer, base, given)
     if config is None:
-        return LearningRate(optimizer, base, schedule=None)
+        return LearningRate(optimizer, base)
+    if config.type in TORCH_SCHEDULERS:
+        made = getattr(torch.optim.lr_scheduler, config.type)(optimizer, **_lists(config.params))
+        return LearningRate(optimizer, base, scheduler=made)
     momentum = None
     if config.type == "OneCycle" and config.params["cycle_momentum"]:
         momentum = partial(one_cycle_momentum, p=config.params)
-    return LearningRate(optimizer, base, partial(_SCHEDULES[config.type], p=config.params), momentum)
+    schedule = _SCHEDULES[config.type]
+    return LearningRate(optimizer, base, tuple(partial(schedule, p=p) for p in _by_group(config, len(base))), momentum)
+
+
+def _lists(params: Mapping[str, Any]) -> dict[str, Any]:
+    """torch wants lists where a configuration holds tuples."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in params.items()}
+
+
+def _by_group(config: SchedulerConfig, groups: int) -> list[Mapping[str, Any]]:
+    """The params of each group: an entry of every list.
+
+    Raises:
+        ConfigError: a list is not as long as there are groups.
+    """
+    for key, value in config.params.items():
+        if isinstance(value, tuple) and len(value) != groups:
+            raise ConfigError(
+                f"scheduler.params.{key} is a list of {len(value)} rates and the optimizer has {groups} parameter "
+                f"group{'s' * (groups > 1)}; give one rate for each group, or one number for all."
+            )
+    entries = config.params.items()
+    return [{k: v[index] if isinstance(v, tuple) else v for k, v in entries} for index in range(groups)]
 
 
 def check_scheduler(scheduler: SchedulerArgument | None, optimizer: object) -> None:
@@ -233,7 +260,7 @@ def _from_callable(
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(f"lr_scheduler returned {_METRIC}")
     if isinstance(made, LRScheduler):
-        return LearningRate(optimizer, base, schedule=None, scheduler=made)
+        return LearningRate(optimizer, base, scheduler=made)
     try:
         float(given(0))
     except Exception as error:
@@ -241,4 +268,4 @@ def _from_callable(
             f"lr_scheduler {given!r} returned no number for update 0 and no LRScheduler for the optimizer; pass a "
             "callable update -> factor or optimizer -> torch.optim.lr_scheduler.LRScheduler."
         ) from (failure or error)
-    return LearningRate(optimizer, base, schedule=lambda update, lr: lr * float(given(update)))
+    return LearningRate(optimizer, base, (lambda update, lr: lr * float(given(update)),) * len(base))

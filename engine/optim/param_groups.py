@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from engine.config.sections import OptimizerConfig
+from engine.config.optim_sections import OptimizerConfig
 from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.zero.optim.sharded_optimizer import GroupOptions
 

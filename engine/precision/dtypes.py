@@ -7,13 +7,15 @@ bf16, fp16      parameters in 16 bits, gradients summed in fp32, fp32 master and
 bf16 alone      parameters are their own master, gradients are summed in bf16, moments in fp32 or bf16; updates are
                 computed in fp32 and rounded stochastically (Zamirai et al. 2020)
 keep_fp32       modules that stay in fp32 under any of these
+torch_autocast  fp32 as above, and every forward inside torch.autocast, which casts the inputs of matrix products
 """
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +61,12 @@ class Precision:
     """Narrow parameters have an fp32 master, and gradients are summed in fp32."""
     narrow_moments: bool = False
     """Without a master: moments have the dtype of the parameter."""
+    autocast: torch.dtype | None = None
+    """Dtype of torch.autocast around every forward; None leaves the user's own as it is."""
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Context of a forward on ``device``."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
     def parameter(self, name: str, given: torch.dtype) -> torch.dtype:
         """Dtype in which the parameter ``name`` takes part in forward.
@@ -139,7 +147,8 @@ def make_precision(config: Config, model: nn.Module) -> Precision:
     if config.bf16.enabled:
         master, narrow_moments = not config.bf16.bf16_master_weights_and_grads, config.bf16.bf16_optimizer_states
         return Precision(torch.bfloat16, wire, kept, master, narrow_moments)
-    return Precision(torch.float16 if config.fp16.enabled else None, wire, kept)
+    cast = torch.bfloat16 if config.torch_autocast.enabled else None
+    return Precision(torch.float16 if config.fp16.enabled else None, wire, kept, autocast=cast)
 
 
 @torch.no_grad()

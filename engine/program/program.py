@@ -53,15 +53,19 @@ class Program:
     def forward(self, microbatch: Batch) -> ForwardResult:
         """Output and loss of one microbatch."""
         moved = self.move(microbatch)
-        output = self._run(moved)
-        return ForwardResult(output, find_loss(output, moved, self.loss_fn))
+        with self.precision.forward(self.device):
+            output = self._run(moved)
+            return ForwardResult(output, find_loss(output, moved, self.loss_fn))
 
     def planned_loss(self, microbatch: Batch) -> WeightedLoss:
         """The loss of an example. An output without one, which is for a loop of the user's own, gets a stand-in.
 
         The stand-in reads every floating tensor of the output, so that the plan brings all of them to the last stage.
         """
-        moved = self.move(microbatch)
+        with self.precision.forward(self.device):
+            return self._planned_loss(self.move(microbatch))
+
+    def _planned_loss(self, moved: Batch) -> WeightedLoss:
         output = self._run(moved)
         if self.loss_fn is not None or has_loss(output):
             return find_loss(output, moved, self.loss_fn)

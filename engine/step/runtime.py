@@ -79,7 +79,8 @@ class RankRuntime:
             # autocast would cache casts of full weights, whose gradients come after the weights are freed
             torch.set_autocast_cache_enabled(cached and self.gatherer is None)
             try:
-                yield
+                with self.program.precision.forward(self.program.device):
+                    yield
             finally:
                 torch.set_autocast_cache_enabled(cached)
 

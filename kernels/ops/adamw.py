@@ -68,13 +68,14 @@ def adamw_(
     from engine.kernels.gpu.adamw import adamw
 
     updated = run.weights, run.first, run.second, run.narrow
-    adamw(updated, run.gradient, (decision.factor, decision.go), rule, step, rounding)
+    adamw(updated, run.gradient, (decision.factor, decision.go), rule, rule.age(step), rounding)
 
 
 def adamw_reference_(
     run: AdamRun, rule: AdamRule, step: int, decision: DeviceDecision, rounding: StochasticRounding | None = None
 ) -> None:
     """PyTorch reference of :func:`adamw_`."""
+    step = rule.age(step)
     wide = torch.promote_types(run.weights.dtype, torch.float32)
     (beta1, beta2), w = rule.betas, run.weights.to(wide)
     if run.narrow is not None:

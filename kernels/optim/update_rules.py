@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+_UNBIASED = 10**9  # beta ** this is 0 for every beta that fp32 tells from 1
+
 
 @dataclass(frozen=True, slots=True)
 class AdamRule:
@@ -23,6 +25,12 @@ class AdamRule:
     weight_decay: float
     decoupled: bool
     """True for AdamW: decay the weights directly, instead of adding the decay to the gradient."""
+    bias_correction: bool = True
+    """False: the averages are taken as they are, though they start at zero."""
+
+    def age(self, step: int) -> int:
+        """The update number whose bias correction is made at update number ``step``: without one, a very late one."""
+        return step if self.bias_correction else _UNBIASED
 
 
 def adam_(
@@ -35,7 +43,7 @@ def adam_(
 ) -> None:
     """Make update number ``step`` (from 1) of Adam or AdamW on lists of tensors of equal shape and dtype."""
     # torch increments the counter that it is given, so each tensor gets a throw-away copy of one per device
-    counters = {w.device: torch.tensor(float(step - 1), device=w.device) for w in weights}
+    counters = {w.device: torch.tensor(float(rule.age(step) - 1), device=w.device) for w in weights}
     adam(
         list(weights),
         list(grads),

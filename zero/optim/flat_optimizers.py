@@ -183,10 +183,10 @@ class FlatAdam(FlatOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         decoupled: bool = False,
+        bias_correction: bool = True,
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"decoupled": decoupled, "bias_correction": bias_correction})
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         if self.fused is None:
@@ -204,7 +204,9 @@ class FlatAdam(FlatOptimizer):
 
 
 def _adam_rule(group: dict[str, Any]) -> AdamRule:
-    return AdamRule(float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["decoupled"])
+    corrects = group.get("bias_correction", True)  # a group of a checkpoint may be older than the option
+    options = float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["decoupled"]
+    return AdamRule(*options, corrects)
 
 
 class FlatSGD(FlatOptimizer):

@@ -71,6 +71,10 @@ def test_the_rate_of_a_torch_scheduler_goes_on(name: str, optimizer: Any, tmp_pa
     goes_on(tmp_path, {"lr_scheduler": SCHEDULERS[name], "optimizer": optimizer})
 
 
+def test_the_rate_of_a_torch_schedule_by_name_goes_on(tmp_path: Path) -> None:
+    goes_on(tmp_path, {}, scheduler={"type": "CosineAnnealingLR", "params": {"T_max": 6}})
+
+
 def test_the_rate_goes_on_where_the_optimizer_starts_fresh(tmp_path: Path) -> None:
     in_code = {"lr_scheduler": SCHEDULERS["chainable"]}
     with start(in_code=in_code) as eng:

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import Config, load_config
-from engine.config.sections import OptimizerConfig, ParallelConfig
+from engine.config.optim_sections import OptimizerConfig
+from engine.config.sections import ParallelConfig
 from engine.errors import ConfigError
 
 DESIGN: dict[str, Any] = json.loads("""{
@@ -49,7 +51,8 @@ def test_the_design_example_loads_and_settles() -> None:
     assert config.checkpoint.asynchronous is True
     assert config.notes == ()
     assert config.optimizer is not None and config.scheduler is not None
-    assert config.optimizer.params == {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    expected = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
+    assert config.optimizer.params == expected
     assert config.scheduler.params["cos_min_ratio"] == 1e-4
 
 
@@ -106,7 +109,8 @@ def test_params_are_read_only() -> None:
         ({"optimizer": {"params": {"learning_rat": 1}}}, None),
         (
             {"optimizer": {"params": {"momentum": 0.9}}},
-            "optimizer.params.momentum: unknown key; remove it or use one of lr, betas, eps, weight_decay.",
+            "optimizer.params.momentum: unknown key; remove it or use one of lr, betas, eps, weight_decay, "
+            "bias_correction.",
         ),
         (
             {"gradient_clipping": "auto"},
@@ -171,7 +175,9 @@ def test_params_are_read_only() -> None:
         (
             {"scheduler": {"type": "Cosine"}},
             'scheduler.type: "Cosine" is not a scheduler; give "LRRangeTest", '
-            '"OneCycle", "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR".',
+            '"OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "ConstantLR", "LinearLR", "ExponentialLR", '
+            '"PolynomialLR", "StepLR", "MultiStepLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts" or '
+            '"OneCycleLR".',
         ),
         (
             {"scheduler": {"type": "WarmupDecayLR"}},
@@ -203,6 +209,36 @@ def test_all_problems_at_once() -> None:
         "parallel.tensor",
         "seed",
     ]
+
+
+def test_a_file_with_comments_is_read_as_hjson(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{\n  # rows of a step\n  "train_batch_size": 8,\n  "seed": 1, // fixed\n}')
+    config = load_config(path)
+    assert replace(config, notes=()) == load_config({"train_batch_size": 8, "seed": 1})
+    assert config.notes == (
+        f"{path}: read as Hjson, since it is not JSON at line 2 column 3 (Expecting property name enclosed in double "
+        "quotes).",
+    )
+    path.write_text('{\n  # rows\n  "seed": 1,\n  "seed": 2\n}')
+    assert "seed: given twice in one object; keep one of them." in refusal(path)
+
+
+def test_without_hjson_a_file_with_comments_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    path = tmp_path / "run.json"
+    path.write_text('{\n  // rows\n  "seed": 1}')
+    assert "not JSON at line 2 column 3" in refusal(path)
+    assert refusal(path).endswith("fix it there, or install hjson, which reads comments.")
+
+
+@pytest.mark.parametrize("text", ["seed: 1", '{"seed": 1 "kernels": "auto"', "[1,,]", '{"seed": 1,,\n}'])
+def test_what_is_neither_json_nor_hjson_is_refused_as_json(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    assert f"{path}: not JSON at line 1 column" in refusal(path)
 
 
 def test_file_problems(tmp_path: Path) -> None:

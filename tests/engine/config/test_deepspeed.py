@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.config import Config, load_config
-from engine.config.deepspeed_keys import TABLE, Noted
+from engine.config.deepspeed.keys import TABLE, Noted
 from engine.config.reader import paths
 from engine.errors import ConfigError
 
@@ -74,7 +74,7 @@ def test_adam_is_adamw_unless_told(given: str, mode: bool | None, kind: str, dec
     optimizer = load_config({"optimizer": {"type": given, "params": params}}).optimizer
     assert optimizer is not None
     assert (optimizer.type, optimizer.params["weight_decay"]) == (kind, decay)
-    assert set(optimizer.params) == {"lr", "betas", "eps", "weight_decay"}
+    assert set(optimizer.params) == {"lr", "betas", "eps", "weight_decay", "bias_correction"}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,13 @@ def test_adam_is_adamw_unless_told(given: str, mode: bool | None, kind: str, dec
         ({"pipeline": {"stages": 4}}, {"parallel": {"pipeline": 4}}),
         ({"pipeline": {"stages": "auto", "partition": "best", "activation_checkpoint_interval": 0}}, {}),
         ({"pipeline": {"activation_checkpoint_interval": 1}}, {"activation_checkpointing": {"mode": "full"}}),
+        ({"pipeline": {"activation_checkpoint_interval": 4}}, {"activation_checkpointing": {"mode": "full"}}),
+        ({"zero_optimization": True}, {"zero_optimization": {"stage": 1}}),
+        ({"zero_optimization": False}, {}),
+        ({"sequence_parallel_size": 1}, {}),
+        ({"elasticity": {"enabled": False, "max_train_batch_size": 10}}, {}),
+        ({"amp": {"enabled": False, "opt_level": "O1"}}, {}),
+        ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, {}),
         ({"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}}, {}),
         ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}}, {}),
         ({"steps_per_print": float("inf")}, {}),
@@ -105,24 +112,25 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("raw", "parts"),
     [
-        (
-            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
-            ('zero_optimization.offload_param.device: "cpu" is not supported;', 'give "none"'),
-        ),
-        (
-            {"zero_optimization": {"zero_quantized_weights": True}},
-            ("zero_quantized_weights: true is not supported",),
-        ),
-        (
-            {"zero_optimization": {"zero_hpz_partition_size": 2}},
-            ("zero_hpz_partition_size: 2 is not supported",),
-        ),
-        ({"zero_optimization": {"zero_hpz_partition_size": True}}, ("true is not supported",)),
         ({"curriculum_learning": {"enabled": True}}, ("curriculum_learning.enabled: true", "data loader")),
         ({"progressive_layer_drop": {"enabled": True}}, ("progressive_layer_drop.enabled: true",)),
-        ({"sparse_attention": {"mode": "fixed"}}, ("sparse_attention.mode",)),
-        ({"amp": {"enabled": True}}, ("use bf16.enabled",)),
-        ({"zero_optimization": {"cpu_offload": True}}, ("offload_optimizer.device", "keeps optimizer state on the")),
+        ({"quantize_training": {"enabled": True}}, ("quantize_training.enabled: true",)),
+        ({"zero_optimization": {"cpu_offload": "yes"}}, ("zero_optimization.cpu_offload", "is text")),
+        ({"amp": {"enabled": True}, "torch_autocast": {"enabled": True}}, ("amp: given beside torch_autocast",)),
+        ({"amp": {"enabled": True}, "bf16": {"enabled": True}}, ("torch_autocast.enabled: true while bf16.enabled",)),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast.dtype", "fp16.enabled instead")),
+        ({"elasticity": 4}, ("elasticity: 4 is no object",)),
+        ({"elasticity": {"enabled": True, "micro_batch_sizes": 4}}, ("elasticity.micro_batch_sizes: 4 is a number",)),
+        (
+            {"train_batch_size": 64, "elasticity": {"enabled": True, "micro_batch_sizes": [4]}},
+            ("train_batch_size: 64 beside elasticity, which asks for 1440; keep one of them.",),
+        ),
+        ({"sequence_parallel_size": 0}, ("sequence_parallel_size: 0 is below 1",)),
+        ({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}}, ("bfloat16: the older name of bf16",)),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stag": 2}},
+            ("deepspeed_config.zero_stag: unknown key. Did you mean deepspeed_config.zero_stage?",),
+        ),
         ({"gradient_allreduce_op": "sum"}, ("gradient_allreduce_op", "loss_fn")),
         ({"tensorboard": {"enabled": True}}, ("tensorboard.output_path: missing; give a folder.",)),
         (
@@ -134,12 +142,11 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
             ("tensor_parallel.autotp_size: asks for parallel.tensor 2, which is given as 4; keep one of them.",),
         ),
         ({"tensor_parallel": {"autotp_size": "2"}}, ('tensor_parallel.autotp_size: "2" is text;',)),
-        ({"pipeline": {"activation_checkpoint_interval": 4}}, ("activation_checkpoint_interval: 4", '"mode": "full"')),
+        ({"pipeline": {"activation_checkpoint_interval": "4"}}, ("activation_checkpoint_interval", "is text")),
         (
             {"pipeline": {"stages": 2}, "parallel": {"pipeline": 4}},
             ("pipeline.stages: asks for parallel.pipeline 2, which is given as 4; keep one of them.",),
         ),
-        ({"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}}, ("drop parts",)),
         ({"pipeline": {"stags": 2}}, ("pipeline.stags: unknown key. Did you mean pipeline.stages?",)),
         ({"checkpoint": {"tag_validaton": 1}}, ("Did you mean checkpoint.tag_validation?",)),
         ({"pipeline": 2}, ("pipeline: 2 is a number;", "Did you mean parallel.pipeline?")),
@@ -184,12 +191,80 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
         ),
         ({"hybrid_engine": {"enabled": True}}, "eng.generate uses the weights that are trained"),
         ({"managed_gradient_accumulation": False}, "eng.set_gradient_accumulation_boundary decides which step updates"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "this version keeps it on the device"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "this version keeps it on the device"),
+        ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload: accepted, changes nothing here"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "Trine sends exact values"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "Trine shards over the whole data axis, once"),
+        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention: accepted, changes nothing here"),
+        ({"expert_parallel": {"enabled": True}}, "there is no expert axis"),
+        ({"compile": {"deepcompile": True}}, 'compiles blocks with "compile": true'),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "what a block keeps stays on the device"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "gradients are summed in fp32"),
+        (
+            {"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}},
+            "only a call in the script makes use of it",
+        ),
     ],
 )
 def test_noted_with_reason(raw: dict[str, Any], told: str) -> None:
     config = load_config(raw)
     assert len(config.notes) == 1 and told in config.notes[0]
     assert replace(config, notes=()) == load_config({})
+
+
+UNCORRECTED = {"type": "AdamW", "params": {"weight_decay": 0.0, "bias_correction": False}}
+PLUGIN = {"zero_stage": 2, "gradient_clipping": 0.5, "zero3_init_flag": True}
+
+
+@pytest.mark.parametrize(
+    ("raw", "same", "told"),
+    [
+        ({"amp": {"enabled": True}}, {"torch_autocast": {"enabled": True}}, "amp: acts as torch_autocast"),
+        (
+            {"sequence_parallel_size": 2},
+            {"parallel": {"tensor": 2, "sequence_parallel": True}},
+            "sequence_parallel_size: acts as parallel.tensor 2 with parallel.sequence_parallel",
+        ),
+        (
+            {"elasticity": {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [4, 8]}},
+            {"train_batch_size": 96, "train_micro_batch_size_per_gpu": 4},
+            "elasticity: acts as train_batch_size 96",
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam"}},
+            {"optimizer": UNCORRECTED},
+            'optimizer.type: "OneBitAdam" acts as the Adam that it approximates',
+        ),
+        (
+            {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": PLUGIN},
+            {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5, "bf16": {"enabled": True}},
+            "distributed_type: acts as a configuration of DeepSpeed",
+        ),
+    ],
+)
+def test_forms_act_as_present_keys(raw: dict[str, Any], same: dict[str, Any], told: str) -> None:
+    config = load_config(raw)
+    assert replace(config, notes=()) == load_config(same)
+    assert any(note.startswith(told) for note in config.notes)
+
+
+def test_a_form_does_not_override_what_is_given() -> None:
+    config = load_config({"sequence_parallel_size": 2, "parallel": {"sequence_parallel": False}})
+    assert config.parallel.tensor == 2 and not config.parallel.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("most", "micros", "low", "high", "rows", "micro"),
+    [(10000, [8, 12, 16, 17], 32, 1500, 9792, 8), (100, [4, 8], 1, 10000, 96, 4), (5, [5, 3], 1, 8, 5, 5)],
+)
+def test_the_elastic_batch_is_that_of_deepspeed(
+    most: int, micros: list[int], low: int, high: int, rows: int, micro: int
+) -> None:
+    """The first is the example of DeepSpeed's documents, of the time when it still had the section."""
+    section = {"max_train_batch_size": most, "micro_batch_sizes": micros, "min_gpus": low, "max_gpus": high}
+    assert load_config({"elasticity": {"enabled": True, **section}}).train_batch_size == rows
+    assert load_config({"elasticity": {"enabled": True, **section}}).train_micro_batch_size_per_gpu == micro
 
 
 def test_noted_keys_take_what_hugging_face_writes() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.config import load_config
-from engine.config.deepspeed_keys import TABLE, Moved
+from engine.config.deepspeed.keys import TABLE, Moved
 from engine.errors import ConfigError
 from tests.deepspeed_page import PAGE, files, outcomes, rendered, told
 
@@ -15,8 +15,8 @@ FILES: Mapping[str, Any] = files()
 REFUSED = {name for name, raw in FILES.items() if told(raw).refusals}
 
 
-def test_there_are_sixty_and_more() -> None:
-    assert len(FILES) >= 60 and 20 <= len(REFUSED) <= len(FILES) - 20
+def test_nine_of_ten_are_accepted() -> None:
+    assert len(FILES) >= 60 and 5 <= len(REFUSED) <= 0.1 * len(FILES)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from engine.config import Config, load_config
-from engine.config.deepspeed_keys import KEYS
+from engine.config.deepspeed.keys import KEYS
 from engine.config.json_schema import schema
 from engine.config.reader import Section, Sections, Typed, settings
 from engine.config.rules import Rule

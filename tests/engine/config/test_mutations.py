@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from engine.config import Config, load_config
-from engine.config.sections import OptimizerConfig
+from engine.config.optim_sections import OptimizerConfig
 from engine.errors import ConfigError
 from tests.engine.config.config_mutations import Edit, Mutant, mutant, plain
 from tests.engine.config.odd_values import DEEP, any_value

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from engine.config import Config, load_config
-from engine.config.deepspeed_keys import TABLE
+from engine.config.deepspeed.keys import TABLE
 from engine.config.other_engines import _KEYS, _NOT_KEYS, other_engines_word
 from engine.config.reader import paths
 from engine.errors import ConfigError

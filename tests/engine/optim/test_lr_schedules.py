@@ -1,4 +1,4 @@
-"""DeepSpeed's five schedules, update for update, and their shapes."""
+"""DeepSpeed's five schedules, update for update, and their shapes; schedules of torch by name."""
 
 import math
 from typing import Any
@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import load_config
+from engine.config.torch_schedules import TORCH_SCHEDULERS
+from engine.errors import ConfigError
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.zero.optim.flat_optimizers import FlatAdam
 
@@ -72,6 +74,51 @@ def test_groups_keep_their_own_base() -> None:
     made = make_learning_rate(FlatAdam(groups), config.scheduler, None)
     made.prepare(5)
     assert [group["lr"] for group in made.optimizer.param_groups] == [0.1, 0.01]
+
+
+def test_lists_give_each_group_its_rates() -> None:
+    params = {
+        "warmup_num_steps": 2,
+        "warmup_type": "linear",
+        "warmup_min_lr": [0.01, 0.02],
+        "warmup_max_lr": [0.1, 0.2],
+    }
+    section = {"scheduler": {"type": "WarmupLR", "params": params}}
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 1.0} for _ in range(2)]
+    made = make_learning_rate(FlatAdam(groups), load_config(section).scheduler, None)
+    for update, expected in ((0, [0.01, 0.02]), (2, [0.055, 0.11]), (9, [0.1, 0.2])):
+        made.prepare(update)
+        assert [group["lr"] for group in made.optimizer.param_groups] == pytest.approx(expected)
+
+
+def test_a_list_of_another_length_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="warmup_max_lr is a list of 2 rates and the optimizer has 1 parameter group;"
+    ):
+        rate("WarmupLR", warmup_max_lr=[0.1, 0.2])
+
+
+TORCH: dict[str, dict[str, Any]] = {
+    "ConstantLR": {"factor": 0.5, "total_iters": 3}, "LinearLR": {"total_iters": 4}, "ExponentialLR": {"gamma": 0.9},
+    "PolynomialLR": {"total_iters": 6, "power": 2}, "StepLR": {"step_size": 2}, "MultiStepLR": {"milestones": [2, 5]},
+    "CosineAnnealingLR": {"T_max": 5, "eta_min": 0.01}, "CosineAnnealingWarmRestarts": {"T_0": 2, "T_mult": 2},
+    "OneCycleLR": {"max_lr": 0.3, "total_steps": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TORCH_SCHEDULERS)
+def test_schedules_of_torch_are_torchs(kind: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    theirs, ours = getattr(torch.optim.lr_scheduler, kind)(optimizer, **TORCH[kind]), rate(kind, **TORCH[kind])
+    for update in range(8):
+        ours.prepare(update)
+        given, expected = ours.optimizer.param_groups[0], optimizer.param_groups[0]
+        assert (given["lr"], given["betas"]) == (expected["lr"], expected["betas"])
+        for optimizer_, done in ((optimizer, theirs.step), (ours.optimizer, ours.done)):
+            optimizer_.step()
+            if update < 7:
+                done()
 
 
 def test_constant_without_a_schedule() -> None:

@@ -1,6 +1,6 @@
 """Which options a parameter gets by its names."""
 
-from engine.config.sections import OptimizerConfig
+from engine.config.optim_sections import OptimizerConfig
 from engine.optim.param_groups import assign_groups
 from tests import models
 

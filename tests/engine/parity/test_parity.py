@@ -90,6 +90,7 @@ def test_stages_agree_to_the_bit_at_two_ranks_and_bucket_size_changes_nothing(ru
 
 OPTIMIZERS = {
     "Adam": {"type": "Adam", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1, "adam_w_mode": False}},
+    "OneBitAdam": {"type": "OneBitAdam", "params": {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}},
     "SGD": {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}},
     "Lion": {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}},
     "groups": ADAMW

@@ -1,6 +1,7 @@
-"""The user's own autocast around the engine is what it is around plain torch, on every grid."""
+"""Autocast around the engine, the user's or that of the configuration, is what it is around plain torch."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
@@ -47,15 +48,17 @@ def plain(model: nn.Module, micro: int) -> tuple[list[float], dict[str, Tensor]]
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def train(grid: str, stage: int, mode: str, seen: bool) -> Found:
-    """Body of a rank: losses, weights on rank 0, and whether bytes are as planned."""
+def train(grid: str, stage: int, mode: str, seen: bool, own: bool = True) -> Found:
+    """Body of a rank: losses, weights on rank 0, and whether bytes are as planned; ``own``: the user's autocast."""
     changes: dict[str, Any] = {"parallel": {"data": 1} | GRIDS[grid], "gradient_clipping": CLIP, "optimizer": ADAMW}
     given = config_for(1, stage, activation_checkpointing={"mode": mode}) | changes
     del given["scheduler"]
+    given |= {} if own else {"torch_autocast": {"enabled": True}}
     config = engine.load_config(given, prod(GRIDS[grid].values()))
     batches = models.batches_for("decoder", ROWS, STEPS)
     example = take_rows(batches[0], 0, config.micro) if seen else None
-    with autocast(), engine.initialize(models.decoder(layers=4), config, loss_sum, example) as eng:
+    around = autocast() if own else nullcontext()
+    with around, engine.initialize(models.decoder(layers=4), config, loss_sum, example) as eng:
         rows = config.micro * config.accumulation
         losses, exact = [], True
         for batch in batches:
@@ -78,10 +81,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("grid", "stage", "mode"), CASES)
-def test_grids_equal_plain_torch(run_ranks: RunRanks, grid: str, stage: int, mode: str) -> None:
+BY_KEY = [("dp2", 3, "full"), ("pp2", 1, "full"), ("tp2", 1, "none")]
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage", "mode", "own"), [(*case, True) for case in CASES] + [(*case, False) for case in BY_KEY]
+)
+def test_grids_equal_plain_torch(run_ranks: RunRanks, grid: str, stage: int, mode: str, own: bool) -> None:
     losses, expected = plain(models.decoder(layers=4), 2)
-    ours, weights, exact = run_ranks(train, 2, grid, stage, mode, True)[0]
+    ours, weights, exact = run_ranks(train, 2, grid, stage, mode, True, own)[0]
     # tensor ranks round sums of halves anew; everything else adds the same numbers
     assert ours == pytest.approx(losses, rel=2e-4 if grid == "tp2" else 1e-6)
     worst = max(float((weights[name] - value).abs().max()) for name, value in expected.items())
@@ -90,15 +98,16 @@ def test_grids_equal_plain_torch(run_ranks: RunRanks, grid: str, stage: int, mod
     assert exact or (grid, mode) == ("tp2", "full")
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_one_process_equals_plain_torch(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "own"), [("none", True), ("full", True), ("full", False)])
+def test_one_process_equals_plain_torch(mode: str, own: bool) -> None:
     losses, expected = plain(models.decoder(layers=4), 2)
     given = config_for(1, 0, gradient_clipping=CLIP, optimizer=ADAMW, activation_checkpointing={"mode": mode})
     del given["scheduler"]
+    given |= {} if own else {"torch_autocast": {"enabled": True}}
     with engine.initialize(models.decoder(layers=4), given, loss_sum) as eng:
         ours = []
         for batch in models.batches_for("decoder", ROWS, STEPS):
-            with autocast():
+            with autocast() if own else nullcontext():
                 ours.append(eng.train_batch(batch).loss)
         weights = eng.full_state_dict()
     assert ours == losses

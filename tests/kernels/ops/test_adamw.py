@@ -18,6 +18,7 @@ RULES = {
     "adamw": AdamRule(3e-3, (0.9, 0.999), 1e-8, 0.1, True),
     "adam": AdamRule(3e-3, (0.8, 0.95), 1e-6, 0.1, False),
     "no decay": AdamRule(1e-2, (0.9, 0.99), 1e-8, 0.0, True),
+    "no bias correction": AdamRule(3e-3, (0.9, 0.999), 1e-8, 0.1, True, bias_correction=False),
 }
 ROUNDING = StochasticRounding((5, 2**62 + 77, 0x80000000_90000001 >> 1), 0)
 
@@ -56,6 +57,9 @@ def test_100_steps_err_at_most_twice_as_much_as_torchs_fused_kernel(rule: AdamRu
     def by_torch(dtype: torch.dtype, fused: bool) -> Tensor:
         parameter = nn.Parameter(start.to(dtype, copy=True))
         optimizer = kind([parameter], rule.lr, rule.betas, rule.eps, rule.weight_decay, fused=fused)
+        if not rule.bias_correction:  # torch corrects always; by now it divides by one
+            averages = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.tensor(1e9), **averages}
         for step in range(100):
             parameter.grad = random(count, 10 + step).to(dtype) * 0.25
             optimizer.step()

@@ -19,6 +19,8 @@ class Noted:
 
     reason: str
     idle: tuple[object, ...] = ()
+    rule: Rule | None = None
+    """What the value has to be, for a key whose words a user may mistype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,13 @@ class Only:
 class Moved:
     """A key that is honored under another name.
 
-    Values in ``idle`` ask for nothing; ``becomes`` maps values to ours.
+    Values in ``idle`` ask for nothing; ``becomes`` maps values to ours, or is what every other value means.
     """
 
     target: str
     rule: Rule
     idle: tuple[object, ...] = (None,)
-    becomes: Mapping[Any, Any] = field(default_factory=FrozenMap)
+    becomes: Mapping[Any, Any] | str = field(default_factory=FrozenMap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ _NOTED = MappingProxyType({
         "save_pretrained writes whole weights when asked": "stage3_gather_16bit_weights_on_model_save"
                    " gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
     },
+    "torch_autocast": {"torch's own list of operators says what is cast": "lower_precision_safe_modules"},
     "zero_optimization.offload_optimizer": {
         _NO_EFFECT: "buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload"
                     " cpuadam_cores_perc",
@@ -103,7 +106,11 @@ _NOTED = MappingProxyType({
     "fp16": {_NO_EFFECT: "auto_cast"},
     "bf16": {_NO_EFFECT: "immediate_grad_update"},
     "optimizer": {_NO_EFFECT: "legacy_fusion"},
-    "optimizer.params": {_NO_EFFECT: "torch_adam fused foreach"},
+    "optimizer.params": {
+        _NO_EFFECT: "torch_adam fused foreach",
+        "moments are never compressed, and messages are exact": "freeze_step var_freeze_step var_update_scaler"
+                   " local_step_scaler local_step_clipper cuda_aware comm_backend_name",
+    },
     "activation_checkpointing": {
         _NO_EFFECT: "profile synchronize_checkpoint_boundary",
     },
@@ -116,8 +123,8 @@ _NOTED = MappingProxyType({
         "recomputation here is never re-entrant, which computes the same": "use_reentrant",
     },
     "tensor_parallel": {
-        "Trine finds the styles from the model, or reads parallel.tensor_plan": "preset_model dtype"
-                   " tp_grain_size keep_module_on_host replace_with_kernel_inject",
+        "Trine finds the styles from the model, or reads parallel.tensor_plan": "preset_model dtype partition_config"
+                   " injection_policy_tuple tp_grain_size keep_module_on_host replace_with_kernel_inject",
         _OWN_PLAN: "tp_overlap_comm",
     },
     "tensor_parallel.tp": {"Trine finds the styles from the model": "tp_grain_size"},
@@ -136,19 +143,22 @@ _NOTED = MappingProxyType({
 _OFF = (False, None)
 _CURRICULUM = "Trine does not change the data; order or cut it in your data loader"
 _SPARSE = "Trine does not compress or drop parts of the model; do it in the model"
+_SCRIPT = "in DeepSpeed too, only a call in the script makes use of it, which has to stand before engine.initialize"
 _LOGGERS = "Trine writes monitor.jsonl and monitor.tensorboard; use those"
-_NO_PARAMS = 'Trine offloads optimizer state only; give "none"'
 _GRID = "parallel.tensor says how many ranks share a layer; remove it"
-_ONE_SHARDING = "Trine shards over the whole data axis, once; remove it"
-_QUANTIZED = Only(_OFF, "Trine sends exact values; remove it")
+_ONE_SHARDING = "Trine shards over the whole data axis, once"
+_QUANTIZED = Noted("Trine sends exact values", (False, None))
+_EXPERTS = "there is no expert axis: the ranks of parallel.tensor and ZeRO share experts, which trains the same"
 _OTHER_ADAM = "AdamW and Adam here are torch's; pass optimizer=... to engine.initialize"
 
+ON_DEVICE = "this version keeps it on the device: training is the same, and takes that memory"
+"""Why an offload has no effect."""
 _TECHNIQUES = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
                "channel_pruning")  # fmt: skip
 _COMPRESSION: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
     f"compression_training.{technique}": {
-        "shared_parameters": Feature(_SPARSE),
-        "different_groups": Noted("shared_parameters.enabled switches it on, which is refused"),
+        "shared_parameters": Feature(_SCRIPT, noted=True),
+        "different_groups": Noted(_SCRIPT),
     }
     for technique in _TECHNIQUES
 })  # fmt: skip
@@ -157,50 +167,45 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "steps_per_print": Moved("monitor.every", Int(low=1), (None, float("inf"))),
         "fp32_allreduce": Moved("communication_data_type", Flag(), _OFF, MappingProxyType({True: "fp32"})),
         "data_parallel_size": Moved("parallel.data", Int(low=1)),
-        "sequence_parallel_size": Only((1, None), "use parallel.tensor with parallel.sequence_parallel"),
         "gradient_allreduce_op": Only(("mean", None), "gradients are averaged; scale the loss in loss_fn"),
         "sparse_gradients": Only(_OFF, "gradients are dense here; remove it"),
         "managed_gradient_accumulation": Noted(
             "eng.set_gradient_accumulation_boundary decides which step updates", (True, None)
         ),
         "use_data_before_expert_parallelism": Only(_OFF, "Trine has no expert axis; remove it"),
-        "torch_autocast": Feature("use bf16.enabled, or call train_batch inside torch.autocast"),
-        "amp": Feature("Apex is not supported; use bf16.enabled"),
         "wandb": Feature(_LOGGERS, noted=True),
         "comet": Feature(_LOGGERS, noted=True),
         "csv_monitor": Feature(_LOGGERS, noted=True),
         "autotuning": Feature("Trine does not search; compare settings with `trine plan`", noted=True),
-        "elasticity": Feature("a checkpoint loads on any number of processes; restart instead"),
         "nebula": Feature("checkpoints are written in the background anyway", noted=True),
         "hybrid_engine": Feature("eng.generate uses the weights that are trained", noted=True),
-        "expert_parallel": Feature("Trine has no expert axis; use parallel.tensor"),
+        "expert_parallel": Feature(_EXPERTS, noted=True),
+        "moe": Feature(_EXPERTS, noted=True),
         "curriculum_learning": Feature(_CURRICULUM),
         "data_efficiency": Feature(_CURRICULUM),
         "progressive_layer_drop": Feature(_SPARSE),
         "quantize_training": Feature(_SPARSE),
         "eigenvalue": Feature(_SPARSE),
-        "sparse_attention": Feature(_SPARSE, "mode", (None,)),
+        "sparse_attention": Noted(_SCRIPT, (None,)),
     },
-    "compression_training": {"layer_reduction": Feature(_SPARSE)},
+    "compression_training": {"layer_reduction": Feature(_SCRIPT, noted=True)},
     "zero_optimization": {
-        "offload_param": Feature(_NO_PARAMS, "device", ("none", None)),
-        "cpu_offload_params": Only(_OFF, _NO_PARAMS),
-        "cpu_offload": Moved("zero_optimization.offload_optimizer.device", Flag(), _OFF,
-                             MappingProxyType({True: "cpu"})),
+        "offload_param": Feature(ON_DEVICE, "device", ("none", None), noted=True),
+        "cpu_offload_params": Noted(ON_DEVICE, _OFF, Flag()),
+        "cpu_offload": Noted(ON_DEVICE, _OFF, Flag()),
         "zero_quantized_weights": _QUANTIZED,
         "zero_quantized_nontrainable_weights": _QUANTIZED,
         "zero_quantized_gradients": _QUANTIZED,
         "zeropp_loco_param": _QUANTIZED,
-        "zero_hpz_partition_size": Only((1, None), _ONE_SHARDING),
-        "mics_shard_size": Only((-1, None), _ONE_SHARDING),
-        "mics_hierarchical_params_gather": Only(_OFF, _ONE_SHARDING),
-        "zenflow": Only((None,), "Trine updates every parameter in every step; remove it"),
+        "zero_hpz_partition_size": Noted(_ONE_SHARDING, (1, None)),
+        "mics_shard_size": Noted(_ONE_SHARDING, (-1, None)),
+        "mics_hierarchical_params_gather": Noted(_ONE_SHARDING, _OFF),
+        "zenflow": Noted("every step updates every parameter, at once", (None,)),
     },
     "fp16": {
         "fp16_master_weights_and_grads": Only(_OFF, "fp16 training keeps fp32 copies here; remove it"),
     },
     "optimizer.params": {
-        "bias_correction": Only((True, None), _OTHER_ADAM),
         "amsgrad": Only(_OFF, _OTHER_ADAM),
         "max_grad_norm": Only((0, None), "clipping is not the optimizer's; give gradient_clipping"),
     },
@@ -209,8 +214,6 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
     },
     "tensor_parallel": {
         "autotp_size": Moved("parallel.tensor", Int(low=0), (None, 0)),
-        "partition_config": Only((None,), "Trine has its own form; write the styles as parallel.tensor_plan"),
-        "injection_policy_tuple": Only((None,), "Trine has its own form; write the styles as parallel.tensor_plan"),
         "enabled": Only((True, None), "the size decides; leave parallel.tensor at 1 instead"),
     },
     "tensor_parallel.tp": {
@@ -225,26 +228,25 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "seed_layers": Noted("DeepSpeed reads it nowhere; PipelineModule(seed_layers=True) seeds layers", _OFF),
         "activation_checkpoint_interval": Moved(
             "activation_checkpointing.mode",
-            Choice(options=(1,), noun="an interval that Trine has", remedy='give 1, or "activation_checkpointing": '
-                   '{"mode": "full"}, which recomputes each block by itself'),
-            (0, None), MappingProxyType({1: "full"})),
+            Int(low=0), (0, None), "full"),
     },
     "activation_checkpointing": {
         "partition_activations": WithMode(_OFF, "parallel.sequence_parallel shards activations over tensor ranks"),
         "number_checkpoints": WithMode((None, 0), "each block is a checkpoint; every n-th only with mode selective"
                                        " and every"),
         "contiguous_memory_optimization": WithMode(_OFF, "torch's allocator places the activations"),
-        "cpu_checkpointing": Only(_OFF, 'activations stay on the GPU; give "mode": "full" to recompute them'),
+        "cpu_checkpointing": WithMode(_OFF, "what a block keeps stays on the device"),
     },
     "checkpoint": {
         "use_node_local_storage": Only(_OFF, "checkpoints need a folder that all nodes share; remove it"),
     },
     "compile": {
         "enabled": Moved("compile", Flag(), _OFF),
-        "deepcompile": Only(_OFF, 'Trine uses torch.compile; give "compile": true'),
+        "deepcompile": Noted('Trine plans its own messages, and compiles blocks with "compile": true', _OFF),
     },
     "data_types": {
-        "grad_accum_dtype": Only(("fp32", None), "gradients are accumulated in fp32 here; remove it"),
+        "grad_accum_dtype": Noted("gradients are summed in fp32, which is exact enough for all", ("fp32", None),
+                                  Choice(options=("fp32", "bf16", "fp16"), noun="a dtype", null=True)),
     },
 })  # fmt: skip
 
@@ -262,7 +264,11 @@ TABLE: Mapping[str, Treatment] = MappingProxyType(
         for key, treatment in group.items()
     }
 )
-KEYS = (*TABLE, *(f"tensorboard.{key}" for key in TENSORBOARD), *("tensorboard", "bfloat16"))
+KEYS = (
+    *TABLE,
+    *(f"tensorboard.{key}" for key in TENSORBOARD),
+    *("tensorboard", "bfloat16", "amp", "elasticity", "sequence_parallel_size"),
+)
 DERIVED: Mapping[str, str] = MappingProxyType({
     **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
                     "derived from the other sizes here"),

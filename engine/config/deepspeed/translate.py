@@ -1,10 +1,11 @@
-"""DeepSpeed's own keys in a configuration: honored, noted as without effect, or refused, as ``deepspeed_keys`` says."""
+"""DeepSpeed's own keys in a configuration: honored, noted as without effect, or refused, as ``keys`` says."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real as RealNumber
 from typing import Any
 
-from engine.config.deepspeed_keys import DERIVED, TABLE, TENSORBOARD, Feature, Moved, Noted, Only, Treatment, WithMode
+from engine.config.deepspeed.forms import rewritten
+from engine.config.deepspeed.keys import DERIVED, TABLE, TENSORBOARD, Feature, Moved, Noted, Only, Treatment, WithMode
 from engine.config.other_engines import other_engines_word
 from engine.config.rules import Flag, Problems
 from engine.config.wording import join_path, kind, shown_value
@@ -17,11 +18,12 @@ def translate(
 
     ``ours`` are the dotted paths of Trine's keys. Unknown keys stay in the config, for the reader to report.
     """
+    present, notes = rewritten(raw, problems)
     walk = _Walk(ours, problems)
-    own = walk.section(_renamed(raw, problems), "")
+    own = walk.section(present, "")
     walk.apply_moves(own)
     _settle_adam(own, _uses_torch_adam(raw), problems)
-    return own, tuple(walk.notes)
+    return own, (*notes, *walk.notes)
 
 
 _NO_MODE = (
@@ -82,8 +84,8 @@ class _Walk:
 
     def _treat(self, path: str, value: object, treatment: Treatment, beside: Mapping[str, Any]) -> None:
         match treatment:
-            case Noted(reason, idle):
-                if not _among(value, idle):
+            case Noted(reason, idle, rule):
+                if not _among(value, idle) and (rule is None or rule.read(value, path, self._problems) is not None):
                     self._note(path, reason)
             case WithMode(idle, reason):
                 if _among(value, idle):
@@ -95,7 +97,7 @@ class _Walk:
                     self._problems.add(path, f"{shown_value(value)} is not supported; {reason}.")
             case Moved(target, rule, idle, becomes):
                 if not _among(value, idle) and (read := rule.read(value, path, self._problems)) is not None:
-                    self._moves.append((target, path, becomes.get(read, read)))
+                    self._moves.append((target, path, becomes if isinstance(becomes, str) else becomes.get(read, read)))
             case Feature():
                 self._feature(path, value, treatment)
 
@@ -110,7 +112,7 @@ class _Walk:
         if _among(value.get(feature.switch), (*feature.off, None)):
             return
         at, given = join_path(path, feature.switch), value[feature.switch]
-        if feature.noted and isinstance(given, bool):
+        if feature.noted and isinstance(given, type(feature.off[0])):
             return self._note(at, feature.reason)
         self._problems.add(at, f"{shown_value(given)} is not supported; {feature.reason}.")
 
@@ -162,15 +164,6 @@ def _among(value: object, allowed: tuple[object, ...]) -> bool:
     if value is not None and not isinstance(value, (str, RealNumber)):
         return False
     return any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in allowed)
-
-
-def _renamed(raw: Mapping[str, Any], problems: Problems) -> Mapping[str, Any]:
-    """Rename DeepSpeed's older key for bf16 to the current one."""
-    if "bfloat16" not in raw:
-        return raw
-    if "bf16" in raw:
-        problems.add("bfloat16", "the older name of bf16, which is given too; keep bf16.")
-    return {"bf16": raw["bfloat16"], **{key: value for key, value in raw.items() if key != "bfloat16"}}
 
 
 def _uses_torch_adam(raw: Mapping[str, Any]) -> bool:
