@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import engine
 from tests import models
+from tests.engine.every_grid import every_grid
 from tests.engine.step.test_user_loop import loss_of
 from tests.engine.test_training_changes import CLIP, ROWS, data, settings
 
@@ -47,13 +48,9 @@ def from_rank0(grid: dict[str, int], stage: int, weights: str) -> dict[str, Tens
         return str(error)
 
 
-@pytest.mark.parametrize(
-    ("grid", "stage"),
-    [({"data": 2}, 0), ({"data": 2}, 3), ({"data": 1, "tensor": 2}, 0), ({"data": 1, "pipeline": 2}, 0)],
-    ids=["dp2-zero0", "dp2-zero3", "tp2", "pp2"],
-)
+@pytest.mark.parametrize(("grid", "stage"), every_grid("dp2-zero0", "dp2-zero3", "tp2", "pp2"))
 def test_all_ranks_take_the_weights_of_rank_0(grid: dict[str, int], stage: int, run_ranks: RunRanks) -> None:
-    weights = run_ranks(from_rank0, 2, grid, stage, "rank0")[0]
+    weights = run_ranks(from_rank0, math.prod(grid.values()), grid, stage, "rank0")[0]
     model, dp = Counting(0), grid["data"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
     for ids in data(dp)[:3]:
@@ -103,11 +100,7 @@ def half_on_ranks(grid: dict[str, int], stage: int, dtype: torch.dtype) -> tuple
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(
-    ("grid", "stage"),
-    [({"data": 2}, 1), ({"data": 2}, 3), ({"data": 1, "tensor": 2}, 0)],
-    ids=["dp2-zero1", "dp2-zero3", "tp2"],
-)
+@pytest.mark.parametrize(("grid", "stage"), every_grid("dp2-zero1", "dp2-zero3", "tp2"))
 def test_a_model_in_16_bits_trains_in_an_fp32_run(
     grid: dict[str, int], stage: int, dtype: torch.dtype, run_ranks: RunRanks
 ) -> None:

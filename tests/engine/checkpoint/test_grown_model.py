@@ -1,7 +1,9 @@
 """A run goes on with a model that has more parameters, or trains more of them: those begin as in plain torch."""
 
 import logging
+import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 import engine
 from tests import models
+from tests.engine.every_grid import GRIDS
 from tests.engine.step.test_user_loop import loss_of
 from tests.engine.test_training_changes import CLIP, ROWS, data, freeze, settings
 
@@ -39,11 +42,11 @@ def made(grown: bool) -> nn.Module:
     return model
 
 
-def in_one_process(dp: int) -> dict[str, Tensor]:
-    """Plain torch: what is new joins the optimizer after three steps."""
+def in_one_process(before: int, after: int) -> dict[str, Tensor]:
+    """Plain torch on the batches of these data ranks: what is new joins the optimizer after three steps."""
     model = made(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
-    for step, ids in enumerate(data(dp)):
+    for step, ids in enumerate([*data(before)[:3], *data(after)[3:]]):
         if step == 3:
             larger = made(True)
             model.adapter = larger.get_submodule("adapter")
@@ -78,16 +81,15 @@ def part_of_run(grown: bool, grid: Grid, stage: int, folder: Path) -> dict[str, 
         (({"data": 2}, 1), ({"data": 2}, 3)),
         (({"data": 2}, 3), ({"data": 2}, 1)),
         (({"data": 1, "tensor": 2}, 0), ({"data": 1, "pipeline": 2}, 0)),
-        pytest.param(({"data": 1, "pipeline": 2}, 0), ({"data": 1, "tensor": 2}, 0), marks=pytest.mark.long),
+        *(pytest.param(before, after, marks=pytest.mark.long) for before, after in pairwise(GRIDS.values())),
     ],
-    ids=["zero1-zero3", "zero3-zero1", "tp2-pp2", "pp2-tp2"],
 )
 def test_added_and_thawed_parameters_join_as_in_plain_torch(
     before: tuple[Grid, int], after: tuple[Grid, int], tmp_path: Path, run_ranks: RunRanks
 ) -> None:
-    run_ranks(part_of_run, 2, False, *before, tmp_path)
-    weights = run_ranks(part_of_run, 2, True, *after, tmp_path)[0]
-    expected = in_one_process(after[0]["data"])
+    run_ranks(part_of_run, math.prod(before[0].values()), False, *before, tmp_path)
+    weights = run_ranks(part_of_run, math.prod(after[0].values()), True, *after, tmp_path)[0]
+    expected = in_one_process(before[0]["data"], after[0]["data"])
     assert max(float((weights[name] - value).abs().max()) for name, value in expected.items()) <= 1e-5
 
 

@@ -8,6 +8,7 @@ import torch
 
 import engine
 from tests import models
+from tests.engine.every_grid import GRIDS as EVERY
 from tests.engine.step.test_user_loop import loss_of
 from tests.engine.test_training_changes import ROWS, data, settings
 
@@ -18,6 +19,7 @@ GRIDS: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
     "tp2": ({"data": 1, "tensor": 2}, 0, {}),
     "pp2": ({"data": 1, "pipeline": 2}, 0, {}),
     "dp2-zero3-bf16": ({"data": 2}, 3, {"bf16": {"enabled": True}}),
+    **{name: (*EVERY[name], {}) for name in ("dp2-zero0", "dp2-zero2", "dp2-tp2-zero3", "dp2-pp2-zero3")},
 }
 
 
@@ -58,13 +60,27 @@ def transferred(source: str, target: str) -> dict[str, float]:
         return far
 
 
-@pytest.mark.parametrize("source", GRIDS)
+def long(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
 @pytest.mark.parametrize(
-    "target", ["dp2-zero1", "tp2", *(pytest.param(n, marks=pytest.mark.long) for n in ("dp2-zero3", "pp2"))]
+    "source", ["dp2-zero1", "dp2-zero3", "tp2", "pp2", "dp2-zero3-bf16", *long("dp2-zero0", "dp2-zero2")]
+)
+@pytest.mark.parametrize(
+    "target", ["dp2-zero1", "tp2", *long("dp2-zero0", "dp2-zero2", "dp2-zero3", "pp2")]
 )
 def test_weights_follow_over_any_two_grids(source: str, target: str, run_ranks: RunRanks) -> None:
     far = run_ranks(transferred, 2, source, target)[0]
     assert "seen" in far and max(far.values()) <= (4e-3 if "bf16" in source else 1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["dp2-tp2-zero3", "dp2-pp2-zero3"])
+@pytest.mark.parametrize("source", ["dp2-tp2-zero3", "dp2-pp2-zero3"])
+def test_weights_follow_over_four_ranks(source: str, target: str, run_ranks: RunRanks) -> None:
+    far = run_ranks(transferred, 4, source, target)[0]
+    assert "seen" in far and max(far.values()) <= 1e-6
 
 
 def test_masters_are_taken_exactly(run_ranks: RunRanks) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import engine
 from tests import models
+from tests.engine.every_grid import every_grid
 
 RunRanks = Callable[..., list[Any]]
 ROWS, STEPS, CLIP, BETA = 4, 3, 0.1, 0.05
@@ -89,13 +90,7 @@ def on_ranks(config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("grid", "stage"),
-    [
-        ({"data": 2}, 1),
-        ({"data": 2}, 3),
-        ({"data": 1, "tensor": 2}, 0),
-        pytest.param({"data": 2, "tensor": 2}, 3, marks=pytest.mark.long),
-    ],
-    ids=["dp2-zero1", "dp2-zero3", "tp2", "dp2-tp2-zero3"],
+    [case for case in every_grid("dp2-zero1", "dp2-zero3", "tp2") if "pipeline" not in case.values[0]],
 )
 def test_a_policy_beside_its_reference_trains_as_in_one_process(
     grid: dict[str, Any], stage: int, run_ranks: RunRanks
@@ -124,11 +119,7 @@ def evaluated(config: dict[str, Any], folder: Path) -> tuple[float, Tensor, Tens
         return loss, eng.predict({"input_ids": ids}).logits, tokens, str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("grid", "stage"),
-    [({"data": 2}, 1), ({"data": 2}, 3), ({"data": 1, "tensor": 2}, 0), ({"data": 1, "pipeline": 2}, 0)],
-    ids=["dp2-zero1", "dp2-zero3", "tp2", "pp2"],
-)
+@pytest.mark.parametrize(("grid", "stage"), every_grid("dp2-zero1", "dp2-zero3", "tp2", "pp2"))
 def test_a_frozen_model_predicts_and_is_not_trained(
     grid: dict[str, Any], stage: int, tmp_path: Path, run_ranks: RunRanks
 ) -> None:
@@ -137,7 +128,9 @@ def test_a_frozen_model_predicts_and_is_not_trained(
     with torch.no_grad():
         expected = float(model(**whole).loss), model(input_ids=ids).logits
         expected_tokens = model.generate(ids, max_new_tokens=4, pad_token_id=0)  # type: ignore[operator]
-    for loss, logits, tokens, refused in run_ranks(evaluated, 2, settings(grid, stage), tmp_path):
+    for loss, logits, tokens, refused in run_ranks(
+        evaluated, math.prod(grid.values()), settings(grid, stage), tmp_path
+    ):
         assert loss == pytest.approx(expected[0], rel=1e-5) and torch.equal(tokens, expected_tokens)
         assert float((logits - expected[1]).abs().max()) < 1e-5
         assert refused.startswith("train_batch: the model has no trainable parameter; set requires_grad on what is to")

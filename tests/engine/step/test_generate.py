@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import engine
 from tests import models
+from tests.engine.every_grid import every_grid
 from tests.engine.step.test_predict import MICRO, settings
 
 RunRanks = Callable[..., list[Any]]
@@ -59,9 +60,7 @@ def on_ranks(name: str, config: dict[str, Any]) -> list[str]:
 
 
 GRIDS = [
-    ({"data": 2}, 1), ({"data": 2}, 3), ({"data": 1, "tensor": 2}, 0), ({"data": 1, "pipeline": 2}, 0),
-    pytest.param({"data": 2, "tensor": 2}, 3, marks=pytest.mark.long),
-    pytest.param({"data": 2, "pipeline": 2}, 3, marks=pytest.mark.long),
+    *every_grid("dp2-zero1", "dp2-zero3", "tp2", "pp2"),
     pytest.param({"data": 1, "tensor": 2, "pipeline": 2}, 0, marks=pytest.mark.long),
 ]  # fmt: skip
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import engine
 from tests import models
+from tests.engine.every_grid import every_grid
 
 RunRanks = Callable[..., list[Any]]
 MICRO = 2
@@ -66,9 +67,7 @@ def predictions(config: dict[str, Any]) -> list[float]:
 
 
 GRIDS = [
-    ({"data": 2}, 1), ({"data": 2}, 3), ({"data": 1, "tensor": 2}, 0), ({"data": 1, "pipeline": 2}, 0),
-    pytest.param({"data": 2, "tensor": 2}, 3, marks=pytest.mark.long),
-    pytest.param({"data": 2, "pipeline": 2}, 3, marks=pytest.mark.long),
+    *every_grid("dp2-zero1", "dp2-zero3", "tp2", "pp2"),
     pytest.param({"data": 1, "pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}, 0, marks=pytest.mark.long),
     pytest.param({"data": 1, "tensor": 2, "pipeline": 2}, 0, marks=pytest.mark.long),
 ]  # fmt: skip
