@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optim.sharded_optimizer import OptimizerFactory, ShardedOptimizer, check_elementwise
 from engine.zero.own_backward import OwnBackward
+from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
 from engine.zero.reduce.reducer import Reducer, ReducerSetup
 from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
@@ -111,7 +113,9 @@ def build(
     trained, own_backward = len(plan.layout(comm.grid.coord()).buckets), OwnBackward()
     buckets, frozen = placed[:trained], placed[trained:]
     reducer = _reducer(model, plan, comm, buckets, own_backward)
-    patches.own(model, PatchLayer.PARAMETERS, reducer.remove, _REDUCER_NOTE)
+    # a sharded parameter (ZeRO 3) is guarded as a whole while it is not gathered
+    guard = GradientGuard(p for p in model.parameters() if p.requires_grad and plan.gather_groups is None)
+    patches.own(model, PatchLayer.PARAMETERS, partial(_take_off, reducer, guard), _REDUCER_NOTE)
     optimizer = _optimizer(plan, buckets, comm, request)
     program = request.program(model, plan.precision, device)
     with all_or_none(comm, device):
@@ -141,6 +145,7 @@ def build(
         gatherer=_gatherer(model, plan, comm, placed, patches, own_backward),
         reducer=reducer,
         own_backward=own_backward,
+        gradient_guard=guard,
         optimizer=optimizer,
         learning_rate=_learning_rate(model, optimizer, config, request),
         kernels=kernels,
@@ -149,6 +154,11 @@ def build(
         buffers=WrittenBuffers(model),
         absent=_absent(model, plan, rank),
     )
+
+
+def _take_off(reducer: Reducer, guard: GradientGuard) -> None:
+    guard.lift()
+    reducer.remove()
 
 
 def _absent(model: nn.Module, plan: Plan, rank: int) -> AbsentParameters | None:

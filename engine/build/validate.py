@@ -15,6 +15,7 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.planning.analysis import needs_example
 from engine.planning.plan import check_settings
 from engine.program.batch import Batch, named_tensors
+from engine.zero.reduce.gradient_guard import check_own_hooks
 
 
 def prepare(model: nn.Module, config: Config, request: Request) -> None:
@@ -29,6 +30,8 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
             "optimizer: null, and no optimizer was passed to initialize; name one in the config, or pass optimizer=...."
         )
     _refuse_shared_memory(model)
+    for name, parameter in model.named_parameters():
+        check_own_hooks(name, parameter, 0)
     _check_example(request.example_batch)
     if needs_example(config) and request.example_batch is None:
         check_settings(model, config)  # the plan, which would find the mistake, waits for the first batch

@@ -27,6 +27,7 @@ from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.own_backward import OwnBackward
+from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.reducer import Backward, Reducer
 from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
 
@@ -61,6 +62,8 @@ class RankRuntime:
     reducer: Reducer
     own_backward: OwnBackward
     """The backward of the user's own that runs at present."""
+    gradient_guard: GradientGuard
+    """Guards ``p.grad`` between a backward of the user's loop and its step."""
     optimizer: ShardedOptimizer
     learning_rate: LearningRate
     kernels: Kernels

@@ -94,6 +94,7 @@ class UserLoop:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output for one microbatch; see :meth:`engine.Engine.__call__`."""
         self._recover()
+        self._runtime.gradient_guard.lift()
         runtime, training = self._runtime, torch.is_grad_enabled()
         given = args[0] if len(args) == 1 and not kwargs else kwargs or args
         if self._step is None and self._started is None and training:
@@ -208,6 +209,7 @@ class UserLoop:
         """The context of a backward that the user has started; None if no forward of this loop led to it."""
         if self._running:
             return None
+        self._runtime.gradient_guard.lift()
         if not (self._fresh or self._losses or self._step):
             if self._updated:
                 raise EngineError(
@@ -293,6 +295,7 @@ class UserLoop:
         due = self._backwards == self._expected if self._control.boundary is None else self._control.boundary
         further, self._was_last = self._was_last, due and not self._control.held
         self._running = True
+        self._runtime.gradient_guard.lift()
         try:
             with self._runtime.backward(Backward(last=self._was_last, further=further)):
                 yield
@@ -301,6 +304,7 @@ class UserLoop:
         if self._accumulation > 1:
             self._forwards = 0  # the next forward begins a microbatch
         self._fresh = False
+        self._runtime.gradient_guard.set()
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
@@ -323,6 +327,7 @@ class UserLoop:
         self._forwards = 0
 
     def _forget_gradients(self) -> None:
+        self._runtime.gradient_guard.lift()
         self._step = None
         self._unscaled = self._was_last = False
         self._backwards = self._losses = 0

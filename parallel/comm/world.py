@@ -257,6 +257,9 @@ class OwnedGroups:
         if not isinstance(made, dist.ProcessGroup):
             return None
         self._made.append(made)
+        if made.size() > 1 and dist.get_backend(made) == "gloo":
+            # a rank that destroys the group at once would close connections that others are still making
+            dist.barrier(made)
         return made
 
     def close(self) -> None:

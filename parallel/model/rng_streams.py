@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -83,6 +83,10 @@ class RandomStreams:
         """Position found at the entry of each module that is being recomputed, by the module's id."""
         # a compiled module traces its hooks too, and these cannot be traced; disabling them elsewhere only costs time
         self._traced = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RandomStreams":
+        """A copy of the model (an average of its weights) keeps these hooks; outside of a forward they do nothing."""
+        return self
 
     @contextmanager
     def forward(self, *key: int) -> Iterator[None]:

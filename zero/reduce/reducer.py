@@ -15,6 +15,7 @@ from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.model.placeholders import plan_as_trainable
 from engine.parallel.trace.guarded_parameter import GuardedParameter
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.reduce.gradient_guard import check_own_hooks, plain_grad, set_plain_grad
 
 logger = logging.getLogger("trine")
 
@@ -44,6 +45,8 @@ class GradientHooks:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Context of one backward. A ``grad`` that a backward of the user's own has left is set aside and restored."""
+        for name, parameter in self._parameters.items():
+            check_own_hooks(name, parameter, 1)
         users = [(p, p.grad) for p in self._parameters.values() if p.grad is not None]
         for parameter, _ in users:
             self._warn(parameter)
@@ -69,7 +72,7 @@ class GradientHooks:
             plan_as_trainable(parameter, False)
 
     def _warn(self, parameter: Tensor) -> None:
-        if not self._warns or parameter.grad is None:
+        if not self._warns or plain_grad(parameter) is None:
             return
         self._warns = False
         name = next(name for name, known in self._parameters.items() if known is parameter)
@@ -96,11 +99,12 @@ class GradientHooks:
     @staticmethod
     def _begin(parameter: Tensor, start: Callable[[], None]) -> None:
         """Let the backward begin to which the gradient of ``parameter`` belongs, and which does not set it aside."""
-        grad, parameter.grad = parameter.grad, None
+        grad = plain_grad(parameter)
+        set_plain_grad(parameter, None)
         try:
             start()
         finally:
-            parameter.grad = grad
+            set_plain_grad(parameter, grad)
 
 
 SumPartial = Callable[[Mapping[str, Tensor]], None]
