@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -113,9 +112,7 @@ def build(
     trained, own_backward = len(plan.layout(comm.grid.coord()).buckets), OwnBackward()
     buckets, frozen = placed[:trained], placed[trained:]
     reducer = _reducer(model, plan, comm, buckets, own_backward)
-    # a sharded parameter (ZeRO 3) is guarded as a whole while it is not gathered
-    guard = GradientGuard(p for p in model.parameters() if p.requires_grad and plan.gather_groups is None)
-    patches.own(model, PatchLayer.PARAMETERS, partial(_take_off, reducer, guard), _REDUCER_NOTE)
+    guard = _guard(model, plan, reducer, patches)
     optimizer = _optimizer(plan, buckets, comm, request)
     program = request.program(model, plan.precision, device)
     with all_or_none(comm, device):
@@ -156,9 +153,17 @@ def build(
     )
 
 
-def _take_off(reducer: Reducer, guard: GradientGuard) -> None:
-    guard.lift()
-    reducer.remove()
+def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatches) -> GradientGuard:
+    """The guard of gradients; what it and the reducer put on parameters is taken off together."""
+    # a sharded parameter (ZeRO 3) is guarded as a whole while it is not gathered
+    guard = GradientGuard(p for p in model.parameters() if p.requires_grad and plan.gather_groups is None)
+
+    def take_off() -> None:
+        guard.lift()
+        reducer.remove()
+
+    patches.own(model, PatchLayer.PARAMETERS, take_off, _REDUCER_NOTE)
+    return guard
 
 
 def _absent(model: nn.Module, plan: Plan, rank: int) -> AbsentParameters | None:
