@@ -112,7 +112,6 @@ def build(
     trained, own_backward = len(plan.layout(comm.grid.coord()).buckets), OwnBackward()
     buckets, frozen = placed[:trained], placed[trained:]
     reducer = _reducer(model, plan, comm, buckets, own_backward)
-    guard = _guard(model, plan, reducer, patches)
     optimizer = _optimizer(plan, buckets, comm, request)
     program = request.program(model, plan.precision, device)
     with all_or_none(comm, device):
@@ -142,7 +141,7 @@ def build(
         gatherer=_gatherer(model, plan, comm, placed, patches, own_backward),
         reducer=reducer,
         own_backward=own_backward,
-        gradient_guard=guard,
+        gradient_guard=_guard(model, plan, reducer, patches),
         optimizer=optimizer,
         learning_rate=_learning_rate(model, optimizer, config, request),
         kernels=kernels,
