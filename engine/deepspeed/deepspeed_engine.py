@@ -32,6 +32,34 @@ class _LateOptimizer:
         return getattr(self._engine.optimizer, name)
 
 
+class _ConfiguredScheduler:
+    """The schedule that the configuration names, as DeepSpeed returns it; the engine's step moves it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def get_lr(self) -> list[float]:
+        """Rate of each group."""
+        return [float(group["lr"]) for group in self._engine.optimizer.param_groups]
+
+    get_last_lr = get_lr
+
+    @property
+    def last_batch_iteration(self) -> int:
+        """Number of the last update, from 0; -1 before the first."""
+        return self._engine.step_count - 1
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Nothing: the engine sets the rate before each update, and its checkpoints have the position."""
+
+    def state_dict(self) -> dict[str, int]:
+        """The position."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing, as :meth:`step`."""
+
+
 class DeepSpeedEngine:
     """What ``deepspeed.initialize`` returns first; attributes that it lacks are the model's."""
 
@@ -39,7 +67,9 @@ class DeepSpeedEngine:
         self.engine, self.training_dataloader = engine, loader
         given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self.optimizer: Any = given if given is not None else _LateOptimizer(engine)
-        self.lr_scheduler = scheduler if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) else None
+        own = scheduler if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) else None
+        configured = scheduler is None and engine.config.scheduler is not None
+        self.lr_scheduler: Any = _ConfiguredScheduler(engine) if configured else own
         self._items = iter(RepeatingLoader(loader)) if loader is not None else None
         self._report: StepReport | None = None
         self.micro_steps = 0

@@ -203,8 +203,8 @@ def make_learning_rate(
     momentum = None
     if config.type == "OneCycle" and config.params["cycle_momentum"]:
         momentum = partial(one_cycle_momentum, p=config.params)
-    schedule = _SCHEDULES[config.type]
-    return LearningRate(optimizer, base, tuple(partial(schedule, p=p) for p in _by_group(config, len(base))), momentum)
+    schedule, params = _SCHEDULES[config.type], params_by_group(config.params, len(base))
+    return LearningRate(optimizer, base, tuple(partial(schedule, p=p) for p in params), momentum)
 
 
 def _lists(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,20 +212,20 @@ def _lists(params: Mapping[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in params.items()}
 
 
-def _by_group(config: SchedulerConfig, groups: int) -> list[Mapping[str, Any]]:
-    """The params of each group: an entry of every list.
+def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str, Any]]:
+    """The params of a schedule for each group of the optimizer: an entry of every list.
 
     Raises:
         ConfigError: a list is not as long as there are groups.
     """
-    for key, value in config.params.items():
-        if isinstance(value, tuple) and len(value) != groups:
+    for key, value in params.items():
+        if isinstance(value, list | tuple) and len(value) != groups:
             raise ConfigError(
                 f"scheduler.params.{key} is a list of {len(value)} rates and the optimizer has {groups} parameter "
                 f"group{'s' * (groups > 1)}; give one rate for each group, or one number for all."
             )
-    entries = config.params.items()
-    return [{k: v[index] if isinstance(v, tuple) else v for k, v in entries} for index in range(groups)]
+    entries = params.items()
+    return [{k: v[index] if isinstance(v, list | tuple) else v for k, v in entries} for index in range(groups)]
 
 
 def check_scheduler(scheduler: SchedulerArgument | None, optimizer: object) -> None:

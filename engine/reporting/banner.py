@@ -83,6 +83,8 @@ def _precision_line(plan: Plan) -> str:
     kept = len(precision.kept.modules)
     extra = f", {kept} module{'s' * (kept != 1)} kept in fp32" if kept and precision.compute is not None else ""
     wire = f"{extra}; gradients travel in {config.communication_data_type or ('fp32' if precision.master else 'bf16')}"
+    if precision.autocast is not None:
+        return f"fp32, forwards in torch.autocast ({str(precision.autocast).removeprefix('torch.')}){wire}"
     if precision.compute is None:
         half = any(row.trainable and row.dtype.itemsize < 4 for row in plan.table)
         return f"{'as given, fp32 masters of 16-bit parameters' if half else 'fp32, no second copy'}{wire}"

@@ -14,6 +14,7 @@ import engine
 import engine.deepspeed as deepspeed
 from engine.deepspeed.auto_values import fill_auto
 from engine.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from engine.deepspeed.runtime.lr_schedules import WarmupLR
 from engine.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from engine.deepspeed.utils import RepeatingLoader, safe_get_full_grad, safe_get_full_optimizer_state
 
@@ -51,6 +52,32 @@ def test_auto_that_nothing_fills_is_refused() -> None:
     raw = fill_auto({"bf16": {"enabled": "auto"}, "train_batch_size": "auto"}, argparse.Namespace())
     with pytest.raises(engine.ConfigError, match=r'bf16\.enabled: "auto" leaves the value to the Hugging Face Trainer'):
         engine.load_config(raw)
+
+
+def test_the_schedule_of_the_configuration_is_returned() -> None:
+    section = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}}
+    eng, optimizer, _, scheduler = deepspeed.initialize(model=net(), config=CONFIG | section)
+    assert scheduler.last_batch_iteration == -1
+    for micro in range(4):
+        eng.backward(eng(torch.ones(2, 4)).square().mean())
+        eng.step()
+        if micro % 2:
+            scheduler.step()  # which the engine has done
+    assert scheduler.get_last_lr() == scheduler.get_lr() == [optimizer.param_groups[0]["lr"]] == [0.0]
+    assert scheduler.state_dict() == {"last_batch_iteration": 1} and eng.lr_scheduler is scheduler
+    assert eng.engine.lr == pytest.approx(1e-2 / 4)
+
+
+def test_schedules_take_a_rate_for_each_group() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    schedule = WarmupLR(
+        optimizer, warmup_min_lr=[0.0, 0.1], warmup_max_lr=[0.4, 0.5], warmup_num_steps=4, warmup_type="linear"
+    )
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    assert schedule.get_last_lr() == pytest.approx([0.2, 0.3])
 
 
 def test_members_of_the_engine_object() -> None:

@@ -1,13 +1,15 @@
 """``deepspeed.runtime.lr_schedules``: its five schedules as torch schedulers, which also run without an engine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from engine.optim.lr_schedules import lr_range_test, one_cycle, warmup, warmup_cosine, warmup_decay
+from engine.optim.lr_schedules import lr_range_test, one_cycle, params_by_group, warmup, warmup_cosine, warmup_decay
 
+Rates = float | Sequence[float]
+"""Rate of all groups, or of each."""
 _Rule = Callable[[int, float, Mapping[str, Any]], float]
 
 
@@ -15,19 +17,20 @@ class _Scheduled(LRScheduler):
     """Sets the rate that DeepSpeed's optimizer sees in each update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: _Rule, params: dict[str, Any], last: int) -> None:
-        self._rule, self._params = rule, params
+        self._rule, self._params = rule, params_by_group(params, len(optimizer.param_groups))
         super().__init__(optimizer, last)
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Rates of the groups in the next update."""
-        return [self._rule(self.last_epoch, float(base), self._params) for base in self.base_lrs]
+        rule, update = self._rule, self.last_epoch
+        return [rule(update, float(base), own) for base, own in zip(self.base_lrs, self._params, strict=True)]
 
 
 class LRRangeTest(_Scheduled):
     """A rising rate, for finding the largest stable one."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, lr_range_test_min_lr: float = 1e-3, lr_range_test_step_size: int = 2000,
+        self, optimizer: torch.optim.Optimizer, lr_range_test_min_lr: Rates = 1e-3, lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
         super().__init__(optimizer, lr_range_test, {
@@ -40,7 +43,7 @@ class OneCycle(_Scheduled):
     """Up and down once, then a decay; of the rate alone."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, cycle_min_lr: float, cycle_max_lr: float, decay_lr_rate: float = 0.0,
+        self, optimizer: torch.optim.Optimizer, cycle_min_lr: Rates, cycle_max_lr: Rates, decay_lr_rate: float = 0.0,
         cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
         cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = False,
         last_batch_iteration: int = -1,
@@ -59,7 +62,7 @@ class WarmupLR(_Scheduled):
     """Up to ``warmup_max_lr``, then constant."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, warmup_min_lr: float = 0.0, warmup_max_lr: float = 0.001,
+        self, optimizer: torch.optim.Optimizer, warmup_min_lr: Rates = 0.0, warmup_max_lr: Rates = 0.001,
         warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
         super().__init__(optimizer, warmup, {
@@ -72,8 +75,8 @@ class WarmupDecayLR(_Scheduled):
     """Up to ``warmup_max_lr``, then linearly down at ``total_num_steps``."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_lr: float = 0.0,
-        warmup_max_lr: float = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
+        self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
         super().__init__(optimizer, warmup_decay, {
