@@ -139,4 +139,12 @@ CHECKPOINT = (
         new="            if flat.owned == flat.shard:\n                comm.all_gather(flat.master",
         tests=("tests/engine/checkpoint/test_load.py::test_what_data_ranks_hold_in_full_is_gathered",),
     ),
+    Fault(
+        name="foreign-loss-scale-forgives-anew",
+        about="A loss scale that DeepSpeed has saved forgives overflows again that it has forgiven.",
+        file="engine/checkpoint/foreign/deepspeed_counters.py",
+        old="max(0, counts[3] - counts[4])",
+        new="0 * counts[3]",
+        tests=("tests/engine/checkpoint/foreign/test_loss_scale.py::test_it_goes_on_from_any_moment",),
+    ),
 )

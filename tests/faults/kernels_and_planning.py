@@ -157,4 +157,12 @@ KERNELS_AND_PLANNING = (
         new="(min(known[0], before[ends[j]] - before[ends[i]]), [*known[1], ends[j]])",
         tests=("tests/parallel/pipeline/partition/test_partition.py::test_balance_finds_the_smallest_largest_stage",),
     ),
+    Fault(
+        name="bias-correction-always",
+        about="Adam divides by what its averages lack although the configuration says not to.",
+        file="kernels/optim/update_rules.py",
+        old="return step if self.bias_correction else _UNBIASED",
+        new="return step",
+        tests=("tests/kernels/ops/test_adamw.py::test_100_steps_err_at_most_twice_as_much_as_torchs_fused_kernel",),
+    ),
 )
