@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -70,8 +70,15 @@ UNIVERSAL = ("zero2", "zero3")
 SAVED = HERE / "checkpoints"
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
 def printed(
-    source: str, config: Mapping[str, Any], ranks: int = 2, more: Mapping[str, str] = MappingProxyType({})
+    source: str,
+    config: Mapping[str, Any],
+    ranks: int = 2,
+    more: Mapping[str, str] = MappingProxyType({}),
+    torchrun: Sequence[str] = TORCHRUN,
 ) -> list[tuple[str, float]]:
     """What rank 0 of a script prints: (word, number) of each line; ``more`` is its environment.
 
@@ -83,7 +90,7 @@ def printed(
         script.write_text(source, encoding="utf-8")
         settings.write_text(json.dumps(config), encoding="utf-8")
         launch = [
-            sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master-port=0",
+            *torchrun, f"--nproc_per_node={ranks}", "--master-port=0",
             "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--role=rank", "--local-ranks-filter=0",
             str(script), "--deepspeed", "--deepspeed_config", str(settings),
         ]  # fmt: skip

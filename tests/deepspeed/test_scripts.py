@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.deepspeed.record import CONFIGS, HERE, RECORD, printed
+from tests.warm_python import warm_torchrun
 
 IMPORT = re.compile(r"^(import|from) deepspeed", re.MULTILINE)
 OTHER_GRID: dict[str, tuple[int, dict[str, Any]]] = {
@@ -32,9 +33,9 @@ def changed(name: str) -> str:
     return "\n".join(lines)
 
 
-def check(name: str, ranks: int, config: dict[str, Any]) -> None:
+def check(name: str, ranks: int, config: dict[str, Any], warm_python: str) -> None:
     expected = json.loads(RECORD.read_text(encoding="utf-8"))["printed"][name]
-    found = printed(changed(name), config, ranks)
+    found = printed(changed(name), config, ranks, torchrun=warm_torchrun(warm_python))
     assert [word for word, _ in found] == [word for word, _ in expected]
     assert [number for _, number in found] == pytest.approx([number for _, number in expected], rel=1e-5, abs=1e-7)
 
@@ -45,12 +46,12 @@ OFTEN = ("cifar", "alexnet", "zero3", "full_grad")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in CONFIGS]
 )
-def test_a_script_prints_what_it_prints_with_deepspeed(name: str) -> None:
-    check(name, 2, CONFIGS[name])
+def test_a_script_prints_what_it_prints_with_deepspeed(name: str, warm_python: str) -> None:
+    check(name, 2, CONFIGS[name], warm_python)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OTHER_GRID)
-def test_on_another_grid_too(name: str) -> None:
+def test_on_another_grid_too(name: str, warm_python: str) -> None:
     ranks, more = OTHER_GRID[name]
-    check(name, ranks, CONFIGS[name] | more)
+    check(name, ranks, CONFIGS[name] | more, warm_python)
