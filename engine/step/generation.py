@@ -2,6 +2,7 @@
 
 generate   on a shell: an object of the model's class, with its attributes and another forward
   forward    -> StepRunner.predict: every grid, full logits on every rank of a replica
+  encoder    -> hands its tokens on to forward, which runs encoder and decoder
 data ranks end at different lengths: who is done takes part in the others' forwards until no rank has any
 """
 
@@ -36,6 +37,8 @@ class Generation:
         self._check(inputs, options)
         self._draw_alike()
         shell: Any = _shell(self._model, self._forward)
+        if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
+            object.__setattr__(shell, "get_encoder", lambda *_, **__: _PassedOn())
         result = shell.generate(inputs.to(self._device), **dict(options) | {"use_cache": False})
         while self._runner.accompany(self._last):
             pass
@@ -47,11 +50,6 @@ class Generation:
             raise EngineError(
                 f"generate: the model is a {kind}, not a Hugging Face model that generates; call eng.predict(batch) "
                 "for the logits of each step."
-            )
-        if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
-            raise EngineError(
-                f"generate: {kind} has an encoder of its own, which generate runs apart from forward; call "
-                "eng.predict with input_ids and decoder_input_ids for the logits of each step."
             )
         if not isinstance(inputs, Tensor) or inputs.ndim != 2 or not inputs.numel() or inputs.is_floating_point():
             shape = f" of shape {tuple(inputs.shape)}, {inputs.dtype}" if isinstance(inputs, Tensor) else ""
@@ -73,8 +71,22 @@ class Generation:
         mask = given.get("attention_mask")
         plain = mask is None or bool(mask.all())  # then positions count from 0 too
         names = ("input_ids", "token_type_ids", *(() if plain else ("attention_mask", "position_ids")))
+        if (passed := given.get("encoder_outputs")) is not None:
+            names = ("input_ids", "decoder_input_ids", *(() if plain else ("attention_mask",)))
+            given["input_ids"] = passed[0].squeeze(-1)
         self._last = {name: given[name] for name in names if isinstance(given.get(name), Tensor)}
         return self._runner.predict(self._last, together=True)
+
+
+class _PassedOn(nn.Module):
+    """In the place of an encoder: its states are the token ids, which beams repeat and reorder as they do states."""
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        """Token ids [rows, tokens] -> "states" [rows, tokens, 1]."""
+        from transformers.modeling_outputs import BaseModelOutput
+
+        states: Any = input_ids.unsqueeze(-1)
+        return BaseModelOutput(last_hidden_state=states)
 
 
 def _shell(model: nn.Module, forward: Any) -> nn.Module:

@@ -65,11 +65,19 @@ GRIDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("grid", "stage"), GRIDS)
 def test_tokens_are_those_of_one_process(name: str, grid: dict[str, Any], stage: int, run_ranks: RunRanks) -> None:
     for differing in run_ranks(on_ranks, math.prod(grid.values()), name, settings(grid, stage), seconds=300.0):
         assert differing == []
+
+
+def test_an_encoders_prompts_are_read_by_every_beam() -> None:
+    with engine.initialize(models.t5(), settings({"data": 1}, 0), example_batch=None) as eng:
+        state, found = eng.full_state_dict(), [generated(eng, way, 0) for way in WAYS]
+    model = models.t5().eval()
+    model.load_state_dict(state)
+    assert all(torch.equal(tokens, generated(model, way, 0)) for way, tokens in zip(WAYS, found, strict=True))
 
 
 def test_what_generate_refuses() -> None:
