@@ -10,7 +10,7 @@ from typing import Literal
 
 from engine.config.optim_sections import COUNT, NOT_NEGATIVE, SIZE, one_of
 from engine.config.reader import Section, setting
-from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, OperatorName, Real, Text, TextMap, Unbuilt
+from engine.config.rules import AnyOf, Choice, Flag, FrozenMap, Int, ListOf, OperatorName, Real, Text, TextMap, Unbuilt
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v", "auto")
 AUTO = Choice(options=("auto",), noun="auto")
@@ -106,6 +106,7 @@ class TorchAutocastConfig:
     """Enter torch.autocast around every forward, as the user may do himself."""
     dtype: Literal["bfloat16"] = setting("bfloat16", Choice(
         options=("bfloat16",), noun="a dtype of autocast",
+        also=FrozenMap({"bf16": "bfloat16", "torch.bfloat16": "bfloat16"}),
         remedy='give "bfloat16", or fp16.enabled instead, which scales the loss'))  # fmt: skip
     """dtype of the operators that autocast casts."""
 

@@ -32,10 +32,12 @@ def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatc
     micros = _read(ListOf(each=_SIZE, noun="a list of rows"), section, "micro_batch_sizes", [2, 4, 6], problems)
     low, high = (_read(_SIZE, section, *part, problems) for part in (("min_gpus", 1), ("max_gpus", 10000)))
     larger = _read(Flag(), section, "prefer_larger_batch", True, problems)
+    if micros is not None and not micros:
+        problems.add("elasticity.micro_batch_sizes", "an empty list; give the rows that a microbatch may have.")
     if most is None or not micros or low is None or high is None or larger is None:
         return None
     if min(micros) > most:
-        problems.add("elasticity.max_train_batch_size", f"{most} is less than every micro_batch_sizes; give more.")
+        problems.add("elasticity.max_train_batch_size", f"{most} is less than all of micro_batch_sizes; give more.")
         return None
     candidates = {_multiple(base, most) for base in (*micros, math.lcm(*micros)) if base <= most}
     counted = {rows: len(set(_worlds(rows, micros, low, high))) for rows in candidates}

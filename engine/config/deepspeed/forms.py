@@ -61,6 +61,8 @@ def _accelerate(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
     for key, value in plugin.items():
         if key in _UNREAD:
             notes.append(f"deepspeed_config.{key}: accepted, changes nothing here; only Accelerate reads it.")
+        elif key == "deepspeed_config_file":
+            problems.add(f"deepspeed_config.{key}", "names another file; give that one as the configuration.")
         elif key in _PLUGIN:
             _put(raw, _PLUGIN[key], value)
         else:
@@ -77,7 +79,11 @@ def _put(raw: dict[str, Any], path: str, value: object) -> None:
     """Set the value of a dotted path, unless it is given."""
     *parents, leaf = path.split(".")
     for parent in parents:
-        raw[parent] = raw = dict(raw.get(parent) or {})
+        section = raw.get(parent)
+        if section is not None and not isinstance(section, Mapping):
+            return  # the reader reports a section that is no object
+        raw[parent] = dict(section or {})
+        raw = raw[parent]
     raw.setdefault(leaf, value)
 
 

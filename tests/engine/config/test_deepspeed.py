@@ -95,6 +95,7 @@ def test_adam_is_adamw_unless_told(given: str, mode: bool | None, kind: str, dec
         ({"zero_optimization": True}, {"zero_optimization": {"stage": 1}}),
         ({"zero_optimization": False}, {}),
         ({"sequence_parallel_size": 1}, {}),
+        ({"torch_autocast": {"enabled": True, "dtype": "bf16"}}, {"torch_autocast": {"enabled": True}}),
         ({"elasticity": {"enabled": False, "max_train_batch_size": 10}}, {}),
         ({"amp": {"enabled": False, "opt_level": "O1"}}, {}),
         ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, {}),
@@ -120,6 +121,12 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
         ({"amp": {"enabled": True}, "bf16": {"enabled": True}}, ("torch_autocast.enabled: true while bf16.enabled",)),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast.dtype", "fp16.enabled instead")),
         ({"elasticity": 4}, ("elasticity: 4 is no object",)),
+        ({"elasticity": {"enabled": True, "micro_batch_sizes": []}}, ("micro_batch_sizes: an empty list;",)),
+        ({"sequence_parallel_size": 2, "parallel": 4}, ("parallel: 4 is a number",)),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "a.json"}},
+            ("deepspeed_config.deepspeed_config_file: names another file; give that one as the configuration.",),
+        ),
         ({"elasticity": {"enabled": True, "micro_batch_sizes": 4}}, ("elasticity.micro_batch_sizes: 4 is a number",)),
         (
             {"train_batch_size": 64, "elasticity": {"enabled": True, "micro_batch_sizes": [4]}},
