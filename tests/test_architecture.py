@@ -66,6 +66,7 @@ DISTRIBUTED = (
 )  # fmt: skip
 """The files that may import torch.distributed; the last one shows its functions as deepspeed.comm."""
 CRUMBS = {
+    "engine.deepspeed.checkpointing": "deepspeed.checkpointing, a door",
     "engine.deepspeed.zero": "deepspeed.zero, a door",
     "engine.kernels.gpu.squared_norm": "a GPU kernel, imported only where Triton runs it",
     "engine.kernels.ops.squared_norm": "a public operator",

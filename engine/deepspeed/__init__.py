@@ -8,7 +8,7 @@ runtime                        lr_schedules, pipe.topology
 Names only: everything is done by the public parts of ``engine``.
 """
 
-from engine.deepspeed import comm, pipe, runtime, utils, zero
+from engine.deepspeed import checkpointing, comm, pipe, runtime, utils, zero
 from engine.deepspeed.comm import init_distributed
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.pipe import PipelineModule
@@ -18,6 +18,7 @@ __all__ = [
     "DeepSpeedEngine",
     "PipelineModule",
     "add_config_arguments",
+    "checkpointing",
     "comm",
     "init_distributed",
     "initialize",

@@ -1,22 +1,25 @@
 """The members of DeepSpeed's engine object, each over one of Trine's engine."""
 
+import logging
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from engine.deepspeed import comm
+from engine.deepspeed.engine_state import EngineState
 from engine.deepspeed.utils import RepeatingLoader
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.parallel.comm.launcher import local_rank
 from engine.reporting.step_report import StepReport
+
+logger = logging.getLogger("trine")
 
 _COUNTED = {"micro_steps", "client_state"}
 """What a checkpoint of this class has as client state."""
@@ -60,17 +63,19 @@ class _ConfiguredScheduler:
         """Nothing, as :meth:`step`."""
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(EngineState):
     """What ``deepspeed.initialize`` returns first; attributes that it lacks are the model's."""
 
     def __init__(self, engine: Engine, optimizer: Any, scheduler: Any, loader: DataLoader[Any] | None) -> None:
-        self.engine, self.training_dataloader = engine, loader
+        self.engine = engine
+        self.training_dataloader: Any = loader
         given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self.optimizer: Any = given if given is not None else _LateOptimizer(engine)
         own = scheduler if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) else None
         configured = scheduler is None and engine.config.scheduler is not None
         self.lr_scheduler: Any = _ConfiguredScheduler(engine) if configured else own
-        self._items = iter(RepeatingLoader(loader)) if loader is not None else None
+        self._items: Iterator[Any] | None = iter(RepeatingLoader(loader)) if loader is not None else None
+        self._batch_fn: Callable[[Any], Any] | None = None
         self._report: StepReport | None = None
         self.micro_steps = 0
 
@@ -124,7 +129,46 @@ class DeepSpeedEngine:
         items = data_iter if data_iter is not None else self._items
         if items is None:
             raise EngineError("train_batch() without data_iter and without training_data; give one of them.")
-        return items
+        return items if self._batch_fn is None else map(self._batch_fn, items)
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """The microbatches of ``train_batch`` from now on, from the start again at the end."""
+        self.training_dataloader, self._items = loader, iter(RepeatingLoader(loader))
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """The microbatches of ``train_batch`` from now on."""
+        self.training_dataloader, self._items = None, iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Apply ``fn`` to each microbatch of ``train_batch`` and ``eval_batch``."""
+        self._batch_fn = fn
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Refused, unless it is the size that the run has.
+
+        Raises:
+            EngineError: the plan holds for one size.
+        """
+        self._refuse_size("train_batch_size", train_batch_size, self.train_batch_size())
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Refused, unless it is the size that the run has.
+
+        Raises:
+            EngineError: the plan holds for one size.
+        """
+        self._refuse_size("train_micro_batch_size_per_gpu", micro_batch_size, self.train_micro_batch_size_per_gpu())
+
+    def _refuse_size(self, key: str, wanted: int, present: int) -> None:
+        if wanted != present:
+            raise EngineError(
+                f"{key} {wanted} instead of {present}: the plan of a run holds for one size; save a checkpoint, and go "
+                "on from it with an engine of that size."
+            )
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Several backwards inside are reduced together, which the engine does anyway."""
+        return nullcontext()
 
     def zero_grad(self) -> None:
         """Drop the gradients of an unfinished step."""
@@ -154,129 +198,6 @@ class DeepSpeedEngine:
     def was_step_applied(self) -> bool:
         """Whether the last step made an update."""
         return self._report is not None and not self._report.skipped
-
-    # ------------------------------------------------------------------ sizes and state
-
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
-        return self.engine.module
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return self.engine.device
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The resolved configuration."""
-        return dict(self.engine.config.to_json())
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process."""
-        return self.engine.grid.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Rank on this node."""
-        return local_rank(os.environ, self.global_rank)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.engine.grid.world_size
-
-    @property
-    def dp_world_size(self) -> int:
-        """Number of data ranks."""
-        return self.engine.grid.dp
-
-    @property
-    def mp_world_size(self) -> int:
-        """Number of tensor ranks."""
-        return self.engine.grid.tp
-
-    @property
-    def global_steps(self) -> int:
-        """Steps so far, with skipped ones."""
-        return self.engine.step_count + self.engine.skipped_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Rows of all steps so far."""
-        return self.global_steps * self.train_batch_size()
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps without an update."""
-        return self.engine.skipped_steps
-
-    @property
-    def cur_scale(self) -> float:
-        """Loss scale of the last step."""
-        return self._report.loss_scale if self._report is not None else 1.0
-
-    @property
-    def loss_scale(self) -> float:
-        """Loss scale of the last step."""
-        return self.cur_scale
-
-    def train_batch_size(self) -> int:
-        """Rows of a step over all data ranks."""
-        return self.engine.config.train_batch_size or 0
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Rows of a microbatch."""
-        return self.engine.config.micro or 0
-
-    def gradient_accumulation_steps(self) -> int:
-        """Microbatches of a step."""
-        return self.engine.config.accumulation or 0
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """(train batch, microbatch, accumulation)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return self.engine.config.zero_optimization.stage
-
-    def zero_optimization(self) -> bool:
-        """Whether optimizer state is sharded."""
-        return self.zero_optimization_stage() > 0
-
-    def fp16_enabled(self) -> bool:
-        """Whether the run is fp16."""
-        return self.engine.config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the run is bf16."""
-        return self.engine.config.bf16.enabled
-
-    def gradient_clipping(self) -> float:
-        """The largest gradient norm; 0: no clipping."""
-        return self.engine.config.gradient_clipping
-
-    def get_lr(self) -> list[float]:
-        """Rate of each group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def get_mom(self) -> list[Any]:
-        """Betas or momentum of each group."""
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping; None before the first one."""
-        return self._report.grad_norm if self._report is not None else None
-
-    def is_first_stage(self) -> bool:
-        """Whether this rank runs the first pipeline stage."""
-        return self.engine.grid.coord().pp == 0
-
-    def is_last_stage(self) -> bool:
-        """Whether this rank runs the last pipeline stage."""
-        return self.engine.grid.coord().pp == self.engine.grid.pp - 1
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -333,6 +254,56 @@ class DeepSpeedEngine:
     def module_state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
         """The whole model on rank 0, an empty dict on others. Collective."""
         return self.engine.full_state_dict()
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, **_: Any) -> None:
+        """Write the model's weights and buffers. Collective; every rank passes whole values.
+
+        Raises:
+            EngineError: ``strict``, and names differ.
+        """
+        with self.engine.full_parameters() as parameters, torch.no_grad():
+            known = dict(self.engine.module.named_parameters(remove_duplicate=False)) | dict(parameters)
+            missing, other = sorted(known.keys() - state_dict.keys()), sorted(state_dict.keys() - known.keys())
+            buffers = dict(self.engine.module.named_buffers())
+            other = [name for name in other if name not in buffers]
+            if strict and (missing or other):
+                raise EngineError(
+                    f"load_module_state_dict: the state lacks {missing[:3]} and has {other[:3]} beside the model's; "
+                    "pass the state of this model, or strict=False."
+                )
+            for name, value in (known | buffers).items():
+                if name in state_dict:
+                    value.copy_(state_dict[name])
+
+    # ------------------------------------------------------------------ memory and compilation
+
+    def offload_states(self, *_: Any, **__: Any) -> None:
+        """Nothing, which the log says: this version keeps optimizer state on the device."""
+        logger.warning(
+            "offload_states: nothing is moved; this version keeps weights and optimizer state on the device."
+        )
+
+    def reload_states(self, *_: Any, **__: Any) -> None:
+        """Nothing: all state is on the device."""
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: gathered parameters are freed after their use."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks run under torch.compile."""
+        return self.engine.config.compile
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        """Refused, unless the configuration has compiled the model's blocks.
+
+        Raises:
+            EngineError: the model is placed already.
+        """
+        if not self.is_compiled:
+            raise EngineError(
+                'compile() after initialize, when the model is placed; give "compile": true in the config.'
+            )
 
     def destroy(self) -> None:
         """End the engine."""

@@ -3,6 +3,8 @@
 from itertools import product
 from typing import Any, NamedTuple
 
+from engine.parallel.grid import Grid
+
 
 class ProcessTopology:
     """Ranks on a grid of named axes.
@@ -76,3 +78,48 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """Where this rank stands in the grid."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def topology(self) -> ProcessTopology:
+        """The axes, outermost first."""
+        return ProcessTopology(["pipe", "data", "model"], [self._grid.pp, self._grid.dp, self._grid.tp])
+
+    def get_global_rank(self) -> int:
+        """Rank in the world."""
+        return self._grid.rank
+
+    def get_stage_id(self) -> int:
+        """Rank on the pipeline axis."""
+        return self._grid.coord().pp
+
+    get_pipe_parallel_rank = get_stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Ranks of the pipeline axis."""
+        return self._grid.pp
+
+    def get_data_parallel_rank(self) -> int:
+        """Rank on the data axis."""
+        return self._grid.coord().dp
+
+    get_data_parallel_id = get_data_parallel_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """Ranks of the data axis."""
+        return self._grid.dp
+
+    def get_model_parallel_rank(self) -> int:
+        """Rank on the tensor axis."""
+        return self._grid.coord().tp
+
+    def get_model_parallel_world_size(self) -> int:
+        """Ranks of the tensor axis."""
+        return self._grid.tp
+
+    get_slice_parallel_rank, get_slice_parallel_world_size = get_model_parallel_rank, get_model_parallel_world_size

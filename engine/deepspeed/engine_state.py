@@ -1,0 +1,150 @@
+"""Sizes, counters and rates of DeepSpeed's engine object."""
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from engine.engine import Engine
+from engine.parallel.comm.launcher import local_rank
+from engine.reporting.step_report import StepReport
+
+
+class EngineState:
+    """What a script asks the engine object."""
+
+    engine: Engine
+    optimizer: Any
+    _report: StepReport | None
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self.engine.module
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.engine.device
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration."""
+        return dict(self.engine.config.to_json())
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return self.engine.grid.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank on this node."""
+        return local_rank(os.environ, self.global_rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.engine.grid.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of data ranks."""
+        return self.engine.grid.dp
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of tensor ranks."""
+        return self.engine.grid.tp
+
+    @property
+    def global_steps(self) -> int:
+        """Steps so far, with skipped ones."""
+        return self.engine.step_count + self.engine.skipped_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Rows of all steps so far."""
+        return self.global_steps * self.train_batch_size()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps without an update."""
+        return self.engine.skipped_steps
+
+    @property
+    def cur_scale(self) -> float:
+        """Loss scale of the last step."""
+        return self._report.loss_scale if self._report is not None else 1.0
+
+    @property
+    def loss_scale(self) -> float:
+        """Loss scale of the last step."""
+        return self.cur_scale
+
+    def train_batch_size(self) -> int:
+        """Rows of a step over all data ranks."""
+        return self.engine.config.train_batch_size or 0
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Rows of a microbatch."""
+        return self.engine.config.micro or 0
+
+    def gradient_accumulation_steps(self) -> int:
+        """Microbatches of a step."""
+        return self.engine.config.accumulation or 0
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train batch, microbatch, accumulation)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self.engine.config.zero_optimization.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether optimizer state is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def fp16_enabled(self) -> bool:
+        """Whether the run is fp16."""
+        return self.engine.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the run is bf16."""
+        return self.engine.config.bf16.enabled
+
+    def gradient_clipping(self) -> float:
+        """The largest gradient norm; 0: no clipping."""
+        return self.engine.config.gradient_clipping
+
+    def get_lr(self) -> list[float]:
+        """Rate of each group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Betas or momentum of each group."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradients before clipping; None before the first one."""
+        return self._report.grad_norm if self._report is not None else None
+
+    @property
+    def grid(self) -> PipelineParallelGrid:
+        """Where this rank stands, by DeepSpeed's names."""
+        return PipelineParallelGrid(self.engine.grid)
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank runs the first pipeline stage."""
+        return self.engine.grid.coord().pp == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank runs the last pipeline stage."""
+        return self.engine.grid.coord().pp == self.engine.grid.pp - 1
+
+    def get_type(self) -> list[Any]:
+        """Kind of each group, where the optimizer's groups name one."""
+        return [group.get("type") for group in self.optimizer.param_groups]

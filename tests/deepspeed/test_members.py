@@ -1,0 +1,136 @@
+"""Members of DeepSpeed's engine object that fewer scripts use: data, weights, grid, memory, compilation."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import engine
+import engine.deepspeed as deepspeed
+from engine.deepspeed.pipe import LayerSpec, PipelineModule
+from tests.deepspeed.test_names import CONFIG, net
+
+USED = (
+    "forward", "backward", "step", "scale", "zero_grad", "train", "eval", "no_sync", "coalesce_grad_reduction",
+    "train_batch", "eval_batch", "set_dataloader", "set_dataiterator", "set_batch_fn", "is_first_stage",
+    "is_last_stage", "set_train_batch_size", "grid", "gradient_accumulation_steps",
+    "is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary", "was_step_applied", "train_batch_size",
+    "train_micro_batch_size_per_gpu", "get_batch_info", "set_train_micro_batch_size", "dp_world_size",
+    "mp_world_size", "global_rank", "local_rank", "world_size", "device", "global_steps", "global_samples",
+    "micro_steps", "skipped_steps", "get_lr", "get_mom", "get_type", "get_global_grad_norm", "loss_scale",
+    "optimizer", "lr_scheduler", "module", "training_dataloader", "config", "save_checkpoint", "load_checkpoint",
+    "save_16bit_model", "module_state_dict", "load_module_state_dict", "offload_states", "reload_states",
+    "empty_partition_cache", "destroy", "compile", "is_compiled",
+)  # fmt: skip
+"""What scripts call, by their authors' issues."""
+
+
+def started(model: nn.Module | None = None, **changes: Any) -> Any:
+    return deepspeed.initialize(model=model or net(), config=CONFIG | changes)[0]
+
+
+def test_every_member_is_there() -> None:
+    eng = started()
+    assert not [name for name in USED if name not in dir(eng) and name not in vars(eng)]
+
+
+def chain() -> PipelineModule:
+    torch.manual_seed(0)
+    return PipelineModule([LayerSpec(nn.Linear, 4, 8), nn.Tanh(), LayerSpec(nn.Linear, 8, 2)], 1, loss_fn=nn.MSELoss())
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 4, generator=generator), torch.randn(2, 2, generator=generator)
+
+
+def test_train_batch_takes_what_the_loader_or_the_iterator_gives() -> None:
+    losses = []
+    for way in ("argument", "loader", "iterator", "function"):
+        eng, given = started(chain()), [batch(seed) for seed in range(2)]
+        if way == "loader":
+            eng.set_dataloader(given)
+        elif way == "iterator":
+            eng.set_dataiterator(iter(given))
+        elif way == "function":
+            eng.set_dataloader([0, 1])
+            eng.set_batch_fn(batch)
+        losses.append(float(eng.train_batch(iter(given) if way == "argument" else None)))
+        if way in ("loader", "function"):
+            assert float(eng.train_batch()) < losses[0], "the loader starts again"
+    assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_module_state_is_loaded(stage: int) -> None:
+    torch.manual_seed(5)
+    other = {name: torch.randn_like(value) for name, value in net().state_dict().items()}
+    eng = started(zero_optimization={"stage": stage})
+    eng.load_module_state_dict(other)
+    assert all(torch.equal(eng.module_state_dict()[name], value) for name, value in other.items())
+    x = torch.ones(2, 4)
+    alone = net()
+    alone.load_state_dict(other)
+    assert torch.equal(eng(x), alone(x))
+    with pytest.raises(
+        engine.EngineError, match=r"the state lacks \['0.weight'\] and has \['head'\] beside the model's"
+    ):
+        eng.load_module_state_dict({name: value for name, value in other.items() if name != "0.weight"} | {"head": x})
+    eng.load_module_state_dict({"2.bias": torch.ones(2)}, strict=False)
+    assert torch.equal(eng.module_state_dict()["2.bias"], torch.ones(2))
+
+
+def test_sizes_are_those_of_the_plan() -> None:
+    eng = started()
+    eng.set_train_batch_size(4)
+    eng.set_train_micro_batch_size(2)
+    with pytest.raises(engine.EngineError, match="train_batch_size 8 instead of 4: the plan of a run holds for one"):
+        eng.set_train_batch_size(8)
+    with pytest.raises(engine.EngineError, match="train_micro_batch_size_per_gpu 1 instead of 2"):
+        eng.set_train_micro_batch_size(1)
+
+
+def test_grid_memory_and_compilation(caplog: pytest.LogCaptureFixture) -> None:
+    eng = started()
+    assert (eng.grid.get_stage_id(), eng.grid.get_data_parallel_rank(), eng.grid.get_global_rank()) == (0, 0, 0)
+    assert eng.grid.topology().get_dim("data") == eng.grid.get_data_parallel_world_size() == 1
+    assert eng.get_type() == [None] and not eng.is_compiled
+    with caplog.at_level(logging.WARNING):
+        eng.offload_states()
+    assert "offload_states: nothing is moved" in caplog.text
+    eng.reload_states()
+    eng.empty_partition_cache()
+    with pytest.raises(engine.EngineError, match=r"compile\(\) after initialize, when the model is placed; give"):
+        eng.compile()
+
+
+def test_backwards_inside_coalesce_grad_reduction_add_up() -> None:
+    found = []
+    for coalesced in (False, True):
+        eng = started(gradient_accumulation_steps=1, train_batch_size=2)
+        out = eng(torch.ones(2, 4))
+        losses = out[:, 0].mean(), out[:, 1].mean()
+        if coalesced:
+            with eng.coalesce_grad_reduction():
+                eng.backward(losses[0], retain_graph=True)
+                eng.backward(losses[1])
+        else:
+            eng.backward(sum(losses))
+        eng.step()
+        found.append(eng.module_state_dict())
+    assert all(torch.allclose(found[0][name], found[1][name], atol=1e-7) for name in found[0])
+
+
+def test_checkpointing_recomputes() -> None:
+    calls, weight = [], torch.ones(3, requires_grad=True)
+
+    def cube(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x**3
+
+    deepspeed.checkpointing.configure(None, partition_activations=True)
+    deepspeed.checkpointing.checkpoint(cube, weight).sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, torch.full((3,), 3.0))
+    assert len(calls) == 2 and deepspeed.checkpointing.is_configured()
