@@ -271,11 +271,16 @@ def _plain_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.opti
     params = dict(config.optimizer.params)
     corrected = params.pop("bias_correction", True)
     made = kinds[config.optimizer.type](groups, **params)
-    for weight in [] if corrected else [weight for group in made.param_groups for weight in group["params"]]:
-        # torch always corrects; after this many updates its correction is a division by one
-        averages = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-        made.state[weight] = {"step": torch.tensor(1e9), **averages}
+    if not corrected:
+        switch_off_bias_correction(made)
     return made
+
+
+def switch_off_bias_correction(adam: torch.optim.Optimizer) -> None:
+    """Start torch's Adam, which always corrects, at an update whose correction is a division by one."""
+    for weight in [weight for group in adam.param_groups for weight in group["params"]]:
+        averages = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+        adam.state[weight] = {"step": torch.tensor(1e9), **averages}
 
 
 def _worst(ours: Sequence[float], reference: Sequence[float]) -> float:

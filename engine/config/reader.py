@@ -192,19 +192,19 @@ def _parsed(text: str, name: str) -> Any:
 
 def _parsed_as_hjson(text: str, name: str, why: json.JSONDecodeError) -> Any:
     """The value of a file with comments or without some commas, which DeepSpeed reads too."""
-    where = f"line {why.lineno} column {why.colno}"
+    not_json = f"not JSON at line {why.lineno} column {why.colno} ({why.msg})"
     try:
         import hjson
     except ImportError:
         hint = ", or install hjson, which reads comments" if _COMMENT.search(text) else ""
-        raise ConfigError(f"{name}: not JSON at {where} ({why.msg}); fix it there{hint}.") from None
+        raise ConfigError(f"{name}: {not_json}; fix it there{hint}.") from None
     try:
         found = hjson.loads(text, object_pairs_hook=_Object)
     except (RecursionError, ValueError):
         found = None
     if not isinstance(found, _Object) or not text.lstrip().startswith(("{", "#", "/")):
-        raise ConfigError(f"{name}: not JSON at {where} ({why.msg}); fix it there.") from None
-    found.remark = f"{name}: read as Hjson, since it is not JSON at {where} ({why.msg})."
+        raise ConfigError(f"{name}: {not_json}; fix it there.") from None
+    found.remark = f"{name}: read as Hjson, since it is {not_json}."
     return found
 
 

@@ -53,9 +53,8 @@ class Program:
     def forward(self, microbatch: Batch) -> ForwardResult:
         """Output and loss of one microbatch."""
         moved = self.move(microbatch)
-        with self.precision.forward(self.device):
-            output = self._run(moved)
-            return ForwardResult(output, find_loss(output, moved, self.loss_fn))
+        output = self._run(moved)
+        return ForwardResult(output, find_loss(output, moved, self.loss_fn))
 
     def planned_loss(self, microbatch: Batch) -> WeightedLoss:
         """The loss of an example. An output without one, which is for a loop of the user's own, gets a stand-in.

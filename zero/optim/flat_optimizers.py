@@ -204,9 +204,14 @@ class FlatAdam(FlatOptimizer):
 
 
 def _adam_rule(group: dict[str, Any]) -> AdamRule:
-    corrects = group.get("bias_correction", True)  # a group of a checkpoint may be older than the option
-    options = float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["decoupled"]
-    return AdamRule(*options, corrects)
+    return AdamRule(
+        lr=float(group["lr"]),
+        betas=tuple(group["betas"]),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group["decoupled"],
+        bias_correction=group.get("bias_correction", True),  # a group of a checkpoint may be older than the option
+    )
 
 
 class FlatSGD(FlatOptimizer):

@@ -75,16 +75,23 @@ def _accelerate(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
             _put(raw, f"{precision}.enabled", True)
 
 
-def _put(raw: dict[str, Any], path: str, value: object) -> None:
-    """Set the value of a dotted path, unless it is given."""
+def move(raw: dict[str, Any], target: str, value: object, origin: str, problems: Problems) -> None:
+    """Set the value that ``origin`` asks for at the dotted path ``target``; another one that is given is noted."""
+    if (given := _put(raw, target, value)) != value:
+        rival = f"which is given as {shown_value(given)}"
+        problems.add(origin, f"asks for {target} {shown_value(value)}, {rival}; keep one of them.")
+
+
+def _put(raw: dict[str, Any], path: str, value: object) -> object:
+    """Set the value of a dotted path, unless it is given; returns what stands there then. Sections are copied."""
     *parents, leaf = path.split(".")
     for parent in parents:
-        section = raw.get(parent)
-        if section is not None and not isinstance(section, Mapping):
-            return  # the reader reports a section that is no object
-        raw[parent] = dict(section or {})
+        section = raw.get(parent, {})
+        if not isinstance(section, Mapping):
+            return value  # the reader reports a section that is no object
+        raw[parent] = dict(section)
         raw = raw[parent]
-    raw.setdefault(leaf, value)
+    return raw.setdefault(leaf, value)
 
 
 def _zero_as_flag(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
@@ -96,8 +103,7 @@ def _bfloat16(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
     if "bfloat16" in raw:
         if "bf16" in raw:
             problems.add("bfloat16", "the older name of bf16, which is given too; keep bf16.")
-        older = raw.pop("bfloat16")
-        raw["bf16"] = older
+        raw["bf16"] = raw.pop("bfloat16")
 
 
 def _amp(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
@@ -115,7 +121,7 @@ def _sequence_parallel(raw: dict[str, Any], problems: Problems, notes: Notes) ->
     ranks = Int(low=1, null=True).read(raw.pop(key, None), key, problems)
     if ranks is None or ranks == 1:
         return
-    _put(raw, "parallel.tensor", ranks)
+    move(raw, "parallel.tensor", ranks, key, problems)
     _put(raw, "parallel.sequence_parallel", True)
     notes.append(
         f"{key}: acts as parallel.tensor {ranks} with parallel.sequence_parallel; each of these ranks is given whole "

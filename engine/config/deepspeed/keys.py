@@ -226,9 +226,7 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "partition": Noted("DeepSpeed reads it nowhere; parallel.balance says what stages share equally",
                            ("best", "auto", None)),
         "seed_layers": Noted("DeepSpeed reads it nowhere; PipelineModule(seed_layers=True) seeds layers", _OFF),
-        "activation_checkpoint_interval": Moved(
-            "activation_checkpointing.mode",
-            Int(low=0), (0, None), "full"),
+        "activation_checkpoint_interval": Moved("activation_checkpointing.mode", Int(low=0), (0, None), "full"),
     },
     "activation_checkpointing": {
         "partition_activations": WithMode(_OFF, "parallel.sequence_parallel shards activations over tensor ranks"),

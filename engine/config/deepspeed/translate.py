@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real as RealNumber
 from typing import Any
 
-from engine.config.deepspeed.forms import rewritten
+from engine.config.deepspeed.forms import move, rewritten
 from engine.config.deepspeed.keys import DERIVED, TABLE, TENSORBOARD, Feature, Moved, Noted, Only, Treatment, WithMode
 from engine.config.other_engines import other_engines_word
 from engine.config.rules import Flag, Problems
@@ -71,16 +71,7 @@ class _Walk:
     def apply_moves(self, own: dict[str, Any]) -> None:
         """Write moved values to their new keys, unless the user gave another value there."""
         for target, origin, value in self._moves:
-            *parents, leaf = target.split(".")
-            section: Any = own
-            for parent in parents:
-                section = section.setdefault(parent, {}) if isinstance(section, dict) else None
-            if not isinstance(section, dict):
-                continue  # the reader reports the section that is not an object
-            if leaf in section and section[leaf] != value:
-                rival = f"which is given as {shown_value(section[leaf])}"
-                self._problems.add(origin, f"asks for {target} {shown_value(value)}, {rival}; keep one of them.")
-            section.setdefault(leaf, value)
+            move(own, target, value, origin, self._problems)
 
     def _treat(self, path: str, value: object, treatment: Treatment, beside: Mapping[str, Any]) -> None:
         match treatment:

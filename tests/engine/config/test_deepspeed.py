@@ -133,6 +133,10 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
             ("train_batch_size: 64 beside elasticity, which asks for 1440; keep one of them.",),
         ),
         ({"sequence_parallel_size": 0}, ("sequence_parallel_size: 0 is below 1",)),
+        (
+            {"sequence_parallel_size": 2, "parallel": {"tensor": 4}},
+            ("sequence_parallel_size: asks for parallel.tensor 2, which is given as 4; keep one of them.",),
+        ),
         ({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}}, ("bfloat16: the older name of bf16",)),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stag": 2}},

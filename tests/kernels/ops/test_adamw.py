@@ -12,6 +12,7 @@ from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_, adamw_refe
 from engine.kernels.optim.stochastic_rounding import Lines, StochasticRounding
 from engine.kernels.optim.update_rules import AdamRule
 from engine.parallel.model.rng_streams import derive_seed
+from engine.verify import switch_off_bias_correction
 
 MODES: tuple[Mode, ...] = ("reference", "triton")
 RULES = {
@@ -57,9 +58,8 @@ def test_100_steps_err_at_most_twice_as_much_as_torchs_fused_kernel(rule: AdamRu
     def by_torch(dtype: torch.dtype, fused: bool) -> Tensor:
         parameter = nn.Parameter(start.to(dtype, copy=True))
         optimizer = kind([parameter], rule.lr, rule.betas, rule.eps, rule.weight_decay, fused=fused)
-        if not rule.bias_correction:  # torch corrects always; by now it divides by one
-            averages = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(1e9), **averages}
+        if not rule.bias_correction:
+            switch_off_bias_correction(optimizer)
         for step in range(100):
             parameter.grad = random(count, 10 + step).to(dtype) * 0.25
             optimizer.step()
