@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -18,6 +19,11 @@ def items_of_part(part: str, names: Sequence[str]) -> frozenset[str]:
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise pytest.UsageError(f"--part {part}: give K/N with K from 1 to N, such as 2/4.")
     return frozenset(name for name in names if crc32(name.encode()) % int(count) == int(number) - 1)
+
+
+def wide(*values: Any, id: str | None = None) -> Any:
+    """Values of one case of a test that is tried with ``-m long`` only."""
+    return pytest.param(*values, marks=pytest.mark.long, id=id)
 
 
 def time_by_group(reports: Iterable[tuple[str, float, str]]) -> list[str]:

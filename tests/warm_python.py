@@ -2,11 +2,13 @@
 
 A script of three steps spends four seconds of CPU time on its imports, and a job of torchrun starts one for the
 launcher and one for each rank. Here they are forked from a process that the server of tests/ranks.py has started. The
-script, its arguments, folder, environment, streams, signals and exit status are those of a process of its own; what is
-imported already, and the seed of ``hash``, are those of all. So one test of each kind starts a cold ``python``.
+script, its arguments, folder, environment, streams, signals, namespaces and exit status are those of a process of its
+own; what is imported already, and the seed of ``hash``, are those of all. So one test of each kind starts a cold
+``python``.
 """
 
 import atexit
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -15,6 +17,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import traceback
@@ -88,6 +91,7 @@ def _keep(line: socket.socket) -> NoReturn:
             wish = json.loads(stream.read(int.from_bytes(head, "big")))
     except ValueError:
         os._exit(1)  # its stand-in was killed before it could ask
+    _join_namespaces(line)
     pid = os.fork()
     if not pid:
         line.close()
@@ -106,6 +110,20 @@ def _keep(line: socket.socket) -> NoReturn:
         line.sendall(b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     finally:
         os._exit(0)
+
+
+def _join_namespaces(line: socket.socket) -> None:
+    """Go where the stand-in is, which may run on a node of tests/cluster; what is forked next is there, too."""
+    (stand_in,) = struct.unpack_from("i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    kinds = ("net", "uts", "ipc", "pid", "mnt")
+    places = [f"/proc/{stand_in}/ns/{kind}" for kind in kinds]
+    other = [
+        place for place, kind in zip(places, kinds, strict=True) if not os.path.samefile(place, f"/proc/self/ns/{kind}")
+    ]
+    for place in [os.open(place, os.O_RDONLY) for place in other]:  # opened first: another "mnt" has another /proc
+        if ctypes.CDLL(None, use_errno=True).setns(place, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(place)
 
 
 def _be(wish: dict[str, Any], streams: list[int]) -> NoReturn:

@@ -324,7 +324,7 @@ MISTAKES = ("ends", "keys", "rows", "shape", "content")
 """First those that can keep a rank from meeting the others where the model is built from the first batch."""
 
 
-NARROW = (("tp2", False), ("pp2", True), ("tp2 x pp2", False), ("dp2 x tp2", True), ("dp2 x pp2", False))
+NARROW = (("tp2", False), ("pp2", True), ("dp2 x tp2", True))
 
 
 def mistaken(grid: str, example: bool) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from engine.checkpoint.format.filesystem import Files
 from engine.models.decoder import loss_sum
 from tests import models
 from tests.engine.test_patches import photograph
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -321,12 +322,12 @@ def test_an_engine_has_what_is_counted(run_ranks: RunRanks, tmp_path: Path) -> N
     assert run_ranks(counted, 2, str(tmp_path)) == [[True] * 5] * 2
 
 
-@pytest.mark.parametrize("end", ["close", "drop_both", "fail_late"])
+@pytest.mark.parametrize("end", [wide("close"), "drop_both", "fail_late"])
 def test_a_hundred_engines_leave_nothing(run_ranks: RunRanks, end: str) -> None:
     assert run_ranks(ended, 1, "one", (end,), 100) == [[]]
 
 
-@pytest.mark.parametrize("grid", ["one", "tp2", "dp2 x pp2"])
+@pytest.mark.parametrize("grid", ["one", wide("tp2"), "dp2 x pp2"])
 def test_an_engine_that_ends_leaves_nothing(run_ranks: RunRanks, grid: str) -> None:
     assert run_ranks(ended, RANKS[grid], grid, NAMES, 1) == [[]] * RANKS[grid]
 

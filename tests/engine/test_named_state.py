@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import engine
 from engine.parallel.shard_table import ShardRow
 from tests import models
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 ROWS, CLIP, SILENCED = 4, 0.3, "blocks.0.*"
@@ -123,10 +124,10 @@ def on_ranks(config: dict[str, Any]) -> list[str]:
 
 GRIDS = [
     pytest.param({"data": 2}, 0, id="dp2-zero0", marks=pytest.mark.long),
-    pytest.param({"data": 2}, 1, id="dp2-zero1"),
+    wide({"data": 2}, 1, id="dp2-zero1"),
     pytest.param({"data": 2}, 2, id="dp2-zero2", marks=pytest.mark.long),
     pytest.param({"data": 2}, 3, id="dp2-zero3"),
-    pytest.param({"data": 1, "tensor": 2}, 0, id="tp2"),
+    wide({"data": 1, "tensor": 2}, 0, id="tp2"),
     pytest.param({"data": 2, "tensor": 2}, 1, id="dp2-tp2-zero1"),
     pytest.param({"data": 2, "tensor": 2}, 3, id="dp2-tp2-zero3", marks=pytest.mark.long),
 ]

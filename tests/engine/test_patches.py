@@ -10,6 +10,7 @@ from torch import nn
 import engine
 from engine.program.batch import call_model
 from tests.engine.parity.architectures import find
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -79,7 +80,7 @@ def test_closing_leaves_the_model_as_it_was(name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        pytest.param(SHARDED | {"parallel": {"data": 2}}, ("Llama", "GPT-2", "nanoGPT-like"), id="dp2 ZeRO 3"),
+        wide(SHARDED | {"parallel": {"data": 2}}, ("Llama", "GPT-2", "nanoGPT-like"), id="dp2 ZeRO 3"),
         pytest.param(TENSOR, ("Llama", "GPT-2", "BERT"), id="tp2"),
         pytest.param(PIPELINE, ("Llama", "T5", "embedding residual"), id="pp2"),
     ],

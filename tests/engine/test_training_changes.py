@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import engine
 from tests import models
 from tests.engine.step.test_user_loop import loss_of
+from tests.selection import wide
 
 ROWS, STEPS, CLIP = 4, 6, 0.3
 """Rows of a data rank in a step, in two microbatches; norms are about 3."""
@@ -125,8 +126,8 @@ def all_changes(grid: dict[str, int], stage: Any, more: dict[str, Any]) -> dict[
 
 
 GRIDS = [
-    pytest.param({"data": 2}, 0, {}, id="dp2-zero0"),
-    pytest.param({"data": 2}, 1, {}, id="dp2-zero1"),
+    wide({"data": 2}, 0, {}, id="dp2-zero0"),
+    wide({"data": 2}, 1, {}, id="dp2-zero1"),
     pytest.param({"data": 2}, {"stage": 2, "reduce": "microbatch"}, {}, id="dp2-zero2", marks=pytest.mark.long),
     pytest.param({"data": 2}, 3, {}, id="dp2-zero3"),
     pytest.param({"data": 1, "tensor": 2}, 0, {}, id="tp2"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
+from tests.selection import wide
 from tests.zero.small import batch, start
 
 RunRanks = Callable[..., list[Any]]
@@ -124,7 +125,7 @@ def measure_all(cases: list[Case]) -> tuple[set[int], list[str]]:
 @pytest.mark.parametrize(
     ("dp", "cases"),
     [
-        (2, CORE),
+        wide(2, CORE),
         (4, FEW),
         pytest.param(2, CASES, marks=pytest.mark.long),
         pytest.param(4, CASES, marks=pytest.mark.long),

@@ -14,6 +14,7 @@ import engine
 from engine.models.decoder import loss_sum
 from engine.verify import Parity, VerifyOptions, train_alone, train_on_grid
 from tests import models
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 Build = Callable[[], nn.Module]
@@ -49,11 +50,6 @@ MODELS: dict[str, Build] = {
 
 def config(grid: str, **changes: Any) -> dict[str, Any]:
     return BASE | {"parallel": {"data": 1} | GRIDS[grid]} | changes
-
-
-def wide(*values: str) -> Any:
-    """A case of the wide matrix."""
-    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def ranks(grid: str) -> int:
@@ -145,7 +141,7 @@ def evaluate_alone(name: str) -> tuple[float, Any]:
     ("name", "grid"),
     [
         ("decoder dropout", "tp2"),
-        ("gpt2", "pp2"),
+        wide("gpt2", "pp2"),
         wide("decoder dropout", "pp2"),
         wide("decoder dropout", "tp2 x pp2"),
         wide("decoder dropout", "dp2 x tp2 x pp2"),
@@ -281,7 +277,7 @@ def parity(run_ranks: RunRanks, grid: str, build: Build, given: Sequence[Any], l
     ("name", "grid"),
     [
         ("llama", "pp2"),
-        ("gpt2 still", "tp2"),
+        wide("gpt2 still", "tp2"),
         wide("gpt2 still", "tp2 x pp2"),
         wide("decoder", "tp2"),
         wide("decoder dropout", "pp4"),
@@ -312,7 +308,7 @@ def recomputed(name: str, grid: str) -> list[list[float]]:
 
 @pytest.mark.parametrize(
     ("name", "grid"),
-    [("decoder dropout", "tp2"), ("gpt2", "pp2"), wide("decoder dropout", "pp2"), wide("gpt2", "tp2 x pp2")],
+    [wide("decoder dropout", "tp2"), ("gpt2", "pp2"), wide("decoder dropout", "pp2"), wide("gpt2", "tp2 x pp2")],
 )
 def test_recomputed_activations_change_no_bit(run_ranks: RunRanks, name: str, grid: str) -> None:
     kept, again = run_ranks(recomputed, ranks(grid), name, grid)[0]
@@ -356,7 +352,7 @@ def test_tensor_ranks_stay_equal_where_they_hold_the_same(run_ranks: RunRanks, n
 
 @pytest.mark.parametrize(
     ("name", "grid"),
-    [("decoder", "pp2"), ("decoder", "tp2"), wide("decoder", "tp2 x pp2")]
+    [("decoder", "pp2"), wide("decoder", "tp2"), wide("decoder", "tp2 x pp2")]
     + [wide("llama", grid) for grid in ("tp2", "pp2", "tp2 x pp2")],
 )
 def test_bf16_stays_close_to_bf16_of_one_process(run_ranks: RunRanks, name: str, grid: str) -> None:
@@ -439,7 +435,7 @@ def unusual(grid: str) -> list[tuple[Any, Any]]:
     return [on_grid(build, settings, tensor_batches(rows=32), squares) for build in UNUSUAL.values()]
 
 
-@pytest.mark.parametrize("grid", ["pp2", "pp3", wide("pp4")])
+@pytest.mark.parametrize("grid", ["pp2", wide("pp3"), wide("pp4")])
 def test_unusual_models_in_a_pipeline(run_ranks: RunRanks, grid: str) -> None:
     for name, runs in zip(UNUSUAL, run_ranks(unusual, ranks(grid), grid)[0], strict=True):
         result, given = Parity(*runs), UNUSUAL[name]().state_dict()
@@ -519,7 +515,7 @@ def norms(cases: Sequence[str]) -> list[tuple[Any, Any]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, wide(4)])
 def test_norm_is_of_the_whole_model(run_ranks: RunRanks, world: int) -> None:
     cases = [case for case, (grid, _) in WHERE_OTHERS_FAIL.items() if ranks(grid) == world]
     for case, runs in zip(cases, run_ranks(norms, world, cases)[0], strict=True):

@@ -14,6 +14,7 @@ from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
 from tests import models
 from tests.engine.parity.launches import settings
 from tests.models import take_rows
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -78,7 +79,7 @@ def train_all(config: dict[str, Any], folder: str) -> dict[str, list[Parity]]:
 
 GRIDS = [
     pytest.param({"pipeline": 2}, 0, id="pp2", marks=pytest.mark.long),
-    pytest.param({"pipeline": 4}, 0, id="pp4"),
+    wide({"pipeline": 4}, 0, id="pp4"),
     pytest.param({"data": 2, "pipeline": 2}, 1, id="dp2 x pp2, ZeRO 1", marks=pytest.mark.long),
     pytest.param({"data": 2, "pipeline": 2}, 2, id="dp2 x pp2, ZeRO 2", marks=pytest.mark.long),
     pytest.param({"data": 2, "pipeline": 2}, 3, id="dp2 x pp2, ZeRO 3"),

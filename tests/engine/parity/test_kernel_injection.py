@@ -15,6 +15,7 @@ from engine.parallel.model.forward_patch import ForwardPatches
 from engine.reporting.banner import banner_text
 from tests.engine.parity.launches import Compared, compare, settings
 from tests.engine.parity.tensor_models import FOUR, HEADS, SHORT, UNSEEN
+from tests.selection import wide
 from tests.tables import Table
 
 RunRanks = Callable[..., list[Any]]
@@ -35,7 +36,7 @@ def check(results: dict[str, Compared | str]) -> None:
     [
         pytest.param({"parallel": SEQUENCE, "zero_optimization": {"stage": 1}}, id="sequence"),
         pytest.param({"parallel": {"pipeline": 2}, "zero_optimization": {"stage": 3}}, id="pipeline, ZeRO 3"),
-        pytest.param({"parallel": {"pipeline": 2, "schedule": "zb-h1"}}, id="zero bubble"),
+        wide({"parallel": {"pipeline": 2, "schedule": "zb-h1"}}, id="zero bubble"),
         pytest.param({"parallel": TENSOR}, id="tensor", marks=pytest.mark.long),
         pytest.param({"parallel": {"data": 2, "pipeline": 1}}, id="data", marks=pytest.mark.long),
         pytest.param(
@@ -53,7 +54,7 @@ def test_references_in_a_model_train_as_the_model_does(run_ranks: RunRanks, chan
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"parallel": SEQUENCE, "zero_optimization": {"stage": 2}}, id="sequence"),
+        wide({"parallel": SEQUENCE, "zero_optimization": {"stage": 2}}, id="sequence"),
         pytest.param({"parallel": {"pipeline": 2}}, id="pipeline"),
         pytest.param({"parallel": TENSOR, "zero_optimization": {"stage": 3}}, id="tensor", marks=pytest.mark.long),
     ],

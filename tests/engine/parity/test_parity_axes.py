@@ -17,6 +17,7 @@ from engine.verify import Parity, VerifyOptions, train_alone, train_on_grid, ver
 from tests import models
 from tests.engine.parity.test_parity import config_for
 from tests.kernels.interpreter import repair
+from tests.selection import wide
 from tests.tables import Table
 
 RunRanks = Callable[..., list[Any]]
@@ -98,7 +99,7 @@ def train_interpreted(name: str, grid: str, short: bool) -> Parity | None:
     ("name", "grid", "short"),
     [
         ("decoder", "tp2", True),
-        ("decoder", "dp2", True),
+        wide("decoder", "dp2", True),
         *(pytest.param(n, g, False, marks=pytest.mark.long) for n, g in CASES if g in ("dp2 x tp2", "tp2", "pp2")),
     ],
 )

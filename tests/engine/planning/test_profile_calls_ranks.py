@@ -10,6 +10,7 @@ from torch import Tensor
 import engine
 from engine.errors import EngineError
 from tests.engine.planning.test_profile_calls import ROWS, WIDTH, Block, Chain, config, example, slow_at
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -24,9 +25,9 @@ def differently_slow(settings: dict[str, Any], with_example: bool) -> Any:
     return eng.plan.cut.boundaries, eng.plan.decision, eng.plan.schedule, losses
 
 
-@pytest.mark.parametrize("with_example", [True, False])
+@pytest.mark.parametrize("with_example", [True, wide(False)])
 @pytest.mark.parametrize("parallel", [
-    {"balance": "time"}, {"balance": "time", "schedule": "auto"},
+    {"balance": "time"}, wide({"balance": "time", "schedule": "auto"}),
     {"balance": "time", "schedule": "auto", "activation_limit_bytes": 10**9},
 ])  # fmt: skip
 def test_all_ranks_plan_alike(run_ranks: RunRanks, parallel: dict[str, Any], with_example: bool) -> None:

@@ -15,6 +15,7 @@ from tests import models
 from tests.engine.parity.test_axes import GRIDS
 from tests.engine.parity.test_parity import config_for
 from tests.models import take_rows
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 STEPS, ROWS, CLIP = 4, 16, 0.5
@@ -85,7 +86,10 @@ BY_KEY = [("dp2", 3, "full"), ("pp2", 1, "full"), ("tp2", 1, "none")]
 
 
 @pytest.mark.parametrize(
-    ("grid", "stage", "mode", "own"), [(*case, True) for case in CASES] + [(*case, False) for case in BY_KEY]
+    ("grid", "stage", "mode", "own"),
+    [(*case, True) if case in BY_KEY else wide(*case, True) for case in CASES]
+    + [wide(*case, False) for case in BY_KEY[:2]]
+    + [(*BY_KEY[2], False)],
 )
 def test_grids_equal_plain_torch(run_ranks: RunRanks, grid: str, stage: int, mode: str, own: bool) -> None:
     losses, expected = plain(models.decoder(layers=4), 2)

@@ -64,7 +64,7 @@ def copies(grid: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "grid", ["dp2", "tp2 x pp2", *(pytest.param(g, marks=pytest.mark.long) for g in ("tp2", "pp2"))]
+    "grid", ["dp2", "tp2", *(pytest.param(g, marks=pytest.mark.long) for g in ("tp2 x pp2", "pp2"))]
 )
 def test_all_copies_of_a_weight_stay_equal(run_ranks: RunRanks, grid: str) -> None:
     ranks = 4 if " x " in grid else 2

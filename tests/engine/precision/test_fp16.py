@@ -13,6 +13,7 @@ from engine.models.decoder import loss_sum
 from engine.verify import Parity, verify
 from tests import models
 from tests.engine.parity.test_parity import config_for
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 STAGES = (0, 1, 2, 3)
@@ -84,8 +85,10 @@ def train(stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize(
+    ("dp", "stage"),
+    [(1, 0), *((2, stage) for stage in STAGES[1:]), *(wide(1, stage) for stage in STAGES[1:]), wide(2, 0)],
+)
 def test_losses_masters_and_skipped_steps_equal_plain_torch(run_ranks: RunRanks, dp: int, stage: int) -> None:
     found, *others = run_ranks(train, dp, stage)
     losses, skipped = found["ours"]
@@ -112,7 +115,7 @@ def on_grid(grid: str, wire: str | None, power: int) -> Parity | None:
 
 
 @pytest.mark.parametrize(
-    "grid", [grid if grid in ("pp2", "dp2 x tp2") else pytest.param(grid, marks=pytest.mark.long) for grid in GRIDS]
+    "grid", [grid if grid == "dp2 x tp2" else pytest.param(grid, marks=pytest.mark.long) for grid in GRIDS]
 )
 def test_every_grid_skips_the_same_steps_and_stays_close(run_ranks: RunRanks, grid: str) -> None:
     result = run_ranks(on_grid, prod(GRIDS[grid].values()), grid, None, POWER)[0]

@@ -12,6 +12,7 @@ import engine
 from engine.errors import EngineError
 from engine.program.forward_inputs import ForwardInputs, Inputs
 from engine.verify import Parity, verify
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -148,7 +149,7 @@ def trained(grid: dict[str, int], form: str) -> Parity | None:
 @pytest.mark.parametrize(
     ("grid", "form"),
     [
-        ({"data": 2}, "tuple"),
+        wide({"data": 2}, "tuple"),
         ({"pipeline": 2}, "mapping"),
         ({"tensor": 2, "tensor_plan": CUTS}, "tuple"),
     ],

@@ -12,6 +12,7 @@ import engine
 from tests import models
 from tests.engine.every_grid import every_grid
 from tests.engine.step.test_predict import MICRO, settings
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 WAYS: dict[str, dict[str, Any]] = {
@@ -60,12 +61,12 @@ def on_ranks(name: str, config: dict[str, Any]) -> list[str]:
 
 
 GRIDS = [
-    *every_grid("dp2-zero1", "dp2-zero3", "tp2", "pp2"),
+    *every_grid("dp2-zero3", "tp2", "pp2"),
     pytest.param({"data": 1, "tensor": 2, "pipeline": 2}, 0, marks=pytest.mark.long),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["llama", wide("gpt2"), wide("t5")])
 @pytest.mark.parametrize(("grid", "stage"), GRIDS)
 def test_tokens_are_those_of_one_process(name: str, grid: dict[str, Any], stage: int, run_ranks: RunRanks) -> None:
     for differing in run_ranks(on_ranks, math.prod(grid.values()), name, settings(grid, stage), seconds=300.0):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import engine
 from tests import models
+from tests.selection import wide
 
 ROWS, STEPS, CLIP = 4, 3, 0.3
 """Rows of a data rank in a step."""
@@ -155,7 +156,7 @@ GRIDS = [
     pytest.param({"data": 2}, 1, id="dp2-zero1"),
     pytest.param({"data": 2}, {"stage": 2, "reduce": "microbatch"}, id="dp2-zero2", marks=pytest.mark.long),
     pytest.param({"data": 2}, 3, id="dp2-zero3"),
-    pytest.param({"data": 1, "tensor": 2}, 0, id="tp2"),
+    wide({"data": 1, "tensor": 2}, 0, id="tp2"),
     pytest.param({"data": 2, "tensor": 2}, 3, id="dp2-tp2-zero3", marks=pytest.mark.long),
 ]
 

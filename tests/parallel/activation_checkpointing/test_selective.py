@@ -79,7 +79,7 @@ GRIDS: dict[str, Settings] = {
 }
 CASES = [(name, grid) for name in ("decoder", "gpt2", "llama") for grid in GRIDS] + [("t5", "one"), ("t5", "pp2")]
 SHORT = (
-    ("decoder", "tp2", ("default", "nothing", "drawn", "every")),
+    ("decoder", "tp2", ("default", "every")),
     ("decoder", "pp2", ("drawn", "every")),
     ("t5", "pp2", ("default",)),
 )
@@ -112,7 +112,7 @@ WAYS: dict[str, tuple[int, Settings]] = {
 }  # fmt: skip
 
 
-LONG = ("interleaved", "ZeRO 3 x tp", "split x tp", "bf16 x tp")
+LONG = ("interleaved", "ZeRO 2 by microbatch", "ZeRO 3 x tp", "split x tp", "bf16 x tp")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way in LONG)) for way in WAYS])

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.selection import wide
+
 SCRIPT = """
 import atexit, contextlib, glob
 
@@ -37,8 +39,8 @@ UNFINISHED = "eng.backward(eng(torch.ones(2, 4)).square().mean())"
 @pytest.mark.parametrize(
     ("start", "end"),
     [
-        pytest.param("", "", id="left open"),
-        pytest.param("start()", "eng.close()", id="group of the user, closed"),
+        wide("", "", id="left open"),
+        wide("start()", "eng.close()", id="group of the user, closed"),
         pytest.param("", UNFINISHED, id="unfinished"),
         pytest.param("start()", "", id="group of the user, left open", marks=pytest.mark.long),
         pytest.param("", "eng.close()", id="closed", marks=pytest.mark.long),

@@ -12,6 +12,7 @@ from engine.models.decoder import Decoder, loss_sum
 from engine.parallel.tensor.logits.sharded_logits import ShardedLogits, gather_logits
 from tests.parallel.tensor.models import MODELS, build, tokens
 from tests.parallel.tensor.sharded import assert_close, full_gradients, shard
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -75,7 +76,7 @@ def compare_all(names: list[str]) -> dict[str, tuple[float, float]]:
     return {f"{name} {dtype}": compare(name, dtype) for name in names for dtype in FLOORS}
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, wide(4)])
 def test_sharded_models_have_the_gradients_of_whole_ones(run_ranks: RunRanks, tp: int) -> None:
     for deviations in run_ranks(compare_all, tp, list(MODELS)):
         print(f"tp{tp}:", {name: f"{value:.1e}" for name, (value, _) in deviations.items()})

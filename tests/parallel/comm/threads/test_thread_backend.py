@@ -20,6 +20,7 @@ from engine.parallel.grid import Grid
 from engine.verify import verify
 from tests import models
 from tests.engine.parity.test_parity_axes import ALL, GRIDS, settings
+from tests.selection import wide
 
 FORWARD = Channel("forward", 0, 1)
 
@@ -97,9 +98,9 @@ def test_different_collectives_are_refused() -> None:
     ("name", "grid", "changes"),
     [
         ("decoder", "dp2 x tp2 x pp2", {}),
-        ("gpt2", "tp2 x pp2", {"activation_checkpointing": {"mode": "full"}}),
+        wide("gpt2", "tp2 x pp2", {"activation_checkpointing": {"mode": "full"}}),
         ("decoder tied", "dp2 x pp2", {"zero_optimization": {"stage": 3}}),
-        ("decoder dropout", "pp4", {"parallel": {"pipeline": 4, "schedule": "zb-h1"}}),
+        wide("decoder dropout", "pp4", {"parallel": {"pipeline": 4, "schedule": "zb-h1"}}),
     ],
 )
 def test_an_engine_on_threads_trains_as_one_process(name: str, grid: str, changes: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from engine.parallel.trace.tracer import trace_model
 from tests.parallel.pipeline.play import Play, batches_of, whole
 from tests.parallel.pipeline.runtime.test_stage import assert_same
 from tests.parallel.pipeline.zoo import CASES, WIDTH, Case, Own, run_own, tokens
+from tests.selection import wide
 
 MICROBATCHES = 5
 
@@ -106,7 +107,7 @@ def prepared(
 
 
 @pytest.mark.parametrize("kind", [gpipe, one_f_one_b])
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [wide(2), 4])
 @pytest.mark.parametrize("name", ["decoder", "nano", "x0", "skips", "in_place", "frozen_start", "llama", "t5", "unet"])
 def test_any_schedule_gives_every_gradient_of_the_uncut_model(name: str, stages: int, kind: Any) -> None:
     play, timeline, batches, model = prepared(name, stages)
@@ -118,7 +119,7 @@ def test_any_schedule_gives_every_gradient_of_the_uncut_model(name: str, stages:
     assert tuple(held) == peak_live(kind(stages, MICROBATCHES))
 
 
-@pytest.mark.parametrize("kind", ["interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("kind", [wide("interleaved"), wide("looped-bfs"), "zb-h1", "zb-v", "dualpipe-v"])
 @pytest.mark.parametrize("name", ["decoder", "nano", "x0", "skips", "in_place", "frozen_start", "llama", "t5", "unet"])
 def test_ranks_of_several_stages_and_split_backwards_give_every_gradient(name: str, kind: str) -> None:
     schedule = make_schedule(kind, 2, MICROBATCHES, 1 if kind == "zb-h1" else 2)

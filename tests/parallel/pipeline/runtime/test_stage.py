@@ -20,6 +20,7 @@ from engine.parallel.trace.tracer import trace_model
 from tests.parallel.pipeline.play import Gradients, Play, batches_of, whole
 from tests.parallel.pipeline.zoo import CASES, Case, NoisyGlue, Own, run_own, tokens
 from tests.parallel.pipeline.zoo_wide import WIDE
+from tests.selection import wide
 
 
 def assert_same(ours: Gradients, theirs: Gradients, exact: bool) -> None:
@@ -39,7 +40,7 @@ def assert_same(ours: Gradients, theirs: Gradients, exact: bool) -> None:
             assert float((got - expected).abs().max()) <= 2e-6 * max(float(expected.abs().max()), floor), name
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("stages", [wide(2), 3, wide(4)])
 @pytest.mark.parametrize("name", CASES)
 def test_stages_give_what_the_whole_model_gives(name: str, stages: int) -> None:
     case = CASES[name]

@@ -14,6 +14,7 @@ from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.tensor.global_tensor.rig import index
 from tests.parallel.tensor.sharded import open_comm
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -60,8 +61,8 @@ def draw(kind: str | None, function: str) -> Drawn:
     return Drawn(mask, again, state, untouched, views.gathers)
 
 
-@pytest.mark.parametrize("function", ["dropout", "attention", "inplace", "alpha_dropout"])
-@pytest.mark.parametrize("kind", ["blocks", "thirds", None, "shared"])
+@pytest.mark.parametrize("function", ["dropout", "attention", wide("inplace"), "alpha_dropout"])
+@pytest.mark.parametrize("kind", ["blocks", wide("thirds"), None, "shared"])
 def test_masks(run_ranks: RunRanks, kind: str | None, function: str) -> None:
     if function != "dropout" and kind not in ("blocks", "shared"):
         kind = "interleaved" if kind else None

@@ -1,0 +1,215 @@
+"""Who is to blame when ranks wait: pure data, from the views of all ranks.
+
+    rank 0   in all_reduce 'gradients' #17 ----waits for----> rank 2, which has begun #16 of this stream only
+    rank 1   in receive from rank 0        ----waits for----> rank 0
+    rank 2   in F of stage 1, since 61 s                      waits for nobody: it is to blame
+
+A rank that has ended or stopped is to blame at once. Otherwise those are that others wait for, over any number of
+ranks, and that wait for nobody. If all wait for each other, they make different calls: the odd one of the first call
+that differs is named.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.watchdog.view import Call, RankView
+
+_CONSEQUENCE = "A peer has probably stopped"
+"""Part of the words of a rank whose communication has failed, so that it is not the first."""
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whom the watchdog blames."""
+
+    ranks: tuple[int, ...]
+    kind: str
+    """ended, stopped, computing, outside, different, host or link."""
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SilentHost:
+    """A host whose monitor does not answer."""
+
+    host: str
+    ranks: tuple[int, ...]
+    seconds: float
+
+
+def diagnose(
+    views: Mapping[int, RankView], size: int, timeout: float, silent: Sequence[SilentHost] = ()
+) -> Verdict | None:
+    """The ranks to blame, or None while everything goes on.
+
+    Args:
+        views: of all ranks that are known; those of a silent host as they were last.
+        size: ranks of the job.
+        timeout: how long a rank may wait for another, and a host be silent, in seconds.
+    """
+    gone = [view for view in views.values() if not view.runs and view.phase != "ENDED"]
+    if gone:
+        return _ended(gone)
+    late = [host for host in silent if host.seconds > timeout]
+    if late:
+        return _lost(late, size)
+    waiting = {view.rank: view for view in views.values() if view.waiting is not None and view.runs}
+    overdue = [view for view in waiting.values() if view.waiting is not None and view.waiting.seconds > timeout]
+    if not overdue:
+        return None
+    stopped = [view for view in views.values() if view.process in ("T", "t")]
+    if stopped:
+        return _still(stopped, overdue, "stopped", "is stopped (SIGSTOP or a debugger)")
+    blamed = _roots(overdue, views)
+    if any(view.rank not in waiting for view in blamed):
+        return _not_waiting([view for view in blamed if view.rank not in waiting], overdue)
+    return _different(overdue, views) or _no_arrival(overdue, views, silent)
+
+
+def _ended(gone: Sequence[RankView]) -> Verdict:
+    """A rank has ended while others went on: the first whose own words do not blame a peer."""
+    firsts = [view for view in gone if _CONSEQUENCE not in view.words] or list(gone)
+    first = max(firsts, key=lambda view: view.idle if not view.words else view.idle + 1e-3)
+    how = first.words.strip() or first.ended or "it ended without a word"
+    told = f"{first.name} has ended: {how}{_doing(first)}{_finished(first)}."
+    return Verdict(ranks=(first.rank,), kind="ended", sentence=told)
+
+
+def _lost(late: Sequence[SilentHost], size: int) -> Verdict:
+    ranks = tuple(sorted(rank for host in late for rank in host.ranks))
+    names = ", ".join(host.host for host in late)
+    told = (
+        f"{names} with {_ranks(ranks)} of {size} has not answered for {max(host.seconds for host in late):.1f} s: the "
+        "machine or its network is down."
+    )
+    return Verdict(ranks=ranks, kind="host", sentence=told)
+
+
+def _roots(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> list[RankView]:
+    """Ranks that others wait for, directly or over others, and that wait for nobody themselves; all if there is a
+    ring."""
+    seen: dict[int, RankView] = {}
+    todo = list(overdue)
+    roots: dict[int, RankView] = {}
+    while todo:
+        view = todo.pop()
+        if view.rank in seen:
+            continue
+        seen[view.rank] = view
+        nexts = [views[rank] for rank in _awaited(view, views) if rank in views]
+        if view.waiting is None:
+            roots[view.rank] = view
+        todo += nexts
+    return [roots[rank] for rank in sorted(roots)] or [seen[rank] for rank in sorted(seen)]
+
+
+def _awaited(view: RankView, views: Mapping[int, RankView]) -> list[int]:
+    """Ranks that have not begun the call in which ``view`` waits."""
+    call = view.waiting
+    if call is None:
+        return []
+    return [rank for rank in call.peers if rank != view.rank and rank in views and not views[rank].begun(call)]
+
+
+def _not_waiting(blamed: Sequence[RankView], overdue: Sequence[RankView]) -> Verdict:
+    computing = [view for view in blamed if view.phase == "STEP"]
+    if computing:
+        return _still(computing, overdue, "computing", "computes and does not come")
+    return _still(blamed, overdue, "outside", "is in the user's code and does not come")
+
+
+def _still(blamed: Sequence[RankView], overdue: Sequence[RankView], kind: str, what: str) -> Verdict:
+    told = [f"{view.name} {what}{_since(view, kind)}{_doing(view)}{_finished(view)}" for view in blamed[:_MOST_NAMED]]
+    more = f"; and {len(blamed) - _MOST_NAMED} more" * (len(blamed) > _MOST_NAMED)
+    ranks = tuple(view.rank for view in blamed)
+    others = [view for view in overdue if view.rank not in ranks]
+    return Verdict(ranks=ranks, kind=kind, sentence=f"{'; '.join(told)}{more}{_waiters(others)}.")
+
+
+def _since(view: RankView, kind: str) -> str:
+    return f" for {view.in_phase if kind == 'outside' else view.idle:.1f} s"
+
+
+def _doing(view: RankView) -> str:
+    if view.waiting is not None:
+        return f", in {view.waiting.text}"
+    if view.action is not None:
+        return f", in {view.action.text} of step {view.step + 1}"
+    return f", in step {view.step + 1}" if view.phase == "STEP" else f", after {view.step} steps"
+
+
+def _finished(view: RankView) -> str:
+    return f", last finished {view.last.text}" if view.last is not None else ""
+
+
+def _waiters(others: Sequence[RankView]) -> str:
+    if not others:
+        return ""
+    first = max(others, key=lambda view: view.waiting.seconds if view.waiting else 0.0)
+    call = first.waiting
+    assert call is not None
+    return (
+        f"; {_ranks(tuple(sorted(view.rank for view in others)))} {'wait' if len(others) > 1 else 'waits'}, rank "
+        f"{first.rank} for {call.seconds:.1f} s in {call.text}"
+    )
+
+
+def _different(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Verdict | None:
+    """Ranks that wait for each other in different calls: the first call of a stream that is not the same on all."""
+    found: list[tuple[float, Call, dict[int, Call]]] = []
+    for view in overdue:
+        assert view.waiting is not None
+        stream, peers = view.waiting.stream, view.waiting.peers
+        made = {rank: {call.count: call for call in views[rank].recent if call.stream == stream} for rank in peers}
+        for count in sorted({count for calls in made.values() for count in calls}):
+            calls = {rank: each[count] for rank, each in made.items() if count in each}
+            if len({call.likeness for call in calls.values()}) > 1:
+                found.append((max(call.seconds for call in calls.values()), view.waiting, calls))
+                break
+    if not found:
+        return _unequal(overdue, views)
+    _, _, calls = max(found, key=lambda each: each[0])
+    usual, _ = Counter(call.likeness for call in calls.values()).most_common(1)[0]
+    odd = sorted(rank for rank, call in calls.items() if call.likeness != usual)
+    others = sorted(rank for rank, call in calls.items() if call.likeness == usual)
+    told = (
+        f"{_named(odd, views)} {'are' if len(odd) > 1 else 'is'} in {calls[odd[0]].text}, while {_ranks(tuple(others))} "
+        f"{'are' if len(others) > 1 else 'is'} in {calls[others[0]].text}: all ranks of a group must make the same "
+        "calls in one order."
+    )
+    return Verdict(ranks=tuple(odd), kind="different", sentence=told)
+
+
+def _unequal(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Verdict | None:
+    """Ranks that wait in a ring: who is behind in the call of the longest wait."""
+    first = max(overdue, key=lambda view: view.waiting.seconds if view.waiting else 0.0)
+    behind = [views[rank] for rank in _awaited(first, views)]
+    return _still(behind, overdue, "different", "waits elsewhere") if behind else None
+
+
+def _no_arrival(
+    overdue: Sequence[RankView], views: Mapping[int, RankView], silent: Sequence[SilentHost]
+) -> Verdict | None:
+    """All have come to the same call, and nothing arrives: the network between hosts."""
+    first = max(overdue, key=lambda view: view.waiting.seconds if view.waiting else 0.0)
+    call = first.waiting
+    assert call is not None
+    if silent:
+        return _lost(silent, len(views))
+    hosts = sorted({views[rank].host for rank in call.peers if rank in views})
+    told = (
+        f"{_ranks(call.peers)} have all come to {call.text}, and it does not end since {call.seconds:.1f} s: nothing "
+        f"passes between {', '.join(hosts)}."
+    )
+    return Verdict(ranks=call.peers, kind="link", sentence=told)
+
+
+def _named(ranks: Sequence[int], views: Mapping[int, RankView]) -> str:
+    return ", ".join(views[rank].name for rank in ranks[:_MOST_NAMED])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
+    return f"rank{'s' * (len(ranks) != 1)} {shown}"

@@ -1,0 +1,159 @@
+"""What one rank does, as its host sees it: from its flight file and from the operating system. It travels as JSON."""
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from engine.parallel.comm.flight.flight import SECOND, Event, Flight
+from engine.parallel.comm.flight.layout import Phase
+
+RECENT = 6
+"""Newest events of each stream that are told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A collective, a message or a computation, and how long ago it began."""
+
+    text: str
+    stream: str
+    count: int
+    likeness: str
+    """Equal on all ranks that make the same call: what it is, of how much."""
+    peers: tuple[int, ...]
+    """Ranks that take part, this one too."""
+    seconds: float
+
+    @classmethod
+    def of(cls, event: Event, flight: Flight, since: int, now: int) -> Self:
+        """The call that an event of this rank's file notes."""
+        return cls(
+            text=str(event),
+            stream=event.stream,
+            count=event.count,
+            likeness=f"{event.label}, {event.bytes} bytes {event.dtype}",
+            peers=_peers(event, flight),
+            seconds=max(0, now - since) / SECOND,
+        )
+
+
+def _peers(event: Event, flight: Flight) -> tuple[int, ...]:
+    if event.peer >= 0:
+        return tuple(sorted((flight.rank, event.peer)))
+    ranks = flight.identity.get("axes", {}).get(event.axis, [flight.rank])
+    _, _, stages = event.stream.partition(" stages ")
+    return tuple(ranks[int(index)] for index in stages.split(",")) if stages else tuple(ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    """One rank at one moment; durations are seconds before it."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    """Name of a :class:`Phase`."""
+    step: int
+    in_phase: float
+    idle: float
+    """Since the last note in the file."""
+    process: str
+    """Letter of the state of the process in /proc: T is stopped; empty: it has ended."""
+    ended: str
+    """How the process has ended, in words; empty while it runs or if nobody knows."""
+    words: str
+    waiting: Call | None
+    action: Call | None
+    last: Call | None
+    recent: tuple[Call, ...]
+    """Newest calls of each stream, oldest first, to compare with those of others."""
+    steps: int
+    in_steps: float
+    waits: dict[str, float]
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process is there."""
+        return bool(self.process) and self.process not in "ZX"
+
+    @property
+    def name(self) -> str:
+        """Rank, host and process."""
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    def begun(self, call: Call) -> bool | None:
+        """Whether this rank has begun the call that another rank is in; None if the file does not say."""
+        mine = [each.count for each in self.recent if each.stream == call.stream]
+        return bool(mine) and max(mine) >= call.count
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The view that ``to_json`` has told."""
+        calls = {name: _call(data[name]) for name in ("waiting", "action", "last")}
+        return cls(**{**data, **calls, "recent": tuple(_call(each) for each in data["recent"])})
+
+
+def _call(data: dict[str, Any] | None) -> Any:
+    return Call(**{**data, "peers": tuple(data["peers"])}) if data is not None else None
+
+
+def look(flight: Flight, events: list[Event], now: int, process: str, ended: str) -> RankView:
+    """The view of a rank of this host.
+
+    Args:
+        now: ``time.monotonic_ns``.
+        process, ended: see :class:`RankView`.
+    """
+    streams: dict[str, list[Event]] = {}
+    for event in events:
+        if event.axis:
+            streams.setdefault(event.stream, []).append(event)
+    recent = [Call.of(event, flight, event.begun, now) for each in streams.values() for event in each[-RECENT:]]
+    waiting = Call.of(flight.waiting, flight, flight.waiting_since, now) if flight.waiting else None
+    action = Call.of(flight.action, flight, flight.action.begun, now) if flight.action else None
+    return RankView(
+        rank=flight.rank,
+        host=flight.host,
+        pid=flight.pid,
+        phase=Phase(flight.phase).name,
+        step=flight.step,
+        in_phase=max(0, now - flight.since) / SECOND,
+        idle=max(0, now - flight.newest) / SECOND,
+        process=process,
+        ended=ended,
+        words=flight.words,
+        waiting=waiting,
+        action=action,
+        last=Call.of(flight.last, flight, flight.last.ended, now) if flight.last else None,
+        recent=tuple(recent),
+        steps=flight.sums.steps,
+        in_steps=flight.sums.in_steps / SECOND,
+        waits={axis: time / SECOND for axis, time in flight.sums.waits.items() if time},
+    )
+
+
+def process_state(pid: int) -> tuple[str, int]:
+    """State letter of a process and its exit code as ``wait`` encodes it; an empty letter once it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "", 0
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[49])
+
+
+def ending(status: int) -> str:
+    """An exit status in words."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exit status {code}"
+    import signal
+
+    names = {number.value: number.name for number in signal.Signals}
+    return f"signal {-code} ({names.get(-code, 'unknown')})"

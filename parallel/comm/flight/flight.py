@@ -1,0 +1,175 @@
+"""The reader of flight files: what a rank is in, since when, and what it did before. Needs no torch and no help of the
+rank, which may stand still or have ended."""
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.parallel.comm.flight import layout
+from engine.parallel.comm.flight.layout import EventKind, Phase
+
+SECOND = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A collective, a message or a computation. Times are ``time.monotonic_ns`` of the rank's host."""
+
+    sequence: int
+    kind: EventKind
+    axis: str
+    """Empty for computation."""
+    stream: str
+    count: int
+    """How many of its stream there were with it."""
+    label: str
+    bytes: int
+    dtype: str
+    peer: int
+    """Rank of the other end of a message; -1 for all others."""
+    begun: int
+    ended: int
+    """0: not yet."""
+
+    def __str__(self) -> str:
+        if self.kind == EventKind.ACTION:
+            return self.label
+        name = {EventKind.SEND: "send", EventKind.RECEIVE: "receive"}.get(self.kind, "")
+        what = f"{name} {self.label!r}" if name else self.label
+        other = f" {'to' if self.kind == EventKind.SEND else 'from'} rank {self.peer}" if self.peer >= 0 else ""
+        return f"{what} over {self.axis}{other} (#{self.count} of {self.stream!r}, {self.bytes} bytes {self.dtype})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Times of a rank since its start, in nanoseconds."""
+
+    steps: int = 0
+    in_steps: int = 0
+    waits: Mapping[str, int]
+    """By axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """What one rank's file says at one moment."""
+
+    rank: int
+    size: int
+    pid: int
+    identity: Mapping[str, Any]
+    wall_offset: int
+    """Added to a time it gives nanoseconds since 1970."""
+    phase: Phase
+    step: int
+    """Steps made before the one that it is in, or that come next."""
+    since: int
+    """When the phase began."""
+    written: int
+    """Events so far."""
+    waiting: Event | None
+    waiting_since: int
+    action: Event | None
+    last: Event | None
+    """The last event that has ended."""
+    newest: int
+    """When this rank last wrote anything."""
+    sums: Sums
+    words: str
+    """What it said at its end."""
+
+    @property
+    def host(self) -> str:
+        """Name of its machine."""
+        return str(self.identity.get("host", ""))
+
+
+class FlightFile:
+    """An open file; ``read`` may be called while its rank writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(file).st_size != layout.FILE_BYTES:
+                raise ValueError(f"{path} is no flight file: its size is not {layout.FILE_BYTES}")
+            self._map = mmap.mmap(file, layout.FILE_BYTES, prot=mmap.PROT_READ)
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._map.close()
+
+    def read(self) -> Flight:
+        """The state now.
+
+        Raises:
+            ValueError: this is no flight file, or not yet.
+        """
+        magic, rank, size, pid, length, offset = layout.START.unpack_from(self._map, layout.START_AT)
+        if magic != layout.MAGIC:
+            raise ValueError(f"{self.path} is no flight file of this version")
+        state, since, written = layout.STATE.unpack_from(self._map, layout.STATE_AT)
+        waits, waiting_since = layout.NOW.unpack_from(self._map, layout.WAIT_AT)
+        acts, _ = layout.NOW.unpack_from(self._map, layout.ACTION_AT)
+        steps, in_steps, *axes = layout.SUMS.unpack_from(self._map, layout.SUMS_AT)
+        events = self.events(written)
+        by_number = {event.sequence: event for event in events}
+        words = self._map[layout.WORDS_AT : layout.WORDS_AT + layout.WORDS_BYTES]
+        over = [event for event in events if event.ended]
+        times = [since, *(event.begun for event in events[-1:]), *(event.ended for event in over), waiting_since]
+        return Flight(
+            rank=rank,
+            size=size,
+            pid=pid,
+            identity=json.loads(self._map[layout.IDENTITY_AT : layout.IDENTITY_AT + length]),
+            wall_offset=offset,
+            phase=Phase(state & 0xFF),
+            step=state >> 8,
+            since=since,
+            written=written,
+            waiting=by_number.get(waits),
+            waiting_since=waiting_since,
+            action=by_number.get(acts),
+            last=max(over, key=lambda event: event.ended, default=None),
+            newest=max(times),
+            sums=Sums(steps=steps, in_steps=in_steps, waits=dict(zip(layout.AXES, axes, strict=True))),
+            words=words.rstrip(b"\0").decode(errors="replace"),
+        )
+
+    def events(self, written: int | None = None) -> list[Event]:
+        """The events that the file still has, oldest first; one that is being overwritten is left out."""
+        if written is None:
+            (written,) = layout.SEQUENCE.unpack_from(self._map, layout.COUNT_AT)
+        first = max(1, written - layout.EVENTS + 1)
+        found = (self._event(sequence) for sequence in range(first, written + 1))
+        return [event for event in found if event is not None]
+
+    def _event(self, sequence: int) -> Event | None:
+        place = layout.event_place(sequence)
+        taken = self._map[place : place + layout.EVENT_BYTES]
+        there, begun, count, size, kind, axis, _, peer, stream, label, dtype = layout.BEGIN.unpack_from(taken)
+        if there != sequence:
+            return None
+        return Event(
+            sequence=sequence,
+            kind=EventKind(kind),
+            axis=layout.AXES[axis] if axis < len(layout.AXES) else "",
+            stream=_text(stream),
+            count=count,
+            label=_text(label),
+            bytes=size,
+            dtype=_text(dtype),
+            peer=-1 if peer == layout.NOBODY else peer,
+            begun=begun,
+            ended=layout.ENDED.unpack_from(taken, layout.ENDED_AT)[0],
+        )
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,141 @@
+"""The writer of a flight file: a rank says what it begins, what it waits for and what has ended.
+
+The file is mapped into memory, so a note is a few stores; the kernel keeps them when the process is killed.
+"""
+
+import json
+import mmap
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.parallel.comm.flight import layout
+from engine.parallel.comm.flight.layout import EventKind, Phase
+
+now = time.monotonic_ns
+
+
+class FlightRecorder:
+    """Writes the file of one rank.
+
+    begin .. wait .. waited   a collective or message: issued, waited for, complete
+    begin .. ended            computation of a pipeline stage
+    enter .. leave            a call of the engine
+    """
+
+    def __init__(self, path: Path, rank: int, size: int, identity: Mapping[str, Any]) -> None:
+        text = json.dumps(identity).encode()
+        assert len(text) <= layout.EVENTS_AT - layout.IDENTITY_AT, "the identity of a rank is too long"
+        self.path = path
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(file, layout.FILE_BYTES)
+            self._map = mmap.mmap(file, layout.FILE_BYTES)
+        finally:
+            os.close(file)
+        self._sequence = 0
+        self._counts: Counter[str] = Counter()
+        self._texts: dict[str, bytes] = {}
+        self._axes = {axis: index for index, axis in enumerate(layout.AXES)}
+        self._sums = [0] * (2 + len(layout.AXES))
+        self._depth = 0
+        self._entered = 0
+        self._map[layout.IDENTITY_AT : layout.IDENTITY_AT + len(text)] = text
+        offset = time.time_ns() - now()
+        layout.STATE.pack_into(self._map, layout.STATE_AT, Phase.USER, now(), 0)
+        layout.START.pack_into(
+            self._map, layout.START_AT, layout.MAGIC, rank, size, os.getpid(), len(text), offset
+        )  # the magic number last would be better, but a reader looks again
+
+    def begin(
+        self, kind: EventKind, axis: str, stream: str, label: str, size: int = 0, dtype: str = "", peer: int = -1
+    ) -> int:
+        """Note that something begins; returns its sequence number.
+
+        Args:
+            stream: what all ranks of a group, or both ends of a channel, issue in one order.
+            size: bytes of the full tensor.
+            peer: rank of the other end of a message.
+        """
+        self._sequence = sequence = self._sequence + 1
+        self._counts[stream] += 1
+        place, view = layout.event_place(sequence), self._map
+        layout.SEQUENCE.pack_into(view, place, 0)
+        layout.ENDED.pack_into(view, place + layout.ENDED_AT, 0)
+        layout.BEGIN.pack_into(
+            view, place, 0, now(), self._counts[stream], size, kind, self._axes.get(axis, 255), 0,
+            peer if peer >= 0 else layout.NOBODY, self._bytes(stream), self._bytes(label), self._bytes(dtype),
+        )  # fmt: skip
+        layout.SEQUENCE.pack_into(view, place, sequence)
+        layout.SEQUENCE.pack_into(view, layout.COUNT_AT, sequence)
+        return sequence
+
+    def ended(self, sequence: int) -> None:
+        """Note that an event has ended."""
+        place = layout.event_place(sequence)
+        if layout.SEQUENCE.unpack_from(self._map, place)[0] == sequence:
+            layout.ENDED.pack_into(self._map, place + layout.ENDED_AT, now())
+
+    def wait(self, sequence: int) -> int:
+        """Note that this rank waits for an event from now on; returns the time."""
+        began = now()
+        layout.NOW.pack_into(self._map, layout.WAIT_AT, sequence, began)
+        return began
+
+    def waited(self, sequence: int, axis: str, began: int) -> None:
+        """Note that what this rank has waited for since ``began`` is complete."""
+        ended = now()
+        layout.SEQUENCE.pack_into(self._map, layout.WAIT_AT, 0)
+        place = layout.event_place(sequence)
+        if layout.SEQUENCE.unpack_from(self._map, place)[0] == sequence:
+            layout.ENDED.pack_into(self._map, place + layout.ENDED_AT, ended)
+        self._sums[2 + self._axes[axis]] += ended - began
+
+    def act(self, label: str) -> int:
+        """Note that computation of a pipeline stage begins."""
+        sequence = self.begin(EventKind.ACTION, "", "actions", label)
+        layout.NOW.pack_into(self._map, layout.ACTION_AT, sequence, now())
+        return sequence
+
+    def acted(self, sequence: int) -> None:
+        """Note that it has ended."""
+        layout.SEQUENCE.pack_into(self._map, layout.ACTION_AT, 0)
+        self.ended(sequence)
+
+    def enter(self, step: int) -> None:
+        """Note that a call of the engine begins, after ``step`` steps; calls within calls are one."""
+        self._depth += 1
+        if self._depth == 1:
+            self._entered = now()
+            layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.STEP, self._entered)
+
+    def leave(self, step: int) -> None:
+        """Note that it has ended."""
+        self._depth -= 1
+        if self._depth == 0:
+            ended = now()
+            self._sums[0] += 1
+            self._sums[1] += ended - self._entered
+            layout.SUMS.pack_into(self._map, layout.SUMS_AT, *self._sums)
+            layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.USER, ended)
+
+    def say(self, words: str) -> None:
+        """Leave the words of an error that ends this rank; the first ones stay."""
+        if self._map[layout.WORDS_AT] == 0:
+            text = words.encode(errors="replace")[: layout.WORDS_BYTES - 1]
+            self._map[layout.WORDS_AT : layout.WORDS_AT + len(text)] = text
+
+    def close(self) -> None:
+        """Note that this rank takes part no longer. A second call does nothing."""
+        if not self._map.closed:
+            step = layout.STATE.unpack_from(self._map, layout.STATE_AT)[0] >> 8
+            layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.ENDED, now())
+
+    def _bytes(self, text: str) -> bytes:
+        known = self._texts.get(text)
+        if known is None:
+            known = self._texts[text] = text.encode(errors="replace")
+        return known
