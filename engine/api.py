@@ -50,6 +50,7 @@ from engine.reporting.console import open_console, say_if_slow
 from engine.reporting.last_words import LastWords
 from engine.resources import EngineResources
 from engine.step.runtime import RankRuntime
+from engine.watchdog.watchdog import Watchdog, open_watchdog
 from engine.zero.optim.sharded_optimizer import OptimizerFactory
 
 logger = logging.getLogger("trine")
@@ -90,7 +91,7 @@ def initialize(
             given different models or configurations, and what rank 0 finds in its search of a tensor plan for all.
     """
     resources = EngineResources()
-    resources.add(LastWords().close)
+    resources.add((words := LastWords()).close)
     try:
         world = world or read_world()
         resources.add(open_console(world.rank))
@@ -101,7 +102,7 @@ def initialize(
         forward = ForwardInputs.of(made, loss_fn is not None, inputs)
         request = Request(loss_fn, None, lr_scheduler, example_batch, rows=rows, inputs=forward)
         resources.add(request.patches.remove)
-        return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources)
+        return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources, words)
     except BaseException:
         resources.close()
         raise
@@ -120,7 +121,9 @@ def _with(
     return replace(request, optimizer=given.factory, given=given)
 
 
-def _initialize(model: nn.Module, config: Config, request: Request, world: World, resources: EngineResources) -> Engine:
+def _initialize(
+    model: nn.Module, config: Config, request: Request, world: World, resources: EngineResources, words: LastWords
+) -> Engine:
     files, given = model_files(model), describe_input(model, config, world.device)
     prepare(model, config, request)
     request = replace(request, changes=change_forwards(model, config, world.device, request.patches))
@@ -129,8 +132,11 @@ def _initialize(model: nn.Module, config: Config, request: Request, world: World
     if not waits and not needs_profiling(config) and not needs_search(config):
         with say_if_slow(_PLANNING, world.rank), as_trainable(model, request.included):
             known = plan_run(model, config, request, request.example_batch)
-    comm = _open_comm(config, world, given)
+    comm, watchdog = _open_comm(config, world, given)
     resources.add(comm.close)
+    if watchdog is not None:
+        resources.add(watchdog.close)
+        comm.recorder, words.heard = watchdog.recorder, watchdog.recorder.say
     coordinator = CheckpointCoordinator(model, config, comm, world.device, files)
     resources.add(coordinator.release)
     joined = _Joined(
@@ -216,13 +222,13 @@ _SEARCHING = "searching the tensor plan"
 _PLANNING = "planning (trace, tensor plan, pipeline stages)"
 
 
-def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> Comm:
-    """Meet all ranks, refuse different input, then make the groups of the grid."""
+def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[Comm, Watchdog | None]:
+    """Meet all ranks, refuse different input, then make the groups of the grid; who watches over several processes."""
     grid = Grid(config.pp, config.dp, config.tp, world.rank)
     if world.connect is not None:
-        return Comm(grid, world.connect(grid))
+        return Comm(grid, world.connect(grid)), None
     store = open_store(world)
-    reports = joint = None
+    reports = joint = watchdog = None
     with say_if_slow("waiting for all ranks", world.rank):
         if world.size > 1:
             meeting = Meeting(store, world.rank, world.size, meeting_point(world), timeout_seconds())
@@ -231,7 +237,8 @@ def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> Comm:
             store = prefixed(store, meeting.name)
             reports = FailureReports(store, world.rank)
             joint = JointCalls(store, world.rank, world.size, timeout_seconds())
+            watchdog = open_watchdog(config, grid, store, meeting.name)
         open_world(world, store)
     comm = Comm(grid, TorchBackend(grid, world.device))
     comm.reports, comm.joint = reports, joint
-    return comm
+    return comm, watchdog

@@ -182,11 +182,12 @@ class Engine(TrainingLoop, NamedState, Inference):
             raise EngineError(
                 "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
             )
-        batch = self._completed(batch)
-        if self._reports.attempts:
-            return self._report(self._runner.train(batch))
-        with say_if_slow(f"the first step{', which compiles blocks' * self._config.compile}", self._grid.rank):
-            return self._report(self._runner.train(batch))
+        with self._comm.within(self._update.made):
+            batch = self._completed(batch)
+            if self._reports.attempts:
+                return self._report(self._runner.train(batch))
+            with say_if_slow(f"the first step{', which compiles blocks' * self._config.compile}", self._grid.rank):
+                return self._report(self._runner.train(batch))
 
     @overload
     def eval_batch(self, batch: Batch | Iterator[Batch], return_output: Literal[False] = False) -> StepReport: ...
@@ -204,8 +205,9 @@ class Engine(TrainingLoop, NamedState, Inference):
         """
         self._resources.refuse_closed("eval_batch")
         self._comm.join("eval_batch")
-        batch = self._completed(batch)
-        step, outcome = self._runner.evaluate(batch, "output" if return_output else "evaluate")
+        with self._comm.within(self._update.made):
+            batch = self._completed(batch)
+            step, outcome = self._runner.evaluate(batch, "output" if return_output else "evaluate")
         report = self._reports.make(step, outcome, self.plan, self._update.made)
         if not return_output:
             return report

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from engine.config import Config
 from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm
 from engine.program.batch import Batch
 from engine.reporting.step_report import StepReport
 from engine.resources import EngineResources
 from engine.step.runner import FinishedStep
+from engine.step.update import Update
 from engine.step.user_loop import LoopControl, UserLoop
 
 
@@ -27,6 +29,8 @@ class TrainingLoop(ABC):
     _config: Config
     _resources: EngineResources
     _control: LoopControl
+    _comm: Comm
+    _update: Update
     _loop: UserLoop | None
     """None until the engine is built."""
 
@@ -47,7 +51,8 @@ class TrainingLoop(ABC):
         self._refuse_pipeline("eng(batch)")
         self.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
         assert self._loop is not None
-        return self._loop.forward(args, kwargs)
+        with self._comm.within(self._update.made):
+            return self._loop.forward(args, kwargs)
 
     def backward(self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool = False) -> None:
         """Backward of one microbatch, or of one of its losses, which are added up.
@@ -64,7 +69,9 @@ class TrainingLoop(ABC):
             EngineError: backwards of more microbatches than ``gradient_accumulation_steps``; a loss that is not a
                 scalar; a pipeline.
         """
-        self._looped("backward(loss)").backward(loss, retain_graph)
+        loop = self._looped("backward(loss)")
+        with self._comm.within(self._update.made):
+            loop.backward(loss, retain_graph)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The 0-dim loss times the loss scale of fp16 (else 1), for a backward of your own: ``scale(loss).backward()``.
@@ -83,7 +90,8 @@ class TrainingLoop(ABC):
         self._resources.refuse_closed("step()")
         if self._loop is None:
             raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
-        finished = self._loop.step()
+        with self._comm.within(self._update.made):
+            finished = self._loop.step()
         return None if finished is None else self._report(finished)
 
     def zero_grad(self) -> None:

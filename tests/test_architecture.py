@@ -16,7 +16,7 @@ from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "resources", "config", "optim", "precision", "program", "planning", "step", "checkpoint", "reporting",
-        "build", "data", "models", "inference", "loop", "named_state", "engine", "api", "verify",
+        "watchdog", "build", "data", "models", "inference", "loop", "named_state", "engine", "api", "verify",
         "deepspeed",
     ),
     "engine.checkpoint": (

@@ -133,7 +133,7 @@ def build(
         first_use=FirstUse(model, plan.tensor),
         stage=Stage(model, device, patches) if plan.cut is not None else None,
         split_backward=split_backward,
-        executor=Executor(CommTransport(comm, plan.schedule.rank_of_stage, device)),
+        executor=Executor(CommTransport(comm, plan.schedule.rank_of_stage, device), comm.recorder),
         training=rank_schedule(plan.schedule, rank),
         evaluation=rank_schedule(plan.evaluation, rank),
         buckets=buckets,

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.config import Config
 from engine.config.reader import Section, Sections, Typed, settings
-from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, Real, Rule, Text, TextMap, Unbuilt
+from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, Real, Rule, Text, TextMap
 
 Schema = dict[str, Any]
 
@@ -41,8 +41,6 @@ def _section(cls: type[Any]) -> Schema:
 
 
 def _rule(rule: Rule) -> Schema:
-    if isinstance(rule, Unbuilt):
-        return {"type": "null"}
     body = _shape(rule)
     if rule.null and body.get("type") == "object":
         return {**body, "type": ["object", "null"]}

@@ -138,20 +138,6 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unbuilt(Rule):
-    """A key of something that is not built yet: it takes nothing but null. ``why`` follows the refused value."""
-
-    why: str
-    null: bool = True
-
-    def accept(self, value: object) -> object:
-        raise RefusedError(self.why)
-
-    def expected(self) -> str:
-        return "null"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Flag(Rule):
     """true or false."""
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from engine.config.optim_sections import COUNT, NOT_NEGATIVE, SIZE, one_of
 from engine.config.reader import Section, setting
-from engine.config.rules import AnyOf, Choice, Flag, FrozenMap, Int, ListOf, OperatorName, Real, Text, TextMap, Unbuilt
+from engine.config.rules import AnyOf, Choice, Flag, FrozenMap, Int, ListOf, OperatorName, Real, Text, TextMap
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v", "auto")
 AUTO = Choice(options=("auto",), noun="auto")
@@ -193,11 +193,13 @@ class MonitorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchdogConfig:
-    """Reactions to a run that has stopped learning."""
+    """Reactions to a run that stands still or has stopped learning."""
 
-    timeout_seconds: None = setting(None, Unbuilt(
-        why="would have no effect, since this version has no watchdog that looks at time",
-        remedy="leave it out, max_skipped_steps works without it"))  # fmt: skip
-    """Not built yet, only null is accepted: seconds without progress after which every rank reports where it is."""
+    timeout_seconds: float | None = setting(300.0, Real(
+        low=1, high=10**6, null=True,
+        remedy="give a number of seconds of at least 1, or null for no watchdog"))  # fmt: skip
+    """Seconds that a rank may wait for another one; then the one to blame is named and the job ends. null: forever."""
+    folder: str | None = setting(None, FOLDER)
+    """Folder of the report about a job that stood still; null: that of the checkpoints, if there is one."""
     max_skipped_steps: int = setting(100, Int(low=0, remedy="give a whole number, 0 never stops the run"))
     """Skipped steps in a row, because of non-finite gradients, that stop the run; 0 never stops it."""

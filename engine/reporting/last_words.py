@@ -14,11 +14,12 @@ import sys
 import time
 import traceback
 import weakref
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 
-from engine.errors import EngineError
+from engine.errors import EngineError, first_line
 
 logger = logging.getLogger("trine")
 
@@ -36,11 +37,15 @@ class LastWords:
 
     def __init__(self) -> None:
         self.closed = False
+        self.heard: Callable[[str], None] | None = None
+        """Is told of any exception that ends this process, in a line."""
         self.previous = sys.excepthook
         sys.excepthook = self
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Show the exception that ends this process."""
+        if self.heard is not None:
+            self.heard(f"{kind.__name__}: {first_line(error) if isinstance(error, Exception) else error}")
         if self.closed or not isinstance(error, EngineError) or logger.isEnabledFor(logging.DEBUG):
             self.previous(kind, error, trace)
         if self.closed or not isinstance(error, EngineError):

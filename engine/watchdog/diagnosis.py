@@ -13,21 +13,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.watchdog.view import Call, RankView
+from engine.watchdog.view import CallView, RankView
 
-_CONSEQUENCE = "A peer has probably stopped"
-"""Part of the words of a rank whose communication has failed, so that it is not the first."""
+_CONSEQUENCES = ("A peer has probably stopped", "see the error of the rank that failed")
+"""Parts of the words of a rank that another one has taken down."""
 _MOST_NAMED = 4
+_ORDERLY = "exit status 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Blame:
     """Whom the watchdog blames."""
 
     ranks: tuple[int, ...]
     kind: str
     """ended, stopped, computing, outside, different, host or link."""
     sentence: str
+    certain: bool = True
+    """False: the words of this rank blame another one, which has not been heard of yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,7 @@ class SilentHost:
 
 def diagnose(
     views: Mapping[int, RankView], size: int, timeout: float, silent: Sequence[SilentHost] = ()
-) -> Verdict | None:
+) -> Blame | None:
     """The ranks to blame, or None while everything goes on.
 
     Args:
@@ -49,42 +52,51 @@ def diagnose(
         size: ranks of the job.
         timeout: how long a rank may wait for another, and a host be silent, in seconds.
     """
-    gone = [view for view in views.values() if not view.runs and view.phase != "ENDED"]
-    if gone:
-        return _ended(gone)
-    late = [host for host in silent if host.seconds > timeout]
-    if late:
-        return _lost(late, size)
     waiting = {view.rank: view for view in views.values() if view.waiting is not None and view.runs}
     overdue = [view for view in waiting.values() if view.waiting is not None and view.waiting.seconds > timeout]
+    gone = [view for view in views.values() if not view.runs and view.phase != "ENDED"]
+    bad = [view for view in gone if overdue or view.words or view.ended not in ("", _ORDERLY) or view.phase == "STEP"]
+    if bad:
+        return _ended(bad, views)
     if not overdue:
         return None
+    late = [host for host in silent if host.seconds > timeout / 2]
+    if late:
+        return _lost(late, size)
     stopped = [view for view in views.values() if view.process in ("T", "t")]
     if stopped:
-        return _still(stopped, overdue, "stopped", "is stopped (SIGSTOP or a debugger)")
+        return _still(stopped, overdue, "stopped", "has been stopped, by SIGSTOP or a debugger, for {}")
     blamed = _roots(overdue, views)
     if any(view.rank not in waiting for view in blamed):
         return _not_waiting([view for view in blamed if view.rank not in waiting], overdue)
     return _different(overdue, views) or _no_arrival(overdue, views, silent)
 
 
-def _ended(gone: Sequence[RankView]) -> Verdict:
-    """A rank has ended while others went on: the first whose own words do not blame a peer."""
-    firsts = [view for view in gone if _CONSEQUENCE not in view.words] or list(gone)
-    first = max(firsts, key=lambda view: view.idle if not view.words else view.idle + 1e-3)
+def _ended(gone: Sequence[RankView], views: Mapping[int, RankView]) -> Blame:
+    """A rank has ended while others went on: the first whose own words do not blame another one.
+
+    One that is still about to end may have said the cause already.
+    """
+    causes = [view for view in gone if not _is_consequence(view)]
+    causes = causes or [view for view in views.values() if view.words and not _is_consequence(view)]
+    first = max(causes or gone, key=lambda view: view.idle)
     how = first.words.strip() or first.ended or "it ended without a word"
     told = f"{first.name} has ended: {how}{_doing(first)}{_finished(first)}."
-    return Verdict(ranks=(first.rank,), kind="ended", sentence=told)
+    return Blame(ranks=(first.rank,), kind="ended", sentence=told, certain=bool(causes))
 
 
-def _lost(late: Sequence[SilentHost], size: int) -> Verdict:
+def _is_consequence(view: RankView) -> bool:
+    return any(words in view.words for words in _CONSEQUENCES)
+
+
+def _lost(late: Sequence[SilentHost], size: int) -> Blame:
     ranks = tuple(sorted(rank for host in late for rank in host.ranks))
     names = ", ".join(host.host for host in late)
     told = (
         f"{names} with {_ranks(ranks)} of {size} has not answered for {max(host.seconds for host in late):.1f} s: the "
         "machine or its network is down."
     )
-    return Verdict(ranks=ranks, kind="host", sentence=told)
+    return Blame(ranks=ranks, kind="host", sentence=told)
 
 
 def _roots(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> list[RankView]:
@@ -113,23 +125,29 @@ def _awaited(view: RankView, views: Mapping[int, RankView]) -> list[int]:
     return [rank for rank in call.peers if rank != view.rank and rank in views and not views[rank].begun(call)]
 
 
-def _not_waiting(blamed: Sequence[RankView], overdue: Sequence[RankView]) -> Verdict:
+def _not_waiting(blamed: Sequence[RankView], overdue: Sequence[RankView]) -> Blame:
     computing = [view for view in blamed if view.phase == "STEP"]
     if computing:
-        return _still(computing, overdue, "computing", "computes and does not come")
-    return _still(blamed, overdue, "outside", "is in the user's code and does not come")
+        return _still(computing, overdue, "computing", "has computed for {} and does not come")
+    closed = [view for view in blamed if view.phase == "ENDED"]
+    if closed:
+        return _still(closed, overdue, "outside", "closed its engine {} ago")
+    return _still(blamed, overdue, "outside", "has been in the user's code for {} and does not come")
 
 
-def _still(blamed: Sequence[RankView], overdue: Sequence[RankView], kind: str, what: str) -> Verdict:
-    told = [f"{view.name} {what}{_since(view, kind)}{_doing(view)}{_finished(view)}" for view in blamed[:_MOST_NAMED]]
+def _still(blamed: Sequence[RankView], overdue: Sequence[RankView], kind: str, what: str) -> Blame:
+    told = [
+        f"{view.name} {what.format(_since(view, kind))}{_doing(view)}{_finished(view)}{_said(view)}"
+        for view in blamed[:_MOST_NAMED]
+    ]
     more = f"; and {len(blamed) - _MOST_NAMED} more" * (len(blamed) > _MOST_NAMED)
     ranks = tuple(view.rank for view in blamed)
     others = [view for view in overdue if view.rank not in ranks]
-    return Verdict(ranks=ranks, kind=kind, sentence=f"{'; '.join(told)}{more}{_waiters(others)}.")
+    return Blame(ranks=ranks, kind=kind, sentence=f"{'; '.join(told)}{more}{_waiters(others)}.")
 
 
 def _since(view: RankView, kind: str) -> str:
-    return f" for {view.in_phase if kind == 'outside' else view.idle:.1f} s"
+    return f"{view.in_phase if kind == 'outside' else view.idle:.1f} s"
 
 
 def _doing(view: RankView) -> str:
@@ -144,21 +162,25 @@ def _finished(view: RankView) -> str:
     return f", last finished {view.last.text}" if view.last is not None else ""
 
 
+def _said(view: RankView) -> str:
+    return f", after {view.words.strip()}" if view.words else ""
+
+
 def _waiters(others: Sequence[RankView]) -> str:
     if not others:
         return ""
     first = max(others, key=lambda view: view.waiting.seconds if view.waiting else 0.0)
     call = first.waiting
     assert call is not None
-    return (
-        f"; {_ranks(tuple(sorted(view.rank for view in others)))} {'wait' if len(others) > 1 else 'waits'}, rank "
-        f"{first.rank} for {call.seconds:.1f} s in {call.text}"
-    )
+    longest = f"for {call.seconds:.1f} s in {call.text}"
+    if len(others) == 1:
+        return f"; rank {first.rank} has waited {longest}"
+    return f"; {_ranks(tuple(sorted(view.rank for view in others)))} wait, rank {first.rank} {longest}"
 
 
-def _different(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Verdict | None:
+def _different(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Blame | None:
     """Ranks that wait for each other in different calls: the first call of a stream that is not the same on all."""
-    found: list[tuple[float, Call, dict[int, Call]]] = []
+    found: list[tuple[float, CallView, dict[int, CallView]]] = []
     for view in overdue:
         assert view.waiting is not None
         stream, peers = view.waiting.stream, view.waiting.peers
@@ -175,23 +197,23 @@ def _different(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Ve
     odd = sorted(rank for rank, call in calls.items() if call.likeness != usual)
     others = sorted(rank for rank, call in calls.items() if call.likeness == usual)
     told = (
-        f"{_named(odd, views)} {'are' if len(odd) > 1 else 'is'} in {calls[odd[0]].text}, while {_ranks(tuple(others))} "
-        f"{'are' if len(others) > 1 else 'is'} in {calls[others[0]].text}: all ranks of a group must make the same "
-        "calls in one order."
+        f"{_named(odd, views)} {'are' if len(odd) > 1 else 'is'} in {calls[odd[0]].text}, while "
+        f"{_ranks(tuple(others))} {'are' if len(others) > 1 else 'is'} in {calls[others[0]].text}: all ranks of a "
+        "group must make the same calls in one order."
     )
-    return Verdict(ranks=tuple(odd), kind="different", sentence=told)
+    return Blame(ranks=tuple(odd), kind="different", sentence=told)
 
 
-def _unequal(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Verdict | None:
+def _unequal(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Blame | None:
     """Ranks that wait in a ring: who is behind in the call of the longest wait."""
     first = max(overdue, key=lambda view: view.waiting.seconds if view.waiting else 0.0)
     behind = [views[rank] for rank in _awaited(first, views)]
-    return _still(behind, overdue, "different", "waits elsewhere") if behind else None
+    return _still(behind, overdue, "different", "has waited elsewhere for {}") if behind else None
 
 
 def _no_arrival(
     overdue: Sequence[RankView], views: Mapping[int, RankView], silent: Sequence[SilentHost]
-) -> Verdict | None:
+) -> Blame | None:
     """All have come to the same call, and nothing arrives: the network between hosts."""
     first = max(overdue, key=lambda view: view.waiting.seconds if view.waiting else 0.0)
     call = first.waiting
@@ -203,7 +225,7 @@ def _no_arrival(
         f"{_ranks(call.peers)} have all come to {call.text}, and it does not end since {call.seconds:.1f} s: nothing "
         f"passes between {', '.join(hosts)}."
     )
-    return Verdict(ranks=call.peers, kind="link", sentence=told)
+    return Blame(ranks=call.peers, kind="link", sentence=told)
 
 
 def _named(ranks: Sequence[int], views: Mapping[int, RankView]) -> str:

@@ -13,7 +13,7 @@ RECENT = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CallView:
     """A collective, a message or a computation, and how long ago it began."""
 
     text: str
@@ -64,10 +64,10 @@ class RankView:
     ended: str
     """How the process has ended, in words; empty while it runs or if nobody knows."""
     words: str
-    waiting: Call | None
-    action: Call | None
-    last: Call | None
-    recent: tuple[Call, ...]
+    waiting: CallView | None
+    action: CallView | None
+    last: CallView | None
+    recent: tuple[CallView, ...]
     """Newest calls of each stream, oldest first, to compare with those of others."""
     steps: int
     in_steps: float
@@ -83,7 +83,7 @@ class RankView:
         """Rank, host and process."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
-    def begun(self, call: Call) -> bool | None:
+    def begun(self, call: CallView) -> bool | None:
         """Whether this rank has begun the call that another rank is in; None if the file does not say."""
         mine = [each.count for each in self.recent if each.stream == call.stream]
         return bool(mine) and max(mine) >= call.count
@@ -100,7 +100,7 @@ class RankView:
 
 
 def _call(data: dict[str, Any] | None) -> Any:
-    return Call(**{**data, "peers": tuple(data["peers"])}) if data is not None else None
+    return CallView(**{**data, "peers": tuple(data["peers"])}) if data is not None else None
 
 
 def look(flight: Flight, events: list[Event], now: int, process: str, ended: str) -> RankView:
@@ -114,9 +114,9 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
     for event in events:
         if event.axis:
             streams.setdefault(event.stream, []).append(event)
-    recent = [Call.of(event, flight, event.begun, now) for each in streams.values() for event in each[-RECENT:]]
-    waiting = Call.of(flight.waiting, flight, flight.waiting_since, now) if flight.waiting else None
-    action = Call.of(flight.action, flight, flight.action.begun, now) if flight.action else None
+    recent = [CallView.of(event, flight, event.begun, now) for each in streams.values() for event in each[-RECENT:]]
+    waiting = CallView.of(flight.waiting, flight, flight.waiting_since, now) if flight.waiting else None
+    action = CallView.of(flight.action, flight, flight.action.begun, now) if flight.action else None
     return RankView(
         rank=flight.rank,
         host=flight.host,
@@ -130,7 +130,7 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
         words=flight.words,
         waiting=waiting,
         action=action,
-        last=Call.of(flight.last, flight, flight.last.ended, now) if flight.last else None,
+        last=CallView.of(flight.last, flight, flight.last.ended, now) if flight.last else None,
         recent=tuple(recent),
         steps=flight.sums.steps,
         in_steps=flight.sums.in_steps / SECOND,

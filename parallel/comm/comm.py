@@ -7,15 +7,20 @@ messages are issued at once and completed by ``Pending.wait``.
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
+from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import Tensor
 
 from engine.errors import EngineError, first_line
 from engine.parallel.comm.backend import Backend, Link, Reduction, Wait
+from engine.parallel.comm.flight.layout import EventKind
+from engine.parallel.comm.flight.recorder import FlightRecorder
 from engine.parallel.comm.meeting import FailureReports, JointCalls
 from engine.parallel.comm.traffic import Op, Record, Tally, Traffic, sent_bytes
 from engine.parallel.grid import Axis, Grid
@@ -35,8 +40,10 @@ class Pending:
         describe: Callable[[], str] = str,
         broken: Callable[[], None] | None = None,
         absent: Callable[[], str] = str,
+        note: "_Note | None" = None,
     ) -> None:
         self._wait = wait
+        self._note = note
         self._describe = describe
         self._broken = broken
         self._absent = absent
@@ -51,9 +58,26 @@ class Pending:
         if wait is None:
             return
         try:
-            wait()
+            if self._note is None:
+                wait()
+            else:
+                self._note.complete(wait)
         except RuntimeError as error:
             raise _named_failure(self._describe(), error, self._broken, self._absent) from error
+
+
+class _Note(NamedTuple):
+    """An event of the flight recorder that a wait ends."""
+
+    recorder: FlightRecorder
+    sequence: int
+    axis: Axis
+
+    def complete(self, wait: Wait) -> None:
+        """Wait, and note since when."""
+        began = self.recorder.wait(self.sequence)
+        wait()
+        self.recorder.waited(self.sequence, self.axis, began)
 
 
 _HOLD_BACK_SECONDS = 10.0
@@ -93,6 +117,8 @@ class Comm:
         """Where ranks write down what has failed, to find out who did not come; None: nobody is asked."""
         self.joint: JointCalls | None = None
         """Knows who makes the calls that every rank has to make; None: they are not checked."""
+        self.recorder: FlightRecorder | None = None
+        """Where other processes read what this rank is in; None: nobody watches."""
         self.tally = Tally()
         self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
         self._backend = backend
@@ -106,7 +132,20 @@ class Comm:
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
         """Sum ``tensor`` in place over some indices of axis pp, which ``connect`` has prepared."""
         call = partial(self._backend.sum_over_stages, tensor, stages)
-        return self._issue("all_reduce", tensor, "pp", label, call, len(stages))
+        stream = f"pp stages {','.join(map(str, stages))}"
+        return self._issue("all_reduce", tensor, "pp", label, call, _Route(len(stages), stream))
+
+    @contextmanager
+    def within(self, step: int) -> Iterator[None]:
+        """Note for the flight recorder that this rank is in a call of the engine, after ``step`` steps."""
+        if self.recorder is None:
+            yield
+            return
+        self.recorder.enter(step)
+        try:
+            yield
+        finally:
+            self.recorder.leave(step)
 
     def announce(self, call: str) -> None:
         """Write down that this rank makes a call of the engine, for ``missing``."""
@@ -137,12 +176,12 @@ class Comm:
     def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
         """Send ``tensor`` over ``link``, labelled with its flow by default; unchanged until the wait."""
         call = partial(self._backend.send, tensor, link.target, link.channel)
-        return self._issue("send", tensor, "pp", label or link.channel.flow, call)
+        return self._issue("send", tensor, "pp", label or link.channel.flow, call, self._route(link, link.target))
 
     def receive(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
         """Fill ``tensor`` with the next message of ``link``; messages of one channel keep their order."""
         call = partial(self._backend.receive, tensor, link.source, link.channel)
-        return self._issue("receive", tensor, "pp", label or link.channel.flow, call)
+        return self._issue("receive", tensor, "pp", label or link.channel.flow, call, self._route(link, link.source))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis, label: str) -> Pending:
         """Sum ``full`` [N*s] over ``axis`` and leave slice ``index`` in ``shard`` [s]; may overwrite ``full``."""
@@ -161,7 +200,8 @@ class Comm:
         elements = sum(full.numel() for full, _ in pairs)
         size = sum(full.numel() * full.element_size() for full, _ in pairs)
         work = _Work("all_gather", elements, size, str(pairs[0][0].dtype).removeprefix("torch."))
-        return self._launch(work, "dp", label, lambda: self._backend.gather_parameters(pairs), self.grid.dp)
+        route = _Route(self.grid.dp, "dp gathers")
+        return self._launch(work, "dp", label, lambda: self._backend.gather_parameters(pairs), route)
 
     def close(self) -> None:
         """End the communication of this engine; the process group itself belongs to the :class:`World`."""
@@ -169,15 +209,20 @@ class Comm:
         self._backend.close()
 
     def _issue(
-        self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait], ranks: int | None = None
+        self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait], route: "_Route | None" = None
     ) -> Pending:
-        ranks = self.grid.size(axis) if ranks is None else ranks
+        route = _Route(self.grid.size(axis), axis) if route is None else route
         dtype = str(full.dtype).removeprefix("torch.")
         work = _Work(op, full.numel(), full.numel() * full.element_size(), dtype)
-        return self._launch(work, axis, label, call, ranks)
+        return self._launch(work, axis, label, call, route)
 
-    def _launch(self, work: "_Work", axis: Axis, label: str, call: Callable[[], Wait], ranks: int) -> Pending:
-        if ranks == 1:
+    def _route(self, link: Link, other: int) -> "_Route":
+        channel = link.channel
+        stream = f"{channel.flow} {channel.source}>{channel.target}"
+        return _Route(self.grid.size("pp"), stream, self.grid.peers("pp")[other])
+
+    def _launch(self, work: "_Work", axis: Axis, label: str, call: Callable[[], Wait], route: "_Route") -> Pending:
+        if route.ranks == 1:
             return Pending()
         if self._closed:
             raise EngineError(f"{label} was called after close(), which ends this engine; initialize a new one.")
@@ -185,10 +230,15 @@ class Comm:
         record = Record(self._sequence, work.op, axis, label, work.elements, work.dtype)
         self.records.append(record)
         if work.op != "receive":
-            self.tally.add(Traffic(axis, label, 1, sent_bytes(work.op, work.bytes, ranks)))
+            self.tally.add(Traffic(axis, label, 1, sent_bytes(work.op, work.bytes, route.ranks)))
+        note = None
+        if self.recorder is not None:
+            kind = _KINDS.get(work.op, EventKind.COLLECTIVE)
+            seen = self.recorder.begin(kind, axis, route.stream, label, (work.bytes, work.dtype), route.peer)
+            note = _Note(self.recorder, seen, axis)
         describe, absent = partial(self._describe, record), partial(self._absent, record)
         try:
-            return Pending(call(), describe, self.broken, absent)
+            return Pending(call(), describe, self.broken, absent, note)
         except RuntimeError as error:
             raise _named_failure(describe(), error, self.broken, absent) from error
 
@@ -201,6 +251,19 @@ class Comm:
         op = "message" if record.op in ("send", "receive") else record.op
         call = f"{op} {record.label!r} over {record.axis}"
         return self.reports.absent(call, self.grid.peers(record.axis)) if self.reports is not None else ""
+
+
+_KINDS: Mapping[Op, EventKind] = MappingProxyType({"send": EventKind.SEND, "receive": EventKind.RECEIVE})
+
+
+class _Route(NamedTuple):
+    """Who takes part in a collective or message, and in which order it is issued."""
+
+    ranks: int
+    stream: str
+    """What all ranks of a group, or both ends of a channel, issue in one order."""
+    peer: int = -1
+    """Rank of the other end of a message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,12 +118,6 @@ def test_failed_step_leaves_no_gradient_behind() -> None:
     assert (report.loss, report.grad_norm) == (expected.loss, expected.grad_norm)
 
 
-def test_what_this_version_cannot_do_is_said_at_once() -> None:
-    settings = CONFIG | {"watchdog": {"timeout_seconds": 60}}
-    text = message(lambda: engine.initialize(models.decoder(), settings), engine.ConfigError)
-    assert text.startswith("watchdog.timeout_seconds: 60 would have no effect, since this version")
-
-
 def test_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     text = message(lambda: engine.initialize(models.decoder(), CONFIG | {"kernels": "triton"}), engine.ConfigError)

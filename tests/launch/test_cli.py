@@ -31,13 +31,6 @@ def test_all_mistakes_are_printed_and_the_status_says_so(tmp_path: Path, capsys:
     assert "train_batch: unknown key. Did you mean train_batch_size?" in text and "zero_optimization.stage: 4" in text
 
 
-def test_a_setting_that_is_not_built_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "watched.json"
-    path.write_text('{"train_batch_size": 8, "watchdog": {"timeout_seconds": 30}}')
-    assert main(["check", str(path)]) == 1
-    assert "watchdog.timeout_seconds: 30 would have no effect" in capsys.readouterr().err
-
-
 ONE_RULE: tuple[dict[str, Any], ...] = (
     {"zero_optimization": {"stage": 1, "reduce": "microbatch"}},
     {"zero_optimization": {"stage": 2, "gather": "step"}},
@@ -98,7 +91,7 @@ def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     properties = json.loads(capsys.readouterr().out)["properties"]
     assert "train_batch_size" in properties
-    assert properties["watchdog"]["properties"]["timeout_seconds"]["type"] == "null"
+    assert {"type": "null"} in properties["watchdog"]["properties"]["timeout_seconds"]["anyOf"]
 
 
 def test_plan_needs_no_processes(capsys: pytest.CaptureFixture[str]) -> None:

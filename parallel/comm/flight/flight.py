@@ -13,6 +13,8 @@ from engine.parallel.comm.flight import layout
 from engine.parallel.comm.flight.layout import EventKind, Phase
 
 SECOND = 1_000_000_000
+_NEWEST = 16
+"""Events that are looked through for the last that has ended: looking through all of them takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ class Flight:
     waiting_since: int
     action: Event | None
     last: Event | None
-    """The last event that has ended."""
+    """Of the newest events, the one that has ended last."""
     newest: int
     """When this rank last wrote anything."""
     sums: Sums
@@ -118,8 +120,7 @@ class FlightFile:
         waits, waiting_since = layout.NOW.unpack_from(self._map, layout.WAIT_AT)
         acts, _ = layout.NOW.unpack_from(self._map, layout.ACTION_AT)
         steps, in_steps, *axes = layout.SUMS.unpack_from(self._map, layout.SUMS_AT)
-        events = self.events(written)
-        by_number = {event.sequence: event for event in events}
+        events = self.events(written, _NEWEST)
         words = self._map[layout.WORDS_AT : layout.WORDS_AT + layout.WORDS_BYTES]
         over = [event for event in events if event.ended]
         times = [since, *(event.begun for event in events[-1:]), *(event.ended for event in over), waiting_since]
@@ -133,20 +134,21 @@ class FlightFile:
             step=state >> 8,
             since=since,
             written=written,
-            waiting=by_number.get(waits),
+            waiting=self._event(waits) if waits else None,
             waiting_since=waiting_since,
-            action=by_number.get(acts),
+            action=self._event(acts) if acts else None,
             last=max(over, key=lambda event: event.ended, default=None),
             newest=max(times),
             sums=Sums(steps=steps, in_steps=in_steps, waits=dict(zip(layout.AXES, axes, strict=True))),
             words=words.rstrip(b"\0").decode(errors="replace"),
         )
 
-    def events(self, written: int | None = None) -> list[Event]:
-        """The events that the file still has, oldest first; one that is being overwritten is left out."""
+    def events(self, written: int | None = None, most: int = layout.EVENTS) -> list[Event]:
+        """The newest events, at most those that the file still has, oldest first; one that is being overwritten is
+        left out."""
         if written is None:
             (written,) = layout.SEQUENCE.unpack_from(self._map, layout.COUNT_AT)
-        first = max(1, written - layout.EVENTS + 1)
+        first = max(1, written - most + 1)
         found = (self._event(sequence) for sequence in range(first, written + 1))
         return [event for event in found if event is not None]
 

@@ -33,7 +33,7 @@ class FlightRecorder:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(file, layout.FILE_BYTES)
-            self._map = mmap.mmap(file, layout.FILE_BYTES)
+            self._map: mmap.mmap | bytearray = mmap.mmap(file, layout.FILE_BYTES)
         finally:
             os.close(file)
         self._sequence = 0
@@ -51,13 +51,13 @@ class FlightRecorder:
         )  # the magic number last would be better, but a reader looks again
 
     def begin(
-        self, kind: EventKind, axis: str, stream: str, label: str, size: int = 0, dtype: str = "", peer: int = -1
+        self, kind: EventKind, axis: str, stream: str, label: str, load: tuple[int, str] = (0, ""), peer: int = -1
     ) -> int:
         """Note that something begins; returns its sequence number.
 
         Args:
             stream: what all ranks of a group, or both ends of a channel, issue in one order.
-            size: bytes of the full tensor.
+            load: bytes and dtype of the full tensor.
             peer: rank of the other end of a message.
         """
         self._sequence = sequence = self._sequence + 1
@@ -66,8 +66,8 @@ class FlightRecorder:
         layout.SEQUENCE.pack_into(view, place, 0)
         layout.ENDED.pack_into(view, place + layout.ENDED_AT, 0)
         layout.BEGIN.pack_into(
-            view, place, 0, now(), self._counts[stream], size, kind, self._axes.get(axis, 255), 0,
-            peer if peer >= 0 else layout.NOBODY, self._bytes(stream), self._bytes(label), self._bytes(dtype),
+            view, place, 0, now(), self._counts[stream], load[0], kind, self._axes.get(axis, 255), 0,
+            peer if peer >= 0 else layout.NOBODY, self._bytes(stream), self._bytes(label), self._bytes(load[1]),
         )  # fmt: skip
         layout.SEQUENCE.pack_into(view, place, sequence)
         layout.SEQUENCE.pack_into(view, layout.COUNT_AT, sequence)
@@ -94,8 +94,9 @@ class FlightRecorder:
             layout.ENDED.pack_into(self._map, place + layout.ENDED_AT, ended)
         self._sums[2 + self._axes[axis]] += ended - began
 
-    def act(self, label: str) -> int:
-        """Note that computation of a pipeline stage begins."""
+    def act(self, what: str, stage: int, microbatch: int) -> int:
+        """Note that a computation of a pipeline stage begins; returns its sequence number."""
+        label = f"{what} of stage {stage}, microbatch {microbatch}"
         sequence = self.begin(EventKind.ACTION, "", "actions", label)
         layout.NOW.pack_into(self._map, layout.ACTION_AT, sequence, now())
         return sequence
@@ -129,10 +130,13 @@ class FlightRecorder:
             self._map[layout.WORDS_AT : layout.WORDS_AT + len(text)] = text
 
     def close(self) -> None:
-        """Note that this rank takes part no longer. A second call does nothing."""
-        if not self._map.closed:
+        """Note that this rank takes part no longer, unless it has said why it ends."""
+        if self._map[layout.WORDS_AT] == 0:
             step = layout.STATE.unpack_from(self._map, layout.STATE_AT)[0] >> 8
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.ENDED, now())
+        if isinstance(self._map, mmap.mmap):
+            self._map.close()
+            self._map = bytearray(layout.FILE_BYTES)  # whatever is still noted goes nowhere
 
     def _bytes(self, text: str) -> bytes:
         known = self._texts.get(text)

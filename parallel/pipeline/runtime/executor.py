@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from engine.parallel.comm.backend import Flow
+from engine.parallel.comm.flight.recorder import FlightRecorder
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.runtime.transport import Arrival, Message, Transport
 from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
@@ -97,8 +99,8 @@ class Executor:
     split     between I and W                            weight gradients are deferred
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, recorder: FlightRecorder | None = None) -> None:
+        self._transport, self._recorder = transport, recorder
         self._live: dict[tuple[int, int], _Live] = {}
         self._split: set[tuple[int, int]] = set()
         """(stage, microbatch) pairs between I and W."""
@@ -149,6 +151,7 @@ class Executor:
         part, arrivals = self._posted.pop(action)
         arrived = {message: arrive() for message, arrive in arrivals.items()}
         started = time.perf_counter()
+        seen = self._recorder.act(_WORDS[action.op], action.stage, action.microbatch) if self._recorder else 0
         with _named(action):
             if action.op is Op.FORWARD:
                 self._forward(action, part, arrived, runner)
@@ -157,6 +160,8 @@ class Executor:
                 runner.weights(action.stage, action.microbatch)
             else:
                 self._backward(action, part, arrived, runner)
+        if self._recorder is not None:
+            self._recorder.acted(seen)
         self.spans.append(Span(action, started, time.perf_counter()))
 
     def _release(self, action: Action) -> None:
@@ -220,6 +225,16 @@ class Executor:
         laid = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=tensor.device).copy_(tensor)
         self._transport.recycle(tensor)
         return laid
+
+
+_WORDS: Mapping[Op, str] = MappingProxyType(
+    {
+        Op.FORWARD: "forward",
+        Op.BACKWARD: "backward",
+        Op.BACKWARD_INPUT: "backward of the input",
+        Op.BACKWARD_WEIGHT: "weight gradients",
+    }
+)
 
 
 def _named(action: Action) -> AbstractContextManager[Any]:

@@ -33,7 +33,7 @@ DESIGN: dict[str, Any] = json.loads("""{
   "kernels": "auto", "seed": 1234,
   "checkpoint": {"folder": null, "every": 0, "keep": 2, "async": true},
   "monitor": {"jsonl": null, "tensorboard": null, "every": 10},
-  "watchdog": {"max_skipped_steps": 100}
+  "watchdog": {"timeout_seconds": 60, "folder": null, "max_skipped_steps": 100}
 }""")
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -141,9 +141,9 @@ def test_params_are_read_only() -> None:
         ({"seed": 1.5}, "seed: 1.5 is not a whole number; give a whole number of at least 0."),
         ({"seed": 10**400}, None),
         (
-            {"watchdog": {"timeout_seconds": 60, "max_skipped_steps": 4}},
-            "watchdog.timeout_seconds: 60 would have no effect, since this version has no watchdog that looks at time; "
-            "leave it out, max_skipped_steps works without it.",
+            {"watchdog": {"timeout_seconds": 0.5, "max_skipped_steps": 4}},
+            "watchdog.timeout_seconds: 0.5 is below 1; give a number of seconds of at least 1, or null for no "
+            "watchdog.",
         ),
         (
             {"bf16": {"enabled": "auto"}},

@@ -1,0 +1,133 @@
+"""The ranks of one host, seen from its monitor: their files, whether they run and how they ended, their stacks."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.parallel.comm.flight.flight import FlightFile
+from engine.parallel.comm.flight.layout import Phase
+from engine.watchdog.view import RankView, ending, look, process_state
+
+STACK_SIGNAL = signal.SIGRTMIN + 7
+"""A rank answers it with its Python stack, see :class:`Watchdog`."""
+SUFFIX, STACK_SUFFIX, ERROR_VARIABLE = ".flight", ".stack", "error_file"
+
+
+@dataclass(slots=True)
+class _Local:
+    file: FlightFile
+    pid: int
+    process: int | None
+    """Descriptor that is readable once the process has ended; None: it had before we looked."""
+    ended: str = ""
+    gone_at: float = 0.0
+
+
+@dataclass(slots=True)
+class LocalRanks:
+    """Files appear in ``folder`` as ranks start; those of ranks that have closed their engine stay until they end."""
+
+    folder: Path
+    ranks: dict[int, _Local] = field(default_factory=dict)
+
+    def refresh(self) -> list[int]:
+        """Find new files and processes that have ended; returns the ranks that have ended since the last time."""
+        ended = []
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            number = path.stem.removeprefix("rank")
+            if number.isdecimal() and int(number) not in self.ranks:
+                self._open(int(number), path)
+        for rank, local in self.ranks.items():
+            if not local.gone_at:
+                state, status = process_state(local.pid)
+                if state in ("", "Z", "X"):
+                    local.gone_at = time.monotonic()
+                    local.ended = ending(status) if state else ""
+                    ended.append(rank)
+        return ended
+
+    def _open(self, rank: int, path: Path) -> None:
+        try:
+            file = FlightFile(path)
+            pid = file.read().pid
+        except (OSError, ValueError):
+            return  # its rank is still writing the head, or has removed it again
+        try:
+            process = os.pidfd_open(pid)
+        except OSError:
+            process = None
+        self.ranks[rank] = _Local(file, pid, process)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Those of processes that run: readable at the moment in which one ends."""
+        return [local.process for local in self.ranks.values() if local.process is not None and not local.gone_at]
+
+    def views(self, detailed: bool) -> list[RankView]:
+        """What all ranks of this host do now."""
+        found = []
+        for local in self.ranks.values():
+            flight = local.file.read()
+            state, _ = process_state(local.pid)
+            events = local.file.events() if detailed else []
+            view = look(flight, events, time.monotonic_ns(), "" if local.gone_at else state, local.ended)
+            found.append(view)
+        return found
+
+    def over(self) -> bool:
+        """Whether all ranks that ever came have ended, or have closed their engine for good."""
+        return bool(self.ranks) and all(
+            local.gone_at or local.file.read().phase == Phase.ENDED for local in self.ranks.values()
+        )
+
+    def stacks(self, seconds: float) -> dict[int, str]:
+        """Ask all ranks that run for their Python stacks; those that cannot answer are left out."""
+        asked = [(rank, local) for rank, local in self.ranks.items() if not local.gone_at]
+        paths = {rank: local.file.path.with_suffix(STACK_SUFFIX) for rank, local in asked}
+        for rank, local in asked:
+            if paths[rank].exists():  # the rank has a handler for the signal
+                self._signal(local, STACK_SIGNAL)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not all(path.exists() and path.stat().st_size for path in paths.values()):
+            time.sleep(0.02)
+        return {rank: path.read_text(errors="replace") for rank, path in paths.items() if path.exists()}
+
+    def tell_launcher(self, rank: int, sentence: str) -> None:
+        """Write the sentence where torchrun looks for the error of a rank, unless the rank has written its own."""
+        name = self.ranks[rank].file.read().identity.get(ERROR_VARIABLE, "")
+        if not name or Path(name).exists():
+            return
+        told = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+        temporary = Path(f"{name}.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps({"message": {"message": sentence, "extraInfo": told}}), encoding="utf-8")
+            temporary.rename(name)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+
+    def end(self, sentence: str) -> None:
+        """Kill all ranks of this host, stopped ones too; the launcher is told why."""
+        for rank, local in self.ranks.items():
+            if not local.gone_at:
+                self.tell_launcher(rank, sentence)
+                self._signal(local, signal.SIGKILL)
+
+    def close(self, remove: bool) -> None:
+        """Release all files, and remove them if nobody needs them any more."""
+        for local in self.ranks.values():
+            local.file.close()
+            if local.process is not None:
+                os.close(local.process)
+        if remove:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _signal(self, local: _Local, number: int) -> None:
+        if local.process is not None:
+            try:
+                signal.pidfd_send_signal(local.process, number)
+            except OSError:
+                local.gone_at = local.gone_at or time.monotonic()

@@ -1,0 +1,231 @@
+"""The monitor: a process of each host that reads flight files and ends a job that stands still.
+
+    look        files and processes of this host
+    tell        the hub, the monitor of the first host that has one, hears what all ranks do
+    diagnose    the hub finds who is to blame, twice in a row before it says so
+    report      sentence on its standard error and in the file of the job, with the stacks of all ranks
+    end         every monitor tells its launcher why and kills the ranks of its host
+
+It imports no torch and no thread of it runs within a rank, so it costs a step nothing and answers when ranks do not.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine.watchdog.diagnosis import Blame, SilentHost, diagnose
+from engine.watchdog.exchange import Hub, Spoke
+from engine.watchdog.local_ranks import LocalRanks
+from engine.watchdog.view import RankView
+
+_MOST_POLL_SECONDS = 0.25
+_TELL_SECONDS = 1.0
+"""Between two messages of a host that has nothing to say."""
+_STACK_SECONDS = 0.5
+_LAUNCHER_SECONDS = 4.0
+"""Time for the launcher to end the others when a rank has ended; then we do."""
+_CAUSE_SECONDS = 1.5
+"""How long a rank whose words blame another one waits for the words of that one."""
+REPORT = "watchdog.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What a monitor is told at its start, as JSON on its standard input."""
+
+    folder: str
+    """Of the flight files of this host."""
+    job: str
+    host: str
+    size: int
+    timeout: float
+    report: str
+    """Folder of the report; empty: none is written."""
+    address: str
+    """Of the hub."""
+    port: int
+    """Of the hub; 0: this monitor is the hub."""
+
+
+@dataclass(slots=True)
+class Monitor:
+    """One host's monitor."""
+
+    orders: Orders
+    local: LocalRanks = field(init=False)
+    hub: Hub | None = None
+    spoke: Spoke | None = None
+    views: dict[int, RankView] = field(default_factory=dict)
+    detailed_until: float = 0.0
+    told_at: float = 0.0
+    suspected: Blame | None = None
+    suspected_at: float = 0.0
+    reported: Blame | None = None
+    ends_at: float = float("inf")
+    stacks: dict[int, str] = field(default_factory=dict)
+    over: set[str] = field(default_factory=set)
+    """Hosts that have said goodbye."""
+
+    def __post_init__(self) -> None:
+        orders = self.orders
+        self.local = LocalRanks(Path(orders.folder))
+        if orders.port == 0:
+            self.hub = Hub(orders.job, orders.address)
+
+    def run(self) -> None:
+        """Until all ranks of this host have ended."""
+        poll = min(_MOST_POLL_SECONDS, self.orders.timeout / 20)
+        try:
+            while True:
+                for rank in self.local.refresh():
+                    self._tell_launcher(rank)
+                own = self.local.views(self._detailed())
+                self.views |= {view.rank: view for view in own}
+                self._exchange(own, poll)
+                if self.hub is not None or self._alone():
+                    self._judge()
+                if time.monotonic() > self.ends_at or self.local.over():
+                    break
+        finally:
+            self._leave()
+
+    def _detailed(self) -> bool:
+        """Whether calls are told, too: once a rank waits for long."""
+        late = max((view.waiting.seconds for view in self.views.values() if view.waiting is not None), default=0.0)
+        if late > self.orders.timeout / 2:
+            self.detailed_until = time.monotonic() + self.orders.timeout
+            if self.hub is not None:
+                self.hub.broadcast({"detailed": True})
+        return time.monotonic() < self.detailed_until
+
+    def _exchange(self, own: list[RankView], poll: float) -> None:
+        if self.hub is None and self.spoke is None:
+            ranks = sorted(self.local.ranks)
+            hello = {"hello": self.orders.job, "host": self.orders.host, "ranks": ranks}
+            self.spoke = Spoke(self.orders.address, self.orders.port, hello)
+        if self.hub is not None:
+            for line, message in self.hub.poll(poll, self.local.descriptors):
+                self._hear_host(line.host, message)
+        elif self.spoke is not None:
+            urgent = self._detailed() or any(not view.runs for view in own)
+            if urgent or time.monotonic() - self.told_at > min(_TELL_SECONDS, self.orders.timeout / 4):
+                self.told_at = time.monotonic()
+                self.spoke.send({"views": [view.to_json() for view in own]})
+            for message in self.spoke.poll(poll, self.local.descriptors):
+                self._hear_hub(message)
+
+    def _hear_host(self, host: str, message: dict[str, Any]) -> None:
+        for data in message.get("views", ()):
+            view = RankView.from_json(data)
+            self.views[view.rank] = view
+        self.stacks |= {int(rank): text for rank, text in message.get("stacks", {}).items()}
+        if message.get("bye"):
+            self.over.add(host)
+
+    def _hear_hub(self, message: dict[str, Any]) -> None:
+        if message.get("detailed"):
+            self.detailed_until = time.monotonic() + self.orders.timeout
+        if message.get("stacks") and self.spoke is not None:
+            self.spoke.send({"stacks": self.local.stacks(_STACK_SECONDS)})
+        if message.get("end"):
+            self.local.end(message["end"])
+
+    def _alone(self) -> bool:
+        """Whether the hub cannot be reached although ranks wait: then this host judges by itself."""
+        silent = time.monotonic() - self.spoke.heard if self.spoke is not None else 0.0
+        return silent > self.orders.timeout
+
+    def _silent(self) -> list[SilentHost]:
+        now = time.monotonic()
+        if self.hub is None:
+            known = sorted(set(range(self.orders.size)) - set(self.local.ranks))
+            name = f"the host at {self.orders.address}, which hears all others,"
+            return [SilentHost(host=name, ranks=tuple(known), seconds=self.orders.timeout)]
+        return [
+            SilentHost(host=line.host, ranks=line.ranks, seconds=now - line.heard)
+            for line in self.hub.lines
+            if line.host and line.host not in self.over and now - line.heard > 3 * _TELL_SECONDS
+        ]
+
+    def _judge(self) -> None:
+        verdict = diagnose(self.views, self.orders.size, self.orders.timeout, self._silent())
+        if verdict is None or (self.reported is not None and verdict.ranks == self.reported.ranks):
+            self.suspected = None
+            return
+        if self.suspected is None or (self.suspected.kind, self.suspected.ranks) != (verdict.kind, verdict.ranks):
+            self.suspected_at = time.monotonic()
+        self.suspected = verdict
+        seen = time.monotonic() - self.suspected_at
+        wanted = 0.0 if verdict.kind == "ended" else 1e-3
+        if self.reported is None and seen >= (wanted if verdict.certain else _CAUSE_SECONDS):
+            self._report(verdict)
+
+    def _tell_launcher(self, rank: int) -> None:
+        """At once: the launcher reads the error of a rank as soon as it has noticed its end."""
+        own = {view.rank: view for view in self.local.views(False)}
+        verdict = diagnose({rank: own[rank]}, self.orders.size, self.orders.timeout)
+        if verdict is not None and verdict.certain:
+            self.local.tell_launcher(rank, verdict.sentence)
+
+    def _report(self, verdict: Blame) -> None:
+        """Say who is to blame, and end the job."""
+        self.reported = verdict
+        print(f"trine watchdog: {verdict.sentence}", file=sys.stderr, flush=True)
+        if self.hub is not None:
+            self.hub.broadcast({"stacks": True})
+        self.stacks |= self.local.stacks(_STACK_SECONDS)
+        deadline = time.monotonic() + _STACK_SECONDS
+        while self.hub is not None and self.hub.lines and time.monotonic() < deadline:
+            for line, message in self.hub.poll(0.05):
+                self._hear_host(line.host, message)
+        self._write(verdict)
+        if verdict.kind == "ended":
+            self.ends_at = time.monotonic() + _LAUNCHER_SECONDS
+        else:
+            self.ends_at = time.monotonic()
+
+    def _write(self, verdict: Blame) -> None:
+        if not self.orders.report:
+            return
+        ranks = [{**view.to_json(), "stack": self.stacks.get(rank, "")} for rank, view in sorted(self.views.items())]
+        told = {"job": self.orders.job, "time": datetime.now(UTC).isoformat(), **asdict(verdict), "views": ranks}
+        path = Path(self.orders.report) / REPORT
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps(told, indent=1), encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            print(f"trine watchdog: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _leave(self) -> None:
+        """End the ranks if that was decided, and tell the others that this host is done."""
+        if self.reported is not None:
+            if self.hub is not None:
+                self.hub.broadcast({"end": self.reported.sentence})
+            self.local.end(self.reported.sentence)
+        if self.spoke is not None:
+            self.spoke.send({"views": [view.to_json() for view in self.local.views(False)], "bye": True})
+            self.spoke.close()
+        if self.hub is not None:
+            self.hub.close()
+        self.local.close(remove=self.reported is None)
+
+
+def watch() -> None:
+    """Read the orders, say the port of the hub, watch."""
+    monitor = Monitor(Orders(**json.loads(sys.stdin.readline())))
+    print(monitor.hub.port if monitor.hub is not None else 0, flush=True)
+    if os.fork():
+        os._exit(0)  # who has started us need not wait for our end, and cannot take us down with it
+    os.close(1)
+    monitor.run()
+
+
+if __name__ == "__main__":
+    watch()

@@ -1,0 +1,184 @@
+"""The watchdog within a rank: its flight recorder, and the start of this host's monitor.
+
+    0 s          the file of this rank is there
+    some seconds a thread wakes up once, starts the monitor unless another rank of this host was first, and ends
+    close        the file is removed; the monitor ends with the last rank of its host
+
+A job that ends before the thread wakes up never has a monitor.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from _thread import start_new_thread
+from dataclasses import asdict
+from pathlib import Path
+from threading import Lock
+from typing import IO
+
+from engine.config import Config
+from engine.errors import first_line
+from engine.parallel.comm.flight.recorder import FlightRecorder
+from engine.parallel.comm.meeting import KeyStore
+from engine.parallel.grid import Axis, Grid
+from engine.watchdog.local_ranks import ERROR_VARIABLE, STACK_SIGNAL, STACK_SUFFIX, SUFFIX
+from engine.watchdog.monitor import Orders
+
+logger = logging.getLogger("trine")
+_ROOT = Path(__file__).resolve().parents[2]
+_MOST_DELAY_SECONDS = 5.0
+_POLL_SECONDS = 0.2
+_HUB_SECONDS = 60.0
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from engine.watchdog.monitor import watch; watch()"
+_OLD_SECONDS = 7 * 24 * 3600
+
+
+class Watchdog:
+    """Watches over one engine of this rank.
+
+    Args:
+        store: of the job, with a prefix of this meeting.
+        job: a word that only this job knows, equal on all ranks.
+        timeout: seconds that a rank may wait for another one.
+        report: folder of the report; None: the report is printed only.
+    """
+
+    def __init__(self, grid: Grid, store: KeyStore, job: str, timeout: float, report: Path | None) -> None:
+        self._store, self._timeout, self._job, self._size = store, timeout, job, grid.size("world")
+        self._report = "" if report is None else str(report.absolute())
+        self._folder = flight_folder() / job
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        axes: tuple[Axis, ...] = ("dp", "tp", "pp", "replica", "world")
+        identity = {
+            "host": socket.gethostname(),
+            "axes": {axis: list(grid.peers(axis)) for axis in axes if grid.size(axis) > 1},
+            ERROR_VARIABLE: os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
+        }
+        path = self._folder / f"rank{grid.rank}{SUFFIX}"
+        self.recorder = FlightRecorder(path, grid.rank, grid.size("world"), identity)
+        self._stack: IO[str] = path.with_suffix(STACK_SUFFIX).open("w")
+        faulthandler.register(STACK_SIGNAL, file=self._stack, all_threads=True)
+        self._closed, self._stop = False, Lock()
+        self._stop.acquire()
+        atexit.register(self._leave)
+        # threading.Thread and Event take locks, which may be held when the garbage collector closes a dropped engine
+        start_new_thread(self._start_monitor, ())
+
+    def close(self) -> None:
+        """Note that this rank takes part no longer, and remove its files. A second call does nothing.
+
+        An engine that is closed because of an exception, which most often ends the process, leaves its words to the
+        monitor.
+        """
+        if self._closed:
+            return
+        self._stop.release()
+        raised = sys.exc_info()[1]
+        if isinstance(raised, Exception):
+            self.recorder.say(f"{type(raised).__name__}: {first_line(raised)}")
+            self._release()
+        else:
+            atexit.unregister(self._leave)
+            self._leave()
+
+    def _leave(self) -> None:
+        """Release everything, and remove the files."""
+        self._release()
+        for suffix in (SUFFIX, STACK_SUFFIX):
+            self.recorder.path.with_suffix(suffix).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others are still there, or the monitor, which removes it
+            self._folder.rmdir()
+
+    def _release(self) -> None:
+        self._closed = True
+        self.recorder.close()
+        faulthandler.unregister(STACK_SIGNAL)
+        self._stack.close()
+
+    def _start_monitor(self) -> None:
+        try:
+            if not self._stop.acquire(timeout=min(_MOST_DELAY_SECONDS, self._timeout / 4)):
+                (self._folder / "monitor").touch(exist_ok=False)
+                self._run_monitor()
+        except FileExistsError:
+            pass  # another rank of this host was first
+        except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+            if not self._closed:
+                logger.warning("no watchdog runs on %s: %s", socket.gethostname(), first_line(error))
+
+    def _run_monitor(self) -> None:
+        """Start it; the first host of the job becomes the hub, and tells the others where."""
+        first = self._store.add("watchdog/hosts", 1) == 1
+        address, port = (_own_address(), 0) if first else self._find_hub()
+        orders = Orders(
+            folder=str(self._folder),
+            job=self._job,
+            host=socket.gethostname(),
+            size=self._size,
+            timeout=self._timeout,
+            report=self._report,
+            address=address,
+            port=port,
+        )
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _START, str(_ROOT)],
+            input=json.dumps(asdict(orders)) + "\n", stdout=subprocess.PIPE, text=True, check=True,
+            start_new_session=True,
+        )  # fmt: skip
+        if first:
+            self._store.set("watchdog/hub", f"{address} {int(done.stdout)}")
+
+    def _find_hub(self) -> tuple[str, int]:
+        deadline = time.monotonic() + _HUB_SECONDS
+        while not self._store.check(["watchdog/hub"]):
+            if self._stop.acquire(timeout=_POLL_SECONDS) or time.monotonic() > deadline:
+                raise RuntimeError(f"the first host of the job has no watchdog after {_HUB_SECONDS:.0f} s")
+        address, port = self._store.get("watchdog/hub").decode().split()
+        return address, int(port)
+
+
+def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watchdog | None:
+    """The watchdog that ``config`` asks for; None if it asks for none, or if this host has no place for its files."""
+    if config.watchdog.timeout_seconds is None:
+        return None
+    folder = config.watchdog.folder or config.checkpoint.folder
+    report = None if folder is None else Path(folder)
+    try:
+        return Watchdog(grid, store, job, config.watchdog.timeout_seconds, report)
+    except OSError as error:
+        logger.warning("rank %d has no watchdog: %s", grid.rank, error)
+        return None
+
+
+def flight_folder() -> Path:
+    """Where this user's flight files lie on this host: in memory where that is possible. Old ones are removed."""
+    memory = Path("/dev/shm")
+    folder = (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) / f"trine-{os.getuid()}"
+    folder.mkdir(exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.getuid():
+        raise OSError(f"{folder} belongs to another user")
+    for old in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _OLD_SECONDS:
+                shutil.rmtree(old)
+    return folder
+
+
+def _own_address() -> str:
+    """The address of this host that others reach: the one from which it reaches the store of the job."""
+    target = os.environ.get("MASTER_ADDR", "")
+    with contextlib.suppress(OSError):
+        family, kind, _, _, place = socket.getaddrinfo(target or "localhost", 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"

@@ -1,0 +1,99 @@
+"""What a rank writes into its flight file is what another process reads, also after the rank was killed."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from engine.parallel.comm.flight import layout
+from engine.parallel.comm.flight.flight import FlightFile
+from engine.parallel.comm.flight.layout import EventKind, Phase
+from engine.parallel.comm.flight.recorder import FlightRecorder
+
+IDENTITY = {"host": "node0", "axes": {"dp": [0, 1], "pp": [0, 2]}}
+
+
+def recorder(folder: Path) -> FlightRecorder:
+    return FlightRecorder(folder / "rank2.flight", 2, 4, IDENTITY)
+
+
+def test_a_step_is_read_as_it_was_written(tmp_path: Path) -> None:
+    ours = recorder(tmp_path)
+    file = FlightFile(ours.path)
+    first = file.read()
+    assert (first.rank, first.size, first.pid, first.host) == (2, 4, os.getpid(), "node0")
+    assert (first.phase, first.step, first.written, first.waiting) == (Phase.USER, 0, 0, None)
+    ours.enter(7)
+    acted = ours.act("forward", 1, 3)
+    assert str(file.read().action) == "forward of stage 1, microbatch 3"
+    ours.acted(acted)
+    sent = ours.begin(EventKind.SEND, "pp", "forward 0>1", "activations", (1024, "float32"), 0)
+    summed = ours.begin(EventKind.COLLECTIVE, "dp", "dp", "gradients", (4096, "bfloat16"))
+    began = ours.wait(summed)
+    within = file.read()
+    assert (within.phase, within.step, within.action) == (Phase.STEP, 7, None)
+    assert within.waiting is not None and within.waiting_since == began
+    assert str(within.waiting) == "gradients over dp (#1 of 'dp', 4096 bytes bfloat16)"
+    assert within.last is not None and within.last.sequence == acted
+    ours.waited(summed, "dp", began)
+    ours.leave(8)
+    after = file.read()
+    assert (after.phase, after.step, after.waiting) == (Phase.USER, 8, None)
+    assert after.last is not None and after.last.sequence == summed
+    assert after.sums.steps == 1 and 0 < after.sums.waits["dp"] <= after.sums.in_steps
+    events = file.events()
+    assert [event.sequence for event in events] == [acted, sent, summed]
+    assert [event.peer for event in events] == [-1, 0, -1] and events[1].ended == 0
+    assert str(events[1]) == "send 'activations' over pp to rank 0 (#1 of 'forward 0>1', 1024 bytes float32)"
+
+
+def test_old_events_make_room_and_counts_go_on(tmp_path: Path) -> None:
+    ours = recorder(tmp_path)
+    file = FlightFile(ours.path)
+    for number in range(layout.EVENTS + 10):
+        ours.begin(EventKind.COLLECTIVE, "dp", "dp", f"bucket {number}")
+    events = file.events()
+    assert [event.count for event in events] == list(range(11, layout.EVENTS + 11))
+    assert events[0].label == "bucket 10" and file.read().written == layout.EVENTS + 10
+    ours.ended(3)  # its place belongs to another one by now
+    assert not any(event.ended for event in file.events())
+
+
+def test_the_file_of_a_killed_rank_is_read(tmp_path: Path) -> None:
+    child = os.fork()
+    if not child:
+        ours = recorder(tmp_path)
+        ours.enter(41)
+        ours.wait(ours.begin(EventKind.RECEIVE, "pp", "backward 1>0", "gradient", (8, "float32"), 0))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    flight = FlightFile(tmp_path / "rank2.flight").read()
+    assert (flight.phase, flight.step, flight.pid) == (Phase.STEP, 41, child)
+    assert str(flight.waiting) == "receive 'gradient' over pp from rank 0 (#1 of 'backward 1>0', 8 bytes float32)"
+
+
+def test_words_stay_and_an_end_without_words_is_orderly(tmp_path: Path) -> None:
+    ours = recorder(tmp_path)
+    file = FlightFile(ours.path)
+    ours.say("ValueError: ä" + "x" * 5000)
+    ours.say("a second error that the first one caused")
+    ours.close()
+    assert file.read().words.startswith("ValueError: ä") and len(file.read().words) < layout.WORDS_BYTES
+    assert file.read().phase == Phase.USER
+    ours.path.unlink()
+    other = recorder(tmp_path)
+    file = FlightFile(other.path)
+    other.close()
+    other.ended(other.begin(EventKind.COLLECTIVE, "dp", "dp", "too late"))  # goes nowhere, and fails nobody
+    assert (file.read().phase, file.read().written) == (Phase.ENDED, 0)
+
+
+def test_what_is_no_flight_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.flight"
+    path.write_bytes(b"short")
+    with pytest.raises(ValueError, match="is no flight file: its size"):
+        FlightFile(path)
+    path.write_bytes(bytes(layout.FILE_BYTES))
+    with pytest.raises(ValueError, match="is no flight file of this version"):
+        FlightFile(path).read()
