@@ -1,0 +1,82 @@
+"""A job that one rank spoils: ``faulty.py WHAT RANK`` trains, says so, and then goes wrong when a file appears."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import engine
+
+WHAT, VICTIM = sys.argv[1], int(sys.argv[2])
+RANK = int(os.environ["RANK"])
+ARMED = Path(sys.argv[3])
+SIZES = {key: int(size) for key, _, size in (part.partition("=") for part in sys.argv[4].split(","))}
+TIMEOUT = 3.0
+
+
+def go_wrong(place: str) -> None:
+    """What happens to the victim, where it happens."""
+    if RANK != VICTIM or not ARMED.exists() or not WHAT.startswith(place):
+        return
+    match WHAT.removeprefix(f"{place}-"):
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "loop":
+            while True:
+                pass
+        case "raise":
+            raise ValueError("odd input")
+        case "memory":
+            raise torch.OutOfMemoryError("no memory left")
+        case "leave":
+            time.sleep(1000)
+
+
+class Net(nn.Module):
+    """Four layers, of which the victim may never come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        go_wrong("forward")
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def loss_fn(output: Tensor, batch: Any) -> Tensor:
+    """The mean square; the victim may not come back from here, nor from its backward."""
+    go_wrong("loss")
+    if output.requires_grad:
+        output.register_hook(lambda grad: go_wrong("hook"))
+    return output.square().mean()
+
+
+def main() -> None:
+    """Train until something goes wrong."""
+    config = {
+        "train_batch_size": 4 * SIZES.get("data", 1),
+        "train_micro_batch_size_per_gpu": 2,
+        "parallel": SIZES,
+        "watchdog": {"timeout_seconds": TIMEOUT, "folder": str(ARMED.parent / "report")},
+    }
+    with engine.initialize(Net, config, loss_fn, torch.ones(2, 16)) as eng:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            go_wrong("between")
+            eng.train_batch(torch.ones(4, 16))
+            if eng.step_count == 3:
+                print(f"trains {RANK}", flush=True)
+            time.sleep(0.02)
+
+
+main()

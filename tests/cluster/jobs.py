@@ -1,0 +1,73 @@
+"""A job of torchrun over the nodes of a cluster, as its user starts it: the same command on every node."""
+
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cluster.network import Cluster
+from tests.warm_python import warm_torchrun
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@dataclass(frozen=True)
+class NodeEnd:
+    """How the launcher of one node has ended."""
+
+    code: int | None
+    """None: it had to be killed."""
+    text: str
+    """Both of its streams."""
+    seconds: float
+    """Since the start of the job."""
+
+
+class Job:
+    """``torchrun --nnodes N --nproc-per-node R script ...`` on every node."""
+
+    def __init__(
+        self, cluster: Cluster, python: str, ranks: int, script: Path, *arguments: str,
+        options: Sequence[str] = (), env: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self._began = time.monotonic()
+        self._outputs = [script.with_name(f"{node.name}.out") for node in cluster.nodes]
+        command = [
+            *warm_torchrun(python), f"--nnodes={len(cluster.nodes)}", f"--nproc-per-node={ranks}",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint={cluster.nodes[0].name}:29400", "--rdzv-id=job",
+            *options, str(script), *arguments,
+        ]  # fmt: skip
+        self._launchers: list[subprocess.Popen[bytes]] = []
+        for node, path in zip(cluster.nodes, self._outputs, strict=True):
+            with path.open("wb") as output:
+                self._launchers.append(
+                    node.start(command, ENVIRONMENT | dict(env or {}), script.parent, output.fileno())
+                )
+
+    def wait_for(self, words: str, seconds: float = 60.0) -> None:
+        """Return once every node has printed ``words``."""
+        deadline = time.monotonic() + seconds
+        while late := [path for path in self._outputs if words not in path.read_text(errors="replace")]:
+            told = "\n".join(path.read_text(errors="replace") for path in late)
+            assert time.monotonic() < deadline, f"not said: {words!r}\n{told[-3000:]}"
+            assert any(launcher.poll() is None for launcher in self._launchers), told[-3000:]
+            time.sleep(0.05)
+
+    def end(self, seconds: float = 60.0) -> list[NodeEnd]:
+        """Wait for all launchers; those that hang are killed after ``seconds``."""
+        deadline, ended = time.monotonic() + seconds, {}
+        while len(ended) < len(self._launchers) and time.monotonic() < deadline:
+            for number, launcher in enumerate(self._launchers):
+                if number not in ended and launcher.poll() is not None:
+                    ended[number] = launcher.returncode, time.monotonic() - self._began
+            time.sleep(0.02)
+        found = []
+        for number, (launcher, path) in enumerate(zip(self._launchers, self._outputs, strict=True)):
+            if number not in ended:
+                launcher.kill()
+                launcher.wait()
+            code, at = ended.get(number, (None, time.monotonic() - self._began))
+            found.append(NodeEnd(code, path.read_text(errors="replace"), at))
+        return found

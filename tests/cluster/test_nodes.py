@@ -1,0 +1,97 @@
+"""Jobs over several nodes: they train as one process does, and a node or a network that fails is named."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.jobs import Job
+from tests.cluster.network import Cluster, missing
+from tests.selection import wide
+
+SCRIPTS = Path(__file__).parent
+TIMEOUT = 3.0
+"""Of ``faulty.py``."""
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+"""The one thing that a test asks of a machine and that no package installs."""
+
+
+@pytest.fixture
+def clusters() -> Iterator[Callable[[int], Cluster]]:
+    """``clusters(2)``: a cluster of two nodes, until the end of the test."""
+    made: list[Cluster] = []
+
+    def make(nodes: int) -> Cluster:
+        made.append(Cluster(nodes).__enter__())
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.__exit__(None, None, None)
+
+
+def copied(name: str, folder: Path) -> Path:
+    """A script of this folder, where its job writes."""
+    script = folder / name
+    script.write_text((SCRIPTS / name).read_text())
+    return script
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "grid", "stage"),
+    [
+        (2, 2, "data=2,tensor=2", 1),
+        wide(2, 2, "pipeline=2,tensor=2", 0),
+        wide(2, 2, "data=4", 3),
+        wide(4, 2, "pipeline=2,data=2,tensor=2", 1),
+    ],
+)
+def test_a_job_over_nodes_trains_as_one_process(
+    clusters: Callable[[int], Cluster], warm_python: str, tmp_path: Path, nodes: int, ranks: int, grid: str, stage: int
+) -> None:
+    job = Job(clusters(nodes), warm_python, ranks, copied("parity.py", tmp_path), grid, str(stage))
+    ended = job.end(120)
+    assert [node.code for node in ended] == [0] * nodes, ended
+    assert "holds" in ended[0].text, ended[0].text[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("power", "node1 with ranks 2, 3 of 4 has not answered for"),
+        wide("cable", "node1 with ranks 2, 3 of 4 has not answered for"),
+    ],
+)
+def test_a_node_that_is_gone_is_named(
+    clusters: Callable[[int], Cluster], warm_python: str, tmp_path: Path, fault: str, words: str
+) -> None:
+    cluster, armed = clusters(2), tmp_path / "armed"
+    job = Job(cluster, warm_python, 2, copied("faulty.py", tmp_path), "none", "0", str(armed), "data=4")
+    job.wait_for("trains")
+    time.sleep(2.0)  # the monitors know each other
+    began = time.monotonic()
+    if fault == "power":
+        cluster.nodes[1].end()
+    else:
+        cluster.unplug(cluster.nodes[1])
+    ended = job.end(30)
+    assert ended[0].code not in (0, None) and time.monotonic() - began < TIMEOUT + 12, ended[0].text[-2000:]
+    assert words in ended[0].text, ended[0].text[-2000:]
+
+
+@pytest.mark.parametrize("victim", [3, wide(0)])
+@pytest.mark.parametrize("fault", ["forward-stop", wide("hook-loop"), wide("forward-kill"), wide("loss-raise")])
+def test_a_rank_of_another_node_is_named(
+    clusters: Callable[[int], Cluster], warm_python: str, tmp_path: Path, fault: str, victim: int
+) -> None:
+    armed = tmp_path / "armed"
+    job = Job(
+        clusters(2), warm_python, 2, copied("faulty.py", tmp_path), fault, str(victim), str(armed), "data=2,pipeline=2"
+    )
+    job.wait_for("trains")
+    time.sleep(2.0)
+    armed.touch()
+    ended = job.end(30)
+    assert all(node.code not in (0, None) for node in ended), ended
+    assert f"trine watchdog: rank {victim} (node{victim // 2}, pid " in "".join(node.text for node in ended)
