@@ -11,6 +11,7 @@ from engine.config.json_schema import schema
 from engine.errors import EngineError
 from engine.launch import check_command as check
 from engine.launch import schedule_command as schedule
+from engine.launch import watch_command as watch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,6 +50,10 @@ def _parser() -> ArgumentParser:
     command = commands.add_parser("schedule", help="draw a pipeline schedule: order, idle share, memory")
     schedule.add_options(command)
     command.set_defaults(run=schedule.run)
+
+    command = commands.add_parser("watch", help="what the ranks of a job are in, now or when it stood still")
+    watch.add_watch_options(command)
+    command.set_defaults(run=watch.show_ranks)
 
     command = commands.add_parser("convert", help="write a checkpoint of another engine as one that any grid loads")
     command.add_argument(

@@ -46,6 +46,8 @@ TESTED = {
     "torchrun --nproc_per_node 4 train.py": "tests/launch/test_reference_run.py::test_two_nodes",
     "trine convert ds_run runs/a":
         "tests/engine/checkpoint/foreign/test_load_foreign.py::test_convert_prints_what_it_wrote",
+    "trine watch": "tests/launch/test_watch_command.py::test_ranks_of_this_host_and_of_a_report",
+    "trine watch runs/train": "tests/launch/test_watch_command.py::test_ranks_of_this_host_and_of_a_report",
     "python train.py": "tests/launch/test_reference_run.py::test_a_second_run_goes_on_and_a_fresh_one_keeps_it",
     "torchrun --nproc_per_node 2 nanogpt.py pp2.json FOLDER 500": f"{EXAMPLES}test_nanogpt_goes_on_on_another_grid",
     "torchrun --nproc_per_node 2 finetune.py pp2.json MODEL pairs.jsonl tuned":

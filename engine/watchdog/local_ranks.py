@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.parallel.comm.flight.flight import FlightFile
 from engine.parallel.comm.flight.layout import Phase
-from engine.watchdog.view import RankView, ending, look, process_state
+from engine.watchdog.view import RankView, ending, exit_of, look, process_state
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """A rank answers it with its Python stack, see :class:`Watchdog`."""
@@ -46,7 +46,8 @@ class LocalRanks:
                 state, status = process_state(local.pid)
                 if state in ("", "Z", "X"):
                     local.gone_at = time.monotonic()
-                    local.ended = ending(status) if state else ""
+                    reaped = None if state or local.process is None else exit_of(local.process)
+                    local.ended = ending(status) if state else "" if reaped is None else ending(reaped)
                     ended.append(rank)
         return ended
 

@@ -13,11 +13,9 @@ import faulthandler
 import json
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from _thread import start_new_thread
 from dataclasses import asdict
@@ -30,6 +28,7 @@ from engine.errors import first_line
 from engine.parallel.comm.flight.recorder import FlightRecorder
 from engine.parallel.comm.meeting import KeyStore
 from engine.parallel.grid import Axis, Grid
+from engine.watchdog.flight_folder import flight_folder
 from engine.watchdog.local_ranks import ERROR_VARIABLE, STACK_SIGNAL, STACK_SUFFIX, SUFFIX
 from engine.watchdog.monitor import Orders
 
@@ -39,7 +38,6 @@ _MOST_DELAY_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 _HUB_SECONDS = 60.0
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from engine.watchdog.monitor import watch; watch()"
-_OLD_SECONDS = 7 * 24 * 3600
 
 
 class Watchdog:
@@ -157,20 +155,6 @@ def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watc
     except OSError as error:
         logger.warning("rank %d has no watchdog: %s", grid.rank, error)
         return None
-
-
-def flight_folder() -> Path:
-    """Where this user's flight files lie on this host: in memory where that is possible. Old ones are removed."""
-    memory = Path("/dev/shm")
-    folder = (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) / f"trine-{os.getuid()}"
-    folder.mkdir(exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise OSError(f"{folder} belongs to another user")
-    for old in folder.iterdir():
-        with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > _OLD_SECONDS:
-                shutil.rmtree(old)
-    return folder
 
 
 def _own_address() -> str:

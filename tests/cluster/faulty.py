@@ -57,7 +57,7 @@ def loss_fn(output: Tensor, batch: Any) -> Tensor:
     """The mean square; the victim may not come back from here, nor from its backward."""
     go_wrong("loss")
     if output.requires_grad:
-        output.register_hook(lambda grad: go_wrong("hook"))
+        output.register_hook(lambda grad: go_wrong("hook"))  # type: ignore[no-untyped-call]
     return output.square().mean()
 
 

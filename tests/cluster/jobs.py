@@ -46,18 +46,18 @@ class Job:
                     node.start(command, ENVIRONMENT | dict(env or {}), script.parent, output.fileno())
                 )
 
-    def wait_for(self, words: str, seconds: float = 60.0) -> None:
-        """Return once every node has printed ``words``."""
-        deadline = time.monotonic() + seconds
-        while late := [path for path in self._outputs if words not in path.read_text(errors="replace")]:
+    def wait_for(self, words: str, seconds: float = 60.0, node: int | None = None) -> None:
+        """Return once every node, or this one, has printed ``words``."""
+        deadline, outputs = time.monotonic() + seconds, self._outputs if node is None else [self._outputs[node]]
+        while late := [path for path in outputs if words not in path.read_text(errors="replace")]:
             told = "\n".join(path.read_text(errors="replace") for path in late)
             assert time.monotonic() < deadline, f"not said: {words!r}\n{told[-3000:]}"
-            assert any(launcher.poll() is None for launcher in self._launchers), told[-3000:]
             time.sleep(0.05)
 
     def end(self, seconds: float = 60.0) -> list[NodeEnd]:
         """Wait for all launchers; those that hang are killed after ``seconds``."""
-        deadline, ended = time.monotonic() + seconds, {}
+        deadline = time.monotonic() + seconds
+        ended: dict[int, tuple[int | None, float]] = {}
         while len(ended) < len(self._launchers) and time.monotonic() < deadline:
             for number, launcher in enumerate(self._launchers):
                 if number not in ended and launcher.poll() is not None:

@@ -1,0 +1,104 @@
+"""``trine watch``: what the ranks of this host do now, or what the watchdog has found when a job stood still.
+
+rank  host   pid   step  is in                                   for     finished before
+0     node0  8123  70    gradients over dp (#70 of 'dp', ..)     5.3 s   control over world (..)
+1     node0  8124  70    forward of stage 0, microbatch 0        5.3 s   control over world (..)
+"""
+
+import json
+import time
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError
+from engine.watchdog.flight_folder import flight_folder
+from engine.watchdog.local_ranks import LocalRanks
+from engine.watchdog.monitor import REPORT
+from engine.watchdog.view import RankView
+
+_HEAD = ("rank", "host", "pid", "step", "is in", "for", "finished before")
+
+
+def add_watch_options(command: ArgumentParser) -> None:
+    """The arguments of the command."""
+    about = "folder of the watchdog's report (watchdog.folder, or that of the checkpoints); without: jobs of this host"
+    command.add_argument("folder", type=Path, nargs="?", help=about)
+    command.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="show it again and again")
+
+
+def show_ranks(options: Namespace) -> None:
+    """Show it once, or until Ctrl-C.
+
+    Raises:
+        EngineError: the folder has no report.
+    """
+    while True:
+        print("\n".join(_report(options.folder) if options.folder is not None else _jobs()), flush=True)
+        if not options.every:
+            return
+        time.sleep(options.every)
+
+
+def _jobs() -> list[str]:
+    """All jobs of this user that have files on this host, running or not."""
+    lines = []
+    for folder in sorted(flight_folder().iterdir()):
+        local = LocalRanks(folder)
+        local.refresh()
+        if views := local.views(detailed=False):
+            lines += [f"job {folder.name}, {len(views)} of {_size(local)} ranks on this host", *rank_table(views), ""]
+        local.close(remove=False)
+    return lines[:-1] or ["no rank of this user runs on this host under a watchdog"]
+
+
+def _size(local: LocalRanks) -> int:
+    return next(iter(local.ranks.values())).file.read().size
+
+
+def _report(folder: Path) -> list[str]:
+    path = folder / REPORT
+    try:
+        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        stacks = {int(data["rank"]): str(data.pop("stack")) for data in told["views"]}
+        views = [RankView.from_json(data) for data in told["views"]]
+        lines = [f"{told['time']}: {told['sentence']}", *rank_table(views)]
+        blamed = [rank for rank in told["ranks"] if stacks.get(rank)]
+    except FileNotFoundError as error:
+        raise EngineError(
+            f"{folder} has no {REPORT}: no job that reports there has stood still; give the watchdog.folder or "
+            "checkpoint.folder of its configuration, or no folder for the jobs of this host."
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EngineError(f"{path} cannot be read ({type(error).__name__}: {error}); it may be damaged.") from error
+    for rank in blamed:
+        lines += ["", f"stack of rank {rank}:", stacks[rank].rstrip()]
+    return lines
+
+
+def rank_table(views: list[RankView]) -> list[str]:
+    """A line for each rank, under a head; columns are as wide as they have to be."""
+    rows = [_HEAD, *(_row(view) for view in sorted(views, key=lambda view: view.rank))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]  # fmt: skip
+
+
+def _row(view: RankView) -> tuple[str, ...]:
+    place, seconds = _place(view)
+    last = view.last.text if view.last is not None else ""
+    return (str(view.rank), view.host, str(view.pid), str(view.step + 1), place, f"{seconds:.1f} s", last)
+
+
+def _place(view: RankView) -> tuple[str, float]:
+    """What a rank is in, and since when."""
+    if not view.runs:
+        return f"ended: {view.words or view.ended or 'without a word'}", view.idle
+    stopped = "stopped, " * (view.process in ("T", "t"))
+    if view.waiting is not None:
+        return stopped + view.waiting.text, view.waiting.seconds
+    if view.action is not None:
+        return stopped + view.action.text, view.action.seconds
+    words = {"STEP": "a step", "USER": "the user's code", "ENDED": "a closed engine"}
+    return stopped + words[view.phase], view.in_phase

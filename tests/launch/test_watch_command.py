@@ -1,0 +1,52 @@
+"""``trine watch`` shows what ranks are in, and what a report says."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from engine.launch.cli import main
+from engine.parallel.comm.flight.layout import EventKind
+from engine.parallel.comm.flight.recorder import FlightRecorder
+from engine.watchdog.diagnosis import Blame
+from engine.watchdog.flight_folder import flight_folder
+from engine.watchdog.local_ranks import LocalRanks
+
+
+def test_ranks_of_this_host_and_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = flight_folder() / f"test-{os.getpid()}"
+    folder.mkdir()
+    ranks = [FlightRecorder(folder / f"rank{rank}.flight", rank, 4, {"host": "node7"}) for rank in (0, 3)]
+    try:
+        ranks[0].enter(8)
+        ranks[0].wait(ranks[0].begin(EventKind.COLLECTIVE, "dp", "dp", "gradients", (64, "float32")))
+        ranks[1].act("forward", 1, 2)
+        assert main(["watch"]) == 0
+        shown = capsys.readouterr().out
+        assert f"job {folder.name}, 2 of 4 ranks on this host" in shown
+        (first,) = [line for line in shown.splitlines() if line.startswith("0 ") and "node7" in line]
+        assert f"{os.getpid()}  9 " in first and "gradients over dp (#1 of 'dp', 64 bytes float32)" in first
+        assert "forward of stage 1, microbatch 2" in shown
+        local = LocalRanks(folder)
+        local.refresh()
+        views = [{**view.to_json(), "stack": "File train.py, line 3"} for view in local.views(detailed=True)]
+        local.close(remove=True)
+    finally:
+        for rank in ranks:
+            rank.close()
+    told = {"time": "2026-11-23T19:26", **asdict(Blame(ranks=(3,), kind="computing", sentence="rank 3 is late."))}
+    (tmp_path / "watchdog.json").write_text(json.dumps(told | {"views": views}))
+    assert main(["watch", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("2026-11-23T19:26: rank 3 is late.\nrank  host")
+    assert shown.endswith("stack of rank 3:\nFile train.py, line 3\n")
+
+
+def test_a_folder_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path)]) == 1
+    assert f"{tmp_path} has no watchdog.json: no job that reports there has stood still" in capsys.readouterr().err
+    (tmp_path / "watchdog.json").write_text("{}")
+    assert main(["watch", str(tmp_path)]) == 1
+    assert "cannot be read (KeyError: 'views'); it may be damaged." in capsys.readouterr().err
