@@ -176,6 +176,7 @@ class Monitor:
         """Say who is to blame, and end the job."""
         self.reported = verdict
         print(f"trine watchdog: {verdict.sentence}", file=sys.stderr, flush=True)
+        self._write(verdict)  # the launcher may end this host before all stacks are there
         if self.hub is not None:
             self.hub.broadcast({"stacks": True})
         self.stacks |= self.local.stacks(_STACK_SECONDS)

@@ -45,6 +45,7 @@ def copied(name: str, folder: Path) -> Path:
         wide(2, 2, "pipeline=2,tensor=2", 0),
         wide(2, 2, "data=4", 3),
         wide(4, 2, "pipeline=2,data=2,tensor=2", 1),
+        wide(8, 4, "pipeline=4,data=2,tensor=4", 1),
     ],
 )
 def test_a_job_over_nodes_trains_as_one_process(
