@@ -201,5 +201,10 @@ class WatchdogConfig:
     """Seconds that a rank may wait for another one; then the one to blame is named and the job ends. null: forever."""
     folder: str | None = setting(None, FOLDER)
     """Folder of the report about a job that stood still; null: that of the checkpoints, if there is one."""
+    straggler_factor: float | None = setting(2.0, Real(
+        above=1, null=True, remedy="give a number above 1, or null to call nobody slow"))  # fmt: skip
+    """A rank that computes so many times as long as others of its pipeline stage is named once, as slow."""
+    straggler_steps: int = setting(100, SIZE)
+    """Steps over which this is compared."""
     max_skipped_steps: int = setting(100, Int(low=0, remedy="give a whole number, 0 never stops the run"))
     """Skipped steps in a row, because of non-finite gradients, that stop the run; 0 never stops it."""

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -15,8 +16,9 @@ def flight_folder() -> Path:
     memory = Path("/dev/shm")
     folder = (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) / f"trine-{os.getuid()}"
     folder.mkdir(exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise OSError(f"{folder} belongs to another user")
+    there = folder.lstat()  # everybody may write beside it, so it may be a link to what is not ours to clean up
+    if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid() or there.st_mode & 0o022:
+        raise OSError(f"{folder} is no folder that only this user can write; remove it")
     for old in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.parallel.comm.flight.flight import FlightFile
 from engine.parallel.comm.flight.layout import Phase
+from engine.watchdog.timeline import TimedEvent, timed
 from engine.watchdog.view import RankView, ending, exit_of, look, process_state
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -89,13 +90,17 @@ class LocalRanks:
         """Ask all ranks that run for their Python stacks; those that cannot answer are left out."""
         asked = [(rank, local) for rank, local in self.ranks.items() if not local.gone_at]
         paths = {rank: local.file.path.with_suffix(STACK_SUFFIX) for rank, local in asked}
-        for rank, local in asked:
-            if paths[rank].exists():  # the rank has a handler for the signal
+        for _, local in asked:
+            if _catches(local.pid, STACK_SIGNAL):
                 self._signal(local, STACK_SIGNAL)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not all(path.exists() and path.stat().st_size for path in paths.values()):
             time.sleep(0.02)
         return {rank: path.read_text(errors="replace") for rank, path in paths.items() if path.exists()}
+
+    def events(self) -> dict[int, list[TimedEvent]]:
+        """The newest events of all ranks, also of those that have ended."""
+        return {rank: timed(local.file.events(), local.file.read().wall_offset) for rank, local in self.ranks.items()}
 
     def tell_launcher(self, rank: int, sentence: str) -> None:
         """Write the sentence where torchrun looks for the error of a rank, unless the rank has written its own."""
@@ -132,3 +137,13 @@ class LocalRanks:
                 signal.pidfd_send_signal(local.process, number)
             except OSError:
                 local.gone_at = local.gone_at or time.monotonic()
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, which would end it otherwise."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    masks = [line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:")]
+    return bool(masks) and bool(int(masks[0], 16) >> (number - 1) & 1)

@@ -21,6 +21,8 @@ from typing import Any
 from engine.watchdog.diagnosis import Blame, SilentHost, diagnose
 from engine.watchdog.exchange import Hub, Spoke
 from engine.watchdog.local_ranks import LocalRanks
+from engine.watchdog.stragglers import Stragglers
+from engine.watchdog.timeline import TimedEvent, merged_text, perfetto_trace
 from engine.watchdog.view import RankView
 
 _MOST_POLL_SECONDS = 0.25
@@ -31,7 +33,7 @@ _LAUNCHER_SECONDS = 4.0
 """Time for the launcher to end the others when a rank has ended; then we do."""
 _CAUSE_SECONDS = 1.5
 """How long a rank whose words blame another one waits for the words of that one."""
-REPORT = "watchdog.json"
+REPORT, EVENTS, TRACE = "watchdog_report.json", "watchdog_events.txt", "watchdog_trace.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,9 @@ class Orders:
     host: str
     size: int
     timeout: float
+    slow_factor: float
+    """0: nobody is called slow."""
+    slow_steps: int
     report: str
     """Folder of the report; empty: none is written."""
     address: str
@@ -68,12 +73,16 @@ class Monitor:
     reported: Blame | None = None
     ends_at: float = float("inf")
     stacks: dict[int, str] = field(default_factory=dict)
+    events: dict[int, list[TimedEvent]] = field(default_factory=dict)
     over: set[str] = field(default_factory=set)
     """Hosts that have said goodbye."""
+    stragglers: Stragglers | None = None
 
     def __post_init__(self) -> None:
         orders = self.orders
         self.local = LocalRanks(Path(orders.folder))
+        if orders.slow_factor:
+            self.stragglers = Stragglers(orders.slow_factor, orders.slow_steps)
         if orders.port == 0:
             self.hub = Hub(orders.job, orders.address)
 
@@ -89,6 +98,9 @@ class Monitor:
                 self._exchange(own, poll)
                 if self.hub is not None or self._alone():
                     self._judge()
+                if self.hub is not None and self.stragglers is not None and self.reported is None:
+                    for sentence in self.stragglers.look(self.views, self.orders.size):
+                        print(f"trine watchdog: {sentence}", file=sys.stderr, flush=True)
                 if time.monotonic() > self.ends_at or self.local.over():
                     break
         finally:
@@ -124,6 +136,8 @@ class Monitor:
             view = RankView.from_json(data)
             self.views[view.rank] = view
         self.stacks |= {int(rank): text for rank, text in message.get("stacks", {}).items()}
+        for rank, events in message.get("events", {}).items():
+            self.events[int(rank)] = [TimedEvent(*event) for event in events]
         if message.get("bye"):
             self.over.add(host)
 
@@ -131,7 +145,7 @@ class Monitor:
         if message.get("detailed"):
             self.detailed_until = time.monotonic() + self.orders.timeout
         if message.get("stacks") and self.spoke is not None:
-            self.spoke.send({"stacks": self.local.stacks(_STACK_SECONDS)})
+            self.spoke.send({"stacks": self.local.stacks(_STACK_SECONDS), "events": self.local.events()})
         if message.get("end"):
             self.local.end(message["end"])
 
@@ -176,6 +190,7 @@ class Monitor:
         """Say who is to blame, and end the job."""
         self.reported = verdict
         print(f"trine watchdog: {verdict.sentence}", file=sys.stderr, flush=True)
+        self.events |= self.local.events()
         self._write(verdict)  # the launcher may end this host before all stacks are there
         if self.hub is not None:
             self.hub.broadcast({"stacks": True})
@@ -195,14 +210,20 @@ class Monitor:
             return
         ranks = [{**view.to_json(), "stack": self.stacks.get(rank, "")} for rank, view in sorted(self.views.items())]
         told = {"job": self.orders.job, "time": datetime.now(UTC).isoformat(), **asdict(verdict), "views": ranks}
-        path = Path(self.orders.report) / REPORT
+        folder, now = Path(self.orders.report), time.time_ns()
+        texts = {
+            REPORT: json.dumps(told, indent=1),
+            EVENTS: merged_text(self.events, now),
+            TRACE: perfetto_trace(self.events, now),
+        }
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{os.getpid()}")
-            temporary.write_text(json.dumps(told, indent=1), encoding="utf-8")
-            temporary.replace(path)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in texts.items():
+                temporary = folder / f"{name}.{os.getpid()}"
+                temporary.write_text(text, encoding="utf-8")
+                temporary.replace(folder / name)
         except OSError as error:
-            print(f"trine watchdog: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            print(f"trine watchdog: nothing is written into {folder}: {error.strerror}", file=sys.stderr, flush=True)
 
     def _leave(self) -> None:
         """End the ranks if that was decided, and tell the others that this host is done."""

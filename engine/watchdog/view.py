@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from engine.parallel.comm.flight.flight import SECOND, Event, Flight
+from engine.parallel.comm.flight.flight import SECOND, Event, Flight, ranks_of
 from engine.parallel.comm.flight.layout import Phase
 
 RECENT = 6
@@ -43,9 +43,9 @@ class CallView:
 def _peers(event: Event, flight: Flight) -> tuple[int, ...]:
     if event.peer >= 0:
         return tuple(sorted((flight.rank, event.peer)))
-    ranks = flight.identity.get("axes", {}).get(event.axis, [flight.rank])
+    ranks = ranks_of(flight.identity.get("axes", {}).get(event.axis, [[flight.rank, 1, 1]]))
     _, _, stages = event.stream.partition(" stages ")
-    return tuple(ranks[int(index)] for index in stages.split(",")) if stages else tuple(ranks)
+    return tuple(ranks[int(index)] for index in stages.split(",")) if stages else ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,8 @@ class RankView:
     pid: int
     phase: str
     """Name of a :class:`Phase`."""
+    stage: int
+    """Index of axis pp: ranks with the same one do the same work."""
     step: int
     in_phase: float
     idle: float
@@ -72,8 +74,11 @@ class RankView:
     recent: tuple[CallView, ...]
     """Newest calls of each stream, oldest first, to compare with those of others."""
     steps: int
+    """Calls of the engine that have ended."""
     in_steps: float
+    """Seconds in them."""
     waits: dict[str, float]
+    """Seconds of waiting by axis."""
 
     @property
     def runs(self) -> bool:
@@ -124,6 +129,7 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
         host=flight.host,
         pid=flight.pid,
         phase=Phase(flight.phase).name,
+        stage=int(flight.identity.get("stage", 0)),
         step=flight.step,
         in_phase=max(0, now - flight.since) / SECOND,
         idle=max(0, now - flight.newest) / SECOND,

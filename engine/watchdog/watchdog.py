@@ -24,7 +24,9 @@ from threading import Lock
 from typing import IO
 
 from engine.config import Config
+from engine.config.sections import WatchdogConfig
 from engine.errors import first_line
+from engine.parallel.comm.flight.flight import rank_runs
 from engine.parallel.comm.flight.recorder import FlightRecorder
 from engine.parallel.comm.meeting import KeyStore
 from engine.parallel.grid import Axis, Grid
@@ -37,7 +39,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _MOST_DELAY_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 _HUB_SECONDS = 60.0
-_START = "import sys; sys.path.insert(0, sys.argv[1]); from engine.watchdog.monitor import watch; watch()"
+_START = "import sys; sys.path.append(sys.argv[1]); from engine.watchdog.monitor import watch; watch()"
 
 
 class Watchdog:
@@ -46,26 +48,29 @@ class Watchdog:
     Args:
         store: of the job, with a prefix of this meeting.
         job: a word that only this job knows, equal on all ranks.
-        timeout: seconds that a rank may wait for another one.
+        config: the section of the configuration; its timeout is a number.
         report: folder of the report; None: the report is printed only.
     """
 
-    def __init__(self, grid: Grid, store: KeyStore, job: str, timeout: float, report: Path | None) -> None:
-        self._store, self._timeout, self._job, self._size = store, timeout, job, grid.size("world")
+    def __init__(self, grid: Grid, store: KeyStore, job: str, config: WatchdogConfig, report: Path | None) -> None:
+        assert config.timeout_seconds is not None
+        self._store, self._job, self._size, self._config = store, job, grid.size("world"), config
+        self._timeout = config.timeout_seconds
         self._report = "" if report is None else str(report.absolute())
         self._folder = flight_folder() / job
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         axes: tuple[Axis, ...] = ("dp", "tp", "pp", "replica", "world")
         identity = {
             "host": socket.gethostname(),
-            "axes": {axis: list(grid.peers(axis)) for axis in axes if grid.size(axis) > 1},
+            "stage": grid.coord().pp,
+            "axes": {axis: rank_runs(grid.peers(axis)) for axis in axes if grid.size(axis) > 1},
             ERROR_VARIABLE: os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
         }
         path = self._folder / f"rank{grid.rank}{SUFFIX}"
         self.recorder = FlightRecorder(path, grid.rank, grid.size("world"), identity)
         self._stack: IO[str] = path.with_suffix(STACK_SUFFIX).open("w")
         faulthandler.register(STACK_SIGNAL, file=self._stack, all_threads=True)
-        self._closed, self._stop = False, Lock()
+        self._closed, self._stop, self._process = False, Lock(), os.getpid()
         self._stop.acquire()
         atexit.register(self._leave)
         # threading.Thread and Event take locks, which may be held when the garbage collector closes a dropped engine
@@ -77,7 +82,7 @@ class Watchdog:
         An engine that is closed because of an exception, which most often ends the process, leaves its words to the
         monitor.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # in a forked child everything is the parent's
             return
         self._stop.release()
         raised = sys.exc_info()[1]
@@ -90,6 +95,8 @@ class Watchdog:
 
     def _leave(self) -> None:
         """Release everything, and remove the files."""
+        if os.getpid() != self._process:
+            return
         self._release()
         for suffix in (SUFFIX, STACK_SUFFIX):
             self.recorder.path.with_suffix(suffix).unlink(missing_ok=True)
@@ -123,6 +130,8 @@ class Watchdog:
             host=socket.gethostname(),
             size=self._size,
             timeout=self._timeout,
+            slow_factor=self._config.straggler_factor or 0.0,
+            slow_steps=self._config.straggler_steps,
             report=self._report,
             address=address,
             port=port,
@@ -151,7 +160,7 @@ def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watc
     folder = config.watchdog.folder or config.checkpoint.folder
     report = None if folder is None else Path(folder)
     try:
-        return Watchdog(grid, store, job, config.watchdog.timeout_seconds, report)
+        return Watchdog(grid, store, job, config.watchdog, report)
     except OSError as error:
         logger.warning("rank %d has no watchdog: %s", grid.rank, error)
         return None

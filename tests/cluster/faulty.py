@@ -35,6 +35,8 @@ def go_wrong(place: str) -> None:
             raise ValueError("odd input")
         case "memory":
             raise torch.OutOfMemoryError("no memory left")
+        case "slow":
+            time.sleep(0.05)
         case "leave":
             time.sleep(1000)
 
@@ -67,7 +69,12 @@ def main() -> None:
         "train_batch_size": 4 * SIZES.get("data", 1),
         "train_micro_batch_size_per_gpu": 2,
         "parallel": SIZES,
-        "watchdog": {"timeout_seconds": TIMEOUT, "folder": str(ARMED.parent / "report")},
+        "watchdog": {
+            "timeout_seconds": TIMEOUT,
+            "folder": str(ARMED.parent / "report"),
+            "straggler_factor": 2.0 if WHAT.endswith("slow") else None,
+            "straggler_steps": 20,
+        },
     }
     with engine.initialize(Net, config, loss_fn, torch.ones(2, 16)) as eng:
         end = time.monotonic() + 60

@@ -37,7 +37,7 @@ def test_ranks_of_this_host_and_of_a_report(tmp_path: Path, capsys: pytest.Captu
         for rank in ranks:
             rank.close()
     told = {"time": "2026-11-23T19:26", **asdict(Blame(ranks=(3,), kind="computing", sentence="rank 3 is late."))}
-    (tmp_path / "watchdog.json").write_text(json.dumps(told | {"views": views}))
+    (tmp_path / "watchdog_report.json").write_text(json.dumps(told | {"views": views}))
     assert main(["watch", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("2026-11-23T19:26: rank 3 is late.\nrank  host")
@@ -46,7 +46,9 @@ def test_ranks_of_this_host_and_of_a_report(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_folder_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path)]) == 1
-    assert f"{tmp_path} has no watchdog.json: no job that reports there has stood still" in capsys.readouterr().err
-    (tmp_path / "watchdog.json").write_text("{}")
+    assert (
+        f"{tmp_path} has no watchdog_report.json: no job that reports there has stood still" in capsys.readouterr().err
+    )
+    (tmp_path / "watchdog_report.json").write_text("{}")
     assert main(["watch", str(tmp_path)]) == 1
     assert "cannot be read (KeyError: 'views'); it may be damaged." in capsys.readouterr().err

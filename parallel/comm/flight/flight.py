@@ -4,7 +4,7 @@ rank, which may stand still or have ended."""
 import json
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,3 +175,21 @@ class FlightFile:
 
 def _text(data: bytes) -> str:
     return data.rstrip(b"\0").decode(errors="replace")
+
+
+def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Ranks as (first, step, count) each: the peers of an axis are few runs, however many there are."""
+    runs: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        if runs:
+            first, step, count = runs[-1]
+            if count == 1 or rank == first + step * count:
+                runs[-1] = first, (rank - first if count == 1 else step), count + 1
+                continue
+        runs.append((rank, 1, 1))
+    return runs
+
+
+def ranks_of(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks that ``rank_runs`` has told."""
+    return tuple(first + step * number for first, step, count in runs for number in range(count))

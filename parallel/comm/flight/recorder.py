@@ -28,11 +28,12 @@ class FlightRecorder:
 
     def __init__(self, path: Path, rank: int, size: int, identity: Mapping[str, Any]) -> None:
         text = json.dumps(identity).encode()
-        assert len(text) <= layout.EVENTS_AT - layout.IDENTITY_AT, "the identity of a rank is too long"
+        if len(text) > layout.EVENTS_AT - layout.IDENTITY_AT:
+            raise OSError(f"what identifies rank {rank} takes {len(text)} bytes, which a flight file does not hold")
         self.path = path
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(file, layout.FILE_BYTES)
+            os.posix_fallocate(file, 0, layout.FILE_BYTES)  # memory that is missing later ends the process
             self._map: mmap.mmap | bytearray = mmap.mmap(file, layout.FILE_BYTES)
         finally:
             os.close(file)

@@ -33,7 +33,8 @@ DESIGN: dict[str, Any] = json.loads("""{
   "kernels": "auto", "seed": 1234,
   "checkpoint": {"folder": null, "every": 0, "keep": 2, "async": true},
   "monitor": {"jsonl": null, "tensorboard": null, "every": 10},
-  "watchdog": {"timeout_seconds": 60, "folder": null, "max_skipped_steps": 100}
+  "watchdog": {"timeout_seconds": 60, "folder": null, "straggler_factor": 2.0, "straggler_steps": 100,
+               "max_skipped_steps": 100}
 }""")
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 

@@ -34,7 +34,8 @@ FULL: Tree = json.loads("""{
   "kernels": "auto", "compile": false, "seed": 1234, "initial_weights": "rank0",
   "checkpoint": {"folder": "out", "every": 10, "keep": 2, "async": true, "on_failure": "stop", "init_from": "weights"},
   "monitor": {"jsonl": "steps.jsonl", "tensorboard": "board", "every": 10},
-  "watchdog": {"timeout_seconds": null, "folder": null, "max_skipped_steps": 100}
+  "watchdog": {"timeout_seconds": null, "folder": null, "straggler_factor": null, "straggler_steps": 100,
+               "max_skipped_steps": 100}
 }""")
 """Every key of every section."""
 CYCLE: Tree = json.loads("""{

@@ -21,7 +21,7 @@ def call(count: int, label: str = "gradients", peers: tuple[int, ...] = ALL, sec
 def rank(number: int, count: int = 16, **changes: Any) -> RankView:
     """A rank in a step that has made ``count`` calls and waits for nobody."""
     view = RankView(
-        rank=number, host=f"node{number // 2}", pid=100 + number, phase="STEP", step=8, in_phase=1.0, idle=0.5,
+        rank=number, host=f"node{number // 2}", pid=100 + number, phase="STEP", stage=0, step=8, in_phase=1.0, idle=0.5,
         process="S", ended="", words="", waiting=None, action=None, last=call(count),
         recent=tuple(call(each) for each in range(count - 3, count + 1)), steps=8, in_steps=8.0, waits={},
     )  # fmt: skip

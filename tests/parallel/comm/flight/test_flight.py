@@ -2,16 +2,17 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from engine.parallel.comm.flight import layout
-from engine.parallel.comm.flight.flight import FlightFile
+from engine.parallel.comm.flight.flight import FlightFile, rank_runs, ranks_of
 from engine.parallel.comm.flight.layout import EventKind, Phase
 from engine.parallel.comm.flight.recorder import FlightRecorder
 
-IDENTITY = {"host": "node0", "axes": {"dp": [0, 1], "pp": [0, 2]}}
+IDENTITY = {"host": "node0", "axes": {"dp": [(0, 1, 2)], "pp": [(0, 2, 2)]}}
 
 
 def recorder(folder: Path) -> FlightRecorder:
@@ -87,6 +88,20 @@ def test_words_stay_and_an_end_without_words_is_orderly(tmp_path: Path) -> None:
     other.close()
     other.ended(other.begin(EventKind.COLLECTIVE, "dp", "dp", "too late"))  # goes nowhere, and fails nobody
     assert (file.read().phase, file.read().written) == (Phase.ENDED, 0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "runs"),
+    [
+        ((), []),
+        ((5,), [(5, 1, 1)]),
+        (range(3, 30_000, 8), [(3, 8, 3750)]),
+        ((0, 1, 2, 3, 16, 17, 18, 19), [(0, 1, 4), (16, 1, 4)]),
+        ((0, 4, 1, 5), [(0, 4, 2), (1, 4, 2)]),
+    ],
+)
+def test_ranks_of_an_axis_are_few_runs(ranks: Sequence[int], runs: list[tuple[int, int, int]]) -> None:
+    assert rank_runs(ranks) == runs and ranks_of(runs) == tuple(ranks)
 
 
 def test_what_is_no_flight_file_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""What a host sees of a rank: calls with their peers, states of processes, ways to end."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.parallel.comm.flight.flight import Event, FlightFile
+from engine.parallel.comm.flight.layout import EventKind
+from engine.parallel.comm.flight.recorder import FlightRecorder
+from engine.watchdog.view import RankView, ending, exit_of, look, process_state
+
+
+def event(sequence: int, begun: int, ended: int) -> Event:
+    return Event(
+        sequence=sequence, kind=EventKind.COLLECTIVE, axis="dp", stream="dp", count=sequence, label="gradients",
+        bytes=64, dtype="float32", peer=-1, begun=begun, ended=ended,
+    )  # fmt: skip
+
+
+def test_a_view_has_the_peers_of_its_calls_and_travels(tmp_path: Path) -> None:
+    identity = {"host": "node0", "stage": 1, "axes": {"dp": [(1, 2, 2)], "pp": [(0, 3, 4)]}}
+    ours = FlightRecorder(tmp_path / "rank3.flight", 3, 12, identity)
+    ours.begin(EventKind.COLLECTIVE, "dp", "dp", "gradients", (64, "float32"))
+    ours.begin(EventKind.COLLECTIVE, "pp", "pp stages 0,3", "tied", (8, "float32"))
+    sequence = ours.begin(EventKind.RECEIVE, "pp", "forward 0>1", "forward", (8, "float32"), 0)
+    began = ours.wait(sequence)
+    file = FlightFile(ours.path)
+    view = look(file.read(), file.events(), began + 2_500_000_000, "S", "")
+    assert view.waiting is not None and (view.waiting.peers, view.waiting.seconds) == ((0, 3), 2.5)
+    assert {call.stream: call.peers for call in view.recent} == {
+        "dp": (1, 3), "pp stages 0,3": (0, 9), "forward 0>1": (0, 3),
+    }  # fmt: skip
+    assert (view.rank, view.stage, view.host, view.pid) == (3, 1, "node0", os.getpid())
+    assert RankView.from_json(view.to_json()) == view
+    assert view.begun(view.waiting) and view.name == f"rank 3 (node0, pid {os.getpid()})"
+
+
+def test_states_and_ends_of_processes() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    handle = os.pidfd_open(child.pid)
+    os.kill(child.pid, signal.SIGSTOP)
+    while process_state(child.pid)[0] != "T":
+        pass
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    state, status = process_state(child.pid)
+    assert (state, ending(status)) == ("Z", "signal 9 (SIGKILL)")
+    child.communicate()
+    assert process_state(child.pid) == ("", 0)
+    assert exit_of(handle) in (status, None), "None before Linux 6.15"
+    os.close(handle)
+    assert ending(256) == "exit status 1"
