@@ -14,7 +14,7 @@ from enum import IntEnum
 from struct import Struct
 from typing import Final
 
-MAGIC: Final = b"trine-1\0"
+MAGIC: Final = b"flight1\0"
 EVENTS: Final = 512
 """Events that a file keeps; a step of a deep pipeline has some hundred."""
 IDENTITY_AT: Final = 4096
