@@ -183,7 +183,7 @@ def _different(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Bl
     found: list[tuple[float, CallView, dict[int, CallView]]] = []
     for view in overdue:
         assert view.waiting is not None
-        stream, peers = view.waiting.stream, view.waiting.peers
+        stream, peers = view.waiting.stream, [rank for rank in view.waiting.peers if rank in views]
         made = {rank: {call.count: call for call in views[rank].recent if call.stream == stream} for rank in peers}
         for count in sorted({count for calls in made.values() for count in calls}):
             calls = {rank: each[count] for rank, each in made.items() if count in each}
@@ -220,6 +220,10 @@ def _no_arrival(
     assert call is not None
     if silent:
         return _lost(silent, len(views))
+    unheard = tuple(rank for rank in call.peers if rank not in views)
+    if unheard:
+        told = f"{_ranks(unheard)} of {len(call.peers)} have never been heard of; {_waiters(overdue)[2:]}."
+        return Blame(ranks=unheard, kind="host", sentence=told)
     hosts = sorted({views[rank].host for rank in call.peers if rank in views})
     told = (
         f"{_ranks(call.peers)} have all come to {call.text}, and it does not end since {call.seconds:.1f} s: nothing "

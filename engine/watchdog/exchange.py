@@ -19,7 +19,7 @@ _PIECE = 1 << 16
 _MOST_UNSENT = 1 << 22
 """Bytes after which a line whose other end takes nothing is given up."""
 _RECONNECT_SECONDS = 1.0
-_CONNECT_SECONDS = 2.0
+_CONNECT_SECONDS = 0.5
 
 
 @dataclass(slots=True)

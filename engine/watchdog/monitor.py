@@ -37,6 +37,17 @@ REPORT, EVENTS, TRACE = "watchdog_report.json", "watchdog_events.txt", "watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HubPlace:
+    """Where the hub is, and what its host has."""
+
+    address: str
+    port: int = 0
+    """0: the monitor that is told this is the hub."""
+    host: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
     """What a monitor is told at its start, as JSON on its standard input."""
 
@@ -51,10 +62,7 @@ class Orders:
     slow_steps: int
     report: str
     """Folder of the report; empty: none is written."""
-    address: str
-    """Of the hub."""
-    port: int
-    """Of the hub; 0: this monitor is the hub."""
+    hub: HubPlace
 
 
 @dataclass(slots=True)
@@ -83,8 +91,8 @@ class Monitor:
         self.local = LocalRanks(Path(orders.folder))
         if orders.slow_factor:
             self.stragglers = Stragglers(orders.slow_factor, orders.slow_steps)
-        if orders.port == 0:
-            self.hub = Hub(orders.job, orders.address)
+        if orders.hub.port == 0:
+            self.hub = Hub(orders.job, orders.hub.address)
 
     def run(self) -> None:
         """Until all ranks of this host have ended."""
@@ -119,13 +127,17 @@ class Monitor:
         if self.hub is None and self.spoke is None:
             ranks = sorted(self.local.ranks)
             hello = {"hello": self.orders.job, "host": self.orders.host, "ranks": ranks}
-            self.spoke = Spoke(self.orders.address, self.orders.port, hello)
+            self.spoke = Spoke(self.orders.hub.address, self.orders.hub.port, hello)
+        due = time.monotonic() - self.told_at > min(_TELL_SECONDS, self.orders.timeout / 4)
         if self.hub is not None:
+            if due:
+                self.told_at = time.monotonic()
+                self.hub.broadcast({"alive": True})  # a host that no longer hears the hub judges by itself
             for line, message in self.hub.poll(poll, self.local.descriptors):
                 self._hear_host(line.host, message)
         elif self.spoke is not None:
             urgent = self._detailed() or any(not view.runs for view in own)
-            if urgent or time.monotonic() - self.told_at > min(_TELL_SECONDS, self.orders.timeout / 4):
+            if urgent or due:
                 self.told_at = time.monotonic()
                 self.spoke.send({"views": [view.to_json() for view in own]})
             for message in self.spoke.poll(poll, self.local.descriptors):
@@ -157,9 +169,9 @@ class Monitor:
     def _silent(self) -> list[SilentHost]:
         now = time.monotonic()
         if self.hub is None:
-            known = sorted(set(range(self.orders.size)) - set(self.local.ranks))
-            name = f"the host at {self.orders.address}, which hears all others,"
-            return [SilentHost(host=name, ranks=tuple(known), seconds=self.orders.timeout)]
+            hub = self.orders.hub
+            silent = now - self.spoke.heard if self.spoke is not None else 0.0
+            return [SilentHost(host=hub.host, ranks=tuple(hub.ranks), seconds=silent)]
         return [
             SilentHost(host=line.host, ranks=line.ranks, seconds=now - line.heard)
             for line in self.hub.lines
@@ -241,7 +253,8 @@ class Monitor:
 
 def watch() -> None:
     """Read the orders, say the port of the hub, watch."""
-    monitor = Monitor(Orders(**json.loads(sys.stdin.readline())))
+    told = json.loads(sys.stdin.readline())
+    monitor = Monitor(Orders(**{**told, "hub": HubPlace(**told["hub"])}))
     print(monitor.hub.port if monitor.hub is not None else 0, flush=True)
     if os.fork():
         os._exit(0)  # who has started us need not wait for our end, and cannot take us down with it

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from _thread import start_new_thread
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Lock
 from typing import IO
@@ -32,7 +32,7 @@ from engine.parallel.comm.meeting import KeyStore
 from engine.parallel.grid import Axis, Grid
 from engine.watchdog.flight_folder import flight_folder
 from engine.watchdog.local_ranks import ERROR_VARIABLE, STACK_SIGNAL, STACK_SUFFIX, SUFFIX
-from engine.watchdog.monitor import Orders
+from engine.watchdog.monitor import HubPlace, Orders
 
 logger = logging.getLogger("trine")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -122,8 +122,8 @@ class Watchdog:
 
     def _run_monitor(self) -> None:
         """Start it; the first host of the job becomes the hub, and tells the others where."""
-        first = self._store.add("watchdog/hosts", 1) == 1
-        address, port = (_own_address(), 0) if first else self._find_hub()
+        found = None if self._store.add("watchdog/hosts", 1) == 1 else self._find_hub()
+        hub = HubPlace(address=_own_address()) if found is None else found
         orders = Orders(
             folder=str(self._folder),
             job=self._job,
@@ -133,24 +133,27 @@ class Watchdog:
             slow_factor=self._config.straggler_factor or 0.0,
             slow_steps=self._config.straggler_steps,
             report=self._report,
-            address=address,
-            port=port,
+            hub=hub,
         )
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _START, str(_ROOT)],
             input=json.dumps(asdict(orders)) + "\n", stdout=subprocess.PIPE, text=True, check=True,
             start_new_session=True,
         )  # fmt: skip
-        if first:
-            self._store.set("watchdog/hub", f"{address} {int(done.stdout)}")
+        if found is None:
+            ranks = [int(path.stem.removeprefix("rank")) for path in self._folder.glob(f"*{SUFFIX}")]
+            at = replace(hub, port=int(done.stdout), host=socket.gethostname(), ranks=tuple(sorted(ranks)))
+            self._store.set("watchdog/hub", json.dumps(asdict(at)))
 
-    def _find_hub(self) -> tuple[str, int]:
-        deadline = time.monotonic() + _HUB_SECONDS
+    def _find_hub(self) -> HubPlace | None:
+        """Where the hub is; None if its host says nothing, which may have ended: then this host becomes the hub."""
+        deadline = time.monotonic() + min(_HUB_SECONDS, self._timeout)
         while not self._store.check(["watchdog/hub"]):
-            if self._stop.acquire(timeout=_POLL_SECONDS) or time.monotonic() > deadline:
-                raise RuntimeError(f"the first host of the job has no watchdog after {_HUB_SECONDS:.0f} s")
-        address, port = self._store.get("watchdog/hub").decode().split()
-        return address, int(port)
+            if self._stop.acquire(timeout=_POLL_SECONDS):
+                raise RuntimeError("the engine was closed")
+            if time.monotonic() > deadline:
+                return None
+        return HubPlace(**json.loads(self._store.get("watchdog/hub")))
 
 
 def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watchdog | None:

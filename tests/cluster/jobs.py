@@ -5,6 +5,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from tests.cluster.network import Cluster
 from tests.warm_python import warm_torchrun
@@ -26,7 +28,7 @@ class NodeEnd:
 
 
 class Job:
-    """``torchrun --nnodes N --nproc-per-node R script ...`` on every node."""
+    """``torchrun --nnodes N --nproc-per-node R script ...`` on every node, killed at the end of the block."""
 
     def __init__(
         self, cluster: Cluster, python: str, ranks: int, script: Path, *arguments: str,
@@ -45,6 +47,16 @@ class Job:
                 self._launchers.append(
                     node.start(command, ENVIRONMENT | dict(env or {}), script.parent, output.fileno())
                 )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for launcher in self._launchers:
+            launcher.kill()
+            launcher.wait()
 
     def wait_for(self, words: str, seconds: float = 60.0, node: int | None = None) -> None:
         """Return once every node, or this one, has printed ``words``."""

@@ -51,8 +51,8 @@ def copied(name: str, folder: Path) -> Path:
 def test_a_job_over_nodes_trains_as_one_process(
     clusters: Callable[[int], Cluster], warm_python: str, tmp_path: Path, nodes: int, ranks: int, grid: str, stage: int
 ) -> None:
-    job = Job(clusters(nodes), warm_python, ranks, copied("parity.py", tmp_path), grid, str(stage))
-    ended = job.end(120)
+    with Job(clusters(nodes), warm_python, ranks, copied("parity.py", tmp_path), grid, str(stage)) as job:
+        ended = job.end(120)
     assert [node.code for node in ended] == [0] * nodes, ended
     assert "holds" in ended[0].text, ended[0].text[-2000:]
 
@@ -68,20 +68,20 @@ def test_a_node_that_is_gone_is_named(
     clusters: Callable[[int], Cluster], warm_python: str, tmp_path: Path, fault: str, words: str
 ) -> None:
     cluster, armed = clusters(2), tmp_path / "armed"
-    job = Job(cluster, warm_python, 2, copied("faulty.py", tmp_path), "none", "0", str(armed), "data=4")
-    job.wait_for("trains")
-    time.sleep(2.0)  # the monitors know each other
-    began = time.monotonic()
-    if fault == "power":
-        cluster.nodes[1].end()
-    else:
-        cluster.unplug(cluster.nodes[1])
-    job.wait_for(words, TIMEOUT + 3, node=0)
-    took = time.monotonic() - began
-    ended = job.end(10)
-    assert took < TIMEOUT + 2 and ended[0].code not in (0, None), (took, ended[0].text[-2000:])
+    with Job(cluster, warm_python, 2, copied("faulty.py", tmp_path), "none", "0", str(armed), "data=4") as job:
+        job.wait_for("trains")
+        time.sleep(4.0)  # the monitors know each other, on a busy machine too
+        began = time.monotonic()
+        if fault == "power":
+            cluster.nodes[1].end()
+        else:
+            cluster.unplug(cluster.nodes[1])
+        job.wait_for(words, 3 * TIMEOUT + 3, node=0)
+        took = time.monotonic() - began
+        ended = job.end(10)
+        assert took < 3 * TIMEOUT and ended[0].code not in (0, None), (took, ended[0].text[-2000:])
     # a node that is cut off hears nothing, and torchrun there waits for its store; its ranks must not train on
-    assert fault == "power" or "the host at 10.77.0.1, which hears all others, with ranks 0, 1 of 4" in ended[1].text
+    assert fault == "power" or "node0 with ranks 0, 1 of 4 has not answered for" in ended[1].text
 
 
 @pytest.mark.parametrize("victim", [3, wide(0)])
@@ -91,10 +91,10 @@ def test_a_rank_of_another_node_is_named(
 ) -> None:
     armed = tmp_path / "armed"
     grid = "data=2,pipeline=2" if fault.startswith("forward") else "data=4"  # losses are of the last stage
-    job = Job(clusters(2), warm_python, 2, copied("faulty.py", tmp_path), fault, str(victim), str(armed), grid)
-    job.wait_for("trains")
-    time.sleep(2.0)
-    armed.touch()
-    ended = job.end(30)
+    with Job(clusters(2), warm_python, 2, copied("faulty.py", tmp_path), fault, str(victim), str(armed), grid) as job:
+        job.wait_for("trains")
+        time.sleep(4.0)
+        armed.touch()
+        ended = job.end(30)
     assert all(node.code not in (0, None) for node in ended), ended
     assert f"trine watchdog: rank {victim} (node{victim // 2}, pid " in "".join(node.text for node in ended)

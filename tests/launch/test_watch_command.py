@@ -18,7 +18,7 @@ from engine.watchdog.local_ranks import LocalRanks
 def test_ranks_of_this_host_and_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = flight_folder() / f"test-{os.getpid()}"
     folder.mkdir()
-    ranks = [FlightRecorder(folder / f"rank{rank}.flight", rank, 4, {"host": "node7"}) for rank in (0, 3)]
+    ranks = [FlightRecorder(folder / f"rank{rank}.flight", rank, 4, {"host": f"node{os.getpid()}"}) for rank in (0, 3)]
     try:
         ranks[0].enter(8)
         ranks[0].wait(ranks[0].begin(EventKind.COLLECTIVE, "dp", "dp", "gradients", (64, "float32")))
@@ -26,7 +26,7 @@ def test_ranks_of_this_host_and_of_a_report(tmp_path: Path, capsys: pytest.Captu
         assert main(["watch"]) == 0
         shown = capsys.readouterr().out
         assert f"job {folder.name}, 2 of 4 ranks on this host" in shown
-        (first,) = [line for line in shown.splitlines() if line.startswith("0 ") and "node7" in line]
+        (first,) = [line for line in shown.splitlines() if line.startswith("0 ") and f"node{os.getpid()}" in line]
         assert f"{os.getpid()}  9 " in first and "gradients over dp (#1 of 'dp', 64 bytes float32)" in first
         assert "forward of stage 1, microbatch 2" in shown
         local = LocalRanks(folder)

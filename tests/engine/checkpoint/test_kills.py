@@ -175,7 +175,11 @@ def play(grid: str, folder: Path, kills: Iterable[Kill], wanted: int) -> None:
     before = committed(Files(), history.folder)
     assert history.launch(Kill(-1)), "nobody kills the last launch"
     if committed(Files(), history.folder) != before:
-        others = [p.name for p in history.folder.iterdir() if not re.fullmatch(r"step-\d+|latest|.trine.lock", p.name)]
+        others = [
+            p.name
+            for p in history.folder.iterdir()
+            if not re.fullmatch(r"step-\d+|latest|.trine.lock|watchdog_.+", p.name)
+        ]
         assert not others, "a save sweeps what the killed ones have left"
     print(f"{done + history.kills} kills on {grid}")
 

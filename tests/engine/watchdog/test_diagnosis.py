@@ -125,3 +125,9 @@ def test_a_network_that_carries_nothing() -> None:
     found = blamed(*(waiting(each) for each in ALL))
     assert found is not None and found.kind == "link"
     assert "have all come to gradients #17" in found.sentence and "between node0, node1" in found.sentence
+
+
+def test_ranks_that_nobody_has_heard_of() -> None:
+    found = blamed(waiting(0), waiting(1))
+    assert found is not None and (found.ranks, found.kind) == ((2, 3), "host")
+    assert found.sentence.startswith("ranks 2, 3 of 4 have never been heard of; ranks 0, 1 wait, rank 0 for 5.5 s in")
