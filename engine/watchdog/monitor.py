@@ -160,17 +160,19 @@ class Monitor:
             self.spoke.send({"stacks": self.local.stacks(_STACK_SECONDS), "events": self.local.events()})
         if message.get("end"):
             self.local.end(message["end"])
+        if message.get("over"):
+            self.over.add(self.orders.hub.host)
 
     def _alone(self) -> bool:
-        """Whether the hub cannot be reached although ranks wait: then this host judges by itself."""
+        """Whether the hub cannot be reached, or has ended: then this host judges by itself."""
         silent = time.monotonic() - self.spoke.heard if self.spoke is not None else 0.0
-        return silent > self.orders.timeout
+        return silent > self.orders.timeout or self.orders.hub.host in self.over
 
     def _silent(self) -> list[SilentHost]:
         now = time.monotonic()
         if self.hub is None:
             hub = self.orders.hub
-            silent = now - self.spoke.heard if self.spoke is not None else 0.0
+            silent = now - self.spoke.heard if self.spoke is not None and hub.host not in self.over else 0.0
             return [SilentHost(host=hub.host, ranks=tuple(hub.ranks), seconds=silent)]
         return [
             SilentHost(host=line.host, ranks=line.ranks, seconds=now - line.heard)
@@ -243,6 +245,8 @@ class Monitor:
             if self.hub is not None:
                 self.hub.broadcast({"end": self.reported.sentence})
             self.local.end(self.reported.sentence)
+        elif self.hub is not None:
+            self.hub.broadcast({"over": True})  # its ranks have ended well; others may still be about to
         if self.spoke is not None:
             self.spoke.send({"views": [view.to_json() for view in self.local.views(False)], "bye": True})
             self.spoke.close()
