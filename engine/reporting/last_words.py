@@ -100,12 +100,16 @@ def _is_first(sentence: str) -> bool:
     return True
 
 
+def torchrun_error(sentence: str) -> str:
+    """The error file of a rank, in the form of torch's ErrorHandler; what that calls a call stack is what it prints."""
+    told = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+    return json.dumps({"message": {"message": sentence, "extraInfo": told}})
+
+
 def _tell_torchrun(sentence: str) -> None:
-    """Write the sentence in the form of torch's ErrorHandler; what torch calls a call stack is what it prints."""
     if (file := _error_file()) is None:
         return
-    told = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
     try:
-        file.write_text(json.dumps({"message": {"message": sentence, "extraInfo": told}}), encoding="utf-8")
+        file.write_text(torchrun_error(sentence), encoding="utf-8")
     except OSError as error:
         print(f"torchrun is not told, {file} cannot be written: {error}", file=sys.stderr)

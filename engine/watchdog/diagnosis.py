@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.parallel.comm.meeting import name_ranks
 from engine.watchdog.view import CallView, RankView
 
 _CONSEQUENCES = ("A peer has probably stopped", "see the error of the rank that failed")
@@ -91,10 +92,10 @@ def _is_consequence(view: RankView) -> bool:
 
 def _lost(late: Sequence[SilentHost], size: int) -> Blame:
     ranks = tuple(sorted(rank for host in late for rank in host.ranks))
-    names = ", ".join(host.host for host in late)
+    names, seconds = ", ".join(host.host for host in late), max(host.seconds for host in late)
     told = (
-        f"{names} with {_ranks(ranks)} of {size} has not answered for {max(host.seconds for host in late):.1f} s: the "
-        "machine or its network is down."
+        f"{names} with {name_ranks(ranks)} of {size} has not answered for {seconds:.1f} s: the machine or its network "
+        "is down."
     )
     return Blame(ranks=ranks, kind="host", sentence=told)
 
@@ -110,15 +111,14 @@ def _roots(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> list[R
         if view.rank in seen:
             continue
         seen[view.rank] = view
-        nexts = [views[rank] for rank in _awaited(view, views) if rank in views]
         if view.waiting is None:
             roots[view.rank] = view
-        todo += nexts
+        todo += [views[rank] for rank in _awaited(view, views)]
     return [roots[rank] for rank in sorted(roots)] or [seen[rank] for rank in sorted(seen)]
 
 
 def _awaited(view: RankView, views: Mapping[int, RankView]) -> list[int]:
-    """Ranks that have not begun the call in which ``view`` waits."""
+    """Known ranks that have not begun the call in which ``view`` waits."""
     call = view.waiting
     if call is None:
         return []
@@ -143,7 +143,8 @@ def _still(blamed: Sequence[RankView], overdue: Sequence[RankView], kind: str, w
     more = f"; and {len(blamed) - _MOST_NAMED} more" * (len(blamed) > _MOST_NAMED)
     ranks = tuple(view.rank for view in blamed)
     others = [view for view in overdue if view.rank not in ranks]
-    return Blame(ranks=ranks, kind=kind, sentence=f"{'; '.join(told)}{more}{_waiters(others)}.")
+    waiters = f"; {_waiters(others)}" if others else ""
+    return Blame(ranks=ranks, kind=kind, sentence=f"{'; '.join(told)}{more}{waiters}.")
 
 
 def _since(view: RankView, kind: str) -> str:
@@ -167,20 +168,22 @@ def _said(view: RankView) -> str:
 
 
 def _waiters(others: Sequence[RankView]) -> str:
-    if not others:
-        return ""
-    first = max(others, key=lambda view: view.waiting.seconds if view.waiting else 0.0)
-    call = first.waiting
-    assert call is not None
+    first, call = _longest(others)
     longest = f"for {call.seconds:.1f} s in {call.text}"
     if len(others) == 1:
-        return f"; rank {first.rank} has waited {longest}"
-    return f"; {_ranks(tuple(sorted(view.rank for view in others)))} wait, rank {first.rank} {longest}"
+        return f"rank {first.rank} has waited {longest}"
+    return f"{name_ranks(tuple(sorted(view.rank for view in others)))} wait, rank {first.rank} {longest}"
+
+
+def _longest(waiting: Sequence[RankView]) -> tuple[RankView, CallView]:
+    """The rank that waits longest, and its call."""
+    calls = [(view, view.waiting) for view in waiting if view.waiting is not None]
+    return max(calls, key=lambda each: each[1].seconds)
 
 
 def _different(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Blame | None:
     """Ranks that wait for each other in different calls: the first call of a stream that is not the same on all."""
-    found: list[tuple[float, CallView, dict[int, CallView]]] = []
+    found: list[tuple[float, dict[int, CallView]]] = []
     for view in overdue:
         assert view.waiting is not None
         stream, peers = view.waiting.stream, [rank for rank in view.waiting.peers if rank in views]
@@ -188,17 +191,17 @@ def _different(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Bl
         for count in sorted({count for calls in made.values() for count in calls}):
             calls = {rank: each[count] for rank, each in made.items() if count in each}
             if len({call.likeness for call in calls.values()}) > 1:
-                found.append((max(call.seconds for call in calls.values()), view.waiting, calls))
+                found.append((max(call.seconds for call in calls.values()), calls))
                 break
     if not found:
         return _unequal(overdue, views)
-    _, _, calls = max(found, key=lambda each: each[0])
+    _, calls = max(found, key=lambda each: each[0])
     usual, _ = Counter(call.likeness for call in calls.values()).most_common(1)[0]
     odd = sorted(rank for rank, call in calls.items() if call.likeness != usual)
     others = sorted(rank for rank, call in calls.items() if call.likeness == usual)
     told = (
         f"{_named(odd, views)} {'are' if len(odd) > 1 else 'is'} in {calls[odd[0]].text}, while "
-        f"{_ranks(tuple(others))} {'are' if len(others) > 1 else 'is'} in {calls[others[0]].text}: all ranks of a "
+        f"{name_ranks(tuple(others))} {'are' if len(others) > 1 else 'is'} in {calls[others[0]].text}: all ranks of a "
         "group must make the same calls in one order."
     )
     return Blame(ranks=tuple(odd), kind="different", sentence=told)
@@ -206,7 +209,7 @@ def _different(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Bl
 
 def _unequal(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Blame | None:
     """Ranks that wait in a ring: who is behind in the call of the longest wait."""
-    first = max(overdue, key=lambda view: view.waiting.seconds if view.waiting else 0.0)
+    first, _ = _longest(overdue)
     behind = [views[rank] for rank in _awaited(first, views)]
     return _still(behind, overdue, "different", "has waited elsewhere for {}") if behind else None
 
@@ -215,27 +218,20 @@ def _no_arrival(
     overdue: Sequence[RankView], views: Mapping[int, RankView], silent: Sequence[SilentHost]
 ) -> Blame | None:
     """All have come to the same call, and nothing arrives: the network between hosts."""
-    first = max(overdue, key=lambda view: view.waiting.seconds if view.waiting else 0.0)
-    call = first.waiting
-    assert call is not None
+    _, call = _longest(overdue)
     if silent:
         return _lost(silent, len(views))
     unheard = tuple(rank for rank in call.peers if rank not in views)
     if unheard:
-        told = f"{_ranks(unheard)} of {len(call.peers)} have never been heard of; {_waiters(overdue)[2:]}."
+        told = f"{name_ranks(unheard)} of {len(call.peers)} have never been heard of; {_waiters(overdue)}."
         return Blame(ranks=unheard, kind="host", sentence=told)
-    hosts = sorted({views[rank].host for rank in call.peers if rank in views})
+    hosts = sorted({views[rank].host for rank in call.peers})
     told = (
-        f"{_ranks(call.peers)} have all come to {call.text}, and it does not end since {call.seconds:.1f} s: nothing "
-        f"passes between {', '.join(hosts)}."
+        f"{name_ranks(call.peers)} have all come to {call.text}, and it does not end since {call.seconds:.1f} s: "
+        f"nothing passes between {', '.join(hosts)}."
     )
     return Blame(ranks=call.peers, kind="link", sentence=told)
 
 
 def _named(ranks: Sequence[int], views: Mapping[int, RankView]) -> str:
     return ", ".join(views[rank].name for rank in ranks[:_MOST_NAMED])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
-    return f"rank{'s' * (len(ranks) != 1)} {shown}"

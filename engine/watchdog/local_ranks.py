@@ -1,6 +1,6 @@
 """The ranks of one host, seen from its monitor: their files, whether they run and how they ended, their stacks."""
 
-import json
+import contextlib
 import os
 import shutil
 import signal
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.parallel.comm.flight.flight import FlightFile
-from engine.parallel.comm.flight.layout import Phase
+from engine.reporting.last_words import torchrun_error
 from engine.watchdog.timeline import TimedEvent, timed
 from engine.watchdog.view import RankView, ending, exit_of, look, process_state
 
@@ -24,8 +24,9 @@ class _Local:
     pid: int
     process: int | None
     """Descriptor that is readable once the process has ended; None: it had before we looked."""
+    state: str = "R"
+    """Letter of its state in /proc; empty once it has ended."""
     ended: str = ""
-    gone_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -43,12 +44,12 @@ class LocalRanks:
             if number.isdecimal() and int(number) not in self.ranks:
                 self._open(int(number), path)
         for rank, local in self.ranks.items():
-            if not local.gone_at:
+            if local.state:
                 state, status = process_state(local.pid)
-                if state in ("", "Z", "X"):
-                    local.gone_at = time.monotonic()
-                    reaped = None if state or local.process is None else exit_of(local.process)
-                    local.ended = ending(status) if state else "" if reaped is None else ending(reaped)
+                local.state = "" if state in ("Z", "X") else state
+                if not local.state:
+                    told = status if state else None if local.process is None else exit_of(local.process)
+                    local.ended = "" if told is None else ending(told)
                     ended.append(rank)
         return ended
 
@@ -67,28 +68,19 @@ class LocalRanks:
     @property
     def descriptors(self) -> list[int]:
         """Those of processes that run: readable at the moment in which one ends."""
-        return [local.process for local in self.ranks.values() if local.process is not None and not local.gone_at]
+        return [local.process for local in self.ranks.values() if local.process is not None and local.state]
 
     def views(self, detailed: bool) -> list[RankView]:
-        """What all ranks of this host do now."""
+        """What all ranks of this host do now; whether they run is what ``refresh`` has seen."""
         found = []
         for local in self.ranks.values():
-            flight = local.file.read()
-            state, _ = process_state(local.pid)
-            events = local.file.events() if detailed else []
-            view = look(flight, events, time.monotonic_ns(), "" if local.gone_at else state, local.ended)
-            found.append(view)
+            flight, events = local.file.read(), local.file.events() if detailed else []
+            found.append(look(flight, events, time.monotonic_ns(), local.state, local.ended))
         return found
-
-    def over(self) -> bool:
-        """Whether all ranks that ever came have ended, or have closed their engine for good."""
-        return bool(self.ranks) and all(
-            local.gone_at or local.file.read().phase == Phase.ENDED for local in self.ranks.values()
-        )
 
     def stacks(self, seconds: float) -> dict[int, str]:
         """Ask all ranks that run for their Python stacks; those that cannot answer are left out."""
-        asked = [(rank, local) for rank, local in self.ranks.items() if not local.gone_at]
+        asked = [(rank, local) for rank, local in self.ranks.items() if local.state]
         paths = {rank: local.file.path.with_suffix(STACK_SUFFIX) for rank, local in asked}
         for _, local in asked:
             if _catches(local.pid, STACK_SIGNAL):
@@ -107,10 +99,9 @@ class LocalRanks:
         name = self.ranks[rank].file.read().identity.get(ERROR_VARIABLE, "")
         if not name or Path(name).exists():
             return
-        told = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
         temporary = Path(f"{name}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps({"message": {"message": sentence, "extraInfo": told}}), encoding="utf-8")
+            temporary.write_text(torchrun_error(sentence), encoding="utf-8")
             temporary.rename(name)
         except OSError:
             temporary.unlink(missing_ok=True)
@@ -118,7 +109,7 @@ class LocalRanks:
     def end(self, sentence: str) -> None:
         """Kill all ranks of this host, stopped ones too; the launcher is told why."""
         for rank, local in self.ranks.items():
-            if not local.gone_at:
+            if local.state:
                 self.tell_launcher(rank, sentence)
                 self._signal(local, signal.SIGKILL)
 
@@ -133,10 +124,8 @@ class LocalRanks:
 
     def _signal(self, local: _Local, number: int) -> None:
         if local.process is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(local.process, number)
-            except OSError:
-                local.gone_at = local.gone_at or time.monotonic()
 
 
 def _catches(pid: int, number: int) -> bool:

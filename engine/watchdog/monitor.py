@@ -99,17 +99,19 @@ class Monitor:
         poll = min(_MOST_POLL_SECONDS, self.orders.timeout / 20)
         try:
             while True:
-                for rank in self.local.refresh():
-                    self._tell_launcher(rank)
+                ended = self.local.refresh()
                 own = self.local.views(self._detailed())
                 self.views |= {view.rank: view for view in own}
+                for rank in ended:
+                    self._tell_launcher(self.views[rank])
                 self._exchange(own, poll)
                 if self.hub is not None or self._alone():
                     self._judge()
                 if self.hub is not None and self.stragglers is not None and self.reported is None:
                     for sentence in self.stragglers.look(self.views, self.orders.size):
                         print(f"trine watchdog: {sentence}", file=sys.stderr, flush=True)
-                if time.monotonic() > self.ends_at or self.local.over():
+                over = bool(own) and all(not view.runs or view.phase == "ENDED" for view in own)
+                if over or time.monotonic() > self.ends_at:
                     break
         finally:
             self._leave()
@@ -163,17 +165,21 @@ class Monitor:
         if message.get("over"):
             self.over.add(self.orders.hub.host)
 
+    def _hub_silence(self) -> float:
+        """Seconds since the hub was heard of; 0 once it has ended well."""
+        if self.spoke is None or self.orders.hub.host in self.over:
+            return 0.0
+        return time.monotonic() - self.spoke.heard
+
     def _alone(self) -> bool:
         """Whether the hub cannot be reached, or has ended: then this host judges by itself."""
-        silent = time.monotonic() - self.spoke.heard if self.spoke is not None else 0.0
-        return silent > self.orders.timeout or self.orders.hub.host in self.over
+        return self._hub_silence() > self.orders.timeout or self.orders.hub.host in self.over
 
     def _silent(self) -> list[SilentHost]:
         now = time.monotonic()
         if self.hub is None:
             hub = self.orders.hub
-            silent = now - self.spoke.heard if self.spoke is not None and hub.host not in self.over else 0.0
-            return [SilentHost(host=hub.host, ranks=tuple(hub.ranks), seconds=silent)]
+            return [SilentHost(host=hub.host, ranks=tuple(hub.ranks), seconds=self._hub_silence())]
         return [
             SilentHost(host=line.host, ranks=line.ranks, seconds=now - line.heard)
             for line in self.hub.lines
@@ -193,12 +199,11 @@ class Monitor:
         if self.reported is None and seen >= (wanted if verdict.certain else _CAUSE_SECONDS):
             self._report(verdict)
 
-    def _tell_launcher(self, rank: int) -> None:
+    def _tell_launcher(self, view: RankView) -> None:
         """At once: the launcher reads the error of a rank as soon as it has noticed its end."""
-        own = {view.rank: view for view in self.local.views(False)}
-        verdict = diagnose({rank: own[rank]}, self.orders.size, self.orders.timeout)
+        verdict = diagnose({view.rank: view}, self.orders.size, self.orders.timeout)
         if verdict is not None and verdict.certain:
-            self.local.tell_launcher(rank, verdict.sentence)
+            self.local.tell_launcher(view.rank, verdict.sentence)
 
     def _report(self, verdict: Blame) -> None:
         """Say who is to blame, and end the job."""

@@ -73,10 +73,8 @@ class RankView:
     last: CallView | None
     recent: tuple[CallView, ...]
     """Newest calls of each stream, oldest first, to compare with those of others."""
-    steps: int
-    """Calls of the engine that have ended."""
     in_steps: float
-    """Seconds in them."""
+    """Seconds in calls of the engine."""
     waits: dict[str, float]
     """Seconds of waiting by axis."""
 
@@ -140,7 +138,6 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
         action=action,
         last=CallView.of(flight.last, flight, flight.last.ended, now) if flight.last else None,
         recent=tuple(recent),
-        steps=flight.sums.steps,
         in_steps=flight.sums.in_steps / SECOND,
         waits={axis: time / SECOND for axis, time in flight.sums.waits.items() if time},
     )

@@ -27,10 +27,11 @@ from engine.config import Config
 from engine.config.sections import WatchdogConfig
 from engine.errors import first_line
 from engine.parallel.comm.flight.flight import rank_runs
+from engine.parallel.comm.flight.layout import AXES
 from engine.parallel.comm.flight.recorder import FlightRecorder
 from engine.parallel.comm.meeting import KeyStore
-from engine.parallel.grid import Axis, Grid
-from engine.watchdog.flight_folder import flight_folder
+from engine.parallel.grid import Grid
+from engine.watchdog.flight_folder import flight_folder, remove_old
 from engine.watchdog.local_ranks import ERROR_VARIABLE, STACK_SIGNAL, STACK_SUFFIX, SUFFIX
 from engine.watchdog.monitor import HubPlace, Orders
 
@@ -59,11 +60,10 @@ class Watchdog:
         self._report = "" if report is None else str(report.absolute())
         self._folder = flight_folder() / job
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        axes: tuple[Axis, ...] = ("dp", "tp", "pp", "replica", "world")
         identity = {
             "host": socket.gethostname(),
             "stage": grid.coord().pp,
-            "axes": {axis: rank_runs(grid.peers(axis)) for axis in axes if grid.size(axis) > 1},
+            "axes": {axis: rank_runs(grid.peers(axis)) for axis in AXES if grid.size(axis) > 1},
             ERROR_VARIABLE: os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
         }
         path = self._folder / f"rank{grid.rank}{SUFFIX}"
@@ -113,6 +113,7 @@ class Watchdog:
         try:
             if not self._stop.acquire(timeout=min(_MOST_DELAY_SECONDS, self._timeout / 4)):
                 (self._folder / "monitor").touch(exist_ok=False)
+                remove_old(self._folder.parent)
                 self._run_monitor()
         except FileExistsError:
             pass  # another rank of this host was first

@@ -2,7 +2,6 @@
 
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,30 +22,22 @@ class NodeEnd:
     """None: it had to be killed."""
     text: str
     """Both of its streams."""
-    seconds: float
-    """Since the start of the job."""
 
 
 class Job:
     """``torchrun --nnodes N --nproc-per-node R script ...`` on every node, killed at the end of the block."""
 
-    def __init__(
-        self, cluster: Cluster, python: str, ranks: int, script: Path, *arguments: str,
-        options: Sequence[str] = (), env: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        self._began = time.monotonic()
+    def __init__(self, cluster: Cluster, python: str, ranks: int, script: Path, *arguments: str) -> None:
         self._outputs = [script.with_name(f"{node.name}.out") for node in cluster.nodes]
         command = [
             *warm_torchrun(python), f"--nnodes={len(cluster.nodes)}", f"--nproc-per-node={ranks}",
             "--rdzv-backend=c10d", f"--rdzv-endpoint={cluster.nodes[0].name}:29400", "--rdzv-id=job",
-            *options, str(script), *arguments,
+            str(script), *arguments,
         ]  # fmt: skip
         self._launchers: list[subprocess.Popen[bytes]] = []
         for node, path in zip(cluster.nodes, self._outputs, strict=True):
             with path.open("wb") as output:
-                self._launchers.append(
-                    node.start(command, ENVIRONMENT | dict(env or {}), script.parent, output.fileno())
-                )
+                self._launchers.append(node.start(command, ENVIRONMENT, script.parent, output.fileno()))
 
     def __enter__(self) -> Self:
         return self
@@ -68,18 +59,14 @@ class Job:
 
     def end(self, seconds: float = 60.0) -> list[NodeEnd]:
         """Wait for all launchers; those that hang are killed after ``seconds``."""
-        deadline = time.monotonic() + seconds
-        ended: dict[int, tuple[int | None, float]] = {}
-        while len(ended) < len(self._launchers) and time.monotonic() < deadline:
-            for number, launcher in enumerate(self._launchers):
-                if number not in ended and launcher.poll() is not None:
-                    ended[number] = launcher.returncode, time.monotonic() - self._began
-            time.sleep(0.02)
-        found = []
-        for number, (launcher, path) in enumerate(zip(self._launchers, self._outputs, strict=True)):
-            if number not in ended:
+        deadline, found = time.monotonic() + seconds, list[NodeEnd]()
+        for launcher, path in zip(self._launchers, self._outputs, strict=True):
+            code: int | None
+            try:
+                code = launcher.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
                 launcher.kill()
                 launcher.wait()
-            code, at = ended.get(number, (None, time.monotonic() - self._began))
-            found.append(NodeEnd(code, path.read_text(errors="replace"), at))
+                code = None
+            found.append(NodeEnd(code, path.read_text(errors="replace")))
         return found

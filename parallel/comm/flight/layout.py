@@ -14,6 +14,8 @@ from enum import IntEnum
 from struct import Struct
 from typing import Final
 
+from engine.parallel.grid import Axis
+
 MAGIC: Final = b"flight1\0"
 EVENTS: Final = 512
 """Events that a file keeps; a step of a deep pipeline has some hundred."""
@@ -21,7 +23,7 @@ IDENTITY_AT: Final = 4096
 EVENTS_AT: Final = 16384
 EVENT_BYTES: Final = 192
 FILE_BYTES: Final = EVENTS_AT + EVENTS * EVENT_BYTES
-AXES: Final = ("dp", "tp", "pp", "replica", "world")
+AXES: Final[tuple[Axis, ...]] = ("dp", "tp", "pp", "replica", "world")
 """Axes whose waits are summed, in the order of their sums."""
 
 

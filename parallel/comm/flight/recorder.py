@@ -40,16 +40,15 @@ class FlightRecorder:
         self._sequence = 0
         self._counts: Counter[str] = Counter()
         self._texts: dict[str, bytes] = {}
-        self._axes = {axis: index for index, axis in enumerate(layout.AXES)}
+        self._axes: dict[str, int] = {axis: index for index, axis in enumerate(layout.AXES)}
         self._sums = [0] * (2 + len(layout.AXES))
         self._depth = 0
         self._entered = 0
         self._map[layout.IDENTITY_AT : layout.IDENTITY_AT + len(text)] = text
         offset = time.time_ns() - now()
         layout.STATE.pack_into(self._map, layout.STATE_AT, Phase.USER, now(), 0)
-        layout.START.pack_into(
-            self._map, layout.START_AT, layout.MAGIC, rank, size, os.getpid(), len(text), offset
-        )  # the magic number last would be better, but a reader looks again
+        layout.START.pack_into(self._map, layout.START_AT, b"", rank, size, os.getpid(), len(text), offset)
+        self._map[layout.START_AT : layout.START_AT + len(layout.MAGIC)] = layout.MAGIC
 
     def begin(
         self, kind: EventKind, axis: str, stream: str, label: str, load: tuple[int, str] = (0, ""), peer: int = -1
@@ -76,9 +75,7 @@ class FlightRecorder:
 
     def ended(self, sequence: int) -> None:
         """Note that an event has ended."""
-        place = layout.event_place(sequence)
-        if layout.SEQUENCE.unpack_from(self._map, place)[0] == sequence:
-            layout.ENDED.pack_into(self._map, place + layout.ENDED_AT, now())
+        self._end(sequence, now())
 
     def wait(self, sequence: int) -> int:
         """Note that this rank waits for an event from now on; returns the time."""
@@ -90,9 +87,7 @@ class FlightRecorder:
         """Note that what this rank has waited for since ``began`` is complete."""
         ended = now()
         layout.SEQUENCE.pack_into(self._map, layout.WAIT_AT, 0)
-        place = layout.event_place(sequence)
-        if layout.SEQUENCE.unpack_from(self._map, place)[0] == sequence:
-            layout.ENDED.pack_into(self._map, place + layout.ENDED_AT, ended)
+        self._end(sequence, ended)
         self._sums[2 + self._axes[axis]] += ended - began
 
     def act(self, what: str, stage: int, microbatch: int) -> int:
@@ -138,6 +133,12 @@ class FlightRecorder:
         if isinstance(self._map, mmap.mmap):
             self._map.close()
             self._map = bytearray(layout.FILE_BYTES)  # whatever is still noted goes nowhere
+
+    def _end(self, sequence: int, at: int) -> None:
+        """Note the end of an event, unless a newer one has its place."""
+        place = layout.event_place(sequence)
+        if layout.SEQUENCE.unpack_from(self._map, place)[0] == sequence:
+            layout.ENDED.pack_into(self._map, place + layout.ENDED_AT, at)
 
     def _bytes(self, text: str) -> bytes:
         known = self._texts.get(text)

@@ -11,6 +11,7 @@ from tests import models
 from tests.engine.every_grid import GRIDS as EVERY
 from tests.engine.step.test_user_loop import loss_of
 from tests.engine.test_training_changes import ROWS, data, settings
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 GRIDS: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
@@ -61,7 +62,7 @@ def transferred(source: str, target: str) -> dict[str, float]:
 
 
 def long(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.long) for name in names]
+    return [wide(name) for name in names]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def rank(number: int, count: int = 16, **changes: Any) -> RankView:
     view = RankView(
         rank=number, host=f"node{number // 2}", pid=100 + number, phase="STEP", stage=0, step=8, in_phase=1.0, idle=0.5,
         process="S", ended="", words="", waiting=None, action=None, last=call(count),
-        recent=tuple(call(each) for each in range(count - 3, count + 1)), steps=8, in_steps=8.0, waits={},
+        recent=tuple(call(each) for each in range(count - 3, count + 1)), in_steps=8.0, waits={},
     )  # fmt: skip
     return replace(view, **changes)
 
