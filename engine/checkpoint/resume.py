@@ -33,6 +33,7 @@ from engine.checkpoint.run_state import RunState
 from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
+from engine.parallel.grid import Grid
 
 logger = logging.getLogger("trine")
 
@@ -183,6 +184,8 @@ class Resume:
         if self._options.module_only:
             return
         self._warn_of_new_schedule(reader)
+        if self._host.rank == 0:
+            self._tell_new_sizes(reader)
         if not self._request.begun:
             self._run.trainer_state.check(reader)
 
@@ -200,6 +203,21 @@ class Resume:
                 type(given).__name__,
                 done,
             )
+
+    def _tell_new_sizes(self, reader: OpenCheckpoint) -> None:
+        """Say how grid and batch differ from those of the checkpoint; that of another engine does not tell them."""
+        config, info, grid = self._run.config, reader.manifest.info, self._run.comm.grid
+        before, now = info.get("config", {}).get("train_batch_size"), config.train_batch_size
+        there = grid if "origin" in info else Grid(**{axis: info["grid"][axis] for axis in ("pp", "dp", "tp")})
+        if str(there) != str(grid):
+            rows = f"; a batch stays {now} rows, {config.accumulation} microbatches a data rank" * (before == now)
+            logger.info("the grid was %s up to step %d, and is %s%s", there, reader.manifest.step, grid, rows)
+        if before is not None and before != now:
+            logger.warning(
+                "a batch had %s rows up to step %d and has %s now, so the updates are no longer those of one run; give "
+                "train_batch_size, and the microbatches of a rank follow from the number of ranks",
+                before, reader.manifest.step, now,
+            )  # fmt: skip
 
     def _read(self, reader: OpenCheckpoint, loader: Loader) -> Moments:
         loader.read_weights()

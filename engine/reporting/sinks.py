@@ -106,6 +106,7 @@ class StepReporter:
             nonfinite=outcome.nonfinite.name if outcome.nonfinite else None,
             nonfinite_ranks=outcome.nonfinite.ranks if outcome.nonfinite else (),
             loss_scale=outcome.scale,
+            grid=str(self._comm.grid),
         )
 
     def record(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:

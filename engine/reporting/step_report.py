@@ -47,6 +47,8 @@ class StepReport:
     while the loss is, or "the gradient norm"; None in any other step."""
     loss_scale: float
     """Factor of the loss in backward; 1.0 without fp16."""
+    grid: str = ""
+    """The ranks that made the step, as "4 ranks = 1 pipeline x 4 data x 1 tensor"; another start may have others."""
     nonfinite_ranks: tuple[int, ...] = ()
     """Ranks on which it was not finite; empty for the first skipped step if it was a gradient, whose sum over data
     ranks hides them."""

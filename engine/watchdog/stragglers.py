@@ -13,6 +13,9 @@ from statistics import median
 
 from engine.watchdog.view import RankView
 
+_WORTH_A_NAME = 1e-3
+"""Seconds a step by which a rank has to be slower than others: the clock of less is that of the scheduler's slices."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
@@ -57,7 +60,12 @@ class Stragglers:
 
     def _slow(self, per_step: Mapping[int, float], views: Iterable[RankView]) -> list[int]:
         stages = {view.rank: view.stage for view in views}
-        return [rank for rank in per_step if per_step[rank] > self.factor * _others(rank, per_step, stages)]
+        return [
+            rank
+            for rank in per_step
+            if per_step[rank] - _others(rank, per_step, stages) > _WORTH_A_NAME
+            and per_step[rank] > self.factor * _others(rank, per_step, stages)
+        ]
 
     def _sentence(
         self, view: RankView, per_step: Mapping[int, float], views: Iterable[RankView], began: _Spent, now: _Spent
@@ -67,7 +75,7 @@ class Stragglers:
         waits = (now.waited - began.waited) / steps
         return (
             f"{view.name} is slow: it computed {1e3 * per_step[view.rank]:.0f} ms a step over the last {steps} steps, "
-            f"{per_step[view.rank] / usual:.1f} times what others of its stage took, and waited {1e3 * waits:.0f} ms."
+            f"where others of its stage took {1e3 * usual:.0f} ms, and waited {1e3 * waits:.0f} ms."
         )
 
 

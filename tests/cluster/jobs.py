@@ -7,11 +7,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.cluster.network import Cluster
+from tests.cluster.network import Cluster, Node
 from tests.warm_python import warm_torchrun
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+
+ELASTIC = (
+    "--max-restarts=100",
+    "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60",
+)
+"""How ``trine launch`` starts torchrun for a job whose nodes may come and go."""
+
+
+def copied(name: str, folder: Path) -> Path:
+    """A script of this folder, where its job writes."""
+    script = folder / name
+    script.write_text((SCRIPTS / name).read_text())
+    return script
 
 
 @dataclass(frozen=True)
@@ -27,17 +41,30 @@ class NodeEnd:
 class Job:
     """``torchrun --nnodes N --nproc-per-node R script ...`` on every node, killed at the end of the block."""
 
-    def __init__(self, cluster: Cluster, python: str, ranks: int, script: Path, *arguments: str) -> None:
+    def __init__(
+        self, cluster: Cluster, python: str, ranks: int, script: Path, *arguments: str, elastic: bool = False
+    ) -> None:
+        """``elastic``: any number of nodes goes on, as often as it has to."""
+        nodes = len(cluster.nodes)
+        self._folder = script.parent
+        self._environment = ENVIRONMENT | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if elastic else ENVIRONMENT
         self._outputs = [script.with_name(f"{node.name}.out") for node in cluster.nodes]
-        command = [
-            *warm_torchrun(python), f"--nnodes={len(cluster.nodes)}", f"--nproc-per-node={ranks}",
+        self._command = [
+            *warm_torchrun(python), f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
             "--rdzv-backend=c10d", f"--rdzv-endpoint={cluster.nodes[0].name}:29400", "--rdzv-id=job",
-            str(script), *arguments,
+            *[f"--nnodes=1:{nodes}", *ELASTIC] * elastic, str(script), *arguments,
         ]  # fmt: skip
-        self._launchers: list[subprocess.Popen[bytes]] = []
-        for node, path in zip(cluster.nodes, self._outputs, strict=True):
-            with path.open("wb") as output:
-                self._launchers.append(node.start(command, ENVIRONMENT, script.parent, output.fileno()))
+        self._launchers = [self._start(node) for node in cluster.nodes]
+
+    def _start(self, node: Node) -> "subprocess.Popen[bytes]":
+        with self._outputs[node.index].open("ab") as output:
+            return node.start(self._command, self._environment, self._folder, output.fileno())
+
+    def start_again(self, node: Node) -> None:
+        """Start the launcher of a node that was booted anew."""
+        self._launchers[node.index].kill()
+        self._launchers[node.index].wait()
+        self._launchers[node.index] = self._start(node)
 
     def __enter__(self) -> Self:
         return self

@@ -1,41 +1,19 @@
 """Jobs over several nodes: they train as one process does, and a node or a network that fails is named."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import Job
+from tests.cluster.jobs import Job, copied
 from tests.cluster.network import Cluster, missing
 from tests.selection import wide
 
-SCRIPTS = Path(__file__).parent
 TIMEOUT = 3.0
 """Of ``faulty.py``."""
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 """The one thing that a test asks of a machine and that no package installs."""
-
-
-@pytest.fixture
-def clusters() -> Iterator[Callable[[int], Cluster]]:
-    """``clusters(2)``: a cluster of two nodes, until the end of the test."""
-    made: list[Cluster] = []
-
-    def make(nodes: int) -> Cluster:
-        made.append(Cluster(nodes).__enter__())
-        return made[-1]
-
-    yield make
-    for cluster in made:
-        cluster.__exit__(None, None, None)
-
-
-def copied(name: str, folder: Path) -> Path:
-    """A script of this folder, where its job writes."""
-    script = folder / name
-    script.write_text((SCRIPTS / name).read_text())
-    return script
 
 
 @pytest.mark.parametrize(

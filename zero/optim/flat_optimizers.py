@@ -11,6 +11,7 @@ If the host then finds that the update was skipped, it restores what it has coun
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import unwrap
 from types import MappingProxyType
 from typing import Any, NamedTuple, overload
 
@@ -39,6 +40,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     """The pieces to update of tensors that are not updated as a whole."""
     rounding: RoundedUpdates | None = None
     """Update rule for bf16 weights without masters, if there are any."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch does, but without its guard against torch.compile, whose import is half of the start of a rank."""
+        unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @overload
     def step(self, closure: None = None) -> None: ...

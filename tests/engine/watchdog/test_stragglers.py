@@ -26,7 +26,7 @@ def test_the_slow_one_is_named_once() -> None:
     assert slow.look(views(59, (0.1, 0.1, 0.31, 0.1)), SIZE) == [], "not yet 50 steps"
     (sentence,) = slow.look(views(60, (0.1, 0.1, 0.31, 0.1)), SIZE)
     assert sentence.startswith("rank 2 (node1, pid 102) is slow: it computed 3")
-    assert "ms a step over the last 50 steps, 3." in sentence and "waited 300 ms." in sentence
+    assert "ms a step over the last 50 steps, where others of its stage took 100 ms, and waited 300 ms." in sentence
     assert slow.look(views(200, (0.1, 0.1, 0.31, 0.1)), SIZE) == []
 
 
@@ -36,6 +36,13 @@ def test_time_of_waiting_does_not_count() -> None:
     late = views(100, (0.1,) * SIZE)
     late[3] = replace(late[3], in_steps=late[3].in_steps + 900.0, waits={"dp": late[3].waits["dp"] + 900.0})
     assert slow.look(late, SIZE) == []
+
+
+def test_less_than_a_millisecond_is_not_worth_a_name() -> None:
+    slow = Stragglers(2.0, 50)
+    slow.look(views(1, (0.0, 0.0, 0.0, 0.0)), SIZE)
+    assert slow.look(views(100, (0.0, 0.0, 0.0009, 0.0)), SIZE) == []
+    assert len(slow.look(views(200, (0.0, 0.0, 0.0109, 0.0)), SIZE)) == 1, "others took no time that a clock shows"
 
 
 def test_stages_are_not_compared_with_each_other() -> None:
