@@ -3,6 +3,7 @@
 import logging
 import os
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,10 @@ from engine.checkpoint.contents.trainer_state import Stateful, TrainerState
 from engine.checkpoint.foreign import open_checkpoint
 from engine.checkpoint.format.filesystem import Files, resolved
 from engine.checkpoint.format.folder_locks import FolderLocks
-from engine.checkpoint.format.step_folders import make_run_folder
+from engine.checkpoint.format.step_folders import make_run_folder, step_of
 from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.huggingface import refuse_adapters
+from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
 from engine.checkpoint.resume import (
     ClientState,
@@ -63,6 +65,12 @@ class CheckpointCoordinator:
         self._last: PendingSave | None = None
         """The most recent save into the run's folder."""
         self._folder = _path(config.checkpoint.folder)
+        self._memory: MemoryCheckpoints | None = None
+        """Checkpoints in the memory of the hosts, if they are wanted."""
+        self._left_out = False
+        """A copy in memory was left out, and that was logged."""
+        if config.checkpoint.memory_every and self._folder is not None:
+            self._memory = MemoryCheckpoints(self._folder, self._files)
         self._init_from = _path(config.checkpoint.init_from)
         self._signal = StopSignal() if config.checkpoint.folder is not None else None
         if self._signal is not None:
@@ -156,10 +164,9 @@ class CheckpointCoordinator:
         if path is None:
             raise EngineError("load_checkpoint() got no folder, and checkpoint.folder is null; give one of the two.")
         self._renew_group()
-        step = find_checkpoint(path, self._group(), self._files, missing_ok)
-        if step is None:
+        request = self._find(path, options, missing_ok)
+        if request is None:
             return None
-        request = LoadRequest(step, options)
         user = self._begin(request, update) if self._run is None else self._resume(request)
         return ClientState(user) if isinstance(user, dict) else user
 
@@ -206,6 +213,8 @@ class CheckpointCoordinator:
         due = made and settings.every > 0 and done % settings.every == 0
         if (due or stops) and self._folder is not None and done != self._saved_at:
             self.save(None, {})
+        elif made and self._memory is not None and done % settings.memory_every == 0:
+            self._save_in_memory(self._memory)
         if stops:
             self.drain()
             if self._last is not None:
@@ -236,6 +245,8 @@ class CheckpointCoordinator:
         if self._signal is not None:
             self._signal.remove()
         self.drain()
+        if self._memory is not None and isinstance(sys.exception(), SystemExit | None):
+            self._memory.remove()  # a run that has failed is to go on from there
         self.release()
         if (problem := self.problem()) is not None:
             raise problem
@@ -249,6 +260,8 @@ class CheckpointCoordinator:
         if self._signal is not None:
             self._signal.remove()
         closers = [self._locks.close] if self._host is None else [self._locks.close, self._host.close]
+        if self._memory is not None:
+            closers.append(self._memory.close)
         for close in closers:
             if self._checkpoints is None:
                 close()
@@ -263,10 +276,15 @@ class CheckpointCoordinator:
         except BaseException:
             self._spoiled = self._spoiled or resume.touched
             raise
+        finally:
+            if self._memory is not None:
+                self._memory.close()
         self._spoiled = False
         done, whole = self._run.trainer_state.update.made, request.options.moments
         self._saved_at = done if whole and request.step.parent == self._folder else -1
-        if self._comm.grid.rank == 0:
+        if self._comm.grid.rank == 0 and request.files is not self._files:
+            logger.info("checkpoint loaded from the memory of the hosts, %d updates made", done)
+        elif self._comm.grid.rank == 0:
             logger.info(
                 "checkpoint loaded: %s, %d updates made; what it read is sound, and `trine checkpoint verify %s` reads "
                 "the rest too",
@@ -276,10 +294,38 @@ class CheckpointCoordinator:
             )
         return user
 
+    def _find(self, path: Path, options: LoadOptions, missing_ok: bool) -> LoadRequest | None:
+        """The newest checkpoint of a run, on disk or in memory, or the one that ``path`` is."""
+        memory = self._memory if path == self._folder else None
+        step = find_checkpoint(path, self._group(), self._files, missing_ok or memory is not None)
+        if memory is not None:
+            on_disk = step_of(step.name) if step is not None else None
+            newer = memory.find(self._group(), on_disk[0] if on_disk is not None else -1)
+            if newer is not None:
+                return LoadRequest(newer.folder, options, newer.files)
+            if step is None and not missing_ok:
+                step = find_checkpoint(path, self._group(), self._files)  # raises
+        return LoadRequest(step, options, self._files) if step is not None else None
+
+    def _save_in_memory(self, memory: MemoryCheckpoints) -> None:
+        """Start a save into memory, unless a rank still writes an earlier one: training does not wait for a disk."""
+        busy = torch.tensor([self._checkpoints is not None and self._checkpoints.busy], dtype=torch.int64)
+        if gather_from_all(busy, self._comm, self.device, "checkpoint").any():
+            if not self._left_out and self._comm.grid.rank == 0:
+                logger.warning(
+                    "checkpoint: step %d is not kept in memory, and nor is any later step that finds an earlier save "
+                    "still being written; raise checkpoint.memory_every",
+                    self._run.trainer_state.update.made if self._run is not None else 0,
+                )
+            self._left_out = True
+            return
+        checkpoints, _ = self._writer("checkpoint.memory_every")
+        checkpoints.save_in_memory(memory)
+
     def _begin(self, request: LoadRequest, update: Update) -> Any:
         """Restore the state that needs no model; the tensors are loaded once the model is built."""
         with loading(self._group(), request.step):
-            reader = open_checkpoint(self._files, request.step, request.options.moments)
+            reader = open_checkpoint(request.files, request.step, request.options.moments)
         if not request.options.module_only:
             state = self._trainer_state(update)
             with loading(self._group(), request.step):

@@ -119,6 +119,8 @@ class LoadRequest:
     step: Path
     """Folder of the checkpoint."""
     options: LoadOptions
+    files: Files
+    """Reads it."""
     begun: bool = False
     """The state that needs no model has been restored already."""
 
@@ -161,7 +163,7 @@ class Resume:
         return reader.manifest.user
 
     def _open(self) -> OpenCheckpoint:
-        reader = open_checkpoint(self._run.files, self._step, self._states)
+        reader = open_checkpoint(self._request.files, self._step, self._states)
         if self._host.rank == 0:
             for file in reader.manifest.files:
                 if not file.endswith(".safetensors"):

@@ -15,6 +15,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ class Saver:
         self._snapshots = Snapshots(ownership, tensors, host.rank)
         self._held = ExitStack()
         """Lock on the folder of the pending save; rank 0 only."""
+
+    def elsewhere(self, files: Files) -> "Saver":
+        """A saver of the same snapshots into another place, which nobody else uses."""
+        other = copy(self)
+        other._files, other._lock, other._held = files, lambda folder: None, ExitStack()
+        return other
 
     def snapshot(self, ours: Ours, contents: Contents) -> Snapshot:
         """Copy everything that training will change; the next snapshot reuses the memory."""
@@ -190,15 +197,15 @@ class Saver:
         snapshots, lost = self._snapshots, list[EngineError]()
         waits = []
         for owner, data in snapshot.outgoing.items():
-            with _noting(lost):
+            with noting(lost):
                 waits.append(self.host.send(data, owner))
         for source, size in snapshots.incoming():
             message = snapshots.memory.take("from others", size)[:size]
-            with _noting(lost):
+            with noting(lost):
                 self.host.receive(message, source)()
                 snapshots.put(snapshot, source, message)
         for wait in waits:
-            with _noting(lost):
+            with noting(lost):
                 wait()
         if lost:
             raise lost[0]
@@ -321,7 +328,7 @@ class Saver:
 
 
 @contextmanager
-def _noting(problems: list[EngineError]) -> Iterator[None]:
+def noting(problems: list[EngineError]) -> Iterator[None]:
     """Append an EngineError to ``problems`` and continue."""
     try:
         yield

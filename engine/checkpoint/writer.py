@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.checkpoint.contents.optimizer_state import unsaved_state
 from engine.checkpoint.contents.snapshot import Snapshot
+from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
 from engine.checkpoint.run_state import WORTH_A_LINE, RunState, logger
 from engine.checkpoint.save import Saver
 from engine.errors import CheckpointError, EngineError
@@ -101,6 +102,8 @@ class CheckpointWriter:
             )
         self._said = False
         """A warning of optimizer state that is not saved was logged."""
+        self._problem_of_copy = ""
+        """Why the last save into memory has failed."""
         self.problem: CheckpointError | None = None
         """The failure that has to stop the run (``checkpoint.on_failure``), or None."""
 
@@ -119,6 +122,18 @@ class CheckpointWriter:
         told = partial(self._told, step=self._run.trainer_state.update.made, stall=stall, started=time.perf_counter())
         self._pending = PendingSave(write, told, self._config.asynchronous)
         return self._pending
+
+    @property
+    def busy(self) -> bool:
+        """A save is being written."""
+        return self._pending is not None and not self._pending.done
+
+    def save_in_memory(self, copies: MemoryCheckpoints) -> None:
+        """Start a save into the memory of the hosts. One that fails is logged, and the run goes on."""
+        self.drain()
+        write = partial(copies.save, self._saver, self._snapshot({}))
+        step = self._run.trainer_state.update.made
+        self._pending = PendingSave(write, partial(self._told_of_copy, step=step), self._config.asynchronous)
 
     def use(self, host: HostGroup) -> None:
         """Send over ``host`` from now on; no save is pending."""
@@ -167,6 +182,14 @@ class CheckpointWriter:
         seconds = time.perf_counter() - started
         if seconds >= WORTH_A_LINE:
             logger.info("checkpoint: waited %.1f s for the save under way", seconds)
+
+    def _told_of_copy(self, save: PendingSave, step: int) -> None:
+        """Log a failure, one of its kind once. Runs in the background thread."""
+        problem = "" if save.problem is None else str(save.problem)
+        lost = not isinstance(save.problem, CheckpointError)  # a CheckpointError is the same on all ranks
+        if problem and problem != self._problem_of_copy and (lost or self._run.comm.grid.rank == 0):
+            logger.warning("checkpoint: no copy of step %d in memory: %s", step, problem)
+        self._problem_of_copy = problem
 
     def _told(self, save: PendingSave, step: int, stall: float, started: float) -> None:
         """Log the result of a save and remember a failure. Runs in the background thread."""

@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from engine.config.between import check_optimizer, check_parallel, check_precision, check_recomputation, check_zero
+from engine.config.between import (
+    check_copies,
+    check_optimizer,
+    check_parallel,
+    check_precision,
+    check_recomputation,
+    check_zero,
+)
 from engine.config.deepspeed.keys import KEYS, ON_DEVICE
 from engine.config.deepspeed.translate import translate
 from engine.config.optim_sections import (
@@ -243,6 +250,7 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_precision(config.bf16, config.fp16, config.torch_autocast, problems)
     check_optimizer(config.optimizer, problems)
     check_recomputation(config.activation_checkpointing, problems)
+    check_copies(config.checkpoint, problems)
     check_zero(config.zero_optimization, problems)
     check_parallel(config.parallel, problems)
 

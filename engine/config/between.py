@@ -7,6 +7,7 @@ from engine.config.rules import FrozenMap, Problems
 from engine.config.sections import (
     ActivationCheckpointingConfig,
     Bf16Config,
+    CheckpointConfig,
     Fp16Config,
     MonitorConfig,
     ParallelConfig,
@@ -44,6 +45,16 @@ def check_optimizer(optimizer: OptimizerConfig | None, problems: Problems) -> No
         given = f"momentum is {params['momentum']} and dampening {params['dampening']}"
         problems.add(
             "optimizer.params.nesterov", f"true needs momentum above 0 and dampening 0, but {given}; give both."
+        )
+
+
+def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
+    """Note copies in memory of a run that has no folder, which tells them from those of another run."""
+    if checkpoint.memory_every and checkpoint.folder is None:
+        problems.add(
+            "checkpoint.memory_every",
+            f"{checkpoint.memory_every} without checkpoint.folder, where a run also keeps what tells its copies from "
+            "those of other runs; give checkpoint.folder too.",
         )
 
 

@@ -171,6 +171,8 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 writes them only on request."""
     keep: int = setting(2, SIZE)
     """Number of the newest checkpoints to keep."""
+    memory_every: int = setting(0, COUNT)
+    """Steps between copies in the memory of two hosts, from which a job goes on that has lost one of them; 0: none."""
     asynchronous: bool = setting(True, Flag(), key="async")
     """Write checkpoints in the background."""
     on_failure: Literal["continue", "stop"] = setting("continue", one_of("continue", "stop", noun="a reaction"))

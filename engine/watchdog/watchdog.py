@@ -29,6 +29,7 @@ from engine.errors import first_line
 from engine.parallel.comm.flight.flight import rank_runs
 from engine.parallel.comm.flight.layout import AXES
 from engine.parallel.comm.flight.recorder import FlightRecorder
+from engine.parallel.comm.launcher import own_address
 from engine.parallel.comm.meeting import KeyStore
 from engine.parallel.grid import Grid
 from engine.watchdog.flight_folder import flight_folder, remove_old
@@ -124,7 +125,7 @@ class Watchdog:
     def _run_monitor(self) -> None:
         """Start it; the first host of the job becomes the hub, and tells the others where."""
         found = None if self._store.add("watchdog/hosts", 1) == 1 else self._find_hub()
-        hub = HubPlace(address=_own_address()) if found is None else found
+        hub = HubPlace(address=own_address()) if found is None else found
         orders = Orders(
             folder=str(self._folder),
             job=self._job,
@@ -168,14 +169,3 @@ def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watc
     except OSError as error:
         logger.warning("rank %d has no watchdog: %s", grid.rank, error)
         return None
-
-
-def _own_address() -> str:
-    """The address of this host that others reach: the one from which it reaches the store of the job."""
-    target = os.environ.get("MASTER_ADDR", "")
-    with contextlib.suppress(OSError):
-        family, kind, _, _, place = socket.getaddrinfo(target or "localhost", 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)  # sends nothing
-            return str(probe.getsockname()[0])
-    return "127.0.0.1"

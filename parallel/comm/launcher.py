@@ -16,6 +16,9 @@ only an ordinary SLURM_STEP_ID counts, together with the number of tasks of that
 ``TRINE_LAUNCHER=none`` makes every process that torchrun has not started a job of its own, for N runs side by side.
 """
 
+import contextlib
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -203,3 +206,14 @@ def first_host(nodes: str) -> str:
         else:
             host, rest = host + rest[0], rest[1:]
     return host
+
+
+def own_address() -> str:
+    """The address of this host that others reach: the one from which it reaches the store of the job."""
+    target = os.environ.get("MASTER_ADDR", "")
+    with contextlib.suppress(OSError):
+        family, kind, _, _, place = socket.getaddrinfo(target or "localhost", 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"

@@ -1,9 +1,13 @@
-"""A job whose nodes come and go: ``elastic.py FOLDER STEPS [SECONDS]`` goes on when it is started again.
+"""A job whose nodes come and go: ``elastic.py FOLDER STEPS [SECONDS [memory]]`` goes on when it is started again.
 
-``metrics.jsonl`` has the loss of every update, which depends on the rows of all updates before it.
+With ``memory`` the state of every second step is kept in memory, and none on disk.
+
+``metrics.jsonl`` has the loss of every update, which depends on the rows of all updates before it; ``times.txt`` when
+it was made, and by which process.
 """
 
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +21,7 @@ from engine.data import Sampler
 FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 PAUSE = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
 """Seconds that a step takes beside its computation, the same on every grid."""
+SAVES = {"memory_every": 2} if sys.argv[4:] == ["memory"] else {"every": 5}
 ROWS, WINDOWS = 8, 100
 
 
@@ -42,7 +47,7 @@ def main() -> None:
         "parallel": {"data": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 1},
-        "checkpoint": {"folder": str(FOLDER), "every": 5},
+        "checkpoint": {"folder": str(FOLDER), **SAVES},
         "monitor": {"jsonl": str(FOLDER / "metrics.jsonl"), "every": 1},
         "watchdog": {"timeout_seconds": 3.0},
     }
@@ -53,9 +58,12 @@ def main() -> None:
         eng.load_checkpoint(missing_ok=True)
         while eng.step_count < STEPS:
             report = eng.train_batch(table[torch.from_numpy(next(sampler))])
-            if eng.grid.rank == 0 and report.step % 10 == 0:
-                print(f"step {report.step} on {eng.grid.world_size} ranks", flush=True)
             time.sleep(PAUSE)
+            if eng.grid.rank == 0:
+                with (FOLDER / "times.txt").open("a") as times:
+                    times.write(f"{os.getpid()} {report.step} {time.time()}\n")
+                if report.step % 10 == 0:
+                    print(f"step {report.step} on {eng.grid.world_size} ranks", flush=True)
 
 
 main()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster.jobs import ENVIRONMENT, SCRIPTS, Job, copied
 from tests.cluster.network import Cluster, missing
+from tests.selection import wide
 
 STEPS = 80
 PAUSE = 0.1
@@ -31,15 +32,17 @@ def losses_of_one_process(python: str, folder: Path, steps: int) -> list[float]:
     return [update["loss"] for update in updates_of(folder).values()]
 
 
+@pytest.mark.parametrize("kept", ["memory", wide("disk")])
 def test_a_job_loses_a_node_and_takes_it_in_again(
-    clusters: Callable[[int], Cluster], warm_python: str, tmp_path: Path
+    clusters: Callable[[int], Cluster], warm_python: str, tmp_path: Path, kept: str
 ) -> None:
     cluster, run = clusters(2), tmp_path / "run"
     script = copied("elastic.py", tmp_path)
-    with Job(cluster, warm_python, 2, script, str(run), str(STEPS), str(PAUSE), elastic=True) as job:
+    with Job(cluster, warm_python, 2, script, str(run), str(STEPS), str(PAUSE), kept, elastic=True) as job:
         job.wait_for("step 10 on 4 ranks", node=0)
         cluster.nodes[1].end()
         job.wait_for("on 2 ranks", node=0)
+        assert [*run.glob("step-*")] == [] or kept == "disk"
         cluster.boot(cluster.nodes[1])
         job.start_again(cluster.nodes[1])
         ended = job.end(60)
@@ -50,5 +53,6 @@ def test_a_job_loses_a_node_and_takes_it_in_again(
     assert changes == ["4", "2", "4"]
     assert "the grid was 4 ranks = 1 pipeline x 4 data x 1 tensor up to step" in ended[0].text
     assert "a batch stays 8 rows, 4 microbatches a data rank" in ended[0].text
+    assert ("checkpoint loaded from the memory of the hosts" in ended[0].text) == (kept == "memory")
     expected = losses_of_one_process(warm_python, tmp_path / "undisturbed", STEPS)
     assert [update["loss"] for update in updates] == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,206 @@
+"""The checkpoints of one engine in the memory of its hosts.
+
+save   every ``checkpoint.memory_every`` steps, in the background
+find   at a start: the newest one of which every file is left on some host, if it is newer than that on disk
+"""
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.contents.snapshot import Snapshot
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.manifest import CHECKSUMS, COMMIT, NAME
+from engine.checkpoint.format.step_folders import committed, read_manifest
+from engine.checkpoint.format.strict_json import dump, parse
+from engine.checkpoint.memory.host_map import HostMap, find_hosts, memory_identity
+from engine.checkpoint.memory.memory_folder import MemoryFiles, MemoryFolder, memory_folder, run_token
+from engine.checkpoint.memory.mirror import Mirror
+from engine.checkpoint.memory.remote_files import FileServer, Holder, RemoteFiles
+from engine.checkpoint.save import Saver
+from engine.errors import EngineError
+from engine.parallel.comm.agreement import raise_together
+from engine.parallel.comm.host_group import HostGroup, announce, collect
+from engine.parallel.comm.launcher import own_address
+
+logger = logging.getLogger("trine")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStep:
+    """A checkpoint that is left in the memory of the hosts, opened for reading."""
+
+    folder: Path
+    """Its name; on a host that holds nothing of it there is no such folder."""
+    number: int
+    files: RemoteFiles
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What one host holds of one checkpoint."""
+
+    step: int
+    attempt: str
+    folder: str
+    needed: Mapping[str, int]
+    """Bytes of all files of the checkpoint."""
+    held: Sequence[str]
+    """Those that lie here in full."""
+
+
+class MemoryCheckpoints:
+    """Saves into memory and finds what was saved; all methods but ``close`` are collective over the host group."""
+
+    def __init__(self, run_folder: Path, files: Files) -> None:
+        self._run_folder, self._disk = run_folder, files
+        self._folder: MemoryFolder | None = None
+        self._hosts = HostMap(((0,),))
+        self._rank = 0
+        self._server: FileServer | None = None
+        self._found: MemoryStep | None = None
+        self._saved = False
+
+    def save(self, saver: Saver, snapshot: Snapshot | Exception) -> Path:
+        """Write a snapshot into the memory of this host and of the next one; returns the folder of rank 0's host.
+
+        Raises:
+            CheckpointError, EngineError: as :meth:`Saver.run`; the older copy is still whole.
+        """
+        folder, files = self._open(saver.host), MemoryFiles()
+        step = saver.elsewhere(files).run(snapshot, folder.root, keep=None)
+        Mirror(saver.host, self._hosts, folder, files).spread(step)
+        if not self._saved and self._rank == 0:
+            hosts = len(self._hosts.hosts)
+            logger.info(
+                "checkpoint: step %s and later ones are kept in the memory of %d host(s), under %s%s",
+                step.name.removeprefix("step-"), hosts, folder.root,
+                "" if hosts > 1 else "; there is one host, whose loss they do not survive",
+            )  # fmt: skip
+        self._saved = True
+        return step
+
+    def find(self, host: HostGroup, beyond: int) -> MemoryStep | None:
+        """The newest checkpoint after step ``beyond`` of which every file is left, opened; None if there is none.
+
+        Raises:
+            CheckpointError: a host cannot answer; the same on all ranks.
+        """
+        folder = self._open(host)
+        ours = list(_offers(folder.root))
+        told = collect(host, dump({"offers": [asdict(offer) for offer in ours] if self._acts else []}))
+        message = b""
+        if told is not None:
+            offers = [_Offer(**given) for text in told for given in parse(text, "a rank's offers")["offers"]]
+            chosen = newest_whole(offers, beyond)
+            message = dump({"chosen": None if chosen is None else asdict(chosen), "secret": secrets.token_hex(16)})
+        answer = parse(announce(host, message), "rank 0's message")
+        if answer["chosen"] is None:
+            return None
+        return self._reach(host, _Offer(**answer["chosen"]), ours, answer["secret"])
+
+    def close(self) -> None:
+        """Stop answering other hosts. All ranks have read what they need."""
+        if self._found is not None:
+            self._found.files.hang_up()
+        if self._server is not None:
+            self._server.close()
+        self._found = self._server = None
+
+    def remove(self) -> None:
+        """Give the memory back, because the run has ended well. Nothing is communicated."""
+        self.close()
+        if self._folder is not None and self._acts:
+            self._folder.remove()
+
+    @property
+    def _acts(self) -> bool:
+        return self._hosts.is_first(self._rank)
+
+    def _open(self, host: HostGroup) -> MemoryFolder:
+        """Find the folder of this run and the ranks that share it, once."""
+        if self._folder is not None:
+            return self._folder
+        self._rank, token = host.rank, ""
+        with raise_together(host, _described):
+            identity = memory_identity()
+            if self._rank == 0:
+                token = run_token(self._disk, self._run_folder)
+        token = announce(host, token.encode()).decode()
+        self._hosts = find_hosts(host, identity)
+        folder = memory_folder(self._run_folder, token)
+        with raise_together(host, _described):
+            if self._acts:
+                folder.claim()
+        self._folder = folder
+        return folder
+
+    def _reach(self, host: HostGroup, chosen: _Offer, ours: Iterable[_Offer], secret: str) -> MemoryStep:
+        """Let every host answer that holds a part, and tell all ranks where."""
+        assert self._folder is not None, "it was opened"
+        same = [offer for offer in ours if (offer.step, offer.attempt) == (chosen.step, chosen.attempt)]
+        here = self._folder.root / (same[0].folder if same else chosen.folder)
+        entry: dict[str, Any] = {}
+        with raise_together(host, _described):
+            if same and self._acts:
+                self._server = FileServer(own_address(), secret, here, same[0].held)
+                entry = {
+                    "address": own_address(), "port": self._server.port, "name": socket.gethostname(),
+                    "held": same[0].held,
+                }  # fmt: skip
+        reports = collect(host, dump(entry))
+        message = dump({"hosts": [parse(report, "a rank's address") for report in reports or ()]})
+        held: dict[str, list[Holder]] = {}
+        for given in parse(announce(host, message), "rank 0's message")["hosts"]:
+            for name in given.get("held", ()):
+                held.setdefault(name, []).append(Holder(given["address"], given["port"], given["name"]))
+        files = RemoteFiles(here, held, chosen.needed, secret)
+        self._found = MemoryStep(self._folder.root / chosen.folder, chosen.step, files)
+        return self._found
+
+
+def newest_whole(offers: Iterable[_Offer], beyond: int) -> _Offer | None:
+    """The newest checkpoint after step ``beyond`` whose files all lie on some host."""
+    held: dict[tuple[int, str], set[str]] = {}
+    found: dict[tuple[int, str], _Offer] = {}
+    for offer in offers:
+        held.setdefault((offer.step, offer.attempt), set()).update(offer.held)
+        found.setdefault((offer.step, offer.attempt), offer)
+    whole = [offer for key, offer in found.items() if offer.step > beyond and held[key] >= offer.needed.keys()]
+    return max(whole, key=lambda offer: offer.step, default=None)
+
+
+def _offers(root: Path) -> Iterable[_Offer]:
+    """The committed checkpoints in the memory of this host; one that cannot be read is left out, and that is logged."""
+    files = Files()
+    for step in committed(files, root):
+        try:
+            manifest = read_manifest(files, step)
+            public = {name: (step / name).stat().st_size for name in (NAME, COMMIT, CHECKSUMS)}
+        except (EngineError, OSError) as error:
+            logger.warning("checkpoint: a copy in memory is left out: %s", error)
+            continue
+        needed = {**manifest.files, **public}
+        held = [name for name, size in needed.items() if _size(step / name) == size]
+        yield _Offer(manifest.step, manifest.attempt, step.name, needed, held)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; -1 if it is not here."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_size
+    except OSError:
+        return -1
+
+
+def _described(error: Exception) -> str:
+    if isinstance(error, EngineError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"checkpoint.memory_every: {error.filename or 'the network'}: {error.strerror or error}."
+    return f"checkpoint.memory_every: {type(error).__name__}, {error}."
