@@ -11,7 +11,7 @@ from engine.parallel.comm.traffic import Op, Tally, Traffic, sent_bytes
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.schedule.actions import Action
-from engine.parallel.shard_table import ShardRow
+from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.parallel.tensor.layers.partial_grads import LABEL
 from engine.parallel.trace.model_trace import Value
 from engine.precision.dtypes import Precision
@@ -69,6 +69,20 @@ def state_bytes(
     for row, elements in frozen:
         state["frozen parameters"] += elements * precision.frozen(row.name, row.dtype).itemsize
     return state
+
+
+def stored_bytes(table: ShardTable, precision: Precision, moments: int) -> int:
+    """Bytes of all weights, masters and moments of a run, each once: what a checkpoint stores, less its buffers."""
+    total = 0
+    for row in table:
+        elements = prod(row.shape)
+        if not row.trainable:
+            total += elements * precision.frozen(row.name, row.dtype).itemsize
+            continue
+        widths = precision.widths(str(precision.parameter(row.name, row.dtype)).removeprefix("torch."))
+        master = widths.master.itemsize if widths.master else 0
+        total += elements * (widths.compute.itemsize + master + widths.moments.itemsize * moments)
+    return total
 
 
 def reduces_each_microbatch(config: Config) -> bool:

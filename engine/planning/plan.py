@@ -40,6 +40,7 @@ from engine.planning.budgets import (
     shards_parameters,
     stage_traffic,
     state_bytes,
+    stored_bytes,
 )
 from engine.planning.flat_layouts import Users, flat_layouts
 from engine.precision.dtypes import Precision, half_note, make_precision
@@ -148,6 +149,11 @@ class Plan:
         frozen = tuple((row, held_elements(row, coord.tp)) for row in whole)
         state = state_bytes(self.layout(coord), frozen, self.precision, self.config, self.moments or 0)
         return RankPlan(coord, held, state, self._traffic(coord))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a checkpoint, all ranks together, without buffers and random states."""
+        return stored_bytes(self.table, self.precision, self.moments or 0)
 
     def gathers(self, coord: Coord) -> GatherPlan | None:
         """The gathers of sharded parameters at a position; None if parameters are not sharded."""

@@ -36,6 +36,7 @@ def banner_text(plan: Plan, device: str) -> str:
         "loss": "sum / weight over all microbatches and data ranks; a 0-dim loss weighs 1",
         "seed": str(config.seed),
         **_checkpoint_lines(config.checkpoint),
+        **_copies_line(plan),
     }
     text = [f"  {name:<10} {line}" for name, line in lines.items()]
     return "\n".join(["trine", *text, *(f"  note       {note}" for note in plan.notes)])
@@ -49,6 +50,16 @@ def _checkpoint_lines(checkpoint: CheckpointConfig) -> dict[str, str]:
         every = f"every {checkpoint.every} steps" if checkpoint.every else "when asked"
         lines["saves"] = f"{every} into {checkpoint.folder}, the newest {checkpoint.keep} stay"
     return lines
+
+
+def _copies_line(plan: Plan) -> dict[str, str]:
+    """Checkpoints in memory: what a rank sends and what its host holds for it, on average."""
+    every = plan.config.checkpoint.memory_every
+    share = plan.stored_bytes // plan.grid(0).world_size
+    held = f"{megabytes(2 * share)} a rank in /dev/shm, twice while they are replaced"
+    return (
+        {"copies": f"every {every} steps in the memory of two hosts: {megabytes(share)} sent, {held}"} if every else {}
+    )
 
 
 def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:

@@ -101,7 +101,7 @@ def _disturbed(folder: Path, options: argparse.Namespace) -> int:
         script = copied("elastic.py", folder)
         settings = (str(folder / "run"), str(steps), str(options.step))
         with Job(cluster, sys.executable, RANKS, script, *settings, elastic=True) as job:
-            job.wait_for("step 10 on")
+            job.wait_for("step 10 on", node=0)
             end = time.monotonic() + 60 * options.minutes
             while time.monotonic() + options.every < end:
                 time.sleep(options.every)

@@ -53,16 +53,16 @@ def find_hosts(host: HostGroup, identity: str) -> HostMap:
     return HostMap(tuple(tuple(ranks) for ranks in answer["hosts"]))
 
 
-def memory_identity() -> str:
+def memory_identity(shared: Path) -> str:
     """Equal for two processes that have the same folder in memory; containers of one machine have their own.
 
     Raises:
         CheckpointError: there is no such folder.
     """
     try:
-        return f"{host_identity().hex()} {os.stat(SHARED).st_dev}"
+        return f"{host_identity().hex()} {os.stat(shared).st_dev} {shared}"
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.memory_every keeps copies in {SHARED}, which is not there ({error.strerror}); mount a tmpfs "
+            f"checkpoint.memory_every keeps copies in {shared}, which is not there ({error.strerror}); mount a tmpfs "
             "there, or leave it out."
         ) from error

@@ -18,7 +18,7 @@ from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.manifest import CHECKSUMS, COMMIT, NAME
 from engine.checkpoint.format.step_folders import committed, read_manifest
 from engine.checkpoint.format.strict_json import dump, parse
-from engine.checkpoint.memory.host_map import HostMap, find_hosts, memory_identity
+from engine.checkpoint.memory.host_map import SHARED, HostMap, find_hosts, memory_identity
 from engine.checkpoint.memory.memory_folder import MemoryFiles, MemoryFolder, memory_folder, run_token
 from engine.checkpoint.memory.mirror import Mirror
 from engine.checkpoint.memory.remote_files import FileServer, Holder, RemoteFiles
@@ -55,11 +55,18 @@ class _Offer:
 
 
 class MemoryCheckpoints:
-    """Saves into memory and finds what was saved; all methods but ``close`` are collective over the host group."""
+    """Saves into memory and finds what was saved. ``save`` and ``find`` are collective over the host group.
 
-    def __init__(self, run_folder: Path, files: Files) -> None:
-        self._run_folder, self._disk = run_folder, files
+    Args:
+        run_folder: where the run keeps its checkpoints on disk.
+        shared: the folder of a host that lies in its memory.
+    """
+
+    def __init__(self, run_folder: Path, files: Files, shared: Path = SHARED) -> None:
+        self._run_folder, self._disk, self._shared = run_folder, files, shared
         self._folder: MemoryFolder | None = None
+        self._named = shared
+        """``shared`` of rank 0."""
         self._hosts = HostMap(((0,),))
         self._rank = 0
         self._server: FileServer | None = None
@@ -72,8 +79,9 @@ class MemoryCheckpoints:
         Raises:
             CheckpointError, EngineError: as :meth:`Saver.run`; the older copy is still whole.
         """
-        folder, files = self._open(saver.host), MemoryFiles()
-        step = saver.elsewhere(files).run(snapshot, folder.root, keep=None)
+        folder = self._open(saver.host)
+        files = MemoryFiles(self._named, self._shared)
+        step = saver.elsewhere(files).run(snapshot, self._named / folder.root.name, keep=None)
         Mirror(saver.host, self._hosts, folder, files).spread(step)
         if not self._saved and self._rank == 0:
             hosts = len(self._hosts.hosts)
@@ -128,12 +136,13 @@ class MemoryCheckpoints:
             return self._folder
         self._rank, token = host.rank, ""
         with raise_together(host, _described):
-            identity = memory_identity()
+            identity = memory_identity(self._shared)
             if self._rank == 0:
                 token = run_token(self._disk, self._run_folder)
-        token = announce(host, token.encode()).decode()
+        told = parse(announce(host, dump({"token": token, "shared": str(self._shared)})), "rank 0's message")
+        self._named = Path(told["shared"])
         self._hosts = find_hosts(host, identity)
-        folder = memory_folder(self._run_folder, token)
+        folder = memory_folder(self._shared, self._run_folder, told["token"])
         with raise_together(host, _described):
             if self._acts:
                 folder.claim()

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from engine.checkpoint.format.filesystem import Files, read_all, remove_tree, write_new
 from engine.checkpoint.format.step_folders import make_run_folder
-from engine.checkpoint.memory.host_map import SHARED
 from engine.errors import CheckpointError
 
 TOKEN = "memory_token"
@@ -23,15 +22,23 @@ _TOKEN = re.compile(rb"[0-9a-f]{16}")
 
 
 class MemoryFiles(Files):
-    """Files in memory: a folder is made where the first file of a rank needs it, and nothing waits for a disk."""
+    """Files in memory: a folder is made where the first file of a rank needs it, and nothing waits for a disk.
 
-    def __init__(self) -> None:
+    Args:
+        named: the folder under which rank 0 names files.
+        shared: where these files lie on this host.
+    """
+
+    def __init__(self, named: Path, shared: Path) -> None:
+        self._named, self._shared = named, shared
         self.sizes: dict[Path, int] = {}
         """Bytes of every file that was created, by its path."""
         self._open: dict[int, Path] = {}
 
     def create(self, path: Path) -> int:
-        """Create a file and its folders."""
+        """Create a file and its folders, on this host."""
+        if path.is_relative_to(self._named):
+            path = self._shared / path.relative_to(self._named)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         self._open[file] = path
@@ -98,7 +105,7 @@ def run_token(files: Files, folder: Path) -> str:
     return token.decode()
 
 
-def memory_folder(folder: Path, token: str) -> MemoryFolder:
-    """Where the run of ``folder`` keeps its copies."""
+def memory_folder(shared: Path, folder: Path, token: str) -> MemoryFolder:
+    """Where the run of ``folder`` keeps its copies in the memory of a host."""
     place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
-    return MemoryFolder(SHARED / f"trine-memory-{os.getuid()}-{place}-{token}")
+    return MemoryFolder(shared / f"trine-memory-{os.getuid()}-{place}-{token}")

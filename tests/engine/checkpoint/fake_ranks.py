@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from engine.checkpoint.contents.optimizer_state import (
     moments_by_bucket,
 )
 from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership, model_tensors
-from engine.checkpoint.contents.snapshot import Contents, Ours
+from engine.checkpoint.contents.snapshot import Contents, Ours, Snapshot
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.pieces import Piece
 from engine.checkpoint.format.safetensors_file import TensorKind
@@ -40,6 +40,7 @@ from engine.zero.optim.flat_optimizers import FlatAdam
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 @dataclass
@@ -102,34 +103,45 @@ class FakeRun:
         self, folder: Path, step: int = 1, files: Callable[[int], Files] | None = None, keep: int | None = None
     ) -> list[Path]:
         """Save from all ranks at once."""
-        hosts, found, errors = memory_hosts(len(self.ranks)), {}, {}
-
-        def work(rank: int) -> None:
-            try:
-                found[rank] = self.save_one(hosts[rank], folder, step, files(rank) if files else Files(), keep)
-            except Exception as error:
-                errors[rank] = error
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(self.ranks))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[min(errors)]
-        return [found[rank] for rank in range(len(self.ranks))]
+        return on_all(
+            len(self.ranks),
+            lambda host: self.save_one(host, folder, step, files(host.rank) if files else Files(), keep),
+        )
 
     def save_one(self, host: MemoryHost, folder: Path, step: int, files: Files, keep: int | None) -> Path:
         """What one rank does of it."""
+        saver, snapshot = self.saver(host, step, files)
+        return saver.run(snapshot, folder, keep)
+
+    def saver(self, host: MemoryHost, step: int, files: Files) -> tuple[Saver, Snapshot]:
+        """The saver of a rank, and what it is to save."""
         rank = self.ranks[host.rank]
         local_tensors, optimizer = rank.local_tensors, rank.optimizer
         saver = Saver(local_tensors.ownership, self.tensors, host, files, lambda folder: None)
         pieces = [*local_tensors.masters(), *local_tensors.state(moments_by_bucket(optimizer))]
         weights = [*local_tensors.weights(), *local_tensors.whole()]
         contents = Contents(step, {}, {}, {}, describe_optimizer(optimizer, self.plan.table, frozenset()), None, {})
-        return saver.run(
-            saver.snapshot(Ours(weights, {}, pieces, {}, group_scalars(optimizer)), contents), folder, keep
-        )
+        return saver, saver.snapshot(Ours(weights, {}, pieces, {}, group_scalars(optimizer)), contents)
+
+
+def on_all(size: int, body: Callable[[MemoryHost], T]) -> list[T]:
+    """Run ``body`` on all ranks at once; raises what the first of them raises."""
+    hosts, found, errors = memory_hosts(size), dict[int, T](), dict[int, Exception]()
+
+    def work(rank: int) -> None:
+        try:
+            found[rank] = body(hosts[rank])
+        except Exception as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [found[rank] for rank in range(size)]
 
 
 def fake_run(make: Callable[[], nn.Module], settings: Mapping[str, Any], example: Any, loss_fn: Any = None) -> FakeRun:
