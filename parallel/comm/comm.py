@@ -93,10 +93,11 @@ def _named_failure(
     failure as the last one of the job; without a launcher there is nothing to wait for.
     """
     logger.debug("%s failed", what, exc_info=error)
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    if launched and broken is not None:
+        broken()
     who = absent()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        if broken is not None:
-            broken()
+    if launched:
         sleep(_HOLD_BACK_SECONDS)
     stopped = f"A peer has probably stopped{f': {who}' if who else ''}; look for the first traceback of the job."
     return EngineError(f"{what} failed: {first_line(error)}. {stopped}")
