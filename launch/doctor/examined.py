@@ -58,6 +58,7 @@ class HostFacts:
     """Most files that a process may open; None: any number."""
     locked_bytes: int | None = None
     """Most memory that a process may lock; None: any amount."""
+    infiniband: bool = False
 
     def carrier(self) -> InterfaceFacts | None:
         """The interface over which gloo sends: the one that is asked for, or that has the address of the host's name."""
@@ -149,6 +150,8 @@ class Examined:
     """Time that ranks were given to answer."""
     place: str = ""
     """Where they meet, in words."""
+    shared_bytes: int = 0
+    """Memory that each tensor rank shares with those of its host."""
     ranks_of_node: int = 0
     """Processes that the launcher starts on each node; 0: it does not tell."""
     failed: tuple[tuple[int, str], ...] = ()

@@ -1,4 +1,4 @@
-"""The facts of this rank and its host. Only ``gpu_facts`` needs torch."""
+"""The facts of this rank and its host. Only ``with_gpus`` needs torch."""
 
 import os
 import platform
@@ -40,6 +40,7 @@ def host_facts(variables: Mapping[str, str], target: str) -> HostFacts:
         memory_free=_memory_free(),
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        infiniband=Path("/sys/class/infiniband").exists(),
     )
 
 
@@ -84,8 +85,8 @@ def _memory_free() -> int | None:
     return None
 
 
-def with_gpus(host: HostFacts, variables: Mapping[str, str]) -> HostFacts:
-    """The facts with GPUs and NCCL, for which torch has to be asked."""
+def with_gpus(host: HostFacts, variables: Mapping[str, str], device: str) -> HostFacts:
+    """The facts with GPUs and NCCL, for which torch has to be asked; ``device``, that of this rank, is tried."""
     import torch
 
     if not torch.cuda.is_available():
@@ -95,9 +96,10 @@ def with_gpus(host: HostFacts, variables: Mapping[str, str]) -> HostFacts:
         for index in range(torch.cuda.device_count()):
             told = torch.cuda.get_device_properties(index)
             gpus.append(GpuFacts(name=told.name, bytes=told.total_memory))
-            torch.ones(8, device=f"cuda:{index}").sum().item()
+        if device:
+            torch.ones(8, device=device).sum().item()
     except (RuntimeError, AssertionError) as error:
-        problem = f"GPU {len(gpus) - 1} does not compute: {first_line(error)}"
+        problem = f"{device or 'a GPU'} does not compute: {first_line(error)}"
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return replace(host, gpus=tuple(gpus), gpu_problem=problem, versions={**host.versions, "nccl": nccl})
 
