@@ -1,0 +1,16 @@
+"""``torchrun -m engine.launch.doctor``: the command as a module, which a launcher starts on every rank."""
+
+import sys
+from argparse import ArgumentParser
+
+from engine.errors import EngineError
+from engine.launch.doctor.doctor_command import add_doctor_options, run_doctor
+
+if __name__ == "__main__":
+    parser = ArgumentParser(prog="engine.launch.doctor", description="Whether training would start on these hosts.")
+    add_doctor_options(parser)
+    try:
+        run_doctor(parser.parse_args())
+    except EngineError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
