@@ -22,7 +22,7 @@ from engine.launch.doctor.examined import Examined, RankFacts
 from engine.launch.doctor.facts import host_facts, with_gpus
 from engine.launch.doctor.findings import Finding, find_all
 from engine.launch.doctor.report import report_lines
-from engine.parallel.comm.launcher import Place, find_place
+from engine.parallel.comm.launcher import Place, find_place, read_count
 from engine.reporting.last_words import torchrun_error
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ def run_doctor(options: Namespace) -> None:
     rank = 0 if place is None else place.rank
     if rank == 0 and options.json is not None:
         _check_writable(options.json)
+    problem = _wrong_variable()
     with _patience(options.timeout):
-        examination = _prepare(options.config, options.timeout, place)
+        examination = _prepare(options.config, options.timeout, place, problem)
         seen = examination.run()
         failed = _conclude(examination, seen, options.json) if rank == 0 else _follow(examination, seen)
     if examination.hung:  # what hangs would hold the process at its exit
@@ -63,6 +64,16 @@ def run_doctor(options: Namespace) -> None:
         os._exit(int(failed))
     if failed:
         raise SystemExit(1)
+
+
+def _wrong_variable() -> str:
+    """What training would say of variables that it reads later on."""
+    try:
+        for name in ("TRINE_TIMEOUT_SECONDS", "TRINE_SHARED_MEMORY"):
+            read_count(os.environ, name, 1)
+    except EngineError as error:
+        return str(error)
+    return ""
 
 
 @contextmanager
@@ -85,7 +96,7 @@ def _check_writable(path: Path) -> None:
         raise EngineError(f"--json {path} cannot be written: {error.strerror}; give another place.") from error
 
 
-def _prepare(path: Path | None, seconds: int, place: Place | None) -> "Examination":
+def _prepare(path: Path | None, seconds: int, place: Place | None, problem: str) -> "Examination":
     """This rank's facts, and the error that training would begin with here."""
     import torch
 
@@ -93,14 +104,14 @@ def _prepare(path: Path | None, seconds: int, place: Place | None) -> "Examinati
     from engine.parallel.comm.world import World, read_world
 
     rank, size, local_rank = (place.rank, place.size, place.local_rank) if place is not None else (0, 1, 0)
-    host, config, problem = host_facts(os.environ, place.address if place is not None else "localhost"), None, ""
+    host, config = host_facts(os.environ, place.address if place is not None else "localhost"), None
     world, device = World(rank, size, local_rank, torch.device("cpu"), place), ""
     try:
         world = read_world()
         device = str(world.device)
         config = _read_config(path, world)
     except EngineError as error:
-        problem = str(error)
+        problem = problem or str(error)
     host = with_gpus(host, os.environ, device if device.startswith("cuda") else "")
     own = RankFacts(
         rank=rank, local_rank=local_rank, pid=os.getpid(), device=device, problem=problem, host=host

@@ -61,11 +61,14 @@ class HostFacts:
     infiniband: bool = False
 
     def carrier(self) -> InterfaceFacts | None:
-        """The interface over which gloo sends: the one that is asked for, or that has the address of the host's name."""
-        wanted = self.gloo_wish.split(",")[0]
-        for one in self.interfaces:
-            if one.name == wanted if wanted else set(one.addresses) & set(self.named_addresses):
-                return one
+        """The interface over which gloo sends: the one it is told to use, or that with an address of the host's
+        name."""
+        if wanted := self.gloo_wish.split(",")[0]:
+            return next((one for one in self.interfaces if one.name == wanted), None)
+        for address in self.named_addresses:
+            for one in self.interfaces:
+                if address in one.addresses or (one.loopback and address.startswith("127.")):
+                    return one
         return None
 
 

@@ -165,8 +165,8 @@ def _network(name: str, hosts: Hosts) -> Iterator[Finding]:
     elif several and carrier is not None and carrier.loopback and not host.gloo_wish:
         yield _warning(
             "interface",
-            f"the name of {name} resolves to {host.named_addresses[0]}, which other hosts do not reach; put its address "
-            f"into /etc/hosts, or set GLOO_SOCKET_IFNAME to one of {there}.",
+            f"the name of {name} resolves to {host.named_addresses[0]}, which other hosts do not reach; put its "
+            f"address into /etc/hosts, or set GLOO_SOCKET_IFNAME to one of {there}.",
         )
     elif several and carrier is None:
         yield _warning(

@@ -66,14 +66,14 @@ class Examination:
     def __post_init__(self) -> None:
         config, world = self.config, self.world
         grid = None if config is None else (config.pp, config.dp, config.tp)
-        tensor = grid is not None and grid[2] > 1 and world.device.type == "cpu" and shares_memory()
+        tensor = grid is not None and grid[2] > 1 and world.device.type == "cpu"
         self.seen = Examined(
             size=world.size,
             facts=(self.own,),
             grid=grid,
             seconds=self.seconds,
             place=meeting_point(world) if world.place is not None else "",
-            shared_bytes=shared_bytes(1) if tensor else 0,
+            shared_bytes=shared_bytes(1) if tensor and not self.own.problem and shares_memory() else 0,
             ranks_of_node=_count(os.environ, "LOCAL_WORLD_SIZE"),
         )
 
