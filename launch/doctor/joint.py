@@ -60,6 +60,7 @@ class Examination:
     hung: bool = False
     """A phase has not ended, or has failed: what it holds cannot be released."""
     _store: KeyStore | None = None
+    """For words of the doctor; None: this rank has not met the others."""
     _phase: str = "the start"
     _deadline: float = 0.0
 
@@ -161,8 +162,9 @@ class Examination:
         store, starts, hosts = open_store(self.world), not self.own.problem, Hosts((self.own,))
         if self.world.size > 1:
             meeting, problem = self._meet(store)
-            self._store = store = prefixed(store, meeting.name)
-            starts, hosts = self._exchange_facts(store, problem)
+            store = prefixed(store, meeting.name)
+            self._store = prefixed(store, "doctor")
+            starts, hosts = self._exchange_facts(self._store, problem)
         if not starts or self.config is None:
             return
         self._enter("starting the process group")

@@ -43,14 +43,13 @@ def measure_axes(comm: Comm, device: torch.device) -> Iterator[AxisTimes]:
     axes: tuple[Axis, ...] = ("tp", "dp")
     for axis in axes:
         if grid.size(axis) > 1:
-            peers = grid.peers(axis)
-            yield meter.measure(axis, peers, "all_reduce", lambda data, axis=axis: _reduce(comm, data, axis))
+            yield meter.measure(axis, grid.peers(axis), "all_reduce", _reducing(comm, axis))
     if grid.pp > 1:
         yield from _measure_hops(meter)
 
 
-def _reduce(comm: Comm, data: torch.Tensor, axis: Axis) -> None:
-    comm.all_reduce(data, axis, _LABEL).wait()
+def _reducing(comm: Comm, axis: Axis) -> _Call:
+    return lambda data: comm.all_reduce(data, axis, _LABEL).wait()
 
 
 def _measure_hops(meter: "_Meter") -> Iterator[AxisTimes]:

@@ -50,7 +50,7 @@ def spoilt(rank: int, seen: Examined, **changes: Any) -> Examined:
     return replace(seen, facts=tuple(facts))
 
 
-GPUS = {"device": "cuda:0", "each": 1}
+GPUS: dict[str, Any] = {"device": "cuda:0", "each": 1}
 ETHERNET_DOWN = InterfaceFacts(name="eth0", addresses=("10.0.0.1",), up=False)
 ERRORS: dict[str, tuple[Examined, str]] = {
     "absent": (
@@ -149,8 +149,8 @@ WARNINGS: dict[str, tuple[Examined, str]] = {
     ),
     "host-of-pairs": (
         examined(pairs=pairs(1e9, 1.5e8, 1e8)),
-        "node1 - node2 is the slowest pair of hosts: 100 MB/s, and the median of the other pairs is 575 MB/s; all pairs "
-        "with node2 are slow (at most 150 MB/s), so look at its link.",
+        "node1 - node2 is the slowest pair of hosts: 100 MB/s, and the median of the other pairs is 575 MB/s; all "
+        "pairs with node2 are slow (at most 150 MB/s), so look at its link.",
     ),
 }
 FINE: dict[str, Examined] = {
