@@ -3,12 +3,11 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
 from engine.launch.doctor.examined import AxisFigure, Hosts, InterfaceFacts
-from engine.launch.doctor.pairs import LARGE, PATIENCE, PROBE, SMALL, size_for
+from engine.launch.doctor.pairs import LARGE, SMALL, Stopwatch, ladder
 from engine.parallel.comm.backend import Link, state_link
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import sent_bytes
@@ -16,7 +15,6 @@ from engine.parallel.grid import Axis, Grid
 from engine.planning.profile_calls import LINKS
 
 _LABEL = "doctor"
-_REPEATS = 5
 _SMALL_REPEATS = 15
 
 _Call = Callable[[torch.Tensor], None]
@@ -99,25 +97,22 @@ class _Meter:
     def measure(self, axis: str, ranks: tuple[int, ...], op: str, call: _Call) -> AxisTimes:
         """Latency and rate of ``call``; every rank of the world calls it, those outside with a call that does
         nothing."""
+        watch = Stopwatch()
+
+        def timed(size: int) -> float:
+            data = self._data[: size // 4]
+            began = time.perf_counter()
+            call(data)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            return self._slowest(watch.note(size, time.perf_counter() - began))
+
         self._slowest(0.0)  # all are here
-        latency = self._median(call, SMALL, _SMALL_REPEATS)
-        payload = size_for(seconds := self._slowest(self._median(call, PROBE, 2)))
-        repeats = max(1, min(_REPEATS, int(4 * PATIENCE / (payload / PROBE * max(seconds, 1e-9)))))
-        taken = self._median(call, payload, repeats)
+        for _ in range(_SMALL_REPEATS):
+            timed(SMALL)
+        payload = ladder(timed)
         sent = sent_bytes("all_reduce", payload, len(ranks)) if op == "all_reduce" else payload
-        return AxisTimes(axis, ranks, latency, payload, sent / taken)
-
-    def _median(self, call: _Call, size: int, repeats: int) -> float:
-        """Of ``repeats`` calls, after one to warm up."""
-        data = self._data[: size // 4]
-        return median([self._seconds(call, data) for _ in range(repeats + 1)][1:])
-
-    def _seconds(self, call: _Call, data: torch.Tensor) -> float:
-        began = time.perf_counter()
-        call(data)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter() - began
+        return AxisTimes(axis, ranks, watch.median(SMALL), payload, sent / watch.median(payload))
 
     def _slowest(self, seconds: float) -> float:
         """The largest of all ranks' numbers, once all have come."""

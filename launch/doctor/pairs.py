@@ -8,7 +8,7 @@ Many hosts, of which all pairs would take too long, send to their neighbours in 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,8 +18,9 @@ MOST_HOSTS = 16
 """Up to this number all pairs of hosts are measured."""
 SMALL, PROBE, LARGE = 8, 1 << 16, 1 << 23
 """Bytes of messages: for the latency, to choose the size, and the largest."""
-PATIENCE = 0.2
-"""Seconds that one large message may take, about."""
+PATIENCE = 0.1
+"""Seconds that the large messages may take, about, beside one that was larger than it should be."""
+_STEP = 4
 _REPEATS = 5
 _CLOCK_REPEATS = 8
 
@@ -42,12 +43,38 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def size_for(seconds: float) -> int:
-    """Bytes of the large message where ``PROBE`` takes ``seconds``: a power of two that takes about ``PATIENCE``."""
+def ladder(call: Callable[[int], float]) -> int:
+    """Make ``call`` with more and more bytes, as long as that is quick, then again; returns the bytes of the last ones.
+
+    A small message tells little of a slow link, whose switches take it into a buffer.
+
+    Args:
+        call: returns the seconds that it took.
+    """
     size = PROBE
-    while size < LARGE and 2 * size / PROBE * seconds < PATIENCE:
-        size *= 2
+    call(size)
+    while _STEP * (seconds := call(size)) < PATIENCE and size < LARGE:
+        size = min(size * _STEP, LARGE)
+    for _ in range(min(_REPEATS, int(PATIENCE / max(seconds, 1e-9)))):
+        call(size)
     return size
+
+
+class Stopwatch:
+    """Seconds that calls took, by size; the first of a size is left out if there are others."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, list[float]] = {}
+
+    def note(self, size: int, seconds: float) -> float:
+        """Keep a time, and return it."""
+        self._taken.setdefault(size, []).append(seconds)
+        return seconds
+
+    def median(self, size: int) -> float:
+        """Of the times of a size."""
+        found = self._taken[size]
+        return median(found[1:] or found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +108,12 @@ def _gate(group: HostGroup, leaders: Sequence[int]) -> None:
     first, *others = (_Partner(group, rank) for rank in leaders)
     if group.rank == leaders[0]:
         for other in others:
-            other.take(1)
+            other.ordered()
         for other in others:
-            other.give(b"\0")
+            other.order(0)
     else:
-        first.give(b"\0")
-        first.take(1)
+        first.order(0)
+        first.ordered()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,47 +121,45 @@ class _Partner:
     group: HostGroup
     rank: int
 
-    def give(self, data: bytes | bytearray) -> None:
-        self.group.send(memoryview(bytearray(data) if isinstance(data, bytes) else data), self.rank)()
+    def give(self, data: memoryview) -> None:
+        self.group.send(data, self.rank)()
 
-    def take(self, size: int) -> bytearray:
-        data = bytearray(size)
-        self.group.receive(memoryview(data), self.rank)()
-        return data
+    def take(self, data: memoryview) -> None:
+        self.group.receive(data, self.rank)()
 
-    def ping(self, data: bytearray) -> float:
-        """Seconds until the other end has answered with as many bytes."""
-        began = time.perf_counter()
-        self.give(data)
-        self.group.receive(memoryview(data), self.rank)()
-        return time.perf_counter() - began
+    def order(self, number: int) -> None:
+        self.give(memoryview(bytearray(number.to_bytes(8, "little"))))
 
-    def pong(self, data: bytearray) -> None:
-        self.group.receive(memoryview(data), self.rank)()
-        self.give(data)
+    def ordered(self) -> int:
+        data = bytearray(8)
+        self.take(memoryview(data))
+        return int.from_bytes(data, "little")
 
 
 def _lead(other: _Partner) -> tuple[float, float]:
-    """(seconds of latency, bytes a second), each in one direction."""
-    small, probe = bytearray(SMALL), bytearray(PROBE)
-    latency = median([other.ping(small) for _ in range(2 * _REPEATS)][_REPEATS:]) / 2
-    seconds = min(other.ping(probe) for _ in range(2)) / 2
-    size = size_for(seconds)
-    repeats = max(1, min(_REPEATS, int(4 * PATIENCE / (size / PROBE * seconds))))
-    other.give(size.to_bytes(8, "little") + repeats.to_bytes(8, "little"))
-    large = bytearray(size)
-    taken = median(other.ping(large) for _ in range(repeats)) / 2
-    return latency, size / taken
+    """(seconds of latency, bytes a second), each in one direction; the other end answers as many bytes as it is sent,
+    until it is told to expect none."""
+    data, watch = memoryview(bytearray(LARGE)), Stopwatch()
+
+    def ping(size: int) -> float:
+        other.order(size)
+        began = time.perf_counter()
+        other.give(data[:size])
+        other.take(data[:size])
+        return watch.note(size, time.perf_counter() - began)
+
+    for _ in range(2 * _REPEATS):
+        ping(SMALL)
+    size = ladder(ping)
+    other.order(0)
+    return watch.median(SMALL) / 2, 2 * size / watch.median(size)
 
 
 def _follow(other: _Partner) -> None:
-    small, probe = bytearray(SMALL), bytearray(PROBE)
-    for data in (*[small] * 2 * _REPEATS, probe, probe):
-        other.pong(data)
-    told = bytes(other.take(16))
-    large = bytearray(int.from_bytes(told[:8], "little"))
-    for _ in range(int.from_bytes(told[8:], "little")):
-        other.pong(large)
+    data = memoryview(bytearray(LARGE))
+    while size := other.ordered():
+        other.take(data[:size])
+        other.give(data[:size])
 
 
 def measure_clocks(group: HostGroup, leaders: Sequence[int]) -> list[tuple[float, float]]:
@@ -149,8 +174,8 @@ def measure_clocks(group: HostGroup, leaders: Sequence[int]) -> list[tuple[float
         return [_ask_clock(_Partner(group, rank)) for rank in leaders[1:]]
     first = _Partner(group, leaders[0])
     for _ in range(_CLOCK_REPEATS):
-        first.take(1)
-        first.give(time.time_ns().to_bytes(8, "little"))
+        first.ordered()
+        first.order(time.time_ns())
     return []
 
 
@@ -158,8 +183,8 @@ def _ask_clock(other: _Partner) -> tuple[float, float]:
     found = []
     for _ in range(_CLOCK_REPEATS):
         began, mark = time.time_ns(), time.perf_counter_ns()
-        other.give(b"\0")
-        there = int.from_bytes(other.take(8), "little")
+        other.order(0)
+        there = other.ordered()
         trip = time.perf_counter_ns() - mark
         found.append((trip, there - began - trip // 2))
     trip, ahead = min(found)
