@@ -87,8 +87,8 @@ class Examination:
             if time.monotonic() > self._deadline:
                 self.hung, self.failure = True, self.failure or f"no answer within {self.seconds:g} s: {self._phase}."
                 break
-        if self.failure and self._store is not None:
-            self._limited(self._call_roll, 2 * _GRACE_SECONDS)
+        if self.failure and self._store is not None and not self._limited(self._call_roll, _GRACE_SECONDS + 1):
+            self._store = None
         if self.failure and (self.own.rank or not self.seen.silent):
             told = dict(self.seen.failed) | {self.own.rank: self.failure}
             self.seen = replace(self.seen, failed=tuple(sorted(told.items())))
@@ -125,8 +125,8 @@ class Examination:
         self._limited(listen, patience + _GRACE_SECONDS)
         return heard[0] if heard else None
 
-    def _limited(self, call: Callable[[], None], seconds: float) -> None:
-        """Call it in a thread, for so long; the store may be one that never answers."""
+    def _limited(self, call: Callable[[], None], seconds: float) -> bool:
+        """Call it in a thread, for so long; False: the store does not answer."""
 
         def attempt() -> None:
             try:
@@ -137,6 +137,7 @@ class Examination:
         thread = threading.Thread(target=attempt, daemon=True)
         thread.start()
         thread.join(seconds)
+        return not thread.is_alive()
 
     def _enter(self, phase: str, grace: float = _GRACE_SECONDS) -> None:
         """Begin a phase, or a part of one."""
@@ -227,6 +228,7 @@ class Examination:
         assert store is not None
         store.set(f"failed/{self.own.rank}", self.failure)
         if self.own.rank:
+            store.check(["verdict"])  # waits for an answer, unlike the line above
             return
         waiting, told = {one.rank for one in self.seen.facts} - {0}, {0: self.failure}
         deadline = time.monotonic() + _GRACE_SECONDS

@@ -20,7 +20,7 @@ SMALL, PROBE, LARGE = 8, 1 << 16, 1 << 23
 """Bytes of messages: for the latency, to choose the size, and the largest."""
 PATIENCE = 0.1
 """Seconds that the large messages may take, about, beside one that was larger than it should be."""
-_STEP = 4
+_STEP = 2
 _REPEATS = 5
 _CLOCK_REPEATS = 8
 
