@@ -14,7 +14,7 @@ from pathlib import Path
 import engine
 from engine.errors import first_line
 from engine.launch.doctor.examined import GpuFacts, HostFacts
-from engine.launch.doctor.network import network_interfaces, resolved, route_address
+from engine.launch.doctor.network import addresses_of, network_interfaces, route_address
 from engine.parallel.comm.host_barrier import NO_HOST, host_identity
 
 _SOURCES = (".py", ".json")
@@ -31,7 +31,7 @@ def host_facts(variables: Mapping[str, str], target: str) -> HostFacts:
         | {package: _version(package) for package in ("torch", "triton")},
         digest=sources_digest(Path(engine.__file__).parent),
         interfaces=network_interfaces(),
-        named_addresses=resolved(name),
+        named_addresses=addresses_of(name),
         route_address=route_address(target),
         gloo_wish=variables.get("GLOO_SOCKET_IFNAME", ""),
         nccl_wish=variables.get("NCCL_SOCKET_IFNAME", ""),

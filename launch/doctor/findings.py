@@ -18,6 +18,8 @@ _FILES = 128
 _GROUPS = 4
 """Groups of a rank, each with connections of its own: world, axes, messages between hosts."""
 _LOCKED = 64 << 20
+_MOST_SENTENCES = 4
+"""Of ranks that could not start: most often one is the cause, and the others have waited for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +92,14 @@ def _starts(seen: Examined, hosts: Hosts) -> Iterator[Finding]:
     for rank, sentence in (*((one.rank, one.problem) for one in seen.facts), *seen.failed):
         if sentence and rank not in told.get(sentence, ()):
             told.setdefault(sentence, []).append(rank)
-    for sentence, ranks in told.items():
+    for sentence, ranks in list(told.items())[:_MOST_SENTENCES]:
         if len(ranks) == seen.size:
             yield _error("start", sentence)
         else:
             names = ", ".join(dict.fromkeys(hosts.of_rank[rank] for rank in ranks if rank in hosts.of_rank))
             yield _error("start", f"{name_ranks(ranks)}{f' ({names})' * bool(names)}: {sentence}")
+    if more := sorted({rank for ranks in list(told.values())[_MOST_SENTENCES:] for rank in ranks}):
+        yield _error("start", f"{name_ranks(more)} could not start, either; --json has their words.")
 
 
 def _versions(facts: Sequence[RankFacts], hosts: Hosts) -> Iterator[Finding]:

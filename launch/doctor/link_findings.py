@@ -62,11 +62,15 @@ def _slowest_pair(pairs: tuple[PairFigure, ...]) -> Iterator[tuple[str, str]]:
     usual = median(others) if others else slowest.expected_rate
     if usual is None or slowest.rate >= _SLOW * usual:
         return
-    against = "the median of the other pairs is" if others else "the interface tells"
+    first, second = slowest.hosts
+    if not others:
+        told = f"{in_megabytes(slowest.rate)} of the {in_megabytes(usual)} that their interfaces should carry"
+        yield "pair", f"{first} and {second} send each other {told}; look at the link between them."
+        return
     yield (
         "pair",
-        f"{slowest.hosts[0]} - {slowest.hosts[1]} is the slowest pair of hosts: {in_megabytes(slowest.rate)}, and "
-        f"{against} {in_megabytes(usual)}{_common(slowest, pairs)}.",
+        f"{first} - {second} is the slowest pair of hosts: {in_megabytes(slowest.rate)}, and the median of the other "
+        f"pairs is {in_megabytes(usual)}{_common(slowest, pairs)}.",
     )
 
 

@@ -105,12 +105,12 @@ class _Meter:
             call(data)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            return self._slowest(watch.note(size, time.perf_counter() - began))
+            return watch.note(size, time.perf_counter() - began)
 
         self._slowest(0.0)  # all are here
         for _ in range(_SMALL_REPEATS):
             timed(SMALL)
-        payload = ladder(timed)
+        payload = ladder(lambda size: self._slowest(timed(size)))
         sent = sent_bytes("all_reduce", payload, len(ranks)) if op == "all_reduce" else payload
         return AxisTimes(axis, ranks, watch.median(SMALL), payload, sent / watch.median(payload))
 

@@ -59,7 +59,7 @@ def _megabits(asking: socket.socket, name: str) -> int | None:
     return speed if 0 < speed < _UNKNOWN else None
 
 
-def resolved(name: str) -> tuple[str, ...]:
+def addresses_of(name: str) -> tuple[str, ...]:
     """Addresses of a host's name; none if nobody knows it."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)

@@ -11,7 +11,7 @@ import pytest
 import engine
 from engine.launch.doctor import facts
 from engine.launch.doctor.examined import HostFacts, InterfaceFacts
-from engine.launch.doctor.network import network_interfaces, resolved, route_address
+from engine.launch.doctor.network import addresses_of, network_interfaces, route_address
 from tests.launch.doctor.seen import host
 
 ROOT = Path(__file__).parents[3]
@@ -35,8 +35,8 @@ def test_interfaces_of_this_machine() -> None:
     (loopback,) = [one for one in network_interfaces() if one.loopback]
     assert "127.0.0.1" in loopback.addresses and loopback.megabits is None
     assert {one.name for one in network_interfaces()} == {name for _, name in socket.if_nameindex()}
-    assert "127.0.0.1" in resolved("localhost") and route_address("127.0.0.1") == "127.0.0.1"
-    assert resolved("no-such-host.invalid") == () and route_address("no-such-host.invalid") == ""
+    assert "127.0.0.1" in addresses_of("localhost") and route_address("127.0.0.1") == "127.0.0.1"
+    assert addresses_of("no-such-host.invalid") == () and route_address("no-such-host.invalid") == ""
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ WARNINGS: dict[str, tuple[Examined, str]] = {
     ),
     "pair-of-two": (
         examined(pairs=pairs(1e8, expected=1.25e9)),
-        "node0 - node1 is the slowest pair of hosts: 100 MB/s, and the interface tells 1250 MB/s.",
+        "node0 and node1 send each other 100 MB/s of the 1250 MB/s that their interfaces should carry; look",
     ),
     "pair": (
         examined(pairs=pairs(1e9, 1e8, 1e9)),
@@ -190,6 +190,13 @@ def test_errors_come_first_and_are_counted() -> None:
     assert [one.severity for one in found] == ["error", "warning"]
     assert verdict_line(found) == "training would not start: 1 error, 1 warning"
     assert verdict_line(found[1:]) == "training would start: 1 warning"
+
+
+def test_many_ranks_that_could_not_start_are_cut_short() -> None:
+    seen = examined(each=4, failed=tuple((rank, f"rank {rank} could not join.") for rank in range(8)))
+    found = [one.sentence for one in find_all(seen)]
+    assert found[0] == "rank 0 (node0): rank 0 could not join." and len(found) == 5
+    assert found[4] == "ranks 4, 5, 6, 7 could not start, either; --json has their words."
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
