@@ -7,12 +7,14 @@ Rank 0 prints; all ranks end with the same status. A rank that cannot reach rank
 
 import json
 import os
+import socket
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, load_config
@@ -53,9 +55,12 @@ def run_doctor(options: Namespace) -> None:
     rank = 0 if place is None else place.rank
     if rank == 0 and options.json is not None:
         _check_writable(options.json)
+    import engine.launch.doctor.joint  # noqa: F401  # with torch, for which seconds do not count
+
     problem = _wrong_variable()
     with _patience(options.timeout):
-        examination = _prepare(options.config, options.timeout, place, problem)
+        with _limited_to(options.timeout, rank):
+            examination = _prepare(options.config, options.timeout, place, problem)
         seen = examination.run()
         failed = _conclude(examination, seen, options.json) if rank == 0 else _follow(examination, seen)
     if examination.hung:  # what hangs would hold the process at its exit
@@ -87,6 +92,26 @@ def _patience(seconds: int) -> Iterator[None]:
     finally:
         del os.environ["TRINE_TIMEOUT_SECONDS"]
         os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+@contextmanager
+def _limited_to(seconds: int, rank: int) -> Iterator[None]:
+    """End the process if the block takes longer: nothing else gets it out of a driver or a file system that hangs."""
+
+    def end() -> None:
+        told = f"rank {rank} ({socket.gethostname()}) has looked at its host for {seconds} s and sees no end"
+        words = f"{told}: a file system, a name server or the driver of a GPU hangs; --timeout waits longer."
+        _tell_launcher(words)
+        print(f"trine doctor: {words}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _check_writable(path: Path) -> None:
@@ -141,8 +166,8 @@ def _conclude(examination: "Examination", seen: Examined, path: Path | None) -> 
     if path is not None:
         path.write_text(json.dumps(result_json(seen, findings), indent=2) + "\n", encoding="utf-8")
     first = next((finding.sentence for finding in findings if finding.severity == "error"), "")
-    examination.say({"error": first})
     _tell_launcher(first)
+    examination.say({"error": first})
     return bool(first)
 
 

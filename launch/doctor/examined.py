@@ -147,6 +147,8 @@ class Examined:
     """Ranks of the job."""
     facts: tuple[RankFacts, ...] = ()
     """Of the ranks that have come, by rank."""
+    met: bool = False
+    """Whether rank 0 was where the ranks meet, and has waited for the others."""
     grid: tuple[int, int, int] | None = None
     """Sizes (pipeline, data, tensor); None: the configuration does not fit."""
     seconds: float = 30.0

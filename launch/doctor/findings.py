@@ -61,7 +61,7 @@ def _warning(kind: str, sentence: str) -> Finding:
 def _answers(seen: Examined, hosts: Hosts) -> Iterator[Finding]:
     """Ranks that have not come, and ranks that have come and fell silent."""
     came = {one.rank for one in seen.facts}
-    if absent := [rank for rank in range(seen.size) if rank not in came]:
+    if seen.met and (absent := [rank for rank in range(seen.size) if rank not in came]):
         yield _error(
             "absent",
             f"{name_ranks(absent)} of {seen.size} did not come to {seen.place} within {seen.seconds:g} s"

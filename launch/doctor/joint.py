@@ -26,7 +26,7 @@ from engine.launch.doctor.links import AxisTimes, axis_figures, measure_axes
 from engine.launch.doctor.pairs import PairTimes, measure_clocks, measure_pairs
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import TorchHostGroup, collect
-from engine.parallel.comm.meeting import FailureReports, KeyStore, Meeting
+from engine.parallel.comm.meeting import KeyStore, Meeting
 from engine.parallel.comm.shared_memory import shared_bytes
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import World, meeting_point, open_store, open_world, prefixed, shares_memory
@@ -35,7 +35,10 @@ from engine.parallel.grid import Grid
 _GRACE_SECONDS = 3.0
 """How much longer than the work of a phase the process waits, and how long rank 0 waits for words of a failure."""
 _MEETING_GRACE_SECONDS = 12.0
-"""The same of the meeting, whose other ranks wait longer than rank 0, which tells them who has not come."""
+"""The same of the meeting, whose other ranks wait longer than rank 0, which tells them who has not come; and of the way
+there, which torch tries twice."""
+_LATE_SECONDS = 1.0
+"""How long rank 0 waits for facts of those who have come to a meeting where others are absent."""
 _POLL_SECONDS = 0.02
 
 
@@ -61,7 +64,7 @@ class Examination:
     """A phase has not ended, or has failed: what it holds cannot be released."""
     _store: KeyStore | None = None
     """For words of the doctor; None: this rank has not met the others."""
-    _phase: str = "the start"
+    _phase: str = "reaching the meeting point"
     _deadline: float = 0.0
 
     def __post_init__(self) -> None:
@@ -81,13 +84,14 @@ class Examination:
     def run(self) -> Examined:
         """Examine; on rank 0 the result is that of all ranks."""
         ended = threading.Event()
-        self._enter("the start", _GRACE_SECONDS)
+        self._enter(self._phase, _MEETING_GRACE_SECONDS)
         threading.Thread(target=self._work, args=(ended,), daemon=True).start()
         while not ended.wait(_POLL_SECONDS):
             if time.monotonic() > self._deadline:
                 self.hung, self.failure = True, self.failure or f"no answer within {self.seconds:g} s: {self._phase}."
                 break
-        if self.failure and self._store is not None and not self._limited(self._call_roll, _GRACE_SECONDS + 1):
+        roll = self._call_roll if self.own.rank == 0 and self.failure else self._answer_roll
+        if self._store is not None and not self._limited(roll, _GRACE_SECONDS + 1):
             self._store = None
         if self.failure and (self.own.rank or not self.seen.silent):
             told = dict(self.seen.failed) | {self.own.rank: self.failure}
@@ -163,6 +167,7 @@ class Examination:
         store, starts, hosts = open_store(self.world), not self.own.problem, Hosts((self.own,))
         if self.world.size > 1:
             meeting, problem = self._meet(store)
+            self.seen = replace(self.seen, met=True)
             store = prefixed(store, meeting.name)
             self._store = prefixed(store, "doctor")
             starts, hosts = self._exchange_facts(self._store, problem)
@@ -173,7 +178,6 @@ class Examination:
         grid = Grid(self.config.pp, self.config.dp, self.config.tp, self.own.rank)
         backend = TorchBackend(grid, self.world.device)
         comm = Comm(grid, backend)
-        comm.reports = FailureReports(store, self.own.rank) if self.world.size > 1 else None
         host = TorchHostGroup(self.own.rank, self.world.size, self.seconds, "examine the job")
         self._measure(comm, backend.shares("tp"), host, hosts)
         host.close()
@@ -208,7 +212,7 @@ class Examination:
     def _gather_facts(self, store: KeyStore, problem: str) -> None:
         """Rank 0: read the facts of all ranks that have come, and tell them whether to start."""
         waiting, facts = set(range(self.world.size)), list[RankFacts]()
-        patience = _GRACE_SECONDS if problem else self.seconds
+        patience = _LATE_SECONDS if problem else self.seconds
         deadline = time.monotonic() + patience
         while waiting and time.monotonic() < deadline:
             for rank in [rank for rank in sorted(waiting) if store.check([f"facts/{rank}"])]:
@@ -222,22 +226,24 @@ class Examination:
         starts = not waiting and not problem and not any(one.problem for one in facts)
         store.set("facts", json.dumps({"facts": [asdict(one) for one in facts], "starts": starts}))
 
+    def _answer_roll(self) -> None:
+        """Say what this rank has failed in; or that it has ended well, as a rank may that has done its part early."""
+        assert self._store is not None
+        self._store.set(f"ended/{self.own.rank}", self.failure)
+        self._store.check(["verdict"])  # waits for an answer, unlike the line above
+
     def _call_roll(self) -> None:
-        """Say what this rank has failed in; rank 0 hears all that do, and knows then who does not."""
+        """Rank 0 has failed: hear all that answer; the others are silent."""
         store = self._store
         assert store is not None
-        store.set(f"failed/{self.own.rank}", self.failure)
-        if self.own.rank:
-            store.check(["verdict"])  # waits for an answer, unlike the line above
-            return
         waiting, told = {one.rank for one in self.seen.facts} - {0}, {0: self.failure}
         deadline = time.monotonic() + _GRACE_SECONDS
         while waiting and time.monotonic() < deadline:
-            for rank in [rank for rank in sorted(waiting) if store.check([f"failed/{rank}"])]:
-                told[rank] = store.get(f"failed/{rank}").decode()
+            for rank in [rank for rank in sorted(waiting) if store.check([f"ended/{rank}"])]:
+                told[rank] = store.get(f"ended/{rank}").decode()
                 waiting.remove(rank)
             time.sleep(_POLL_SECONDS * bool(waiting))
-        failed = () if waiting else tuple(sorted(told.items()))
+        failed = () if waiting else tuple((rank, words) for rank, words in sorted(told.items()) if words)
         self.seen = replace(self.seen, silent=tuple(sorted(waiting)), failed=failed, phase=self._phase)
 
     # ------------------------------------------------------------------------------------------------ measurements

@@ -97,6 +97,21 @@ def test_an_interface_that_is_not_there(warm_python: str) -> None:
     assert "rank 0 of 1 could not join the job" in done.stdout, "what training would say"
 
 
+def test_a_host_that_hangs_ends(tmp_path: Path, warm_python: str) -> None:
+    pipe = tmp_path / "config.json"
+    os.mkfifo(pipe)  # nobody writes into it
+    done = run([warm_python, *MODULE, str(pipe), "--timeout", "1"])
+    assert done.returncode == 1 and "has looked at its host for 1 s and sees no end: a file system" in done.stderr
+
+
+@pytest.mark.long
+def test_a_meeting_point_that_is_nowhere(warm_python: str) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29500"}
+    done = run([warm_python, *MODULE, "--timeout", "1"], **place)
+    assert done.returncode == 1 and done.stdout.endswith("training would not start: 1 error\n"), done
+    assert "could not join the job at no-such-host.invalid:29500, given up after " in done.stdout
+
+
 def test_torchrun_of_four_ranks(tmp_path: Path, warm_python: str) -> None:
     config, told = tmp_path / "config.json", tmp_path / "told.json"
     config.write_text(json.dumps({"train_batch_size": 8, "parallel": {"tensor": 2, "pipeline": 2}}))
@@ -131,7 +146,7 @@ def test_a_rank_that_does_not_come_and_one_that_differs(tmp_path: Path, warm_pyt
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
         running = [
             subprocess.Popen(
-                [warm_python, *MODULE, str(config if size == 4 or rank < 2 else other), "--timeout", "2"],
+                [warm_python, *MODULE, str(config if size == 4 or rank < 2 else other), "--timeout", "1"],
                 env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
