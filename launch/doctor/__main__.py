@@ -1,5 +1,6 @@
 """``torchrun -m engine.launch.doctor``: the command as a module, which a launcher starts on every rank."""
 
+import os
 import sys
 from argparse import ArgumentParser
 
@@ -12,5 +13,6 @@ if __name__ == "__main__":
     try:
         run_doctor(parser.parse_args())
     except EngineError as error:
-        print(error, file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once a host
+            print(error, file=sys.stderr)
         sys.exit(1)

@@ -56,9 +56,8 @@ class Ranks:
             running.wait()
 
     def text(self, rank: int) -> str:
-        """What it has printed, without warnings of torch about names that no server knows."""
-        lines = self._outputs[rank].read_text(errors="replace").splitlines(keepends=True)
-        return "".join(line for line in lines if not line.startswith("[W"))
+        """What it has printed, and what torch has."""
+        return self._outputs[rank].read_text(errors="replace")
 
     def wait_for(self, words: str, seconds: float = 60.0) -> None:
         """Return once rank 0 has said ``words``."""
@@ -97,7 +96,7 @@ def test_the_pair_of_a_slow_link_is_named(clusters: Callable[[int], Cluster], wa
     assert "dp over ranks 0, 1, 2 sends" in axis and "eth0 (10000 Mbit/s) should carry" in axis
     assert [clock["host"] for clock in seen["clocks"]] == ["node1", "node2"]
     assert all(abs(clock["seconds"]) < 0.5 for clock in seen["clocks"]), "namespaces have one clock"
-    assert not ranks.text(1) and not ranks.text(2), "only rank 0 prints"
+    assert "training" not in ranks.text(1) + ranks.text(2), "only rank 0 prints"
 
 
 @pytest.mark.long
@@ -138,15 +137,15 @@ def test_another_version_on_one_host(
     assert words in sentence and " on node1; " in sentence
 
 
-SILENT = "came and gave no answer within 2 s in: "
+SILENT = "came and gave no answer within 3 s in: "
 
 
 @pytest.mark.parametrize(
     ("phase", "each", "words"),
     [
         ("measuring the axes", 1, f"node1 (rank 1) {SILENT}measuring"),
-        wide("", 1, "rank 1 of 3 did not come to node0:29500 within 2 s, of node 1 counted from 0"),
-        wide("", 2, "ranks 2, 3 of 6 did not come to node0:29500 within 2 s, of node 1 counted from 0"),
+        wide("", 1, "rank 1 of 3 did not come to node0:29500 within 3 s, of node 1 counted from 0"),
+        wide("", 2, "ranks 2, 3 of 6 did not come to node0:29500 within 3 s, of node 1 counted from 0"),
         wide("starting the process group", 1, f"node1 (rank 1) {SILENT}"),
         wide("measuring pairs", 2, f"node1 (ranks 2, 3) {SILENT}measuring pairs of hosts"),
     ],
@@ -159,7 +158,7 @@ def test_a_node_that_is_cut_off_is_named_in_time(
         cluster.set_rate(cluster.nodes[2], "2mbit")  # so that what is cut off is under way for a while
     else:
         cluster.unplug(cluster.nodes[1])
-    with Ranks(cluster, [warm_python] * 3 * each, tmp_path, "--timeout", "2") as ranks:
+    with Ranks(cluster, [warm_python] * 3 * each, tmp_path, "--timeout", "3") as ranks:
         if phase:
             ranks.wait_for(phase)
             cluster.unplug(cluster.nodes[1])
@@ -168,7 +167,7 @@ def test_a_node_that_is_cut_off_is_named_in_time(
         took = time.monotonic() - began
         shown = ranks.text(0)
         assert words in shown and "\ntraining would not start: 1 error" in shown, shown
-        assert took < 2 + 8, took
+        assert took < 3 + 8, took
         assert ranks.end(40) == [1] * 3 * each
     assert f"trine doctor: rank {each} (node1): " in ranks.text(each), "it speaks for itself"
-    assert not ranks.text(3 * each - 1), "it has heard rank 0"
+    assert "trine doctor" not in ranks.text(3 * each - 1), "it has heard rank 0"
