@@ -7,7 +7,8 @@ from argparse import ArgumentParser
 from engine.errors import EngineError
 from engine.launch.doctor.doctor_command import add_doctor_options, run_doctor
 
-if __name__ == "__main__":
+
+def _start() -> None:
     parser = ArgumentParser(prog="engine.launch.doctor", description="Whether training would start on these hosts.")
     add_doctor_options(parser)
     try:
@@ -16,3 +17,7 @@ if __name__ == "__main__":
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once a host
             print(error, file=sys.stderr)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    _start()
