@@ -12,6 +12,7 @@ from engine.errors import EngineError
 from engine.launch import check_command as check
 from engine.launch import schedule_command as schedule
 from engine.launch import watch_command as watch
+from engine.launch.doctor import doctor_command as doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,6 +55,10 @@ def _parser() -> ArgumentParser:
     command = commands.add_parser("watch", help="what the ranks of a job are in, now or when it stood still")
     watch.add_watch_options(command)
     command.set_defaults(run=watch.show_ranks)
+
+    command = commands.add_parser("doctor", help="say whether training would start, and what the links carry")
+    doctor.add_doctor_options(command)
+    command.set_defaults(run=doctor.run_doctor)
 
     command = commands.add_parser("convert", help="write a checkpoint of another engine as one that any grid loads")
     command.add_argument(

@@ -41,7 +41,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
 EVERYWHERE = "engine.errors"
 TORCH_FREE = (
     "engine", "engine.config", "engine.config.json_schema", "engine.data.corpus", "engine.errors",
-    "engine.launch.check_command", "engine.launch.checkpoint_command", "engine.launch.cli", "engine.launch.run_folder",
+    "engine.launch.check_command", "engine.launch.checkpoint_command", "engine.launch.cli",
+    "engine.launch.doctor.doctor_command", "engine.launch.doctor.facts", "engine.launch.run_folder",
     "engine.launch.schedule_command", "engine.launch.train_options", "engine.parallel.comm.traffic",
     "engine.parallel.grid", "engine.parallel.pipeline.partition.auto_schedule",
     "engine.parallel.pipeline.report.perfetto", "engine.parallel.pipeline.report.svg",

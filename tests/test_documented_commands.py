@@ -46,6 +46,9 @@ TESTED = {
     "torchrun --nproc_per_node 4 train.py": "tests/launch/test_reference_run.py::test_two_nodes",
     "trine convert ds_run runs/a":
         "tests/engine/checkpoint/foreign/test_load_foreign.py::test_convert_prints_what_it_wrote",
+    "torchrun --nproc_per_node 4 -m engine.launch.doctor config.json":
+        "tests/launch/doctor/test_doctor_command.py::test_torchrun_of_four_ranks",
+    "trine doctor": "tests/launch/doctor/test_doctor_command.py::test_one_process",
     "trine watch": "tests/launch/test_watch_command.py::test_ranks_of_this_host_and_of_a_report",
     "trine watch runs/train": "tests/launch/test_watch_command.py::test_ranks_of_this_host_and_of_a_report",
     "python train.py": "tests/launch/test_reference_run.py::test_a_second_run_goes_on_and_a_fresh_one_keeps_it",

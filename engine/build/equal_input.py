@@ -42,9 +42,14 @@ def describe_input(model: nn.Module, config: Config, device: torch.device) -> di
     setup = {"trine": _trine_version(), "torch": str(torch.__version__), "python": _python(), "device": device.type}
     return {
         **{_SETUP + name: value for name, value in setup.items()},
-        **{_CONFIG + key: value for key, value in _flat({"parallel": None} | config.to_json())},
+        **describe_config(config),
         **{_MODEL + key: value for key, value in _structure(model)},
     }
+
+
+def describe_config(config: Config) -> dict[str, str]:
+    """The resolved configuration, as text by key."""
+    return {_CONFIG + key: value for key, value in _flat({"parallel": None} | config.to_json())}
 
 
 def difference_error(difference: Difference) -> EngineError:

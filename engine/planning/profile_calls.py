@@ -40,7 +40,7 @@ from engine.program.program import Program
 
 LIMIT_SECONDS = 3.0
 _REPEATS = 5
-_LINKS: Mapping[str, tuple[float, float]] = MappingProxyType({"cuda": (20e-6, 100e9), "cpu": (200e-6, 1e9)})
+LINKS: Mapping[str, tuple[float, float]] = MappingProxyType({"cuda": (20e-6, 100e9), "cpu": (200e-6, 1e9)})
 """(seconds of latency, bytes per second) between GPUs of one node, and between processes over gloo.
 Rough figures suffice: a transfer is short compared with a stage, unless the stages are too small."""
 
@@ -64,7 +64,7 @@ class Costs:
 
     def transfer_seconds(self, count: float) -> float:
         """Estimated seconds to send ``count`` bytes to the next rank; 0 if the costs are FLOPs."""
-        latency, bytes_a_second = _LINKS.get(self.device, _LINKS["cpu"])
+        latency, bytes_a_second = LINKS.get(self.device, LINKS["cpu"])
         return latency + count / bytes_a_second if self.measured else 0.0
 
     def to_bytes(self) -> bytes:

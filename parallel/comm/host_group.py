@@ -38,12 +38,13 @@ class TorchHostGroup:
 
     Args:
         seconds: time after which a silent rank is considered lost.
+        purpose: what the ranks do over it, for messages.
 
     Raises:
         EngineError: a rank did not join.
     """
 
-    def __init__(self, rank: int, size: int, seconds: float) -> None:
+    def __init__(self, rank: int, size: int, seconds: float, purpose: str = "read or write a checkpoint") -> None:
         self.rank, self.size = rank, size
         self._owned, self._closed = OwnedGroups(), False
         self.broken = False
@@ -60,7 +61,7 @@ class TorchHostGroup:
         except RuntimeError as error:
             self.close()
             raise EngineError(
-                f"rank {rank} could not reach all ranks within {seconds:g} s to read or write a checkpoint: one of "
+                f"rank {rank} could not reach all ranks within {seconds:g} s to {purpose}: one of "
                 f"them has ended or hangs ({first_line(error)}); look for the first traceback of the job."
             ) from error
 

@@ -78,6 +78,10 @@ class TorchBackend:
         alike: tuple[Axis, ...] = ("tp", "replica", "world")
         return {} if found is None else {name: found for name in alike if grid.peers(name) == grid.peers(axis)}
 
+    def shares(self, axis: Axis) -> bool:
+        """Whether collectives of ``axis`` go through shared memory."""
+        return axis in self._shared
+
     def open_gathers(self) -> None:
         """Create a second group of the data axis."""
         self._groups["gathers"] = self._open(list(self._grid.groups("dp")))

@@ -1,0 +1,199 @@
+"""``trine doctor``: whether training would start here, and what the links between ranks carry.
+
+    torchrun --nproc_per_node 4 -m engine.launch.doctor config.json
+
+Rank 0 prints; all ranks end with the same status. A rank that cannot reach rank 0 speaks for itself.
+"""
+
+import json
+import os
+import socket
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from threading import Timer
+from typing import TYPE_CHECKING, Any
+
+from engine.config import Config, load_config
+from engine.config.between import check_installed, check_plans
+from engine.errors import ConfigError, EngineError
+from engine.launch.doctor.examined import Examined, RankFacts
+from engine.launch.doctor.facts import host_facts, with_gpus
+from engine.launch.doctor.findings import Finding, find_all
+from engine.launch.doctor.report import report_lines
+from engine.parallel.comm.launcher import Place, find_place, read_count
+from engine.reporting.last_words import torchrun_error
+
+if TYPE_CHECKING:
+    from engine.launch.doctor.joint import Examination
+    from engine.parallel.comm.world import World
+
+_SECONDS = 30
+
+
+def add_doctor_options(command: ArgumentParser) -> None:
+    """The arguments of the command."""
+    about = "configuration of the training; without one, all ranks are data ranks"
+    command.add_argument("config", type=Path, nargs="?", help=about)
+    about = f"seconds that ranks may take to answer (default {_SECONDS})"
+    command.add_argument("--timeout", type=int, default=_SECONDS, metavar="SECONDS", help=about)
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found there, too")
+
+
+def run_doctor(options: Namespace) -> None:
+    """Examine, print, and exit with 1 if training would not start.
+
+    Raises:
+        EngineError: no place for the result, or the variables of the launcher contradict each other.
+    """
+    if options.timeout < 1:
+        raise ConfigError(f"--timeout {options.timeout} is below 1; give the seconds that a rank may take to answer.")
+    place = find_place(os.environ)
+    rank = 0 if place is None else place.rank
+    if rank == 0 and options.json is not None:
+        _check_writable(options.json)
+    import engine.launch.doctor.joint  # noqa: F401  # with torch, for which seconds do not count
+
+    problem = _wrong_variable()
+    with _patience(options.timeout):
+        with _limited_to(options.timeout, rank):
+            examination = _prepare(options.config, options.timeout, place, problem)
+        seen = examination.run()
+        failed = _conclude(examination, seen, options.json) if rank == 0 else _follow(examination, seen)
+    if examination.hung:  # what hangs would hold the process at its exit
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(failed))
+    if failed:
+        raise SystemExit(1)
+
+
+def _wrong_variable() -> str:
+    """What training would say of variables that it reads later on."""
+    try:
+        for name in ("TRINE_TIMEOUT_SECONDS", "TRINE_SHARED_MEMORY"):
+            read_count(os.environ, name, 1)
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def _patience(seconds: int) -> Iterator[None]:
+    """Let everything that the engine starts wait for so long, and let nothing wait for a launcher's end of this
+    process: all ranks end together here."""
+    before = {name: os.environ.pop(name, None) for name in ("TRINE_TIMEOUT_SECONDS", "TORCHELASTIC_RUN_ID")}
+    os.environ["TRINE_TIMEOUT_SECONDS"] = str(seconds)
+    try:
+        yield
+    finally:
+        del os.environ["TRINE_TIMEOUT_SECONDS"]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+@contextmanager
+def _limited_to(seconds: int, rank: int) -> Iterator[None]:
+    """End the process if the block takes longer: nothing else gets it out of a driver or a file system that hangs."""
+
+    def end() -> None:
+        told = f"rank {rank} ({socket.gethostname()}) has looked at its host for {seconds} s and sees no end"
+        words = f"{told}: a file system, a name server or the driver of a GPU hangs; --timeout waits longer."
+        _tell_launcher(words)
+        print(f"trine doctor: {words}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise EngineError(f"--json {path} cannot be written: {error.strerror}; give another place.") from error
+
+
+def _prepare(path: Path | None, seconds: int, place: Place | None, problem: str) -> "Examination":
+    """This rank's facts, and the error that training would begin with here."""
+    import torch
+
+    from engine.launch.doctor.joint import Examination
+    from engine.parallel.comm.world import World, read_world
+
+    rank, size, local_rank = (place.rank, place.size, place.local_rank) if place is not None else (0, 1, 0)
+    host, config = host_facts(os.environ, place.address if place is not None else "localhost"), None
+    world, device = World(rank, size, local_rank, torch.device("cpu"), place), ""
+    try:
+        world = read_world()
+        device = str(world.device)
+        config = _read_config(path, world)
+    except EngineError as error:
+        problem = problem or str(error)
+    host = with_gpus(host, os.environ, device if device.startswith("cuda") else "")
+    own = RankFacts(
+        rank=rank, local_rank=local_rank, pid=os.getpid(), device=device, problem=problem, host=host
+    )  # fmt: skip
+    return Examination(world=world, own=own, config=config, seconds=seconds, tell=_say if rank == 0 else _say_nothing)
+
+
+def _read_config(path: Path | None, world: "World") -> Config:
+    config = load_config({"train_batch_size": world.size} if path is None else path, world.size)
+    check_plans(config.parallel, config.gradient_accumulation_steps)
+    check_installed(config.monitor)
+    return config
+
+
+def _say(what: str) -> None:
+    print(f"trine doctor: {what} ..", file=sys.stderr, flush=True)
+
+
+def _say_nothing(what: str) -> None:
+    pass
+
+
+def _conclude(examination: "Examination", seen: Examined, path: Path | None) -> bool:
+    """Rank 0: print, write, and tell the others. Returns whether training would not start."""
+    findings = find_all(seen)
+    print("\n".join(report_lines(seen, findings)), flush=True)
+    if path is not None:
+        path.write_text(json.dumps(result_json(seen, findings), indent=2) + "\n", encoding="utf-8")
+    first = next((finding.sentence for finding in findings if finding.severity == "error"), "")
+    _tell_launcher(first)
+    examination.say({"error": first})
+    return bool(first)
+
+
+def result_json(seen: Examined, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Everything, as plain values."""
+    starts = not any(finding.severity == "error" for finding in findings)
+    return {"starts": starts, "findings": [asdict(finding) for finding in findings], **seen.to_json()}
+
+
+def _follow(examination: "Examination", seen: Examined) -> bool:
+    """Another rank: end as rank 0 says. Returns whether training would not start."""
+    told = examination.hear()
+    if told is None:
+        own = examination.own
+        words = dict(seen.failed).get(own.rank, "") or f"rank 0 gave no word within {examination.seconds:g} s."
+        if own.local_rank == 0:
+            print(f"trine doctor: rank {own.rank} ({own.host.name}): {words}", file=sys.stderr, flush=True)
+        _tell_launcher(words)
+        return True
+    _tell_launcher(str(told["error"]))
+    return bool(told["error"])
+
+
+def _tell_launcher(sentence: str) -> None:
+    """torchrun ends its summary with the sentence."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if sentence and name:
+        with suppress(OSError):  # it was printed
+            Path(name).write_text(torchrun_error(sentence), encoding="utf-8")

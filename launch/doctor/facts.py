@@ -1,0 +1,123 @@
+"""The facts of this rank and its host. Only ``with_gpus`` needs torch."""
+
+import os
+import platform
+import resource
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import engine
+from engine.errors import first_line
+from engine.launch.doctor.examined import GpuFacts, HostFacts
+from engine.launch.doctor.network import addresses_of, network_interfaces, route_address
+from engine.parallel.comm.host_barrier import NO_HOST, host_identity
+
+_SOURCES = (".py", ".json")
+
+
+def host_facts(variables: Mapping[str, str], target: str) -> HostFacts:
+    """What can be known without torch; ``target``: where the ranks meet."""
+    name, identity = socket.gethostname(), host_identity()
+    size, free = _shared_memory()
+    return HostFacts(
+        name=name,
+        identity=name if identity == NO_HOST else identity.hex(),
+        versions={"python": platform.python_version(), "trine": engine.__version__}
+        | {package: _version(package) for package in ("torch", "triton")},
+        digest=sources_digest(Path(engine.__file__).parent),
+        interfaces=network_interfaces(),
+        named_addresses=addresses_of(name),
+        route_address=route_address(target),
+        gloo_wish=variables.get("GLOO_SOCKET_IFNAME", ""),
+        nccl_wish=variables.get("NCCL_SOCKET_IFNAME", ""),
+        shm_bytes=size,
+        shm_free=free,
+        memory_free=_memory_free(),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        infiniband=Path("/sys/class/infiniband").exists(),
+    )
+
+
+def sources_digest(folder: Path) -> str:
+    """Of the names and bytes of all sources below ``folder``, whether its folders are links or not."""
+    found: list[Path] = []
+    for place, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        found += [Path(place, name) for name in files if name.endswith(_SOURCES)]
+    total = sha256()
+    for path in sorted(found):
+        total.update(f"{path.relative_to(folder).as_posix()}\0".encode())
+        total.update(sha256(path.read_bytes()).digest())
+    return total.hexdigest()[:12]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _limit(kind: int) -> int | None:
+    limit = resource.getrlimit(kind)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _shared_memory() -> tuple[int | None, int]:
+    try:
+        told = os.statvfs("/dev/shm")
+    except OSError:
+        return None, 0
+    return told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
+
+
+def _memory_free() -> int | None:
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def with_gpus(host: HostFacts, variables: Mapping[str, str], device: str) -> HostFacts:
+    """The facts with GPUs and NCCL, for which torch has to be asked; ``device``, that of this rank, is tried."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return replace(host, gpu_problem=_unavailable(variables))
+    problem, gpus = "", list[GpuFacts]()
+    try:
+        for index in range(torch.cuda.device_count()):
+            told = torch.cuda.get_device_properties(index)
+            gpus.append(GpuFacts(name=told.name, bytes=told.total_memory))
+        if device:
+            torch.ones(8, device=device).sum().item()
+    except (RuntimeError, AssertionError) as error:
+        problem = f"{device or 'a GPU'} does not compute: {first_line(error)}"
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return replace(host, gpus=tuple(gpus), gpu_problem=problem, versions={**host.versions, "nccl": nccl})
+
+
+def _unavailable(variables: Mapping[str, str]) -> str:
+    """Why torch uses no GPU although this host has one; empty if it has none or is told to use none."""
+    import torch
+
+    if variables.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1", "none") or not _has_gpu():
+        return ""
+    if torch.version.cuda is None:
+        return "the installed torch is its CPU build"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return first_line(error)
+    return "torch.cuda.is_available() is False"
+
+
+def _has_gpu() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() and any(Path("/dev").glob("nvidia[0-9]*"))

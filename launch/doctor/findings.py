@@ -1,0 +1,251 @@
+"""From what was seen to findings: what keeps training from starting, and what will make it slow. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.launch.doctor.examined import Examined, HostFacts, Hosts, RankFacts
+from engine.launch.doctor.link_findings import link_findings
+from engine.parallel.comm.flight.layout import FILE_BYTES
+from engine.parallel.comm.meeting import name_ranks
+from engine.parallel.comm.traffic import megabytes
+
+SKEW_SECONDS = 1.0
+_SMALL_SHM = 64 << 20
+"""What Docker gives a container that asks for nothing."""
+_FILES = 128
+"""Open files of a rank, beside its connections to other ranks."""
+_GROUPS = 4
+"""Groups of a rank, each with connections of its own: world, axes, messages between hosts."""
+_LOCKED = 64 << 20
+_MOST_SENTENCES = 4
+"""Of ranks that could not start: most often one is the cause, and the others have waited for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something to look at."""
+
+    severity: Literal["error", "warning"]
+    """error: training would not start."""
+    kind: str
+    """What it is about, in a word."""
+    sentence: str
+
+
+def find_all(seen: Examined) -> list[Finding]:
+    """All findings, errors first."""
+    hosts = Hosts(seen.facts)
+    found = [
+        *_answers(seen, hosts),
+        *_starts(seen, hosts),
+        *_versions(seen.facts, hosts),
+        *_devices(seen.facts, hosts),
+        *(finding for name in hosts.ranks for finding in _network(name, hosts)),
+        *(finding for name in hosts.ranks for finding in _limits(name, hosts, seen)),
+        *_alike(hosts),
+        *_clocks(seen),
+        *(_warning(kind, sentence) for kind, sentence in link_findings(seen, hosts)),
+    ]
+    return sorted(found, key=lambda finding: finding.severity != "error")
+
+
+def _error(kind: str, sentence: str) -> Finding:
+    return Finding(severity="error", kind=kind, sentence=sentence)
+
+
+def _warning(kind: str, sentence: str) -> Finding:
+    return Finding(severity="warning", kind=kind, sentence=sentence)
+
+
+def _answers(seen: Examined, hosts: Hosts) -> Iterator[Finding]:
+    """Ranks that have not come, and ranks that have come and fell silent."""
+    came = {one.rank for one in seen.facts}
+    if seen.met and (absent := [rank for rank in range(seen.size) if rank not in came]):
+        yield _error(
+            "absent",
+            f"{name_ranks(absent)} of {seen.size} did not come to {seen.place} within {seen.seconds:g} s"
+            f"{_node(absent, seen)}; see what they print, and start them with the same command and address.",
+        )
+    for name in dict.fromkeys(hosts.of_rank[rank] for rank in seen.silent):
+        ranks = [rank for rank in seen.silent if hosts.of_rank[rank] == name]
+        whole = len(ranks) == len(hosts.ranks[name])
+        who = f"{name} ({name_ranks(ranks)})" if whole else f"{name_ranks(ranks)} on {name}"
+        yield _error(
+            "silent",
+            f"{who} came and gave no answer within {seen.seconds:g} s in: {seen.phase}; the host or its network is "
+            "down, or the process hangs.",
+        )
+
+
+def _node(absent: Sequence[int], seen: Examined) -> str:
+    """Which nodes of torchrun would start them."""
+    if not seen.ranks_of_node:
+        return ""
+    nodes = sorted({rank // seen.ranks_of_node for rank in absent})
+    return f", of node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))} counted from 0"
+
+
+def _starts(seen: Examined, hosts: Hosts) -> Iterator[Finding]:
+    """What training itself would say, each sentence once."""
+    told: dict[str, list[int]] = {}
+    for rank, sentence in (*((one.rank, one.problem) for one in seen.facts), *seen.failed):
+        if sentence and rank not in told.get(sentence, ()):
+            told.setdefault(sentence, []).append(rank)
+    for sentence, ranks in list(told.items())[:_MOST_SENTENCES]:
+        if len(ranks) == seen.size:
+            yield _error("start", sentence)
+        else:
+            names = ", ".join(dict.fromkeys(hosts.of_rank[rank] for rank in ranks if rank in hosts.of_rank))
+            yield _error("start", f"{name_ranks(ranks)}{f' ({names})' * bool(names)}: {sentence}")
+    if more := sorted({rank for ranks in list(told.values())[_MOST_SENTENCES:] for rank in ranks}):
+        yield _error("start", f"{name_ranks(more)} could not start, either; --json has their words.")
+
+
+def _versions(facts: Sequence[RankFacts], hosts: Hosts) -> Iterator[Finding]:
+    gpu = any(one.device.startswith("cuda") for one in facts)
+    for package in dict.fromkeys(package for one in facts for package in one.host.versions):
+        by_rank = {one.rank: one.host.versions.get(package, "not installed") for one in facts}
+        if len(set(by_rank.values())) > 1:
+            refused = package in ("torch", "trine") or (package == "nccl" and gpu)
+            if package == "python":
+                refused = len({text.rpartition(".")[0] for text in by_rank.values()}) > 1
+            words = f"{package} is {_by_host(by_rank, hosts)}; install the same on every host."
+            yield (_error if refused else _warning)("versions", words)
+    digests = {one.rank: one.host.digest for one in facts}
+    if len(set(digests.values())) > 1:
+        yield _warning(
+            "sources",
+            f"the sources of the engine have digest {_by_host(digests, hosts)}; install the same on every host.",
+        )
+
+
+def _by_host(values: dict[int, str], hosts: Hosts) -> str:
+    """``1.0 on node0, node1 and 1.1 on node2``."""
+    found: dict[str, dict[str, None]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, {})[hosts.of_rank[rank]] = None
+    return " and ".join(f"{value} on {_names(list(names))}" for value, names in found.items())
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
+
+
+def _devices(facts: Sequence[RankFacts], hosts: Hosts) -> Iterator[Finding]:
+    for name, ranks in hosts.ranks.items():
+        for problem in dict.fromkeys(one.host.gpu_problem for one in ranks):
+            if problem:
+                yield _error(
+                    "gpu",
+                    f"{name} has GPUs that torch cannot use ({problem}); repair the driver or install torch for its "
+                    "CUDA, or set CUDA_VISIBLE_DEVICES='' on all hosts to train on CPUs.",
+                )
+    kinds = {one.rank: one.device.partition(":")[0] for one in facts if one.device}
+    if len(set(kinds.values())) > 1:
+        yield _error("device", f"ranks compute on {_by_host(kinds, hosts)}; all need the same kind of device.")
+    models = {
+        one.rank: ", ".join(dict.fromkeys(gpu.name for gpu in one.host.gpus)) for one in facts if one.host.gpus
+    }  # fmt: skip
+    if len(set(models.values())) > 1 or any(", " in model for model in models.values()):
+        yield _warning("gpu", f"GPUs are {_by_host(models, hosts)}; every step waits for the slowest.")
+    counts = {ranks[0].rank: str(len(ranks[0].host.gpus)) for ranks in hosts.ranks.values()}
+    if len(set(counts.values())) > 1:
+        yield _warning("gpu", f"the number of GPUs is {_by_host(counts, hosts)}; the grid is laid over ranks in order.")
+
+
+def _network(name: str, hosts: Hosts) -> Iterator[Finding]:
+    """Whether gloo and NCCL find an interface of the host that others reach."""
+    host, several = hosts.host(name), len(hosts.ranks) > 1
+    there = ", ".join(one.name for one in host.interfaces)
+    carrier = host.carrier()
+    if host.gloo_wish and carrier is None:
+        yield _error(
+            "interface",
+            f"GLOO_SOCKET_IFNAME={host.gloo_wish} on {name} names no interface; it has {there}: give one of these.",
+        )
+    elif carrier is not None and not carrier.up:
+        yield _error("interface", f"{carrier.name} of {name}, over which gloo would send, is down; bring it up.")
+    elif several and carrier is not None and carrier.loopback and not host.gloo_wish:
+        yield _warning(
+            "interface",
+            f"the name of {name} resolves to {host.named_addresses[0]}, which other hosts do not reach; put its "
+            f"address into /etc/hosts, or set GLOO_SOCKET_IFNAME to one of {there}.",
+        )
+    elif several and carrier is None:
+        yield _warning(
+            "interface",
+            f"the name of {name} resolves to no address of its interfaces ({there}); put its address into /etc/hosts, "
+            "or set GLOO_SOCKET_IFNAME.",
+        )
+    if hosts.ranks[name][0].device.startswith("cuda") and not _nccl_finds(host):
+        yield _error(
+            "interface",
+            f"NCCL_SOCKET_IFNAME={host.nccl_wish} on {name} allows no interface; it has {there}: give one of these.",
+        )
+
+
+def _nccl_finds(host: HostFacts) -> bool:
+    """By NCCL's rules: beginnings of names, whole names after ``=``, those to avoid after ``^``."""
+    wish = host.nccl_wish
+    wanted = wish.lstrip("^=").split(",")
+    whole, avoid = "=" in wish[:2], wish.startswith("^")
+    hits = [any(one.name == word if whole else one.name.startswith(word) for word in wanted) for one in host.interfaces]
+    return not wish or any(hit != avoid for hit in hits)
+
+
+def _limits(name: str, hosts: Hosts, seen: Examined) -> Iterator[Finding]:
+    host, ranks = hosts.host(name), hosts.ranks[name]
+    flight, shared = FILE_BYTES * len(ranks), seen.shared_bytes * len(ranks)
+    if host.shm_bytes is None or host.shm_free < flight:
+        told = "is absent" if host.shm_bytes is None else f"has {megabytes(host.shm_free)} free"
+        yield _warning(
+            "shm",
+            f"/dev/shm of {name} {told}, and the watchdog of {len(ranks)} ranks keeps {megabytes(flight)} there; "
+            "make it larger (docker run --shm-size=8g).",
+        )
+    elif host.shm_bytes <= _SMALL_SHM:
+        yield _warning(
+            "shm",
+            f"/dev/shm of {name} has {megabytes(host.shm_bytes)} in all, too little for NCCL and for workers of a "
+            "DataLoader; make it larger (docker run --shm-size=8g).",
+        )
+    if host.memory_free is not None and host.memory_free < shared:
+        yield _error(
+            "memory",
+            f"{name} has {megabytes(host.memory_free)} of memory left, and its tensor ranks share {megabytes(shared)}; "
+            "end other processes, or set TRINE_SHARED_MEMORY=0.",
+        )
+    needed = _FILES + _GROUPS * seen.size
+    if host.open_files is not None and host.open_files < needed:
+        yield _warning(
+            "files",
+            f"a process on {name} may open {host.open_files} files, and a rank of {seen.size} needs about {needed}; "
+            "raise the limit (ulimit -n).",
+        )
+    if host.infiniband and host.gpus and host.locked_bytes is not None and host.locked_bytes < _LOCKED:
+        yield _warning(
+            "locked",
+            f"a process on {name} may lock {megabytes(host.locked_bytes)} of memory, and InfiniBand needs more; raise "
+            "the limit (ulimit -l unlimited).",
+        )
+
+
+def _alike(hosts: Hosts) -> Iterator[Finding]:
+    names = [hosts.host(name).name for name in hosts.ranks]
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        yield _warning(
+            "name",
+            f"{names.count(name)} hosts are called {name}, so that reports cannot tell them apart; give each its own.",
+        )
+
+
+def _clocks(seen: Examined) -> Iterator[Finding]:
+    for clock in seen.clocks:
+        if abs(clock.seconds) - clock.uncertain > SKEW_SECONDS:
+            way = "ahead of" if clock.seconds > 0 else "behind"
+            yield _warning(
+                "clock",
+                f"the clock of {clock.host} is {abs(clock.seconds):.1f} s {way} that of rank 0, and reports of the "
+                "watchdog are merged by clocks; let NTP set it.",
+            )

@@ -1,0 +1,301 @@
+"""The ranks of a job examine themselves together, as training would start; nobody waits for longer than it may.
+
+    facts    every rank           over the store of the job, with why training would not start there
+    start    if none has a reason the process group, and the groups of the grid, as ``engine.initialize`` makes them
+    links    all ranks            clocks, axes, pairs of hosts
+    end      rank 0               says whether training would start; the others wait for that word
+
+A thread does the work, and the process waits for it phase by phase: a library that hangs takes nobody along. When a
+phase fails or takes too long, every rank says so at the store, and rank 0 names those that do not.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from engine.build.equal_input import describe_config, difference_error
+from engine.config import Config
+from engine.errors import EngineError, first_line
+from engine.launch.doctor.examined import ClockFigure, Examined, Hosts, PairFigure, RankFacts
+from engine.launch.doctor.links import AxisTimes, axis_figures, measure_axes
+from engine.launch.doctor.pairs import PairTimes, measure_clocks, measure_pairs
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.host_group import TorchHostGroup, collect
+from engine.parallel.comm.meeting import KeyStore, Meeting
+from engine.parallel.comm.shared_memory import shared_bytes
+from engine.parallel.comm.torch_backend import TorchBackend
+from engine.parallel.comm.world import World, meeting_point, open_store, open_world, prefixed, shares_memory
+from engine.parallel.grid import Grid
+
+_GRACE_SECONDS = 3.0
+"""How much longer than the work of a phase the process waits, and how long rank 0 waits for words of a failure."""
+_MEETING_GRACE_SECONDS = 12.0
+"""The same of the meeting, whose other ranks wait longer than rank 0, which tells them who has not come; and of the way
+there, which torch tries twice."""
+_LATE_SECONDS = 1.0
+"""How long rank 0 waits for facts of those who have come to a meeting where others are absent."""
+_POLL_SECONDS = 0.02
+
+
+@dataclass(slots=True, kw_only=True)
+class Examination:
+    """One rank's part; ``run`` is called once.
+
+    Args:
+        own: the facts of this rank.
+        config: resolved for the job; None: there is none, and ``own`` says why.
+        tell: is told what is under way.
+    """
+
+    world: World
+    own: RankFacts
+    config: Config | None
+    seconds: float
+    tell: Callable[[str], None]
+    seen: Examined = field(init=False)
+    failure: str = ""
+    """Why this rank could not go on, in a sentence."""
+    hung: bool = False
+    """A phase has not ended, or has failed: what it holds cannot be released."""
+    _store: KeyStore | None = None
+    """For words of the doctor; None: this rank has not met the others."""
+    _phase: str = "reaching the meeting point"
+    _deadline: float = 0.0
+
+    def __post_init__(self) -> None:
+        config, world = self.config, self.world
+        grid = None if config is None else (config.pp, config.dp, config.tp)
+        tensor = grid is not None and grid[2] > 1 and world.device.type == "cpu"
+        self.seen = Examined(
+            size=world.size,
+            facts=(self.own,),
+            grid=grid,
+            seconds=self.seconds,
+            place=meeting_point(world) if world.place is not None else "",
+            shared_bytes=shared_bytes(1) if tensor and not self.own.problem and shares_memory() else 0,
+            ranks_of_node=_count(os.environ, "LOCAL_WORLD_SIZE"),
+        )
+
+    def run(self) -> Examined:
+        """Examine; on rank 0 the result is that of all ranks."""
+        ended = threading.Event()
+        self._enter(self._phase, _MEETING_GRACE_SECONDS)
+        threading.Thread(target=self._work, args=(ended,), daemon=True).start()
+        while not ended.wait(_POLL_SECONDS):
+            if time.monotonic() > self._deadline:
+                self.hung, self.failure = True, self.failure or f"no answer within {self.seconds:g} s: {self._phase}."
+                break
+        roll = self._call_roll if self.own.rank == 0 and self.failure else self._answer_roll
+        if self._store is not None and not self._limited(roll, _GRACE_SECONDS + 1):
+            self._store = None
+        if self.failure and (self.own.rank or not self.seen.silent):
+            told = dict(self.seen.failed) | {self.own.rank: self.failure}
+            self.seen = replace(self.seen, failed=tuple(sorted(told.items())))
+        return self.seen
+
+    def say(self, verdict: Mapping[str, Any]) -> None:
+        """Rank 0: tell the other ranks how it ends, and wait until they have heard it, since the store may end here."""
+        store, others = self._store, [one.rank for one in self.seen.facts if one.rank not in (0, *self.seen.silent)]
+        if store is None or not others:
+            return
+
+        def speak() -> None:
+            store.set("verdict", json.dumps(dict(verdict)))
+            deadline = time.monotonic() + _GRACE_SECONDS
+            waiting = [f"heard/{rank}" for rank in others]
+            while waiting and time.monotonic() < deadline:
+                waiting = [key for key in waiting if not store.check([key])]
+                time.sleep(_POLL_SECONDS * bool(waiting))
+
+        self._limited(speak, 2 * _GRACE_SECONDS)
+
+    def hear(self) -> dict[str, Any] | None:
+        """Another rank: what rank 0 says at the end; None if it says nothing."""
+        store, heard = self._store, list[dict[str, Any]]()
+        if store is None:
+            return None
+        patience = self.seconds + 4 * _GRACE_SECONDS
+
+        def listen() -> None:
+            store.wait(["verdict"], timedelta(seconds=patience))
+            heard.append(json.loads(store.get("verdict")))
+            store.set(f"heard/{self.own.rank}", "")
+
+        self._limited(listen, patience + _GRACE_SECONDS)
+        return heard[0] if heard else None
+
+    def _limited(self, call: Callable[[], None], seconds: float) -> bool:
+        """Call it in a thread, for so long; False: the store does not answer."""
+
+        def attempt() -> None:
+            try:
+                call()
+            except RuntimeError as error:
+                self.failure = self.failure or f"the store of the job is lost ({first_line(error)})."
+
+        thread = threading.Thread(target=attempt, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return not thread.is_alive()
+
+    def _enter(self, phase: str, grace: float = _GRACE_SECONDS) -> None:
+        """Begin a phase, or a part of one."""
+        self._deadline = time.monotonic() + self.seconds + grace
+        if phase != self._phase and self.world.size > 1:
+            self.tell(phase)
+        self._phase = phase
+
+    def _work(self, ended: threading.Event) -> None:
+        try:
+            self._examine()
+        except (EngineError, RuntimeError) as error:
+            self.hung = True
+            self.failure = str(error) if isinstance(error, EngineError) else f"{self._phase}: {first_line(error)}."
+        except Exception as error:
+            self.hung = True
+            self.failure = f"{self._phase}: {type(error).__name__}: {first_line(error)}; this is a mistake of Trine's."
+            raise
+        finally:
+            ended.set()
+
+    def _examine(self) -> None:
+        store, starts, hosts = open_store(self.world), not self.own.problem, Hosts((self.own,))
+        if self.world.size > 1:
+            meeting, problem = self._meet(store)
+            self.seen = replace(self.seen, met=True)
+            store = prefixed(store, meeting.name)
+            self._store = prefixed(store, "doctor")
+            starts, hosts = self._exchange_facts(self._store, problem)
+        if not starts or self.config is None:
+            return
+        self._enter("starting the process group")
+        open_world(self.world, store)
+        grid = Grid(self.config.pp, self.config.dp, self.config.tp, self.own.rank)
+        backend = TorchBackend(grid, self.world.device)
+        comm = Comm(grid, backend)
+        host = TorchHostGroup(self.own.rank, self.world.size, self.seconds, "examine the job")
+        self._measure(comm, backend.shares("tp"), host, hosts)
+        host.close()
+        comm.close()
+
+    # ------------------------------------------------------------------------------------------------ over the store
+
+    def _meet(self, store: KeyStore) -> tuple[Meeting, str]:
+        """The meeting, and what has gone wrong in it: ranks that did not come, or other configurations."""
+        self._enter("waiting for all ranks", _MEETING_GRACE_SECONDS)
+        meeting = Meeting(store, self.own.rank, self.world.size, meeting_point(self.world), self.seconds)
+        try:
+            difference = meeting.meet({} if self.config is None else describe_config(self.config))
+        except EngineError as error:
+            if not meeting.name:
+                raise
+            return meeting, str(error)
+        return meeting, "" if difference is None else str(difference_error(difference))
+
+    def _exchange_facts(self, store: KeyStore, problem: str) -> tuple[bool, Hosts]:
+        """Give rank 0 the facts of all ranks; it tells them to all, and whether they may start."""
+        self._enter("exchanging facts")
+        store.set(f"facts/{self.own.rank}", json.dumps(asdict(self.own)))
+        if self.own.rank == 0:
+            self._gather_facts(store, problem)
+        store.wait(["facts"], timedelta(seconds=self.seconds))
+        told = json.loads(store.get("facts"))
+        facts = tuple(RankFacts.from_json(one) for one in told["facts"])
+        self.seen = replace(self.seen, facts=facts)
+        return bool(told["starts"]), Hosts(facts)
+
+    def _gather_facts(self, store: KeyStore, problem: str) -> None:
+        """Rank 0: read the facts of all ranks that have come, and tell them whether to start."""
+        waiting, facts = set(range(self.world.size)), list[RankFacts]()
+        patience = _LATE_SECONDS if problem else self.seconds
+        deadline = time.monotonic() + patience
+        while waiting and time.monotonic() < deadline:
+            for rank in [rank for rank in sorted(waiting) if store.check([f"facts/{rank}"])]:
+                facts.append(RankFacts.from_json(json.loads(store.get(f"facts/{rank}"))))
+                waiting.remove(rank)
+            time.sleep(_POLL_SECONDS * bool(waiting))
+        facts.sort(key=lambda one: one.rank)
+        differs = problem and not waiting and not any(one.problem for one in facts)
+        failed = tuple((rank, problem) for rank in range(self.world.size)) if differs else ()
+        self.seen = replace(self.seen, facts=tuple(facts), failed=failed)
+        starts = not waiting and not problem and not any(one.problem for one in facts)
+        store.set("facts", json.dumps({"facts": [asdict(one) for one in facts], "starts": starts}))
+
+    def _answer_roll(self) -> None:
+        """Say what this rank has failed in; or that it has ended well, as a rank may that has done its part early."""
+        assert self._store is not None
+        self._store.set(f"ended/{self.own.rank}", self.failure)
+        self._store.check(["verdict"])  # waits for an answer, unlike the line above
+
+    def _call_roll(self) -> None:
+        """Rank 0 has failed: hear all that answer; the others are silent."""
+        store = self._store
+        assert store is not None
+        waiting, told = {one.rank for one in self.seen.facts} - {0}, {0: self.failure}
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while waiting and time.monotonic() < deadline:
+            for rank in [rank for rank in sorted(waiting) if store.check([f"ended/{rank}"])]:
+                told[rank] = store.get(f"ended/{rank}").decode()
+                waiting.remove(rank)
+            time.sleep(_POLL_SECONDS * bool(waiting))
+        failed = () if waiting else tuple((rank, words) for rank, words in sorted(told.items()) if words)
+        self.seen = replace(self.seen, silent=tuple(sorted(waiting)), failed=failed, phase=self._phase)
+
+    # ------------------------------------------------------------------------------------------------ measurements
+
+    def _measure(self, comm: Comm, shared: bool, host: TorchHostGroup, hosts: Hosts) -> None:
+        """Clocks, axes and pairs; rank 0 keeps them."""
+        names, leaders = list(hosts.ranks), [ranks[0].rank for ranks in hosts.ranks.values()]
+        leads = self.own.rank in leaders and len(leaders) > 1
+        self._enter("comparing clocks")
+        clocks = measure_clocks(host, leaders) if leads else []
+        self.seen = replace(
+            self.seen,
+            clocks=tuple(
+                ClockFigure(host=name, seconds=ahead, uncertain=error)
+                for name, (ahead, error) in zip(names[1:], clocks, strict=False)
+            ),
+        )
+        times = list[AxisTimes]()
+        self._enter("measuring the axes of the grid")
+        for found in measure_axes(comm, self.world.device):
+            times.append(found)
+            self._enter("measuring the axes of the grid")
+        rows = _gathered(host, [_row(one) for one in times])
+        everyone = [AxisTimes(row[0], tuple(row[1]), row[2], row[3], row[4]) for row in rows]
+        figures = axis_figures(everyone, comm.grid, hosts, self.world.device, shared)
+        self.seen = replace(self.seen, axes=tuple(figures))
+        if len(leaders) > 1:
+            self._enter("measuring pairs of hosts")
+            played = measure_pairs(host, leaders) if leads else []
+            rows = _gathered(host, [[list(one.hosts), one.latency, one.rate] for one in played])
+            pairs = [_pair(PairTimes((row[0][0], row[0][1]), row[1], row[2]), names, hosts) for row in rows]
+            self.seen = replace(self.seen, pairs=tuple(sorted(pairs, key=lambda pair: pair.rate)))
+
+
+def _row(one: AxisTimes) -> list[Any]:
+    return [one.axis, list(one.ranks), one.latency, one.payload, one.rate]
+
+
+def _gathered(host: TorchHostGroup, rows: Sequence[list[Any]]) -> list[Any]:
+    """The rows of all ranks, on rank 0."""
+    told = collect(host, json.dumps(list(rows)).encode())
+    return [row for text in told or [] for row in json.loads(text)]
+
+
+def _pair(times: PairTimes, names: Sequence[str], hosts: Hosts) -> PairFigure:
+    first, second = (names[index] for index in times.hosts)
+    carriers = [hosts.host(name).carrier() for name in (first, second)]
+    speeds = [one.megabits for one in carriers if one is not None and one.megabits]
+    expected = min(speeds) * 125e3 if speeds else None
+    return PairFigure(hosts=(first, second), latency=times.latency, rate=times.rate, expected_rate=expected)
+
+
+def _count(variables: Mapping[str, str], name: str) -> int:
+    text = variables.get(name, "")
+    return int(text) if text.isdecimal() else 0
