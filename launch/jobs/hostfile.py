@@ -12,7 +12,8 @@ from pathlib import Path
 
 from engine.errors import LaunchError
 
-_LINE = re.compile(
+_SLOTS = r"\s+slots\s*=\s*(?P<slots>\d+)(?:\s+max[-_]slots\s*=\s*\d+)?"
+_LINE = re.compile(rf"(?P<name>[\w.@-]+)(?::(?P<count>\d+)|{_SLOTS})?")
     r"(?P<name>[\w.@-]+)(?::(?P<count>\d+)|\s+slots\s*=\s*(?P<slots>\d+)(?:\s+max[-_]slots\s*=\s*\d+)?)?"
 )
 
@@ -42,7 +43,7 @@ def read_hostfile(path: Path) -> list[Host]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
-            f"--hostfile {path} cannot be read ({error}); give a text file with a host a line."
+            f"--hostfile {path} cannot be read ({error}); give a text file, a host a line."
         ) from error
     hosts: list[Host] = []
     problems: list[LaunchError] = []

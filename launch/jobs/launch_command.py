@@ -40,6 +40,8 @@ PLACES = {
     "max_restarts": ("kubernetes",),
 }
 """Where an option means something; the others mean something everywhere."""
+POD_SECONDS = 600
+"""In which pods have to meet: some of them may first have to load the image."""
 FLAGS = {"local": "a job on this host", "ssh": "--hostfile", "slurm": "--slurm", "kubernetes": "--kubernetes"}
 
 
@@ -113,9 +115,7 @@ def _place(options: Namespace) -> str:
     given = {"ssh": options.hostfile is not None, "slurm": options.slurm, "kubernetes": options.kubernetes is not None}
     chosen = [place for place, wanted in given.items() if wanted]
     if len(chosen) > 1:
-        raise LaunchError(
-            f"{' and '.join(FLAGS[place] for place in chosen)}: a job runs in one place; give one of them."
-        )
+        raise LaunchError(f"{' and '.join(FLAGS[place] for place in chosen)}: a job runs in one place; give one.")
     place = chosen[0] if chosen else "local"
     strange = [name for name, places in PLACES.items() if getattr(options, name) is not None and place not in places]
     problems = [
@@ -149,7 +149,7 @@ def _request(options: Namespace, place: str) -> JobRequest:
         folder=Path.cwd(),
         name=options.name or Path(options.script).stem.replace("_", "-").lower(),
         port=options.port,
-        join_seconds=options.join_timeout or JOIN_SECONDS,
+        join_seconds=options.join_timeout or (POD_SECONDS if place == "kubernetes" else JOIN_SECONDS),
         grace_seconds=options.grace or (30 if place in ("local", "ssh") else 120),
     )
 
@@ -179,7 +179,7 @@ def _over_ssh(options: Namespace, request: JobRequest) -> int:
     hosts = read_hostfile(options.hostfile)
     if request.nodes is not None and request.nodes.most > len(hosts):
         raise LaunchError(
-            f"{request.nodes} nodes are asked for and {options.hostfile} lists {len(hosts)}; add hosts, or ask for less."
+            f"{request.nodes} nodes are asked for and {options.hostfile} lists {len(hosts)}; add hosts to it."
         )
     ssh = SshRequest(
         hostfile=options.hostfile,

@@ -48,7 +48,7 @@ def question_for(request: JobRequest, ssh: SshRequest, port: int | None) -> dict
     return {
         "folder": str(request.folder),
         "script": request.script,
-        "pythonpath": request.export.get("PYTHONPATH", ""),
+        "environment": dict(request.export),
         "names": names,
         "port": port,
     }
@@ -124,8 +124,8 @@ def differences(facts: HostFacts, other: HostFacts, script: str) -> Iterator[Lau
     for package, mine, theirs in (("torch", facts.torch, other.torch), ("trine", facts.trine, other.trine)):
         if mine != theirs and (mine or package == "trine"):
             yield LaunchError(
-                f"{name} has {package} {mine or 'not installed'} and {than} has {theirs or 'none'}; "
-                "install the same version on all hosts."
+                f"{name} has {_version(package, mine)} and {than} has {_version('', theirs)}; install the same "
+                "version on all hosts."
             )
     if facts.script and other.script and facts.script != other.script:
         yield LaunchError(f"{name} has another {script} than {than}; copy the same one to all hosts.")
@@ -139,6 +139,10 @@ def differences(facts: HostFacts, other: HostFacts, script: str) -> Iterator[Lau
             f"{name} has {facts.gpu_text} and {than} has {other.gpu_text}; a job needs the same GPUs on all hosts: "
             "leave one of them out."
         )
+
+
+def _version(package: str, version: str) -> str:
+    return f"{package} {version}".strip() if version else f"no {package} installed".replace("  ", " ")
 
 
 def _port_problem(request: JobRequest, facts: HostFacts) -> list[LaunchError]:

@@ -1,4 +1,4 @@
-"""A batch script for Slurm: one torchrun a node, a checkpoint before the time limit, and the job queued again after it."""
+"""A batch script for Slurm: one torchrun a node, a checkpoint before the time limit, then the job queued again."""
 
 import shlex
 import shutil

@@ -1,7 +1,6 @@
-"""A job over the hosts of a file: one torchrun on each, by ssh; it ends everywhere when it ends with an error anywhere.
+"""torchrun on hosts that ssh reaches: how it is started, what it prints, and what it is told.
 
-``started`` is a host's torchrun as the launcher sees it, ``SshJob`` the job, ``engine.launch.jobs.elastic`` what goes on
-when a host is lost.
+``HostRun`` is one host as the launcher sees it, ``Running`` all of them; when they end, ``ssh_job`` decides.
 """
 
 import contextlib

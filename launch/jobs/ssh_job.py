@@ -21,6 +21,8 @@ from engine.launch.jobs.remote import LOST, Answer, ask
 from engine.launch.jobs.ssh import HostRun, Meeting, Running, Screen, SshPlan
 
 RETRY_SECONDS = 5.0
+FAILED_SECONDS = 15.0
+"""Which hosts have to end after another one has failed: no step can end then, but the watchdog can still tell why."""
 HURRY_SECONDS = 1.0
 """Signals within this time are one: Ctrl-C reaches the launcher once, schedulers may send several."""
 
@@ -103,7 +105,9 @@ class SshJob:
                 return
             if code == 0:
                 self._done += 1
-            elif not self._plan.request.elastic or self._done:
+            elif self._plan.request.elastic and self._done and code == LOST:
+                self._screen.say(f"{run.host.name} was lost ({run.reason}) when others had ended well.")
+            elif not self._plan.request.elastic:
                 self._fail(run, code)
             elif code == LOST:
                 self._go_on_without(run.host, run.reason)
@@ -121,7 +125,7 @@ class SshJob:
         """The job ends because of this host, or of one that is lost at the same time and is the cause."""
         missing = [other.host for other in self._running.runs.values() if not other.joined]
         missing += [] if run.joined else [run.host]
-        others = self._running.end(self._plan.request.grace_seconds + 5)
+        others = self._running.end(FAILED_SECONDS)
         lost = [other for other, ended in [(run, code), *others] if ended == LOST]
         self._verdict.code = code
         if lost:
@@ -170,7 +174,7 @@ class SshJob:
         left = len(self._running.runs)
         self._lost[host] = time.monotonic() + RETRY_SECONDS
         if left < least:
-            self._running.end(self._plan.request.grace_seconds + 5)
+            self._running.end(FAILED_SECONDS)
             self._verdict.code = LOST
             self._verdict.words = f"{host.name} was lost ({reason}), and of {least} hosts or more only {left} are left"
             return
@@ -187,7 +191,7 @@ class SshJob:
     def _start_anew(self) -> None:
         """End torchrun everywhere and start it again, with the store on the next host that answers."""
         left = [facts for facts in self._plan.hosts if facts.host in self._running.runs]
-        self._running.end(self._plan.request.grace_seconds + 5)
+        self._running.end(FAILED_SECONDS)
         for facts in left:
             if port := free_port(self._plan.request, self._plan.ssh, facts.host):
                 self._meeting = self._meeting.moved(facts.host, port)

@@ -1,6 +1,6 @@
 """The command line of torchrun for each place, and what makes it elastic. torchrun stays the engine underneath.
 
-``ELASTIC_OPTIONS`` and ``ELASTIC_ENVIRONMENT`` are for any torchrun of an elastic job, also one that is started by hand.
+``ELASTIC_OPTIONS`` and ``ELASTIC_ENVIRONMENT`` are for every torchrun of an elastic job, also one started by hand.
 """
 
 import shlex

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
 
+
 def copied(name: str, folder: Path) -> Path:
     """A script of this folder, where its job writes."""
     script = folder / name

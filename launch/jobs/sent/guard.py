@@ -1,4 +1,4 @@
-"""Runs torchrun on a host for as long as its launcher is there. Sent to the host and run there, so it imports no engine.
+"""Runs torchrun on a host for as long as its launcher is there; sent to the host and run there.
 
     launcher --ssh--> guard --> torchrun --> ranks
 

@@ -1,4 +1,4 @@
-"""What a host is: its versions, code, GPUs and a port. Sent to every host and run there, so it imports no engine.
+"""What a host is: its versions, code, GPUs and a port; sent to every host and run there.
 
 Its first line of input is the question, and it prints one line of JSON behind ``MARK``, whatever a login prints before.
 """
@@ -41,13 +41,14 @@ def main() -> None:
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    os.environ.update(question["environment"])
     folder = os.path.isdir(question["folder"])
     if folder:
         os.chdir(question["folder"])
-    paths = [path for path in question["pythonpath"].split(os.pathsep) if path]
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:0] = [os.path.dirname(os.path.abspath(question["script"])), *map(os.path.abspath, paths)]
     found = importlib.util.find_spec("engine")
-    engine = list(found.submodule_search_locations or [""])[0] if found else ""
+    engine = next(iter(found.submodule_search_locations or [""])) if found else ""
     return {
         "folder": folder,
         "python": platform.python_version(),
