@@ -14,8 +14,6 @@ from engine.errors import LaunchError
 
 _SLOTS = r"\s+slots\s*=\s*(?P<slots>\d+)(?:\s+max[-_]slots\s*=\s*\d+)?"
 _LINE = re.compile(rf"(?P<name>[\w.@-]+)(?::(?P<count>\d+)|{_SLOTS})?")
-    r"(?P<name>[\w.@-]+)(?::(?P<count>\d+)|\s+slots\s*=\s*(?P<slots>\d+)(?:\s+max[-_]slots\s*=\s*\d+)?)?"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +40,7 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(
-            f"--hostfile {path} cannot be read ({error}); give a text file, a host a line."
-        ) from error
+        raise LaunchError(f"--hostfile {path} cannot be read ({error}); give a text file, a host a line.") from error
     hosts: list[Host] = []
     problems: list[LaunchError] = []
     for number, line in _lines(text):
