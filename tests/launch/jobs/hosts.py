@@ -1,7 +1,7 @@
 """Hosts with a real sshd each, in the namespaces of tests/cluster, and a desk from which ``trine launch`` reaches them.
 
-    node0, node1, ..     an sshd on port 2222, with a host key and authorized keys of its own
-    the last node        the desk: it runs the launcher, and no rank
+node0, node1, ..     an sshd on port 2222, with a host key and authorized keys of its own
+the last node        the desk: it runs the launcher, and no rank
 """
 
 import os
@@ -40,6 +40,11 @@ class Launch:
         """Both of its streams so far."""
         return self._output.read_text(errors="replace")
 
+    def signal(self, number: int) -> None:
+        """Send it a signal, which ``nsenter`` would keep to itself."""
+        (child,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        os.kill(int(child), number)
+
     def wait_for(self, words: str, seconds: float = 60.0) -> None:
         """Return once it has printed ``words``."""
         deadline = time.monotonic() + seconds
@@ -61,6 +66,7 @@ class Hosts:
         self._desk = self.cluster.nodes[-1]
         self._folder = folder
         self._launches: list[Launch] = []
+        self._others: list[subprocess.Popen[bytes]] = []
         self.hostfile = folder / "hosts.txt"
         self.hostfile.write_text("".join(f"{node.name} slots=1\n" for node in self.nodes))
         self.python = self.interpreter("python", warm)
@@ -91,9 +97,9 @@ class Hosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for launch in self._launches:
-            launch.process.kill()
-            launch.process.wait()
+        for process in [*self._others, *(launch.process for launch in self._launches)]:
+            process.kill()
+            process.wait()
         self.cluster.__exit__(kind, error, trace)
 
     def start_sshd(self, node: Node) -> None:
@@ -109,11 +115,15 @@ class Hosts:
         told = self._folder / f"sshd{node.index}.out"
         with told.open("wb") as output:
             line = f"mkdir -p /run/sshd && exec {SSHD} -De -f /dev/null -p {PORT} -h {self._folder}/host_key {given}"
-            node.start(["sh", "-c", line], output=output.fileno())
+            self._others.append(node.start(["sh", "-c", line], output=output.fileno()))
         deadline = time.monotonic() + 10
         while "listening" not in (text := told.read_text()):
             assert time.monotonic() < deadline, f"sshd does not listen: {text}"
             time.sleep(0.02)
+
+    def hold(self, node: Node, *command: str) -> None:
+        """Run a program on a node until the end."""
+        self._others.append(node.start(command))
 
     def launch(self, *words: str, ssh: str = "", hostfile: Path | None = None) -> Launch:
         """Start ``trine launch --hostfile .. WORDS`` at the desk, in the folder of the test."""
