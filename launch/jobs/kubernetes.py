@@ -182,17 +182,7 @@ def _yaml(value: Any, indent: str = "") -> Iterator[str]:
             yield from rest
     else:
         plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w./-]*", value)
-        taken = isinstance(value, str) and value.lower() in (
-            "true",
-            "false",
-            "yes",
-            "no",
-            "on",
-            "off",
-            "null",
-            "y",
-            "n",
-        )
+        taken = str(value).lower() in ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
         yield f"{indent}{value if plain and not taken else json.dumps(value)}"
 
 

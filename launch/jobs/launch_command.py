@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 import time
-from argparse import REMAINDER, ArgumentParser, Namespace
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from engine.errors import LaunchError
@@ -86,9 +86,9 @@ def _add_places(command: ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    """A whole number from 1; argparse says what is wrong with another one."""
-    if int(text) < 1:
-        raise ValueError
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no whole number from 1")
     return int(text)
 
 
@@ -159,10 +159,10 @@ def _here(options: Namespace, request: JobRequest) -> int:
     ranks = request.ranks_per_node or len(gpu_names())
     if not ranks:
         ranks = 1
-        told = (
-            "trine launch: this host has no GPU that nvidia-smi knows, so 1 rank starts; --ranks-per-node N says other."
+        print(
+            "trine launch: nvidia-smi knows no GPU of this host, so 1 rank starts; --ranks-per-node N starts more.",
+            file=sys.stderr,
         )
-        print(told, file=sys.stderr)
     command, variables = torchrun_command(request, ranks, "1", None), torchrun_environment(request)
     if options.dry_run:
         print(shell_line(["env", *(f"{name}={value}" for name, value in variables.items()), *command]))

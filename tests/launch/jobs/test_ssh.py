@@ -29,7 +29,7 @@ def save(number, frame):
 if what != "print":
     signal.signal(signal.SIGTERM, save)
     if what == "stubborn":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if what == "fail" and rank == 1:
         sys.exit("odd input")
     time.sleep(1000)
@@ -121,7 +121,8 @@ def test_names_and_folders_that_a_host_lacks(hosts: MakeHosts, tmp_path: Path) -
 @pytest.mark.parametrize("fault", ["fail", "power", wide("cable")])
 def test_a_job_ends_everywhere_with_one_host(hosts: MakeHosts, tmp_path: Path, fault: str) -> None:
     made = hosts(2)
-    launch = made.launch(script_in(tmp_path), "fail" if fault == "fail" else "sleep", ssh=QUICK)
+    what = "fail" if fault == "fail" else "sleep"
+    launch = made.launch("--grace", "5", script_in(tmp_path), what, ssh=QUICK)
     if fault != "fail":
         for rank in range(2):
             launch.wait_for(f"rank {rank} of 2")
@@ -141,7 +142,7 @@ def test_a_job_ends_everywhere_with_one_host(hosts: MakeHosts, tmp_path: Path, f
     if fault == "power":
         made.nodes.pop()
     if fault == "cable":  # nobody can tell it, so it gives up by itself
-        time.sleep(40)
+        time.sleep(45)
     assert not survivors(made)
 
 
