@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from engine.launch.jobs.torchrun import Rendezvous, torchrun_command, torchrun_e
 BEAT_SECONDS = 5.0
 NO_MEETING = ("RendezvousTimeoutError", "RendezvousConnectionError")
 """How torchrun says that its nodes have not met."""
+KILLED = 128 + signal.SIGKILL
 _KEPT = 20
 """Lines of the error stream that are kept for a reason."""
 
@@ -192,5 +194,6 @@ class Running:
                 found += self.ended()
         for run in self.runs.values():
             run.abandon()
+            found.append((run, KILLED))
         self.runs.clear()
         return found

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from engine.launch.jobs.hostfile import Host
@@ -20,7 +20,9 @@ from engine.launch.jobs.preflight import HostFacts, differences, free_port, ques
 from engine.launch.jobs.remote import LOST, Answer, ask
 from engine.launch.jobs.ssh import HostRun, Meeting, Running, Screen, SshPlan
 
-RETRY_SECONDS = 5.0
+RETRY_SECONDS = 2.0
+"""Between two tries of a lost host, each of which may take ``TRY_SECONDS``."""
+TRY_SECONDS = 5.0
 FAILED_SECONDS = 15.0
 """Which hosts have to end after another one has failed: no step can end then, but the watchdog can still tell why."""
 HURRY_SECONDS = 1.0
@@ -206,7 +208,8 @@ class SshJob:
         for host, due in list(self._lost.items()):
             if host not in self._tries and time.monotonic() > due:
                 question = question_for(self._plan.request, self._plan.ssh, None)
-                self._tries[host] = self._pool.submit(ask, self._plan.ssh, host, question)
+                hasty = replace(self._plan.ssh, seconds=min(TRY_SECONDS, self._plan.ssh.seconds))
+                self._tries[host] = self._pool.submit(ask, hasty, host, question)
             elif host in self._tries and self._tries[host].done():
                 self._lost[host] = time.monotonic() + RETRY_SECONDS
                 self._take_in(host, self._tries.pop(host).result())

@@ -10,10 +10,9 @@ import pytest
 from tests.cluster.jobs import copied
 from tests.launch.jobs.hosts import Hosts, no_hosts
 from tests.launch.jobs.test_ssh import QUICK, survivors
-from tests.selection import wide
 
 pytestmark = pytest.mark.skipif(bool(no_hosts()), reason=no_hosts())
-STEPS = 80
+STEPS = 120
 
 
 def grids(run: Path) -> list[str]:
@@ -23,7 +22,8 @@ def grids(run: Path) -> list[str]:
     return ranks[:1] + [now for before, now in pairwise(ranks) if now != before]
 
 
-@pytest.mark.parametrize("lost", [0, wide(1)])
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_is_lost_and_comes_back(hosts: Callable[[int], Hosts], tmp_path: Path, lost: int) -> None:
     made, run = hosts(2), tmp_path / "run"
     copied("elastic.py", tmp_path)

@@ -107,7 +107,8 @@ def test_an_elastic_job_has_the_options_that_a_plain_torchrun_needs(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--slurm", "--nodes", "two", "job.py"], "--nodes two: give a number of nodes, such as 4, or MIN:MAX, such as 2:4."),
+        (["--slurm", "--nodes", "two", "job.py"],
+         "--nodes two: give a number of nodes, such as 4, or MIN:MAX, such as 2:4."),
         (["--hostfile", "hosts", "--elastic", "4", "job.py"], "--elastic 4: give MIN:MAX, such as 2:4."),
         (["--hostfile", "hosts", "--elastic", "4:2", "job.py"],
          "--elastic 4:2: a job has 1 node or more, and MAX is no less than MIN."),

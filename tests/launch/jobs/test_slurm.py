@@ -1,4 +1,4 @@
-"""The batch script: bash takes it, and it runs with stand-ins of Slurm's commands that really start what they are given."""
+"""The batch script: bash takes it, and it runs with stand-ins of Slurm's commands that really start the ranks."""
 
 import os
 import re

@@ -122,7 +122,8 @@ def test_names_and_folders_that_a_host_lacks(hosts: MakeHosts, tmp_path: Path) -
 def test_a_job_ends_everywhere_with_one_host(hosts: MakeHosts, tmp_path: Path, fault: str) -> None:
     made = hosts(2)
     what = "fail" if fault == "fail" else "sleep"
-    launch = made.launch("--grace", "5", script_in(tmp_path), what, ssh=QUICK)
+    cold = ["--python", sys.executable] if fault == "cable" else []  # what is killed takes its own children with it
+    launch = made.launch("--grace", "5", *cold, script_in(tmp_path), what, ssh=QUICK)
     if fault != "fail":
         for rank in range(2):
             launch.wait_for(f"rank {rank} of 2")
@@ -155,7 +156,7 @@ def test_a_signal_is_passed_on_and_a_second_one_ends_at_once(hosts: MakeHosts, t
     ended = launch.end(30)
     assert ended.code == 1 and all(f"[node{rank}] saved by {rank}\n" in ended.text for rank in range(2)), ended.text
     assert ended.text.endswith("trine launch: stopped by SIGTERM; the job has ended on all hosts.\n")
-    launch = made.launch("job.py", "stubborn")
+    launch = made.launch("--python", sys.executable, "job.py", "stubborn")
     for rank in range(2):
         launch.wait_for(f"rank {rank} of 2")
     for _ in range(2):
