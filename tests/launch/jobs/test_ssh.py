@@ -102,6 +102,7 @@ def test_all_that_differs_is_said_at_once_and_nothing_starts(hosts: MakeHosts, t
     assert ended.text.count("\n") == 6, ended.text
 
 
+@pytest.mark.long
 def test_names_and_folders_that_a_host_lacks(hosts: MakeHosts, tmp_path: Path) -> None:
     made = hosts(2)
     script = script_in(tmp_path)
@@ -147,6 +148,7 @@ def test_a_job_ends_everywhere_with_one_host(hosts: MakeHosts, tmp_path: Path, f
     assert not survivors(made)
 
 
+@pytest.mark.long
 def test_a_signal_is_passed_on_and_a_second_one_ends_at_once(hosts: MakeHosts, tmp_path: Path) -> None:
     made = hosts(2)
     launch = made.launch(script_in(tmp_path), "sleep")
@@ -167,6 +169,7 @@ def test_a_signal_is_passed_on_and_a_second_one_ends_at_once(hosts: MakeHosts, t
     assert not survivors(made)
 
 
+@pytest.mark.long
 def test_nothing_outlives_the_launcher(hosts: MakeHosts, tmp_path: Path) -> None:
     made = hosts(2)
     launch = made.launch(script_in(tmp_path), "sleep")
@@ -178,6 +181,7 @@ def test_nothing_outlives_the_launcher(hosts: MakeHosts, tmp_path: Path) -> None
     assert not survivors(made)
 
 
+@pytest.mark.long
 def test_a_host_that_does_not_join_is_named(hosts: MakeHosts, tmp_path: Path) -> None:
     made = hosts(2)
     made.nodes[1].held.run(f"ip route add unreachable {made.nodes[0].address}")
