@@ -16,7 +16,7 @@ from engine.launch.jobs.remote import SshRequest
 from engine.launch.jobs.request import JobRequest, NodeCount, exported, passed_on
 from engine.launch.jobs.sent.probe import gpu_names
 from engine.launch.jobs.slurm import SlurmRequest, slurm_script
-from engine.launch.jobs.ssh import Meeting, SshPlan
+from engine.launch.jobs.ssh import MeetingPlace, SshPlan
 from engine.launch.jobs.ssh_job import SshJob
 from engine.launch.jobs.torchrun import JOIN_SECONDS, shell_line, torchrun_command, torchrun_environment
 
@@ -194,7 +194,7 @@ def _over_ssh(options: Namespace, request: JobRequest) -> int:
         return 0
     facts = examine(request, ssh)
     plan = SshPlan(request=request, ssh=ssh, hosts=tuple(facts))
-    return SshJob(plan, Meeting(first=ssh.hosts[0], port=facts[0].port, identity=identity)).run()
+    return SshJob(plan, MeetingPlace(first=ssh.hosts[0], port=facts[0].port, identity=identity)).run()
 
 
 def _show_ssh(request: JobRequest, ssh: SshRequest) -> None:
@@ -204,7 +204,7 @@ def _show_ssh(request: JobRequest, ssh: SshRequest) -> None:
     for host in ssh.hosts:
         facts = HostFacts(host=host, folder=True, gpus=(), port=0, unknown=(), **nothing)
         plan = SshPlan(request=request, ssh=ssh, hosts=(facts,) * len(ssh.hosts))
-        wish = plan.wish(facts, Meeting(first=ssh.hosts[0], port=request.port or 0, identity=request.name))
+        wish = plan.wish(facts, MeetingPlace(first=ssh.hosts[0], port=request.port or 0, identity=request.name))
         line = shell_line(wish["command"])
         line = line if request.port else line.replace(f"{ssh.hosts[0].address}:0", f"{ssh.hosts[0].address}:@PORT@")
         if not (request.ranks_per_node or host.slots):

@@ -93,7 +93,7 @@ def unanswered(ssh: SshRequest, host: Host, answer: Answer) -> LaunchError:
 
 def _own_problems(request: JobRequest, ssh: SshRequest, facts: HostFacts) -> Iterator[LaunchError]:
     """What is wrong with a host by itself."""
-    name, ranks = facts.host.name, ranks_of(request, facts)
+    name, ranks = facts.host.name, ranks_on(request, facts)
     if not facts.folder:
         yield LaunchError(
             f"{name} has no folder {request.folder}; every host runs in the launcher's folder: share or copy it."
@@ -156,7 +156,7 @@ def _port_problem(request: JobRequest, facts: HostFacts) -> list[LaunchError]:
     ]
 
 
-def ranks_of(request: JobRequest, facts: HostFacts) -> int:
+def ranks_on(request: JobRequest, facts: HostFacts) -> int:
     """Ranks of a host: as asked for, as the hostfile has it, one for each GPU, or one."""
     return request.ranks_per_node or facts.host.slots or len(facts.gpus) or 1
 

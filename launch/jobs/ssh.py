@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from engine.launch.jobs.hostfile import Host
-from engine.launch.jobs.preflight import HostFacts, ranks_of
+from engine.launch.jobs.preflight import HostFacts, ranks_on
 from engine.launch.jobs.remote import SshRequest, guard_input, last_words
 from engine.launch.jobs.request import JobRequest
 from engine.launch.jobs.sent.guard import MARK
@@ -110,7 +110,7 @@ class HostRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class MeetingPlace:
     """Where the hosts meet, and for which time they do."""
 
     first: Host
@@ -118,7 +118,7 @@ class Meeting:
     identity: str
     round: int = 0
 
-    def moved(self, first: Host, port: int) -> "Meeting":
+    def moved(self, first: Host, port: int) -> "MeetingPlace":
         """The same job with another host in the first place."""
         return replace(self, first=first, port=port, round=self.round + 1)
 
@@ -131,7 +131,7 @@ class SshPlan:
     ssh: SshRequest
     hosts: tuple[HostFacts, ...]
 
-    def wish(self, facts: HostFacts, meeting: Meeting) -> dict[str, Any]:
+    def wish(self, facts: HostFacts, meeting: MeetingPlace) -> dict[str, Any]:
         """What the guard of a host is asked to do."""
         rendezvous = Rendezvous(
             address=meeting.first.address,
@@ -143,14 +143,14 @@ class SshPlan:
         nodes = str(self.request.nodes) if self.request.elastic else str(len(self.hosts))
         return {
             "key": f"{meeting.identity}-{facts.host.name}",
-            "command": torchrun_command(self.request, ranks_of(self.request, facts), nodes, rendezvous),
+            "command": torchrun_command(self.request, ranks_on(self.request, facts), nodes, rendezvous),
             "environment": torchrun_environment(self.request),
             "folder": str(self.request.folder),
             "grace": self.request.grace_seconds + 5,
             "port": meeting.port,
         }
 
-    def start(self, facts: HostFacts, meeting: Meeting, screen: Screen) -> HostRun:
+    def start(self, facts: HostFacts, meeting: MeetingPlace, screen: Screen) -> HostRun:
         """Start torchrun on a host."""
         return HostRun(facts.host, self.ssh.command(facts.host), self.wish(facts, meeting), screen)
 
@@ -164,7 +164,7 @@ class Running:
         self._beaten = 0.0
         self.runs: dict[Host, HostRun] = {}
 
-    def start(self, facts: HostFacts, meeting: Meeting) -> None:
+    def start(self, facts: HostFacts, meeting: MeetingPlace) -> None:
         """Start a host."""
         self.runs[facts.host] = self._plan.start(facts, meeting, self._screen)
 

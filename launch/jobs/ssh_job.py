@@ -18,7 +18,7 @@ from types import FrameType
 from engine.launch.jobs.hostfile import Host
 from engine.launch.jobs.preflight import HostFacts, differences, free_port, question_for, unanswered
 from engine.launch.jobs.remote import LOST, Answer, ask
-from engine.launch.jobs.ssh import HostRun, Meeting, Running, Screen, SshPlan
+from engine.launch.jobs.ssh import HostRun, MeetingPlace, Running, Screen, SshPlan
 
 RETRY_SECONDS = 2.0
 """Between two tries of a lost host, each of which may take ``TRY_SECONDS``."""
@@ -54,7 +54,7 @@ class AskedToStop:
 
 
 @dataclass(slots=True)
-class Verdict:
+class JobEnd:
     """How the job ends."""
 
     code: int = 0
@@ -69,7 +69,7 @@ class Verdict:
 class SshJob:
     """The job from its start to its end."""
 
-    def __init__(self, plan: SshPlan, meeting: Meeting) -> None:
+    def __init__(self, plan: SshPlan, meeting: MeetingPlace) -> None:
         self._plan = plan
         self._meeting = meeting
         self._screen = Screen()
@@ -78,7 +78,7 @@ class SshJob:
         """When each is to be tried again."""
         self._tries: dict[Host, Future[Answer]] = {}
         self._pool = ThreadPoolExecutor(max(1, min(16, len(plan.hosts))))
-        self._verdict = Verdict()
+        self._verdict = JobEnd()
         self._done = 0
         self._facts = {facts.host: facts for facts in plan.hosts}
 

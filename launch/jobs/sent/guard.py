@@ -29,7 +29,7 @@ SET_CHILD_SUBREAPER = 36
 SET_PARENT_DEATH_SIGNAL = 1
 
 
-def main() -> None:
+def watch_over_torchrun() -> None:
     """Take the place of an older guard of the same job and host, run the wish and end with its status."""
     wish = json.loads(sys.stdin.readline())
     libc = ctypes.CDLL(None)
@@ -153,4 +153,4 @@ def _descendants() -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    watch_over_torchrun()
