@@ -81,6 +81,7 @@ class SshJob:
         self._verdict = JobEnd()
         self._done = 0
         self._facts = {facts.host: facts for facts in plan.hosts}
+        """Of all hosts, lost or not."""
 
     def run(self) -> int:
         """Start all hosts; return the exit status of the first that failed, else 0."""
@@ -102,9 +103,10 @@ class SshJob:
         return self._verdict.code
 
     def _round(self) -> None:
+        meeting = self._meeting
         for run, code in self._running.ended():
-            if self._verdict.given:
-                return
+            if self._verdict.given or self._meeting is not meeting:
+                break  # it belongs to what has ended meanwhile
             if code == 0:
                 self._done += 1
             elif self._plan.request.elastic and self._done and code == LOST:
@@ -115,7 +117,6 @@ class SshJob:
                 self._go_on_without(run.host, run.reason)
             elif run.host != self._meeting.first and (gone := self._store_is_gone()):
                 self._go_on_without(self._meeting.first, gone)
-                return
             else:
                 self._fail(run, code)
         if self._plan.request.elastic and not (self._done or self._verdict.given):
@@ -173,8 +174,8 @@ class SshJob:
         least = nodes.least if nodes is not None else 1
         if run := self._running.runs.pop(host, None):
             run.abandon()
-        left = len(self._running.runs)
         self._lost[host] = time.monotonic() + RETRY_SECONDS
+        left = len(self._left)
         if left < least:
             self._running.end(FAILED_SECONDS)
             self._verdict.code = LOST
@@ -184,6 +185,11 @@ class SshJob:
         if host == self._meeting.first:
             self._start_anew()
 
+    @property
+    def _left(self) -> list[HostFacts]:
+        """Hosts that are not lost; torchrun may have ended on some of them, because the store is."""
+        return [facts for host, facts in self._facts.items() if host not in self._lost]
+
     def _store_is_gone(self) -> str:
         """Why the host with the store does not answer; empty if it does."""
         first = self._meeting.first
@@ -192,7 +198,7 @@ class SshJob:
 
     def _start_anew(self) -> None:
         """End torchrun everywhere and start it again, with the store on the next host that answers."""
-        left = [facts for facts in self._plan.hosts if facts.host in self._running.runs]
+        left = self._left
         self._running.end(FAILED_SECONDS)
         for facts in left:
             if port := free_port(self._plan.request, self._plan.ssh, facts.host):

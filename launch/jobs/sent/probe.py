@@ -34,7 +34,7 @@ def gpu_names() -> list[str]:
     return [names[int(word)] for word in seen if int(word) < len(names)]
 
 
-def answer() -> None:
+def tell_facts() -> None:
     """Answer the question that stands in the input."""
     question = json.loads(sys.stdin.readline())
     print(MARK + json.dumps(_answer(question)), flush=True)
@@ -114,4 +114,4 @@ def _resolves(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    answer()
+    tell_facts()
