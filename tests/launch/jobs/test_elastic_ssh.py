@@ -23,18 +23,24 @@ def grids(run: Path) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_host_is_lost_and_comes_back(hosts: Callable[[int], Hosts], tmp_path: Path, lost: int) -> None:
+@pytest.mark.parametrize(("lost", "fault"), [(0, "power"), (1, "power"), (0, "cable")])
+def test_a_host_is_lost_and_comes_back(hosts: Callable[[int], Hosts], tmp_path: Path, lost: int, fault: str) -> None:
     made, run = hosts(2), tmp_path / "run"
     copied("elastic.py", tmp_path)
     node = made.nodes[lost]
     launch = made.launch("--elastic", "1:2", "elastic.py", str(run), str(STEPS), "0.2", ssh=QUICK)
     launch.wait_for("step 10 on 2 ranks")
-    node.end()
+    if fault == "power":
+        node.end()
+    else:
+        made.cluster.unplug(node)
     launch.wait_for(f"trine launch: {node.name} was lost (")
-    launch.wait_for("on 1 ranks", 40)
-    made.cluster.boot(node)
-    made.start_sshd(node)
+    launch.wait_for("on 1 ranks", 60)
+    if fault == "power":
+        made.cluster.boot(node)
+        made.start_sshd(node)
+    else:
+        made.cluster.plug(node)  # what was cut off still runs there, and gives way
     launch.wait_for(f"trine launch: {node.name} answers again; torchrun starts there.", 20)
     ended = launch.end(90)
     assert ended.code == 0, ended.text

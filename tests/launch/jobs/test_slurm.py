@@ -12,7 +12,7 @@ import pytest
 
 from engine.launch.cli import main
 from engine.launch.jobs.slurm import WRITTEN
-from tests.cluster.jobs import ROOT
+from tests.cluster.jobs import ROOT, copied
 
 COMMANDS: Mapping[str, str] = {
     "scontrol": """
@@ -53,9 +53,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def batch(folder: Path, warm_python: str, *words: str) -> "subprocess.Popen[str]":
+def batch(folder: Path, warm_python: str, *words: str, script: str = "job.py") -> "subprocess.Popen[str]":
     """Run the script of a job as Slurm would start it on the first of its nodes."""
-    assert main(["launch", "--slurm", *OPTIONS, "--python", warm_python, "job.py", *words]) == 0
+    options = [*OPTIONS, "--name", "job", "--python", warm_python]
+    assert main(["launch", "--slurm", *options, script, *words]) == 0
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "1"}
     environment = os.environ | slurm | {"PYTHONPATH": str(ROOT), "PYTHON_EXEC": warm_python}
     command, pipe = ["bash", "job.sbatch"], subprocess.PIPE
@@ -100,6 +101,22 @@ def test_a_job_at_its_time_limit_saves_and_is_queued_again(folder: Path, warm_py
     assert told.count("saved\n") == 2 and job.returncode == 0, told
     assert "the time limit is near: job 7 is queued again\n" in told
     assert (folder / "calls").read_text().endswith("scontrol requeue 7\n")
+
+
+@pytest.mark.long
+def test_a_job_goes_on_from_what_it_saved_at_its_time_limit(folder: Path, warm_python: str) -> None:
+    words = [str(folder / "run"), "60", "0.1"]
+    script = copied("elastic.py", folder).name
+    job = batch(folder, warm_python, *words, script=script)
+    assert job.stdout is not None
+    assert any("step 10 on 2 ranks" in line for line in job.stdout)
+    time.sleep(0.25)  # between two of the checkpoints that it writes anyway
+    job.send_signal(signal.SIGTERM)
+    told, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and "is queued again" in told, told
+    (done,) = re.findall(r"stopped by SIGTERM after update (\d+)", told)
+    told, _ = batch(folder, warm_python, *words, script=script).communicate(timeout=60)
+    assert f", {done} updates made;" in told and "step 60 on 2 ranks" in told, told
 
 
 def test_the_script_is_submitted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
