@@ -99,7 +99,7 @@ def _pod(request: JobRequest, container: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _set(request: JobRequest, wish: KubernetesRequest, job: Mapping[str, Any], labels: Mapping[str, str]) -> Any:
+def _set(wish: KubernetesRequest, job: Mapping[str, Any], labels: Mapping[str, str]) -> Any:
     """The part that a JobSet and the template of a runtime share."""
     template = {**({"metadata": {"labels": dict(labels)}} if labels else {}), "spec": dict(job)}
     return {
@@ -137,7 +137,7 @@ def _jobset(request: JobRequest, wish: KubernetesRequest) -> list[dict[str, Any]
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
             "metadata": _metadata(request, wish),
-            "spec": _set(request, wish, job, {}),
+            "spec": _set(wish, job, {}),
         }
     ]
 
@@ -145,7 +145,7 @@ def _jobset(request: JobRequest, wish: KubernetesRequest) -> list[dict[str, Any]
 def _train_job(request: JobRequest, wish: KubernetesRequest) -> list[dict[str, Any]]:
     ranks, most = request.ranks("--kubernetes"), request.nodes.most if request.nodes is not None else 1
     version, metadata = "trainer.kubeflow.org/v1alpha1", _metadata(request, wish)
-    template = _set(request, wish, _job(request, wish, _pod(request, {"image": wish.image})), {ANCESTOR: "trainer"})
+    template = _set(wish, _job(request, wish, _pod(request, {"image": wish.image})), {ANCESTOR: "trainer"})
     runtime = {
         "apiVersion": version,
         "kind": "TrainingRuntime",
