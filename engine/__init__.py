@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from engine.api import initialize
     from engine.config import Config, load_config
     from engine.engine import Engine
-    from engine.errors import CheckpointError, ConfigError, EngineError, GridError, PlanError, ScheduleError
+    from engine.errors import (
+        CheckpointError,
+        ConfigError,
+        EngineError,
+        GridError,
+        LaunchError,
+        PlanError,
+        ScheduleError,
+    )
     from engine.reporting.step_report import StepReport
 
 __all__ = [
@@ -26,6 +34,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "GridError",
+    "LaunchError",
     "PlanError",
     "ScheduleError",
     "StepReport",

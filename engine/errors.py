@@ -31,6 +31,10 @@ class CheckpointError(EngineError):
     """A checkpoint is missing, incomplete, damaged or belongs to another model."""
 
 
+class LaunchError(EngineError):
+    """A job cannot be started where it was asked for; the message lists every problem, with its host."""
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of the error's message, or its class name if the message is empty.
 

@@ -13,17 +13,17 @@ from engine.launch import check_command as check
 from engine.launch import schedule_command as schedule
 from engine.launch import watch_command as watch
 from engine.launch.doctor import doctor_command as doctor
+from engine.launch.jobs import launch_command as jobs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        return options.run(options) or 0
     except EngineError as error:
         print(error, file=sys.stderr)
         return 1
-    return 0
 
 
 def _parser() -> ArgumentParser:
@@ -51,6 +51,10 @@ def _parser() -> ArgumentParser:
     command = commands.add_parser("schedule", help="draw a pipeline schedule: order, idle share, memory")
     schedule.add_options(command)
     command.set_defaults(run=schedule.run)
+
+    command = commands.add_parser("launch", help="start a script on this host, over ssh, under Slurm or on Kubernetes")
+    jobs.add_launch_options(command)
+    command.set_defaults(run=jobs.launch)
 
     command = commands.add_parser("watch", help="what the ranks of a job are in, now or when it stood still")
     watch.add_watch_options(command)

@@ -34,6 +34,10 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     ),
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
     "engine.kernels": ("dispatch", "optim", "gpu", "ops"),
+    "engine.launch.jobs": (
+        "request", "torchrun", "hostfile", "sent", "slurm", "kubernetes", "remote", "preflight", "ssh", "ssh_job",
+        "launch_command",
+    ),
 }  # fmt: skip
 """The rooms of a folder, lowest first; a room imports from those before it."""
 
@@ -42,7 +46,8 @@ EVERYWHERE = "engine.errors"
 TORCH_FREE = (
     "engine", "engine.config", "engine.config.json_schema", "engine.data.corpus", "engine.errors",
     "engine.launch.check_command", "engine.launch.checkpoint_command", "engine.launch.cli",
-    "engine.launch.doctor.doctor_command", "engine.launch.doctor.facts", "engine.launch.run_folder",
+    "engine.launch.doctor.doctor_command", "engine.launch.doctor.facts", "engine.launch.jobs.launch_command",
+    "engine.launch.run_folder",
     "engine.launch.schedule_command", "engine.launch.train_options", "engine.parallel.comm.traffic",
     "engine.parallel.grid", "engine.parallel.pipeline.partition.auto_schedule",
     "engine.parallel.pipeline.report.perfetto", "engine.parallel.pipeline.report.svg",

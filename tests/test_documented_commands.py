@@ -24,6 +24,7 @@ PROGRAMS = ("python", "trine", "torchrun", "pytest", "ruff", "mypy", "bash", "pi
 GENERATED = ("errors.md",)
 """Pages in which no command is written by hand."""
 EXAMPLES = "tests/test_examples.py::"
+JOBS = "tests/launch/jobs/"
 CHECKPOINT = "tests/launch/test_checkpoint_command.py::"
 
 RUN = (
@@ -50,6 +51,21 @@ TESTED = {
         "tests/launch/doctor/test_doctor_command.py::test_torchrun_of_four_ranks",
     "trine doctor": "tests/launch/doctor/test_doctor_command.py::test_one_process",
     "trine watch": "tests/launch/test_watch_command.py::test_ranks_of_this_host_and_of_a_report",
+    "trine launch --ranks-per-node 4 train.py --steps 1000":
+        f"{JOBS}test_launch_command.py::test_a_job_on_this_host_is_torchrun",
+    "trine launch --hostfile hosts.txt train.py --steps 1000": f"{JOBS}test_ssh.py::test_a_job_runs_on_all_hosts",
+    "trine launch --hostfile hosts.txt --elastic 2:4 train.py":
+        f"{JOBS}test_elastic_ssh.py::test_a_host_is_lost_and_comes_back",
+    "trine launch --slurm --nodes 4 --ranks-per-node 8 --time 24:00:00 train.py":
+        f"{JOBS}test_slurm.py::test_a_job_ends_as_its_ranks_do",
+    "trine launch --kubernetes jobset --image site/train:1 --nodes 4 --ranks-per-node 8 train.py":
+        f"{JOBS}test_kubernetes.py::test_a_jobset",
+    "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 --rdzv-id=job "
+    "--rdzv-conf=join_timeout=60 train.py": "tests/cluster/test_nodes.py::test_a_job_over_nodes_trains_as_one_process",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:4 --nproc-per-node=8 --max-restarts=100 "
+    "--rdzv-backend=c10d --rdzv-endpoint=node0:29400 --rdzv-id=job --rdzv-conf=last_call_timeout=1,"
+    "keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60 train.py":
+        "tests/cluster/test_elastic.py::test_a_job_loses_a_node_and_takes_it_in_again",
     "trine watch runs/train": "tests/launch/test_watch_command.py::test_ranks_of_this_host_and_of_a_report",
     "python train.py": "tests/launch/test_reference_run.py::test_a_second_run_goes_on_and_a_fresh_one_keeps_it",
     "torchrun --nproc_per_node 2 nanogpt.py pp2.json FOLDER 500": f"{EXAMPLES}test_nanogpt_goes_on_on_another_grid",
@@ -78,6 +94,8 @@ TESTED = {
 """Command -> the test that runs it, or what it does."""
 
 REASONS = {
+    "trine launch": "names the command, whose whole lines are tested above",
+    "trine check config.json --ranks N": "run above with --world, its other name",
     "trine plan": "names the command, whose whole line is run above",
     "pip install": "names the command, whose whole line stands before it",
     "pip install -c constraints.txt -e .": "takes a minute and an index of packages; .ci/run does it",

@@ -7,18 +7,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from engine.launch.jobs.torchrun import ELASTIC_ENVIRONMENT, ELASTIC_OPTIONS
 from tests.cluster.network import Cluster, Node
 from tests.warm_python import warm_torchrun
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-
-ELASTIC = (
-    "--max-restarts=100",
-    "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60",
-)
-"""How ``trine launch`` starts torchrun for a job whose nodes may come and go."""
 
 
 def copied(name: str, folder: Path) -> Path:
@@ -47,12 +42,12 @@ class Job:
         """``elastic``: any number of nodes goes on, as often as it has to."""
         nodes = len(cluster.nodes)
         self._folder = script.parent
-        self._environment = ENVIRONMENT | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if elastic else ENVIRONMENT
+        self._environment = {**ENVIRONMENT, **ELASTIC_ENVIRONMENT} if elastic else ENVIRONMENT
         self._outputs = [script.with_name(f"{node.name}.out") for node in cluster.nodes]
         self._command = [
             *warm_torchrun(python), f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
             "--rdzv-backend=c10d", f"--rdzv-endpoint={cluster.nodes[0].name}:29400", "--rdzv-id=job",
-            *[f"--nnodes=1:{nodes}", *ELASTIC] * elastic, str(script), *arguments,
+            *[f"--nnodes=1:{nodes}", *ELASTIC_OPTIONS] * elastic, str(script), *arguments,
         ]  # fmt: skip
         self._launchers = [self._start(node) for node in cluster.nodes]
 

@@ -85,7 +85,10 @@ class Node:
         mount --bind {self._hosts} /etc/hosts
         set +e"""
         self._held = _Held(("net", "uts", "mount", "ipc", "pid", "mount-proc"), prepare)
-        switch.run(f"ip link add {self.name} type veth peer name eth0 netns {self.held.pid}")
+        card = (
+            f"02:00:00:00:{self.index // 256:02x}:{self.index % 256:02x}"  # a machine keeps it when it is booted anew
+        )
+        switch.run(f"ip link add {self.name} type veth peer name eth0 address {card} netns {self.held.pid}")
         switch.run(f"ip link set {self.name} master lan up")
         for line in ("ip link set lo up", f"ip address add {self.address}/16 dev eth0", "ip link set eth0 up"):
             self.held.run(line)

@@ -1,0 +1,194 @@
+"""Manifests for Kubernetes: a JobSet, or a TrainJob of Kubeflow Trainer v2 with the runtime that it needs.
+
+Facts of the formats: JobSet ``jobset.x-k8s.io/v1alpha2`` gives its pods the DNS names
+``<set>-<job>-<job index>-<pod index>.<set>`` by a headless service. A ``TrainJob`` of ``trainer.kubeflow.org/v1alpha1``
+fills the container ``node`` of the job that is labelled as the trainer; a volume can only be in its runtime, in all
+versions alike, since 2.2 has renamed the fields that patch one.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import LaunchError
+from engine.launch.jobs.request import JobRequest
+from engine.launch.jobs.slurm import WRITTEN
+from engine.launch.jobs.torchrun import Rendezvous, shell_line, torchrun_command, torchrun_environment
+
+KINDS = ("jobset", "trainer")
+PORT = 29500
+"""Of the store; Kubeflow Trainer opens this one."""
+NODE = "node"
+"""Name of the job and of its container, which Kubeflow Trainer looks for."""
+ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
+SECONDS_AFTER_GRACE = 30
+LONGEST_NAME = 40
+"""The names of pods are longer by their indices, and end at 63 letters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesRequest:
+    """Options that only Kubernetes has."""
+
+    kind: str
+    image: str | None
+    namespace: str | None
+    gpus_per_node: int | None
+    max_restarts: int
+
+
+def manifest(request: JobRequest, wish: KubernetesRequest) -> str:
+    """The text of the file.
+
+    Raises:
+        LaunchError: image, nodes or ranks are missing, or the name is none.
+    """
+    if not wish.image:
+        raise LaunchError("--kubernetes needs --image NAME: a container with Python, torch, Trine and the script.")
+    if request.nodes is None:
+        raise LaunchError("--kubernetes needs --nodes N, or --nodes MIN:MAX for an elastic job.")
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", request.name) or len(request.name) > LONGEST_NAME:
+        raise LaunchError(
+            f"--name {request.name}: Kubernetes takes up to {LONGEST_NAME} lower-case letters, digits and hyphens, a "
+            "letter first; give another --name."
+        )
+    documents = _jobset(request, wish) if wish.kind == "jobset" else _train_job(request, wish)
+    return f"{WRITTEN}; `kubectl apply -f` takes it.\n" + "---\n".join(
+        "".join(f"{line}\n" for line in _yaml(document)) for document in documents
+    )
+
+
+def _command(request: JobRequest, ranks: int) -> list[str]:
+    """Of every pod; its index tells whether it has the store."""
+    meeting = Rendezvous(
+        address=f"{request.name}-{NODE}-0-0.{request.name}",
+        port=request.port or PORT,
+        identity=request.name,
+        is_host="@FIRST@",
+        local_address=f"{request.name}-{NODE}-0-@INDEX@.{request.name}",
+    )
+    words = {"@FIRST@": "$((JOB_COMPLETION_INDEX == 0))", "@INDEX@": '"$JOB_COMPLETION_INDEX"'}
+    line = shell_line(torchrun_command(request, ranks, str(request.nodes), meeting), words)
+    return ["sh", "-c", f"exec {line}"]
+
+
+def _environment(request: JobRequest) -> list[dict[str, str]]:
+    return [{"name": name, "value": value} for name, value in torchrun_environment(request).items()]
+
+
+def _limits(wish: KubernetesRequest, ranks: int) -> dict[str, int]:
+    gpus = ranks if wish.gpus_per_node is None else wish.gpus_per_node
+    return {"nvidia.com/gpu": gpus} if gpus else {}
+
+
+def _pod(request: JobRequest, container: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": request.grace_seconds + SECONDS_AFTER_GRACE,
+        "containers": [
+            {
+                "name": NODE,
+                **container,
+                "ports": [{"containerPort": request.port or PORT}],
+                "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+            }
+        ],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+    }
+
+
+def _set(wish: KubernetesRequest, job: Mapping[str, Any], labels: Mapping[str, str]) -> Any:
+    """The part that a JobSet and the template of a runtime share."""
+    template = {**({"metadata": {"labels": dict(labels)}} if labels else {}), "spec": dict(job)}
+    return {
+        "failurePolicy": {"maxRestarts": wish.max_restarts},
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "replicatedJobs": [{"name": NODE, "replicas": 1, "template": template}],
+    }
+
+
+def _job(request: JobRequest, wish: KubernetesRequest, pod: Mapping[str, Any]) -> dict[str, Any]:
+    """Static: a pod that fails restarts the set. Elastic: it alone is replaced, and the others go on meanwhile."""
+    most = request.nodes.most if request.nodes is not None else 1
+    return {
+        "completionMode": "Indexed",
+        "backoffLimit": wish.max_restarts * most if request.elastic else 0,
+        "template": {"spec": dict(pod)},
+    }
+
+
+def _metadata(request: JobRequest, wish: KubernetesRequest) -> dict[str, str]:
+    return {"name": request.name, **({"namespace": wish.namespace} if wish.namespace else {})}
+
+
+def _jobset(request: JobRequest, wish: KubernetesRequest) -> list[dict[str, Any]]:
+    ranks, most = request.ranks("--kubernetes"), request.nodes.most if request.nodes is not None else 1
+    container = {
+        "image": wish.image,
+        "command": _command(request, ranks),
+        "env": _environment(request),
+        "resources": {"limits": _limits(wish, ranks)},
+    }
+    job = {"parallelism": most, "completions": most, **_job(request, wish, _pod(request, container))}
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": _metadata(request, wish),
+            "spec": _set(wish, job, {}),
+        }
+    ]
+
+
+def _train_job(request: JobRequest, wish: KubernetesRequest) -> list[dict[str, Any]]:
+    ranks, most = request.ranks("--kubernetes"), request.nodes.most if request.nodes is not None else 1
+    version, metadata = "trainer.kubeflow.org/v1alpha1", _metadata(request, wish)
+    template = _set(wish, _job(request, wish, _pod(request, {"image": wish.image})), {ANCESTOR: "trainer"})
+    runtime = {
+        "apiVersion": version,
+        "kind": "TrainingRuntime",
+        "metadata": {**metadata, "labels": {"trainer.kubeflow.org/framework": "torch"}},
+        "spec": {"mlPolicy": {"numNodes": most, "torch": {}}, "template": {"spec": template}},
+    }
+    trainer = {
+        "image": wish.image,
+        "command": _command(request, ranks),
+        "env": _environment(request),
+        "numNodes": most,
+        "numProcPerNode": ranks,
+        "resourcesPerNode": {"limits": _limits(wish, ranks)},
+    }
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": request.name}
+    job = {
+        "apiVersion": version,
+        "kind": "TrainJob",
+        "metadata": metadata,
+        "spec": {"runtimeRef": reference, "trainer": trainer},
+    }
+    return [runtime, job]
+
+
+def _yaml(value: Any, indent: str = "") -> Iterator[str]:
+    """Lines of a value; texts are written as JSON does, which YAML reads alike."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _entry(f"{indent}{key}:", inner, f"{indent}  ")
+    elif isinstance(value, list) and value:
+        for inner in value:
+            first, *rest = _yaml(inner, f"{indent}  ")
+            yield f"{indent}- {first.lstrip()}"
+            yield from rest
+    else:
+        plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w./-]*", value)
+        taken = str(value).lower() in ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
+        yield f"{indent}{value if plain and not taken else json.dumps(value)}"
+
+
+def _entry(head: str, value: Any, indent: str) -> Iterator[str]:
+    if isinstance(value, Mapping | list) and value:
+        yield head
+        yield from _yaml(value, indent)
+    else:
+        yield f"{head} {next(_yaml(value))}"

@@ -1,0 +1,251 @@
+"""``trine launch``: reads the options, says what is wrong with them, and starts or writes the job."""
+
+import os
+import shlex
+import sys
+import time
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
+
+from engine.errors import LaunchError
+from engine.launch.jobs import slurm
+from engine.launch.jobs.hostfile import read_hostfile
+from engine.launch.jobs.kubernetes import KINDS, KubernetesRequest, manifest
+from engine.launch.jobs.preflight import HostFacts, examine
+from engine.launch.jobs.remote import SshRequest
+from engine.launch.jobs.request import JobRequest, NodeCount, exported, passed_on
+from engine.launch.jobs.sent.probe import gpu_names
+from engine.launch.jobs.slurm import SlurmRequest, slurm_script
+from engine.launch.jobs.ssh import MeetingPlace, SshPlan
+from engine.launch.jobs.ssh_job import SshJob
+from engine.launch.jobs.torchrun import JOIN_SECONDS, shell_line, torchrun_command, torchrun_environment
+
+PLACES = {
+    "nodes": ("ssh", "slurm", "kubernetes"),
+    "elastic": ("ssh", "slurm", "kubernetes"),
+    "ssh": ("ssh",),
+    "port": ("ssh", "slurm", "kubernetes"),
+    "join_timeout": ("ssh", "slurm", "kubernetes"),
+    "preflight_timeout": ("ssh",),
+    "submit": ("slurm",),
+    "time": ("slurm",),
+    "partition": ("slurm",),
+    "account": ("slurm",),
+    "sbatch": ("slurm",),
+    "gpus_per_node": ("slurm", "kubernetes"),
+    "name": ("slurm", "kubernetes"),
+    "out": ("slurm", "kubernetes"),
+    "image": ("kubernetes",),
+    "namespace": ("kubernetes",),
+    "max_restarts": ("kubernetes",),
+}
+"""Where an option means something; the others mean something everywhere."""
+POD_SECONDS = 600
+"""In which pods have to meet: some of them may first have to load the image."""
+FLAGS = {"local": "a job on this host", "ssh": "--hostfile", "slurm": "--slurm", "kubernetes": "--kubernetes"}
+
+
+def add_launch_options(command: ArgumentParser) -> None:
+    """The arguments of the command."""
+    add = command.add_argument
+    add("--ranks-per-node", type=_count, metavar="N", help="ranks of a node; without: the number of its GPUs")
+    add("--nodes", metavar="N", help="number of nodes, or MIN:MAX for an elastic job")
+    add("--elastic", metavar="MIN:MAX", help="the job goes on while MIN nodes are left, and takes in up to MAX")
+    add("--export", action="append", default=[], metavar="NAME[=VALUE]", help="a variable of the ranks; repeatable")
+    add("--python", default=None, metavar="PATH", help="the interpreter of all hosts; without: this one")
+    add("--port", type=_count, metavar="N", help="where the nodes meet, on the first host")
+    add("--join-timeout", type=_count, metavar="SECONDS", help=f"in which all nodes have to meet ({JOIN_SECONDS})")
+    add("--grace", type=_count, metavar="SECONDS", help="for ranks to save a checkpoint after SIGTERM")
+    add("--dry-run", action="store_true", help="print what would be started or written, and do nothing")
+    _add_places(command)
+    add("script", help="the training script")
+    add("arguments", nargs=REMAINDER, help="its arguments")
+
+
+def _add_places(command: ArgumentParser) -> None:
+    ssh = command.add_argument_group("over ssh")
+    ssh.add_argument("--hostfile", type=Path, metavar="FILE", help="hosts, one a line: node0 slots=4, or node0:4")
+    ssh.add_argument("--ssh", metavar="COMMAND", help='with its options, such as "ssh -p 2222"')
+    ssh.add_argument("--preflight-timeout", type=_count, metavar="SECONDS", help="for a host to answer (10)")
+    slurm = command.add_argument_group("under Slurm")
+    slurm.add_argument("--slurm", action="store_true", help="write a script for sbatch")
+    slurm.add_argument("--submit", action="store_true", default=None, help="and hand it over")
+    slurm.add_argument("--time", metavar="LIMIT", help="as sbatch takes it, such as 24:00:00")
+    slurm.add_argument("--partition", metavar="NAME")
+    slurm.add_argument("--account", metavar="NAME")
+    slurm.add_argument("--sbatch", action="append", metavar="OPTION", help="another option, --sbatch=--qos=high")
+    kubernetes = command.add_argument_group("on Kubernetes")
+    kubernetes.add_argument("--kubernetes", choices=KINDS, help="write a JobSet, or a TrainJob of Kubeflow Trainer")
+    kubernetes.add_argument("--image", metavar="NAME", help="the container")
+    kubernetes.add_argument("--namespace", metavar="NAME")
+    kubernetes.add_argument("--max-restarts", type=int, metavar="N", help="of the whole set (10)")
+    both = command.add_argument_group("under Slurm and on Kubernetes")
+    both.add_argument("--name", help="of the job; without: the script's")
+    both.add_argument("--gpus-per-node", type=int, metavar="N", help="without: one a rank; 0: none")
+    both.add_argument("--out", type=Path, metavar="FILE", help="what to write; without: NAME.sbatch or NAME.yaml")
+
+
+def _count(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+def launch(options: Namespace) -> int:
+    """Start or write the job; return its exit status.
+
+    Raises:
+        LaunchError: all that is wrong, before anything is started.
+    """
+    place = _place(options)
+    request = _request(options, place)
+    match place:
+        case "ssh":
+            return _over_ssh(options, request)
+        case "slurm":
+            return _slurm(options, request)
+        case "kubernetes":
+            return _kubernetes(options, request)
+        case _:
+            return _here(options, request)
+
+
+def _place(options: Namespace) -> str:
+    given = {"ssh": options.hostfile is not None, "slurm": options.slurm, "kubernetes": options.kubernetes is not None}
+    chosen = [place for place, wanted in given.items() if wanted]
+    if len(chosen) > 1:
+        raise LaunchError(f"{' and '.join(FLAGS[place] for place in chosen)}: a job runs in one place; give one.")
+    place = chosen[0] if chosen else "local"
+    strange = [name for name, places in PLACES.items() if getattr(options, name) is not None and place not in places]
+    problems = [
+        LaunchError(
+            f"--{name.replace('_', '-')} means nothing to {FLAGS[place]}; it goes with "
+            f"{' or '.join(FLAGS[other] for other in PLACES[name])}."
+        )
+        for name in strange
+    ]
+    if problems:
+        raise LaunchError("\n".join(map(str, problems)))
+    return place
+
+
+def _request(options: Namespace, place: str) -> JobRequest:
+    if options.nodes is not None and options.elastic is not None:
+        raise LaunchError("--nodes and --elastic both say how many nodes there are; give one of them.")
+    nodes = NodeCount.parse(options.nodes, "--nodes") if options.nodes is not None else None
+    if options.elastic is not None:
+        nodes = NodeCount.parse(options.elastic, "--elastic", elastic=True)
+    if place in ("local", "ssh") and not Path(options.script).is_file():
+        raise LaunchError(f"{options.script} is no file of {Path.cwd()}; give the path of the training script.")
+    passed = passed_on(os.environ) if place == "ssh" else {}
+    return JobRequest(
+        script=options.script,
+        arguments=tuple(options.arguments),
+        python=options.python or ("python" if place == "kubernetes" else sys.executable),
+        ranks_per_node=options.ranks_per_node,
+        nodes=nodes,
+        export={**passed, **exported(options.export, os.environ)},
+        folder=Path.cwd(),
+        name=options.name or Path(options.script).stem.replace("_", "-").lower(),
+        port=options.port,
+        join_seconds=options.join_timeout or (POD_SECONDS if place == "kubernetes" else JOIN_SECONDS),
+        grace_seconds=options.grace or (30 if place in ("local", "ssh") else 120),
+    )
+
+
+def _here(options: Namespace, request: JobRequest) -> int:
+    """Become torchrun: its streams, signals and exit status are then those of this process."""
+    ranks = request.ranks_per_node or len(gpu_names())
+    if not ranks:
+        ranks = 1
+        print(
+            "trine launch: nvidia-smi knows no GPU of this host, so 1 rank starts; --ranks-per-node N starts more.",
+            file=sys.stderr,
+        )
+    command, variables = torchrun_command(request, ranks, "1", None), torchrun_environment(request)
+    if options.dry_run:
+        print(shell_line(["env", *(f"{name}={value}" for name, value in variables.items()), *command]))
+        return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(command[0], command, {**os.environ, **variables})
+    except OSError as error:
+        raise LaunchError(f"{request.python} cannot be started ({error.strerror}); give --python PATH.") from error
+
+
+def _over_ssh(options: Namespace, request: JobRequest) -> int:
+    hosts = read_hostfile(options.hostfile)
+    if request.nodes is not None and request.nodes.most > len(hosts):
+        raise LaunchError(
+            f"{request.nodes} nodes are asked for and {options.hostfile} lists {len(hosts)}; add hosts to it."
+        )
+    ssh = SshRequest(
+        hostfile=options.hostfile,
+        hosts=tuple(hosts[: request.nodes.most] if request.nodes is not None else hosts),
+        ssh=tuple(shlex.split(options.ssh or "ssh")),
+        seconds=float(options.preflight_timeout or 10),
+        python=request.python,
+    )
+    identity = f"{request.name}-{os.getpid()}-{int(time.time())}"
+    if options.dry_run:
+        _show_ssh(request, ssh)
+        return 0
+    facts = examine(request, ssh)
+    plan = SshPlan(request=request, ssh=ssh, hosts=tuple(facts))
+    return SshJob(plan, MeetingPlace(first=ssh.hosts[0], port=facts[0].port, identity=identity)).run()
+
+
+def _show_ssh(request: JobRequest, ssh: SshRequest) -> None:
+    """The lines that every host would run; what only the hosts know stands in capitals."""
+    words = {"@PORT@": "A_FREE_PORT_OF_" + ssh.hosts[0].name, "@RANKS@": "NUMBER_OF_GPUS"}
+    nothing = {name: "" for name in ("python", "torch", "trine", "script", "engine", "engine_folder")}
+    for host in ssh.hosts:
+        facts = HostFacts(host=host, folder=True, gpus=(), port=0, unknown=(), **nothing)
+        plan = SshPlan(request=request, ssh=ssh, hosts=(facts,) * len(ssh.hosts))
+        wish = plan.wish(facts, MeetingPlace(first=ssh.hosts[0], port=request.port or 0, identity=request.name))
+        line = shell_line(wish["command"])
+        line = line if request.port else line.replace(f"{ssh.hosts[0].address}:0", f"{ssh.hosts[0].address}:@PORT@")
+        if not (request.ranks_per_node or host.slots):
+            line = line.replace("--nproc-per-node=1", "--nproc-per-node=@RANKS@")
+        variables = shell_line([f"{name}={value}" for name, value in wish["environment"].items()])
+        line = shell_line(["@LINE@"], {"@LINE@": line, **words})
+        print(f"[{host.name}] {shell_line(ssh.command(host)[:-1])}")
+        print(f"[{host.name}] cd {shlex.quote(wish['folder'])} && {variables} {line}")
+
+
+def _slurm(options: Namespace, request: JobRequest) -> int:
+    wish = SlurmRequest(
+        time=options.time,
+        partition=options.partition,
+        account=options.account,
+        gpus_per_node=options.gpus_per_node,
+        more=tuple(options.sbatch or ()),
+    )
+    text, path = slurm_script(request, wish), options.out or Path(f"{request.name}.sbatch")
+    if options.dry_run:
+        print(text, end="")
+        return 0
+    slurm.write_script(path, text)
+    if options.submit:
+        return slurm.submit(path)
+    print(f"{path} is written; submit it by: sbatch {path}")
+    return 0
+
+
+def _kubernetes(options: Namespace, request: JobRequest) -> int:
+    wish = KubernetesRequest(
+        kind=options.kubernetes,
+        image=options.image,
+        namespace=options.namespace,
+        gpus_per_node=options.gpus_per_node,
+        max_restarts=10 if options.max_restarts is None else options.max_restarts,
+    )
+    text, path = manifest(request, wish), options.out or Path(f"{request.name}.yaml")
+    if options.dry_run:
+        print(text, end="")
+        return 0
+    slurm.write_script(path, text)
+    print(f"{path} is written; start it by: kubectl apply -f {path}")
+    return 0

@@ -1,0 +1,156 @@
+"""Runs torchrun on a host for as long as its launcher is there; sent to the host and run there.
+
+    launcher --ssh--> guard --> torchrun --> ranks
+
+The launcher says a word a line: ``beat`` every few seconds, ``TERM`` or ``INT`` to pass a signal on, ``KILL`` to end
+everything. A connection that is closed, or silent for too long, counts as TERM. No descendant outlives the guard: it
+adopts orphans, and ends them. Its status is torchrun's, 128 and more after a signal, and never 255, which is ssh's own.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+MARK = "\x1etrine-guard "
+"""Before a line of the error stream that is for the launcher alone."""
+SILENCE_SECONDS = 30.0
+AFTER_SECONDS = 3.0
+"""Which processes have that torchrun leaves behind, such as the watchdog's monitor with its report."""
+SET_CHILD_SUBREAPER = 36
+SET_PARENT_DEATH_SIGNAL = 1
+
+
+def watch_over_torchrun() -> None:
+    """Take the place of an older guard of the same job and host, run the wish and end with its status."""
+    wish = json.loads(sys.stdin.readline())
+    libc = ctypes.CDLL(None)
+    libc.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for number in (signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    words: queue.Queue[str] = queue.Queue()
+    place = _take_place(f"\0trine-launch-{wish['key']}")
+    os.chdir(wish["folder"])
+    try:
+        torchrun = subprocess.Popen(
+            wish["command"],
+            env={**os.environ, **wish["environment"]},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: libc.prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0),
+        )
+    except OSError as error:
+        print(f"{wish['command'][0]} cannot be started: {error}", file=sys.stderr)
+        os._exit(127)
+    for work in (lambda: _listen(words), lambda: _make_room(place, words)):  # threads only after the fork
+        threading.Thread(target=work, daemon=True).start()
+    _attend(torchrun, words, wish)
+    _end_descendants()
+    code = torchrun.wait()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    os._exit(min(code, 254) if code >= 0 else 128 - code)  # a thread still reads the input: no tidy exit
+
+
+def _take_place(name: str) -> socket.socket:
+    """Hold a name that one process of this host can have; whoever has it ends first."""
+    place = socket.socket(socket.AF_UNIX)
+    while True:
+        try:
+            place.bind(name)
+            place.listen()
+            return place
+        except OSError:
+            with socket.socket(socket.AF_UNIX) as other, contextlib.suppress(OSError):
+                other.connect(name)
+                other.recv(1)
+        time.sleep(0.05)
+
+
+def _make_room(place: socket.socket, words: "queue.Queue[str]") -> None:
+    """End at once when a newer guard asks for the place, which sees by its closed connection that this one is gone."""
+    held = []
+    while True:
+        held.append(place.accept()[0])
+        words.put("KILL")
+
+
+def _listen(words: "queue.Queue[str]") -> None:
+    for line in sys.stdin:
+        words.put(line.strip())
+    words.put("gone")
+
+
+def _attend(torchrun: "subprocess.Popen[bytes]", words: "queue.Queue[str]", wish: dict[str, Any]) -> None:
+    """Return when torchrun has ended, by itself or because it was told to."""
+    heard, deadline, met = time.monotonic(), float("inf"), False
+    while torchrun.poll() is None:
+        try:
+            word = words.get(timeout=0.2)
+            heard = time.monotonic()
+        except queue.Empty:
+            word = "gone" if time.monotonic() > heard + SILENCE_SECONDS else ""
+        if word in ("TERM", "INT", "gone") and deadline == float("inf"):
+            deadline = time.monotonic() + wish["grace"]
+            torchrun.send_signal(signal.SIGINT if word == "INT" else signal.SIGTERM)
+        if word == "KILL" or time.monotonic() > deadline:
+            torchrun.kill()
+            _kill(_descendants(), signal.SIGKILL)
+        if not met and _connected(wish["port"]):
+            met = True
+            with contextlib.suppress(OSError):
+                print(f"{MARK}joined", file=sys.stderr, flush=True)
+
+
+def _connected(port: int) -> bool:
+    """Whether a process here is connected to that port of any host."""
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(OSError), open(table, encoding="ascii") as stream:
+            for row in stream.readlines()[1:]:
+                _, _, remote, state, *_ = row.split()
+                if state == "01" and int(remote.rpartition(":")[2], 16) == port:
+                    return True
+    return False
+
+
+def _end_descendants() -> None:
+    """Wait for what torchrun has left, then end it, kindly at first."""
+    for number, seconds in ((0, AFTER_SECONDS), (signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
+        end = time.monotonic() + seconds
+        _kill(_descendants(), number)
+        while _descendants() and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+def _kill(processes: list[int], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(OSError):
+            os.kill(process, number)
+
+
+def _descendants() -> list[int]:
+    """All processes below this one that still run."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdecimal():
+                with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stream:
+                    state, parent, *_ = stream.read().rpartition(")")[2].split()
+                if state not in "ZX":
+                    children.setdefault(int(parent), []).append(int(name))
+    found = list(children.get(os.getpid(), []))
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+
+if __name__ == "__main__":
+    watch_over_torchrun()

@@ -1,0 +1,117 @@
+"""What a host is: its versions, code, GPUs and a port; sent to every host and run there.
+
+Its first line of input is the question, and it prints one line of JSON behind ``MARK``, whatever a login prints before.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from typing import Any
+
+MARK = "trine-probe "
+
+
+def gpu_names() -> list[str]:
+    """Name of each GPU that a process of this host may use, as ``nvidia-smi`` knows them; torch is not asked."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shutil.which("nvidia-smi") is None or given == "":
+        return []
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    names = [line.strip() for line in told.stdout.splitlines() if line.strip()] if told.returncode == 0 else []
+    if given is None:
+        return names
+    seen = [word.strip() for word in given.split(",")]
+    if not all(word.isdecimal() for word in seen):
+        return names[:1] * len(seen) if "-1" not in seen else []
+    return [names[int(word)] for word in seen if int(word) < len(names)]
+
+
+def tell_facts() -> None:
+    """Answer the question that stands in the input."""
+    question = json.loads(sys.stdin.readline())
+    print(MARK + json.dumps(_answer(question)), flush=True)
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    os.environ.update(question["environment"])
+    folder = os.path.isdir(question["folder"])
+    if folder:
+        os.chdir(question["folder"])
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:0] = [os.path.dirname(os.path.abspath(question["script"])), *map(os.path.abspath, paths)]
+    found = importlib.util.find_spec("engine")
+    engine = next(iter(found.submodule_search_locations or [""])) if found else ""
+    return {
+        "folder": folder,
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "trine": _version("trine"),
+        "script": _digest([question["script"]]),
+        "engine": _digest(_sources(engine)) if engine else "",
+        "engine_folder": engine,
+        "gpus": gpu_names(),
+        "port": _free_port(question["port"]),
+        "unknown": [name for name in question["names"] if not _resolves(name)],
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _sources(folder: str) -> list[str]:
+    """All Python files below a folder, links followed, in the same order everywhere."""
+    found: list[str] = []
+    for base, folders, names in os.walk(folder, followlinks=True):
+        folders.sort()
+        found += [os.path.join(base, name) for name in sorted(names) if name.endswith(".py")]
+    return found
+
+
+def _digest(files: list[str]) -> str:
+    """Of what the files hold; empty where one cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        for name in files:
+            with open(name, "rb") as stream:
+                content = stream.read()
+            digest.update(b"%d %b" % (len(content), content))
+    except OSError:
+        return ""
+    return digest.hexdigest()
+
+
+def _free_port(wish: int | None) -> int:
+    """The port, or any free one for 0; 0 where it is taken or none was asked for."""
+    if wish is None:
+        return 0
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", wish))
+            listener.listen()
+        except OSError:
+            return 0
+        return int(listener.getsockname()[1])
+
+
+def _resolves(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    tell_facts()

@@ -1,0 +1,235 @@
+"""When a job over ssh ends, and when an elastic one goes on without a host.
+
+a host ends with 0        it is done; the others go on
+with an error             the job ends everywhere
+its ssh ends (LOST)       the job ends everywhere; an elastic one goes on while enough hosts are left
+.. and it had the store   an elastic job starts anew on the hosts that are left, which meet at the next one
+a lost host answers       it is taken in again
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from engine.launch.jobs.hostfile import Host
+from engine.launch.jobs.preflight import HostFacts, differences, free_port, question_for, unanswered
+from engine.launch.jobs.remote import LOST, Answer, ask
+from engine.launch.jobs.ssh import HostRun, MeetingPlace, Running, Screen, SshPlan
+
+RETRY_SECONDS = 2.0
+"""Between two tries of a lost host, each of which may take ``TRY_SECONDS``."""
+TRY_SECONDS = 5.0
+FAILED_SECONDS = 15.0
+"""Which hosts have to end after another one has failed: no step can end then, but the watchdog can still tell why."""
+HURRY_SECONDS = 1.0
+"""Signals within this time are one: Ctrl-C reaches the launcher once, schedulers may send several."""
+
+
+class AskedToStop:
+    """Signals that the launcher was sent."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self._last = float("-inf")
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Remember one."""
+        if time.monotonic() - self._last > HURRY_SECONDS:
+            self.numbers.append(number)
+        self._last = time.monotonic()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within the block SIGTERM and SIGINT end the job, not the launcher."""
+        before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass(slots=True)
+class JobEnd:
+    """How the job ends."""
+
+    code: int = 0
+    words: str = ""
+
+    @property
+    def given(self) -> bool:
+        """Whether it is known."""
+        return bool(self.words)
+
+
+class SshJob:
+    """The job from its start to its end."""
+
+    def __init__(self, plan: SshPlan, meeting: MeetingPlace) -> None:
+        self._plan = plan
+        self._meeting = meeting
+        self._screen = Screen()
+        self._running = Running(plan, self._screen)
+        self._lost: dict[Host, float] = {}
+        """When each is to be tried again."""
+        self._tries: dict[Host, Future[Answer]] = {}
+        self._pool = ThreadPoolExecutor(max(1, min(16, len(plan.hosts))))
+        self._verdict = JobEnd()
+        self._done = 0
+        self._facts = {facts.host: facts for facts in plan.hosts}
+        """Of all hosts, lost or not."""
+
+    def run(self) -> int:
+        """Start all hosts; return the exit status of the first that failed, else 0."""
+        stop = AskedToStop()
+        try:
+            with stop.listening():
+                for facts in self._plan.hosts:
+                    self._running.start(facts, self._meeting)
+                while self._running.runs and not self._verdict.given:
+                    if stop.numbers:
+                        self._stop(stop)
+                        break
+                    self._round()
+                self._finish()
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for run in self._running.runs.values():
+                run.abandon()
+        return self._verdict.code
+
+    def _round(self) -> None:
+        meeting = self._meeting
+        for run, code in self._running.ended():
+            if self._verdict.given or self._meeting is not meeting:
+                break  # it belongs to what has ended meanwhile
+            if code == 0:
+                self._done += 1
+            elif self._plan.request.elastic and self._done and code == LOST:
+                self._screen.say(f"{run.host.name} was lost ({run.reason}) when others had ended well.")
+            elif not self._plan.request.elastic:
+                self._fail(run, code)
+            elif code == LOST:
+                self._go_on_without(run.host, run.reason)
+            elif run.host != self._meeting.first and (gone := self._store_is_gone()):
+                self._go_on_without(self._meeting.first, gone)
+            else:
+                self._fail(run, code)
+        if self._plan.request.elastic and not (self._done or self._verdict.given):
+            self._try_lost_hosts()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _fail(self, run: HostRun, code: int) -> None:
+        """The job ends because of this host, or of one that is lost at the same time and is the cause."""
+        missing = [other.host for other in self._running.runs.values() if not other.joined]
+        missing += [] if run.joined else [run.host]
+        others = self._running.end(FAILED_SECONDS)
+        lost = [other for other, ended in [(run, code), *others] if ended == LOST]
+        self._verdict.code = code
+        if lost:
+            self._verdict.words = "; ".join(
+                f"{other.host.name} was lost, its ssh connection ended ({other.reason})" for other in lost
+            )
+        elif run.no_meeting and missing:
+            self._verdict.words = "; ".join(self._did_not_join(host) for host in missing)
+        else:
+            self._verdict.words = f"{run.host.name} was the first to fail: its torchrun ended with exit status {code}"
+
+    def _did_not_join(self, host: Host) -> str:
+        first, seconds = self._meeting.first, self._plan.request.join_seconds
+        return (
+            f"{host.name} did not join the others within {seconds} s: it has not reached port {self._meeting.port} of "
+            f"{first.name}; a firewall, another network or a slow start of torch keeps it away (--join-timeout)"
+        )
+
+    def _stop(self, stop: AskedToStop) -> None:
+        """Pass the signal on and wait; a second one ends everything at once."""
+        name = signal.Signals(stop.numbers[0]).name
+        self._running.say(name.removeprefix("SIG"))
+        deadline = time.monotonic() + self._plan.request.grace_seconds + 5
+        while self._running.runs and len(stop.numbers) == 1 and time.monotonic() < deadline:
+            for _, code in self._running.ended():
+                self._verdict.code = self._verdict.code or code
+        for _, code in self._running.end(0.0):
+            self._verdict.code = self._verdict.code or code
+        self._verdict.words = f"stopped by {name}"
+
+    def _finish(self) -> None:
+        if not self._verdict.given and self._lost and not self._done:
+            names = ", ".join(host.name for host in self._lost)
+            self._verdict.code, self._verdict.words = LOST, f"all hosts are lost ({names})"
+        if self._verdict.given:
+            self._screen.say(f"{self._verdict.words}; the job has ended on all hosts.")
+
+    # -- an elastic job -----------------------------------------------------------------------------------------------
+
+    def _go_on_without(self, host: Host, reason: str) -> None:
+        """Leave out a host that is lost, if enough are left."""
+        nodes = self._plan.request.nodes
+        least = nodes.least if nodes is not None else 1
+        if run := self._running.runs.pop(host, None):
+            run.abandon()
+        self._lost[host] = time.monotonic() + RETRY_SECONDS
+        left = len(self._left)
+        if left < least:
+            self._running.end(FAILED_SECONDS)
+            self._verdict.code = LOST
+            self._verdict.words = f"{host.name} was lost ({reason}), and of {least} hosts or more only {left} are left"
+            return
+        self._screen.say(f"{host.name} was lost ({reason}); {left} hosts go on, and it is tried again.")
+        if host == self._meeting.first:
+            self._start_anew()
+
+    @property
+    def _left(self) -> list[HostFacts]:
+        """Hosts that are not lost; torchrun may have ended on some of them, because the store is."""
+        return [facts for host, facts in self._facts.items() if host not in self._lost]
+
+    def _store_is_gone(self) -> str:
+        """Why the host with the store does not answer; empty if it does."""
+        first = self._meeting.first
+        answer = ask(self._plan.ssh, first, question_for(self._plan.request, self._plan.ssh, None))
+        return answer.reason if answer.facts is None else ""
+
+    def _start_anew(self) -> None:
+        """End torchrun everywhere and start it again, with the store on the next host that answers."""
+        left = self._left
+        self._running.end(FAILED_SECONDS)
+        for facts in left:
+            if port := free_port(self._plan.request, self._plan.ssh, facts.host):
+                self._meeting = self._meeting.moved(facts.host, port)
+                self._screen.say(f"{facts.host.name} has the store now; torchrun starts anew on {len(left)} hosts.")
+                for host in left:
+                    self._running.start(host, self._meeting)
+                return
+        self._verdict.code, self._verdict.words = LOST, "no host that is left gives a port to meet at"
+
+    def _try_lost_hosts(self) -> None:
+        """Ask lost hosts now and then, beside the job, and take in those that answer."""
+        for host, due in list(self._lost.items()):
+            if host not in self._tries and time.monotonic() > due:
+                question = question_for(self._plan.request, self._plan.ssh, None)
+                hasty = replace(self._plan.ssh, seconds=min(TRY_SECONDS, self._plan.ssh.seconds))
+                self._tries[host] = self._pool.submit(ask, hasty, host, question)
+            elif host in self._tries and self._tries[host].done():
+                self._lost[host] = time.monotonic() + RETRY_SECONDS
+                self._take_in(host, self._tries.pop(host).result())
+
+    def _take_in(self, host: Host, answer: Answer) -> None:
+        """Start torchrun on a host that is back, if it is what it was."""
+        if answer.facts is None:
+            if not answer.lost:
+                self._screen.say(str(unanswered(self._plan.ssh, host, answer)))
+            return
+        facts = HostFacts(host=host, **answer.facts)
+        if problems := list(differences(facts, self._facts[host], self._plan.request.script)):
+            self._screen.say(f"{host.name} answers again and is another one: {problems[0]}")
+            return
+        del self._lost[host]
+        self._screen.say(f"{host.name} answers again; torchrun starts there.")
+        self._running.start(facts, self._meeting)

@@ -1,0 +1,74 @@
+"""The command line of torchrun for each place, and what makes it elastic. torchrun stays the engine underneath.
+
+``ELASTIC_OPTIONS`` and ``ELASTIC_ENVIRONMENT`` are for every torchrun of an elastic job, also one started by hand.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from engine.launch.jobs.request import JobRequest
+
+JOIN_SECONDS = 60
+ELASTIC_CONF = MappingProxyType({"last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"})
+"""Nodes are waited for 1 s more once the fewest are there, and a silent one is left out after 3 s, not after 15."""
+MAX_RESTARTS = "--max-restarts=100"
+ELASTIC_OPTIONS = (
+    MAX_RESTARTS,
+    "--rdzv-conf=" + ",".join(f"{k}={v}" for k, v in {**ELASTIC_CONF, "join_timeout": str(JOIN_SECONDS)}.items()),
+)
+ELASTIC_ENVIRONMENT = MappingProxyType({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+"""torch otherwise keeps the address of rank 0's first store: a node that joins later has it, and waits forever."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the nodes of a job meet."""
+
+    address: str
+    """Of the node that has the store, as all nodes resolve it."""
+    port: int | str
+    identity: str
+    is_host: str
+    """"1" on that node and "0" elsewhere: torch's own guess fails for names that a node does not know itself by."""
+    local_address: str | None = None
+    """Of this node, as the others resolve it."""
+
+    @property
+    def endpoint(self) -> str:
+        """Address and port."""
+        return f"{self.address}:{self.port}"
+
+
+def torchrun_command(request: JobRequest, ranks: int, nodes: str, meeting: Rendezvous | None) -> list[str]:
+    """``python -m torch.distributed.run ... script arguments``; without ``meeting``: on this host alone."""
+    options = ["--standalone", f"--nproc-per-node={ranks}"] if meeting is None else []
+    if meeting is not None:
+        conf = {"join_timeout": str(request.join_seconds), "read_timeout": str(request.join_seconds)}
+        conf = {**(ELASTIC_CONF if request.elastic else {}), **conf, "is_host": meeting.is_host}
+        options = [
+            f"--nnodes={nodes}",
+            f"--nproc-per-node={ranks}",
+            *[MAX_RESTARTS] * request.elastic,
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={meeting.endpoint}",
+            f"--rdzv-id={meeting.identity}",
+            "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in conf.items()),
+            *([f"--local-addr={meeting.local_address}"] if meeting.local_address else []),
+        ]
+    return [request.python, "-m", "torch.distributed.run", *options, request.script, *request.arguments]
+
+
+def torchrun_environment(request: JobRequest) -> dict[str, str]:
+    """Variables of torchrun: what the user exports, what makes it elastic, and how long its ranks may save."""
+    elastic = ELASTIC_ENVIRONMENT if request.elastic else {}
+    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(request.grace_seconds), **elastic, **request.export}
+
+
+def shell_line(command: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
+    """The command for a shell; ``variables``: what it is to fill in, by a word of the command such as ``@HEAD@``."""
+    line = shlex.join(command)
+    for word, value in (variables or {}).items():
+        line = line.replace(word, value)
+    return line

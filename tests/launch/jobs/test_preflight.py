@@ -1,0 +1,104 @@
+"""What is said of hosts that differ, and of an ssh that does not lead to one."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.launch.cli import main
+from engine.launch.jobs.hostfile import Host
+from engine.launch.jobs.preflight import HostFacts, differences
+
+HERE = HostFacts(
+    host=Host(name="node0", slots=None),
+    folder=True,
+    python="3.11.7",
+    torch="2.13.0",
+    trine="0.1.0",
+    script="a",
+    engine="b",
+    engine_folder="/opt/trine/engine",
+    gpus=("NVIDIA H100",) * 8,
+    port=29400,
+    unknown=(),
+)
+THERE = replace(HERE, host=Host(name="node1", slots=None))
+
+
+def test_equal_hosts_are_fine() -> None:
+    assert not list(differences(THERE, HERE, "train.py"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        (replace(THERE, python="3.12.1"),
+         "node1 has Python 3.12.1 and node0 has 3.11.7; all ranks need the same: give --python."),
+        (replace(THERE, torch="2.11.0"),
+         "node1 has torch 2.11.0 and node0 has 2.13.0; install the same version on all hosts."),
+        (replace(THERE, trine=""),
+         "node1 has no trine installed and node0 has 0.1.0; install the same version on all hosts."),
+        (replace(THERE, script="c"), "node1 has another train.py than node0; copy the same one to all hosts."),
+        (replace(THERE, engine="", engine_folder=""),
+         "node1 has another code of Trine (none) than node0 (/opt/trine/engine); copy the same sources to all hosts, "
+         "or install the same wheel."),
+        (replace(THERE, gpus=("NVIDIA H100",) * 7),
+         "node1 has 7 x NVIDIA H100 and node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one "
+         "of them out."),
+        (replace(THERE, gpus=()),
+         "node1 has no GPU and node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one "
+         "of them out."),
+    ],
+)  # fmt: skip
+def test_a_difference_is_a_sentence(facts: HostFacts, sentence: str) -> None:
+    assert [str(problem) for problem in differences(facts, HERE, "train.py")] == [sentence]
+
+
+def refused(folder: Path, ssh: str, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What is said when this shell script stands for ssh: it is given the host as its last word but one."""
+    (folder / "job.py").write_text("print('started')\n")
+    (folder / "hosts").write_text("node0\nnode1:2\n")
+    (folder / "ssh").write_text(f"#!/bin/bash\nhost=${{@:$#-1:1}} line=${{@:$#}}\n{ssh}\n")
+    (folder / "ssh").chmod(0o700)
+    os.chdir(folder)
+    assert main(["launch", "--hostfile", "hosts", "--ssh", f"{folder}/ssh -q", *words, "job.py"]) == 1
+    told = capsys.readouterr()
+    assert not told.out
+    return told.err.replace(str(folder), "DIR")
+
+
+def test_a_host_that_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = refused(tmp_path, "exec sleep 100", capsys, "--preflight-timeout", "1")
+    ends = "`DIR/ssh -q {0}` has to work without a password; else take it out of hosts.\n"
+    silent = "{0}: cannot be reached by ssh within 1 s (no answer); " + ends
+    assert told == silent.format("node0") + silent.format("node1")
+    told = refused(tmp_path, 'echo "me@$host: Permission denied (publickey)." >&2; exit 255', capsys)
+    assert told.startswith("node0: cannot be reached by ssh within 10 s (me@node0: Permission denied (publickey));")
+    told = refused(tmp_path, "ssh: Could not", capsys)
+    assert told.startswith("node0: ") and " does not run there (" in told
+    assert main(["launch", "--hostfile", "hosts", "--ssh", "/no/ssh", "job.py"]) == 1
+    assert "within 10 s (/no/ssh cannot be started: No such file or directory);" in capsys.readouterr().err
+
+
+def test_what_a_host_lacks_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100'\n")
+    (tmp_path / "nvidia-smi").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    told = refused(tmp_path, 'echo "Welcome to $host"; exec sh -c "$line"', capsys)
+    assert (
+        "node1 has 1 x NVIDIA H100 and is to run 2 ranks; each needs a GPU of its own: give --ranks-per-node 1." in told
+    )
+    assert "node0 cannot resolve node0, node1; ranks meet by the names of hosts: write names or addresses there" in told
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nexec /usr/bin/env python3 -I -S "$@"\n')
+    python.chmod(0o700)
+    told = refused(tmp_path, 'exec sh -c "$line"', capsys, "--python", str(python))
+    assert "node0 has no torch for DIR/python; give --python PATH, or install it there." in told
