@@ -20,7 +20,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "deepspeed",
     ),
     "engine.checkpoint": (
-        "format", "contents", "full_state", "preemption", "huggingface", "load", "foreign", "run_state",
+        "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign", "run_state",
         "weights_transfer", "resume", "rank_report", "save", "writer", "coordinator",
     ),
     "engine.zero": ("layout", "flat_buckets", "attachment", "own_backward", "gather", "reduce", "optim"),

@@ -39,7 +39,7 @@ from engine.checkpoint.format.step_folders import (
 from engine.checkpoint.format.strict_json import Fields, dump, parse
 from engine.checkpoint.rank_report import Report, digests, failure, merge
 from engine.errors import CheckpointError, EngineError
-from engine.parallel.comm.host_group import HostGroup, announce, collect
+from engine.parallel.comm.host_group import HostGroup, announce, collect, noting
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -325,15 +325,6 @@ class Saver:
                 remove_tree(self._files, written)
         except OSError:
             pass
-
-
-@contextmanager
-def noting(problems: list[EngineError]) -> Iterator[None]:
-    """Append an EngineError to ``problems`` and continue."""
-    try:
-        yield
-    except EngineError as error:
-        problems.append(error)
 
 
 def _described(error: Exception) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.checkpoint.contents.optimizer_state import unsaved_state
 from engine.checkpoint.contents.snapshot import Snapshot
+from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
 from engine.checkpoint.run_state import WORTH_A_LINE, RunState, logger
 from engine.checkpoint.save import Saver
@@ -131,9 +132,14 @@ class CheckpointWriter:
     def save_in_memory(self, copies: MemoryCheckpoints) -> None:
         """Start a save into the memory of the hosts. One that fails is logged, and the run goes on."""
         self.drain()
-        write = partial(copies.save, self._saver, self._snapshot({}))
+        saver, snapshot = self._saver, self._snapshot({})
+
+        def write(files: Files, folder: Path) -> Path:
+            return saver.elsewhere(files).run(snapshot, folder, keep=None)
+
         step = self._run.trainer_state.update.made
-        self._pending = PendingSave(write, partial(self._told_of_copy, step=step), self._config.asynchronous)
+        save = partial(copies.save, saver.host, write)
+        self._pending = PendingSave(save, partial(self._told_of_copy, step=step), self._config.asynchronous)
 
     def use(self, host: HostGroup) -> None:
         """Send over ``host`` from now on; no save is pending."""

@@ -11,7 +11,7 @@ from engine.errors import LaunchError
 from engine.launch.jobs import slurm
 from engine.launch.jobs.hostfile import read_hostfile
 from engine.launch.jobs.kubernetes import KINDS, KubernetesRequest, manifest
-from engine.launch.jobs.preflight import HostFacts, examine
+from engine.launch.jobs.preflight import HostReply, examine
 from engine.launch.jobs.remote import SshRequest
 from engine.launch.jobs.request import JobRequest, NodeCount, exported, passed_on
 from engine.launch.jobs.sent.probe import gpu_names
@@ -202,7 +202,7 @@ def _show_ssh(request: JobRequest, ssh: SshRequest) -> None:
     words = {"@PORT@": "A_FREE_PORT_OF_" + ssh.hosts[0].name, "@RANKS@": "NUMBER_OF_GPUS"}
     nothing = {name: "" for name in ("python", "torch", "trine", "script", "engine", "engine_folder")}
     for host in ssh.hosts:
-        facts = HostFacts(host=host, folder=True, gpus=(), port=0, unknown=(), **nothing)
+        facts = HostReply(host=host, folder=True, gpus=(), port=0, unknown=(), **nothing)
         plan = SshPlan(request=request, ssh=ssh, hosts=(facts,) * len(ssh.hosts))
         wish = plan.wish(facts, MeetingPlace(first=ssh.hosts[0], port=request.port or 0, identity=request.name))
         line = shell_line(wish["command"])

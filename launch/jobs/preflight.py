@@ -16,7 +16,7 @@ AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostFacts:
+class HostReply:
     """A host that answered."""
 
     host: Host
@@ -54,7 +54,7 @@ def question_for(request: JobRequest, ssh: SshRequest, port: int | None) -> dict
     }
 
 
-def examine(request: JobRequest, ssh: SshRequest) -> list[HostFacts]:
+def examine(request: JobRequest, ssh: SshRequest) -> list[HostReply]:
     """Ask all hosts and compare them; a host's facts are in its place.
 
     Raises:
@@ -65,12 +65,12 @@ def examine(request: JobRequest, ssh: SshRequest) -> list[HostFacts]:
         questions = [question_for(request, ssh, wish if index == 0 else None) for index in range(len(ssh.hosts))]
         answers = list(pool.map(lambda host, question: ask(ssh, host, question), ssh.hosts, questions))
     problems: list[LaunchError] = []
-    found: list[HostFacts] = []
+    found: list[HostReply] = []
     for host, answer in zip(ssh.hosts, answers, strict=True):
         if answer.facts is None:
             problems.append(unanswered(ssh, host, answer))
         else:
-            found.append(HostFacts(host=host, **answer.facts))
+            found.append(HostReply(host=host, **answer.facts))
     for facts in found:
         problems += [*_own_problems(request, ssh, facts), *differences(facts, found[0], request.script)]
         problems += _port_problem(request, facts) if facts.host == ssh.hosts[0] else []
@@ -91,7 +91,7 @@ def unanswered(ssh: SshRequest, host: Host, answer: Answer) -> LaunchError:
     )
 
 
-def _own_problems(request: JobRequest, ssh: SshRequest, facts: HostFacts) -> Iterator[LaunchError]:
+def _own_problems(request: JobRequest, ssh: SshRequest, facts: HostReply) -> Iterator[LaunchError]:
     """What is wrong with a host by itself."""
     name, ranks = facts.host.name, ranks_on(request, facts)
     if not facts.folder:
@@ -114,7 +114,7 @@ def _own_problems(request: JobRequest, ssh: SshRequest, facts: HostFacts) -> Ite
         )
 
 
-def differences(facts: HostFacts, other: HostFacts, script: str) -> Iterator[LaunchError]:
+def differences(facts: HostReply, other: HostReply, script: str) -> Iterator[LaunchError]:
     """How a host differs from another one in what must be the same."""
     name, than = facts.host.name, other.host.name
     if facts.python != other.python:
@@ -145,7 +145,7 @@ def _version(package: str, version: str) -> str:
     return f"{package} {version}".strip() if version else f"no {package} installed".replace("  ", " ")
 
 
-def _port_problem(request: JobRequest, facts: HostFacts) -> list[LaunchError]:
+def _port_problem(request: JobRequest, facts: HostReply) -> list[LaunchError]:
     if facts.port:
         return []
     return [
@@ -156,7 +156,7 @@ def _port_problem(request: JobRequest, facts: HostFacts) -> list[LaunchError]:
     ]
 
 
-def ranks_on(request: JobRequest, facts: HostFacts) -> int:
+def ranks_on(request: JobRequest, facts: HostReply) -> int:
     """Ranks of a host: as asked for, as the hostfile has it, one for each GPU, or one."""
     return request.ranks_per_node or facts.host.slots or len(facts.gpus) or 1
 

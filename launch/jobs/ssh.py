@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from engine.launch.jobs.hostfile import Host
-from engine.launch.jobs.preflight import HostFacts, ranks_on
+from engine.launch.jobs.preflight import HostReply, ranks_on
 from engine.launch.jobs.remote import SshRequest, guard_input, last_words
 from engine.launch.jobs.request import JobRequest
 from engine.launch.jobs.sent.guard import MARK
@@ -129,9 +129,9 @@ class SshPlan:
 
     request: JobRequest
     ssh: SshRequest
-    hosts: tuple[HostFacts, ...]
+    hosts: tuple[HostReply, ...]
 
-    def wish(self, facts: HostFacts, meeting: MeetingPlace) -> dict[str, Any]:
+    def wish(self, facts: HostReply, meeting: MeetingPlace) -> dict[str, Any]:
         """What the guard of a host is asked to do."""
         rendezvous = Rendezvous(
             address=meeting.first.address,
@@ -150,7 +150,7 @@ class SshPlan:
             "port": meeting.port,
         }
 
-    def start(self, facts: HostFacts, meeting: MeetingPlace, screen: Screen) -> HostRun:
+    def start(self, facts: HostReply, meeting: MeetingPlace, screen: Screen) -> HostRun:
         """Start torchrun on a host."""
         return HostRun(facts.host, self.ssh.command(facts.host), self.wish(facts, meeting), screen)
 
@@ -164,7 +164,7 @@ class Running:
         self._beaten = 0.0
         self.runs: dict[Host, HostRun] = {}
 
-    def start(self, facts: HostFacts, meeting: MeetingPlace) -> None:
+    def start(self, facts: HostReply, meeting: MeetingPlace) -> None:
         """Start a host."""
         self.runs[facts.host] = self._plan.start(facts, meeting, self._screen)
 

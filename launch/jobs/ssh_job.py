@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from engine.launch.jobs.hostfile import Host
-from engine.launch.jobs.preflight import HostFacts, differences, free_port, question_for, unanswered
+from engine.launch.jobs.preflight import HostReply, differences, free_port, question_for, unanswered
 from engine.launch.jobs.remote import LOST, Answer, ask
 from engine.launch.jobs.ssh import HostRun, MeetingPlace, Running, Screen, SshPlan
 
@@ -186,7 +186,7 @@ class SshJob:
             self._start_anew()
 
     @property
-    def _left(self) -> list[HostFacts]:
+    def _left(self) -> list[HostReply]:
         """Hosts that are not lost; torchrun may have ended on some of them, because the store is."""
         return [facts for host, facts in self._facts.items() if host not in self._lost]
 
@@ -226,7 +226,7 @@ class SshJob:
             if not answer.lost:
                 self._screen.say(str(unanswered(self._plan.ssh, host, answer)))
             return
-        facts = HostFacts(host=host, **answer.facts)
+        facts = HostReply(host=host, **answer.facts)
         if problems := list(differences(facts, self._facts[host], self._plan.request.script)):
             self._screen.say(f"{host.name} answers again and is another one: {problems[0]}")
             return

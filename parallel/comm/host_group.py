@@ -4,7 +4,8 @@ Its messages are not counted as traffic of a step and do not wait for a GPU, and
 group. Messages between two ranks keep their order; an error names the rank that was waited for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
@@ -105,6 +106,15 @@ class TorchHostGroup:
             f"rank {self.rank} has lost rank {other}, which has ended or hangs ({first_line(error)}); look for the "
             "first traceback of the job."
         )
+
+
+@contextmanager
+def noting(lost: list[EngineError]) -> Iterator[None]:
+    """Keep the error of a lost rank for later: the other ranks wait until their messages are taken."""
+    try:
+        yield
+    except EngineError as error:
+        lost.append(error)
 
 
 def collect(host: HostGroup, data: bytes) -> list[bytes] | None:

@@ -8,12 +8,11 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.contents.snapshot import Snapshot
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.manifest import CHECKSUMS, COMMIT, NAME
 from engine.checkpoint.format.step_folders import committed, read_manifest
@@ -22,7 +21,6 @@ from engine.checkpoint.memory.host_map import SHARED, HostMap, find_hosts, memor
 from engine.checkpoint.memory.memory_folder import MemoryFiles, MemoryFolder, memory_folder, run_token
 from engine.checkpoint.memory.mirror import Mirror
 from engine.checkpoint.memory.remote_files import FileServer, Holder, RemoteFiles
-from engine.checkpoint.save import Saver
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
@@ -73,16 +71,19 @@ class MemoryCheckpoints:
         self._found: MemoryStep | None = None
         self._saved = False
 
-    def save(self, saver: Saver, snapshot: Snapshot | Exception) -> Path:
-        """Write a snapshot into the memory of this host and of the next one; returns the folder of rank 0's host.
+    def save(self, host: HostGroup, write: Callable[[Files, Path], Path]) -> Path:
+        """Save into the memory of this host and of the next one; returns the folder of rank 0's host.
+
+        Args:
+            write: saves with these files into this folder, and returns the folder that rank 0 has committed.
 
         Raises:
-            CheckpointError, EngineError: as :meth:`Saver.run`; the older copy is still whole.
+            CheckpointError, EngineError: as ``write``; the older copy is still whole.
         """
-        folder = self._open(saver.host)
+        folder = self._open(host)
         files = MemoryFiles(self._named, self._shared)
-        step = saver.elsewhere(files).run(snapshot, self._named / folder.root.name, keep=None)
-        Mirror(saver.host, self._hosts, folder, files).spread(step)
+        step = write(files, self._named / folder.root.name)
+        Mirror(host, self._hosts, folder, files).spread(step)
         if not self._saved and self._rank == 0:
             hosts = len(self._hosts.hosts)
             logger.info(

@@ -26,10 +26,9 @@ from engine.checkpoint.format.step_folders import commit, temporary
 from engine.checkpoint.format.strict_json import dump, parse
 from engine.checkpoint.memory.host_map import HostMap
 from engine.checkpoint.memory.memory_folder import MemoryFiles, MemoryFolder
-from engine.checkpoint.save import noting
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import raise_together
-from engine.parallel.comm.host_group import HostGroup, Wait, announce, collect
+from engine.parallel.comm.host_group import HostGroup, Wait, announce, collect, noting
 
 _PUBLIC = (NAME, COMMIT, CHECKSUMS)
 """Files that every host has: they say what the others are."""

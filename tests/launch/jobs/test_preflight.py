@@ -8,9 +8,9 @@ import pytest
 
 from engine.launch.cli import main
 from engine.launch.jobs.hostfile import Host
-from engine.launch.jobs.preflight import HostFacts, differences
+from engine.launch.jobs.preflight import HostReply, differences
 
-HERE = HostFacts(
+HERE = HostReply(
     host=Host(name="node0", slots=None),
     folder=True,
     python="3.11.7",
@@ -51,7 +51,7 @@ def test_equal_hosts_are_fine() -> None:
          "of them out."),
     ],
 )  # fmt: skip
-def test_a_difference_is_a_sentence(facts: HostFacts, sentence: str) -> None:
+def test_a_difference_is_a_sentence(facts: HostReply, sentence: str) -> None:
     assert [str(problem) for problem in differences(facts, HERE, "train.py")] == [sentence]
 
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from engine.checkpoint.contents.snapshot import Snapshot
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.step_folders import read_manifest
 from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints, _Offer, newest_whole
 from engine.checkpoint.memory.memory_folder import TOKEN, MemoryFiles
 from engine.checkpoint.memory.remote_files import FileServer, Holder, RemoteFiles
+from engine.checkpoint.save import Saver
 from engine.config import load_config
 from engine.errors import CheckpointError, ConfigError
 from engine.parallel.comm.host_group import announce, collect
@@ -64,7 +66,11 @@ class Hosts:
             copies = self.copies(host.rank)
             for step in steps:
                 saver, snapshot = run().saver(host, step, Files())
-                copies.save(saver, snapshot)
+
+                def write(files: Files, to: Path, saver: Saver = saver, snapshot: Snapshot = snapshot) -> Path:
+                    return saver.elsewhere(files).run(snapshot, to, None)
+
+                copies.save(host, write)
 
         on_all(len(self.place), body)
 
