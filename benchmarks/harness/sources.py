@@ -21,6 +21,8 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "checkpoint": ("engine/checkpoint", "benchmarks/checkpoint"),
         "faults": ("tests/faults",),
+        "goodput": ("engine/checkpoint", "engine/watchdog", "parallel/comm"),
+        "soak": ("engine/watchdog", "parallel/comm"),
         "kernels-models": (*RUN, "kernels"),
         "timeline": ("engine/step", "parallel/pipeline"),
         **dict.fromkeys(("step", "zero", "pipeline", "tensor"), STEPS),
