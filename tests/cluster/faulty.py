@@ -39,6 +39,8 @@ def go_wrong(place: str) -> None:
             time.sleep(0.05)
         case "leave":
             time.sleep(1000)
+        case "alone":
+            torch.distributed.all_reduce(torch.ones(1))
 
 
 class Net(nn.Module):
@@ -80,7 +82,10 @@ def main() -> None:
         end = time.monotonic() + 60
         while time.monotonic() < end:
             go_wrong("between")
-            eng.train_batch(torch.ones(4, 16))
+            armed = RANK == VICTIM and ARMED.exists()
+            if WHAT == "other-call" and armed:
+                eng.eval_batch(torch.ones(4, 16))
+            eng.train_batch(torch.ones(4, 8 if WHAT == "other-shape" and armed else 16))
             if eng.step_count == 3:
                 print(f"trains {RANK}", flush=True)
             time.sleep(0.02)
