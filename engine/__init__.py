@@ -16,13 +16,22 @@ if TYPE_CHECKING:
     from engine.api import initialize
     from engine.config import Config, load_config
     from engine.engine import Engine
-    from engine.errors import CheckpointError, ConfigError, EngineError, GridError, PlanError, ScheduleError
+    from engine.errors import (
+        CheckpointError,
+        ConfigError,
+        CorruptionError,
+        EngineError,
+        GridError,
+        PlanError,
+        ScheduleError,
+    )
     from engine.reporting.step_report import StepReport
 
 __all__ = [
     "CheckpointError",
     "Config",
     "ConfigError",
+    "CorruptionError",
     "Engine",
     "EngineError",
     "GridError",

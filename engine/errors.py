@@ -31,6 +31,10 @@ class CheckpointError(EngineError):
     """A checkpoint is missing, incomplete, damaged or belongs to another model."""
 
 
+class CorruptionError(EngineError):
+    """Bits of weights or optimizer state have changed by themselves, or copies of them differ between ranks."""
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of the error's message, or its class name if the message is empty.
 

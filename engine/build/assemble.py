@@ -19,6 +19,11 @@ from engine.build.place_model import place_model
 from engine.build.request import Request
 from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
+from engine.integrity.at_rest import AtRest
+from engine.integrity.copies import DataCopies, ReplicaCopies
+from engine.integrity.guard import Integrity
+from engine.integrity.held import Holdings
+from engine.integrity.reruns import ComputedGradients
 from engine.kernels.dispatch import Kernels
 from engine.optim.given_optimizer import show_inner
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
@@ -149,6 +154,7 @@ def build(
         nonfinite=NonFinite(plan.table, buckets, comm, device),
         buffers=WrittenBuffers(model),
         absent=_absent(model, plan, rank),
+        integrity=_integrity(plan, comm, device, Holdings(model, plan.table, (buckets, frozen), optimizer)),
     )
 
 
@@ -170,6 +176,17 @@ def _absent(model: nn.Module, plan: Plan, rank: int) -> AbsentParameters | None:
         return None
     present = {row.name for row in plan.table.held_by(rank)}
     return AbsentParameters(model, present, {row.name: row.owners for row in plan.table}, rank)
+
+
+def _integrity(plan: Plan, comm: Comm, device: torch.device, holdings: Holdings) -> Integrity | None:
+    """The guard of weights and optimizer state; None if nothing is to be checked."""
+    settings = plan.config.integrity
+    if not settings.every:
+        return None
+    copies = ReplicaCopies(plan.table, holdings.trained, comm)
+    names = sorted(slot.name for flat in holdings.trained for slot in flat.bucket.slots)
+    computed = ComputedGradients(names, device) if settings.rerun else None
+    return Integrity(settings, AtRest(holdings, device), DataCopies(comm, device), copies, computed)
 
 
 def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> TensorAxis:

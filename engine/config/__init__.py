@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from engine.config.between import check_optimizer, check_parallel, check_precision, check_recomputation, check_zero
+from engine.config.between import (
+    check_integrity,
+    check_optimizer,
+    check_parallel,
+    check_precision,
+    check_recomputation,
+    check_zero,
+)
 from engine.config.deepspeed.keys import KEYS, ON_DEVICE
 from engine.config.deepspeed.translate import translate
 from engine.config.optim_sections import (
@@ -29,6 +36,7 @@ from engine.config.sections import (
     Bf16Config,
     CheckpointConfig,
     Fp16Config,
+    IntegrityConfig,
     MonitorConfig,
     OffloadConfig,
     ParallelConfig,
@@ -47,6 +55,7 @@ __all__ = [
     "Config",
     "Fp16Config",
     "GroupConfig",
+    "IntegrityConfig",
     "MonitorConfig",
     "OffloadConfig",
     "OptimizerConfig",
@@ -125,6 +134,8 @@ class Config:
     """Destinations of the figures of each step."""
     watchdog: WatchdogConfig = setting(WatchdogConfig(), Section(cls=WatchdogConfig))
     """Reactions to a run that has stopped learning."""
+    integrity: IntegrityConfig = setting(IntegrityConfig(), Section(cls=IntegrityConfig))
+    """Detection of silent corruption of weights and optimizer state."""
     notes: tuple[str, ...] = ()
     """One line for each DeepSpeed key that was accepted without effect."""
 
@@ -245,6 +256,7 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_recomputation(config.activation_checkpointing, problems)
     check_zero(config.zero_optimization, problems)
     check_parallel(config.parallel, problems)
+    check_integrity(config.integrity, problems)
 
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:
