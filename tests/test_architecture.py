@@ -16,8 +16,8 @@ from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "resources", "config", "optim", "precision", "program", "planning", "integrity", "step", "checkpoint",
-        "reporting", "watchdog", "build", "data", "models", "inference", "loop", "named_state", "engine", "api", "verify",
-        "deepspeed",
+        "reporting", "watchdog", "build", "data", "models", "inference", "loop", "named_state", "engine", "api",
+        "verify", "deepspeed",
     ),
     "engine.checkpoint": (
         "format", "contents", "full_state", "preemption", "huggingface", "load", "foreign", "run_state",

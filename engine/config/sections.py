@@ -193,7 +193,7 @@ class MonitorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegrityConfig:
-    """Detection of silent corruption: bits that flip by themselves, copies that differ, machines that compute wrongly."""
+    """Detection of silent corruption: bits that flip, copies that differ, machines that compute wrongly."""
 
     every: int = setting(0, Int(low=0, remedy="give a whole number, 0 checks nothing"))
     """Steps within which a changed bit of weights or optimizer state is found; 0: no digest is taken."""

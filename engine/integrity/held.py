@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engine.parallel.model.placeholders import is_expanded
 from engine.parallel.shard_table import ShardTable
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
@@ -138,5 +139,5 @@ def _apart(model: nn.Module, names: Sequence[str]) -> Iterator[HeldTensor]:
     named = dict(model.named_parameters())
     for name in names:
         parameter = named.get(name)
-        if parameter is not None and parameter.is_contiguous() and parameter.numel() and not parameter.is_meta:
+        if parameter is not None and parameter.numel() and not (parameter.is_meta or is_expanded(parameter)):
             yield HeldTensor(kind="weight", tensor=parameter, names=[(name, 0, parameter.numel())], equal=True)
