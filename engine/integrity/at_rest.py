@@ -73,13 +73,16 @@ class AtRest:
 
     def digests(self) -> list[Tensor]:
         """The digests that were taken last, one for each of ``held``."""
-        return list(self._taken.split([digest_length(each.tensor) for each in self.held]))
+        return self._parts(self._taken)
 
     def _write(self, target: Tensor, wanted: Sequence[bool]) -> None:
-        sizes = [digest_length(each.tensor) for each in self.held]
-        for each, out, now in zip(self.held, target.split(sizes), wanted, strict=True):
+        for each, out, now in zip(self.held, self._parts(target), wanted, strict=True):
             if now:
                 write_digest(each.tensor, out)
+
+    def _parts(self, digests: Tensor) -> list[Tensor]:
+        """The digest of each tensor."""
+        return list(torch.split(digests, [digest_length(each.tensor) for each in self.held]))
 
     def _keep_found(self) -> None:
         """Put a difference into words while the tensors that it is about are still known."""
@@ -87,7 +90,6 @@ class AtRest:
         if update < 0:
             return
         self._update = torch.full_like(self._update, -1)
-        differences = self._fault.cpu().split([digest_length(each.tensor) for each in self.held])
-        for each, difference in zip(self.held, differences, strict=True):
+        for each, difference in zip(self.held, self._parts(self._fault.cpu()), strict=True):
             for place in flipped_places(difference.tolist(), each.tensor):
                 self._found.append(Finding.at_rest(each, place, update))

@@ -131,9 +131,10 @@ class Integrity:
     def _tell(self) -> None:
         rank, since = self._comm.grid.rank, self._checked_after
         again = self.computed is not None and self.computed.compared
-        own = self._at_rest.findings(rank) + self._data.findings(since) + self._replica.findings(since)
+        own = self._at_rest.findings(rank)
         if self.computed is not None:
             own += self.computed.findings(rank, since)
+        own += self._data.findings(since) + self._replica.findings(since)
         told = [json.loads(text) for text in self._exchanged(json.dumps(_words(own)).encode())]
         found = [Finding.from_json(values) for each in told for values in each["found"]]
         text = sentence(_certain(found), [each["host"] for each in told], again)

@@ -125,7 +125,7 @@ class Holdings:
 
 def _whole(flat: FlatBucket) -> bool:
     """All data ranks update all of it: ZeRO 0, or a single data rank."""
-    return flat.owned.stop - flat.owned.start == flat.bucket.elements
+    return len(flat.weights) == flat.bucket.elements
 
 
 def _names(flat: FlatBucket, part: slice) -> Names:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import engine
 from engine.errors import CorruptionError
+from engine.integrity.guard import Integrity
 from engine.models.decoder import loss_sum
 from tests import models
 
@@ -83,7 +84,9 @@ def held_parts(eng: engine.Engine, kind: str) -> Iterator[tuple[str, Tensor]]:
         parts = {"weight": (flat.kept, flat.owned), "master": (flat.master, flat.owned)}
         whole = slice(0, flat.bucket.elements)
         memory, part = (flat.params, whole) if kind == "weight" and not flat.sharded else parts[kind]
-        for slot in flat.bucket.slots if memory is not None else ():
+        if memory is None:
+            continue
+        for slot in flat.bucket.slots:
             start, stop = max(slot.start, part.start), min(slot.stop, part.stop)
             if start < stop:
                 yield slot.name, memory.data[start - part.start : stop - part.start]
@@ -111,7 +114,9 @@ class Once:
     """A hook that acts in the first forward after ``arm``."""
 
     def __init__(self, eng: engine.Engine) -> None:
-        self._eng, self._flip, self.where = eng, None, None
+        self._eng = eng
+        self._flip: Flip | None = None
+        self.where: tuple[str, int] | None = None
         for module in eng.module.modules():
             if isinstance(module, nn.Linear):
                 module.register_forward_pre_hook(self._act)
@@ -140,6 +145,13 @@ def opened(setting: Setting, batches: Sequence[Any], tied: bool = False, **chang
     return engine.initialize(models.decoder(tied=tied), setting.config(**changes), loss_sum, example)
 
 
+def guard_of(eng: engine.Engine) -> Integrity:
+    """The engine's guard."""
+    guard = eng._runtime.integrity
+    assert guard is not None
+    return guard
+
+
 def flip_all(setting: Setting, wanted: Sequence[Flip], folder: str) -> list[Told]:
     """Body of a rank: one flip after another, each from the same checkpoint; and steps without a flip, before, between
     two of them and after, which raise if there is a false alarm.
@@ -155,7 +167,7 @@ def flip_all(setting: Setting, wanted: Sequence[Flip], folder: str) -> list[Told
             told.append(_one(eng, flip, once, batches, setting.every))
             if told[-1].steps:
                 eng.load_checkpoint(saved)
-            steps(eng, batches, -eng._runtime.integrity._steps % setting.every)
+            steps(eng, batches, -guard_of(eng)._steps % setting.every)
         steps(eng, batches, setting.every)
     return told
 

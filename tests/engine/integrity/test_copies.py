@@ -41,17 +41,11 @@ def wrong_update(setting: Setting, ranks: tuple[int, ...], name: str, tied: bool
 @pytest.mark.parametrize(
     ("grid", "stage", "ranks", "name", "said"),
     [
-        pytest.param(
-            "dp4", 0, (1,), HEAD, r"rank 1 \(\S+\) holds .* otherwise than ranks 0, 2, 3, since", id="majority"
-        ),
-        pytest.param(
-            "dp2", 0, (1,), HEAD, r"ranks 0 \(\S+\), 1 \(\S+\) hold different copies of .*no majority", id="dp2"
-        ),
+        pytest.param("dp4", 0, (1,), HEAD, r"rank 1 \(\S+\) holds .* otherwise than ranks 0, 2, 3,", id="majority"),
+        pytest.param("dp2", 0, (1,), HEAD, r"ranks 0 \(\S+\), 1 \(\S+\) hold different .*no majority", id="dp2"),
         pytest.param("tp2", 0, (1,), NORM, r"ranks 0 \(\S+\), 1 \(\S+\) hold different copies", id="tp2"),
         pytest.param("pp2", 0, (1,), HEAD, r"ranks 0 \(\S+\), 1 \(\S+\) hold different copies", id="tied"),
-        pytest.param(
-            "dp2 x tp2", 3, (1, 3), NORM, r"hold different copies", id="tensor ranks, ZeRO 3", marks=pytest.mark.long
-        ),
+        pytest.param("dp2 x tp2", 3, (1, 3), NORM, r"hold different copies", id="tp, ZeRO 3", marks=pytest.mark.long),
         pytest.param("dp2 x pp2", 1, (0,), HEAD, r"hold different copies", id="tied, ZeRO 1", marks=pytest.mark.long),
     ],
 )

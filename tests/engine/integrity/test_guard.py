@@ -13,7 +13,7 @@ import engine
 from engine.errors import ConfigError, CorruptionError
 from engine.integrity.copies import INTEGRITY
 from tests import models
-from tests.engine.integrity.flips import Flip, Setting, flip_one, opened, steps
+from tests.engine.integrity.flips import Flip, Setting, flip_one, guard_of, opened, steps
 
 RunRanks = Callable[..., list[Any]]
 WEIGHT, MOMENT = Flip("weight", "between", 0, 0, 3), Flip("exp_avg_sq", "between", 0, 0, 4)
@@ -87,7 +87,7 @@ def test_the_program_may_write(run_ranks: RunRanks, tmp_path: Path, grid: str, s
 
 def saves(setting: Setting, folder: str) -> dict[str, Any]:
     """Body of a rank: what a flip before a save, before a read, and under "warn" leads to."""
-    batches, found, heard = models.batches_for("decoder", 4, 3), {}, list[str]()
+    batches, found, heard = models.batches_for("decoder", 4, 3), dict[str, Any](), list[str]()
     with opened(setting, batches) as eng:
         steps(eng, batches, 1)
         saved = eng.save_checkpoint(Path(folder)).wait()
@@ -151,7 +151,7 @@ def frozen(stage: int) -> str:
             for step in range(12):
                 eng.train_batch(torch.randn(2, 8))
                 if step == 6 and eng.grid.rank == 1:
-                    held = next(each for each in eng._runtime.integrity._at_rest.held if each.name(0) == "base.weight")
+                    held = next(each for each in guard_of(eng)._at_rest.held if each.name(0) == "base.weight")
                     held.tensor.data.view(torch.uint8).view(-1)[5] ^= 8
         except CorruptionError as error:
             return f"{step} {error}"
@@ -182,7 +182,9 @@ def test_skipped_steps_are_no_alarm_and_are_looked_at() -> None:
 
     def spoil(eng: engine.Engine, step: int) -> None:
         if step == 1:
-            eng.module.weight.data.view(torch.int32)[0, 0] |= 0x7F800000  # the flip of several bits: infinite, or nan
+            eng.module.get_parameter("weight").data.view(torch.int32)[0, 0] |= (
+                0x7F800000  # the flip of several bits: infinite, or nan
+            )
 
     with pytest.raises(CorruptionError, match=r"on rank 0 \(.* weight 'weight' has changed after update 1"):
         alone({"integrity": {"every": 1000}}, [torch.ones(4, 3)] * 3, spoil)
@@ -193,7 +195,7 @@ def test_a_loop_of_the_users_own() -> None:
         for step in range(6):
             eng.backward(eng(torch.ones(4, 3)).square().mean())
             if step == 4:
-                eng.module.weight.data.view(torch.int32)[0, 0] ^= 1
+                eng.module.get_parameter("weight").data.view(torch.int32)[0, 0] ^= 1
             if step == 5:
                 with pytest.raises(CorruptionError, match="bit 0 of element 0 of weight 'weight' has changed"):
                     eng.step()
