@@ -46,7 +46,7 @@ class DataCopies:
         if self.comm.grid.dp == 1 or not pairs:
             self._table = torch.zeros(0)
             return torch.zeros((), dtype=torch.bool, device=self.device)
-        own = torch.cat([short_digest(digest, each.tensor) for each, digest in pairs])
+        own = torch.cat([short_digest(digest) for digest in self._digests])
         self._table = _gathered(own, self.comm, "dp")
         return (self._table != self._table[0]).any()
 
