@@ -22,6 +22,8 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "checkpoint": ("engine/checkpoint", "benchmarks/checkpoint"),
         "faults": ("tests/faults",),
         "kernels-models": (*RUN, "kernels"),
+        "integrity": ("engine/integrity",),
+        "integrity-cost": ("engine/integrity", "engine/step", "zero"),
         "timeline": ("engine/step", "parallel/pipeline"),
         **dict.fromkeys(("step", "zero", "pipeline", "tensor"), STEPS),
     }

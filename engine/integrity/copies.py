@@ -9,6 +9,7 @@ the shards are added up over the data ranks first.
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -70,6 +71,7 @@ class DataCopies:
         difference = (digests[differing] - digests[most]).tolist()
         for place in flipped_places(difference, held.tensor)[:1]:
             one = Finding.at_rest(held, place, update)
+            one = replace(one, bit=None)  # several updates may have added to the difference
             yield copies_finding(one, [peers[index] for index in odd], peers)
 
 

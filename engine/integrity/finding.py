@@ -55,7 +55,7 @@ class Finding:
         where = f"{self.kind} {self.name!r}"
         if self.bit is not None:
             return f"bit {self.bit} of element {self.element} of {where}"
-        return where
+        return f"{where} around element {self.element}" if self.element >= 0 else where
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for the other ranks."""
