@@ -94,7 +94,7 @@ SUITES = (
     "pytest -m long tests/engine/checkpoint/test_kills.py --kills 200", "pytest tests/engine/parity/test_parity.py",
     FIGURES.format("parity"),
     "pytest tests/engine/parity/test_covering_array.py",
-    'pytest -m "long or not long" tests/engine/integrity/test_flips.py --write-figures',
+    "pytest -m long tests/engine/integrity/test_flips.py --write-figures",
     "pytest tests/launch/test_schedule_page.py --write-figures",
     "pytest -m long --write-figures tests/engine/parity/test_transformers_types.py",
     *(FIGURES.format(f"parity_{name}") for name in ("axes", "schedules", "zero")),

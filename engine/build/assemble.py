@@ -121,8 +121,7 @@ def build(
     program = request.program(model, plan.precision, device)
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, patches)
-        last = [name for name in request.changes.heads if plan.is_last(f"{name}.weight")]
-        make_heads_lazy(model, last, axis, patches)
+        make_heads_lazy(model, [h for h in request.changes.heads if plan.is_last(f"{h}.weight")], axis, patches)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     if config.compile and plan.tensor is not None:
         leave_out_of_compilation(model, plan.tensor.layers, patches)

@@ -234,8 +234,9 @@ class StepRunner:
         """Agree on the step with all ranks, and update or skip it."""
         step.problem = step.problem or self._control.problem()
         finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
-        if self._runtime.integrity is not None:
-            self._runtime.integrity.after_step(finished.outcome.skipped, step.sent)
+        if (guard := self._runtime.integrity) is not None:
+            guard.after_update(self._update.made)
+            guard.after_step(finished.outcome.skipped, step.sent)
         self._finished += 1
         if self._finished == _COMPARED_STEPS:
             self._compare_buffers()

@@ -128,6 +128,12 @@ class RankRuntime:
         if self.gatherer is not None:
             self.gatherer.end()
 
+    def end_backwards(self, reduced: bool) -> None:
+        """``finish``, and compare what the update is going to read with what the last one has left."""
+        self.finish(reduced)
+        if self.integrity is not None:
+            self.integrity.before_update()
+
     def close(self) -> None:
         """Remove every patch from the model and stop gathering."""
         self.patches.remove()

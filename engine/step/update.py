@@ -140,9 +140,7 @@ class Update:
 
         ``stop``: this rank was asked to stop after this step.
         """
-        runtime.finish(step.reduced)
-        if runtime.integrity is not None:
-            runtime.integrity.before_update()
+        runtime.end_backwards(step.reduced)
         step.problem = (
             runtime.replica_check.run(step.sent) or step.problem
         )  # collective, so it also runs for a failed step
@@ -180,8 +178,6 @@ class Update:
         self.tokens += int(totals.tokens)
         self.samples += self._config.train_batch_size or 0
         self.scale = self.scale.after(overflow=nonfinite is not None)
-        if runtime.integrity is not None:
-            runtime.integrity.after_update(self.made)
         self._seconds = time.perf_counter() - agreed
         return UpdateOutcome(totals=totals, norm=norm, lr=lr, scale=step.scale, nonfinite=nonfinite)
 
