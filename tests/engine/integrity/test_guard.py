@@ -184,9 +184,7 @@ def test_skipped_steps_are_no_alarm_and_are_looked_at() -> None:
         if step == 1:
             eng.module.get_parameter("weight").data.view(torch.int32)[0, 0] |= 0x7F800000
 
-    with pytest.raises(
-        CorruptionError, match=r"on rank 0 \(.* weight 'weight' around element 0 has changed after update 1"
-    ):
+    with pytest.raises(CorruptionError, match=r"on rank 0 \(.* 'weight' around element 0 has changed after update 1"):
         alone({"integrity": {"every": 1000}}, [torch.ones(4, 3)] * 3, spoil)
 
 
