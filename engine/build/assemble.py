@@ -153,7 +153,9 @@ def build(
         nonfinite=NonFinite(plan.table, buckets, comm, device),
         buffers=WrittenBuffers(model),
         absent=_absent(model, plan, rank),
-        integrity=_integrity(plan, comm, device, Holdings(model, plan.table, (buckets, frozen), optimizer)),
+        integrity=_integrity(
+            plan, comm, device, Holdings(model, plan.table.held_by(rank), (buckets, frozen), optimizer)
+        ),
     )
 
 
@@ -177,11 +179,19 @@ def _absent(model: nn.Module, plan: Plan, rank: int) -> AbsentParameters | None:
     return AbsentParameters(model, present, {row.name: row.owners for row in plan.table}, rank)
 
 
-def _integrity(plan: Plan, comm: Comm, device: torch.device, holdings: Holdings) -> Integrity | None:
+def _integrity(
+    model: nn.Module,
+    plan: Plan,
+    comm: Comm,
+    buckets: tuple[Sequence[FlatBucket], Sequence[FlatBucket]],
+    optimizer: ShardedOptimizer,
+    device: torch.device,
+) -> Integrity | None:
     """The guard of weights and optimizer state; None if nothing is to be checked."""
     settings = plan.config.integrity
     if not settings.every:
         return None
+    holdings = Holdings(model, plan.table.held_by(comm.grid.coord().pp), buckets, optimizer)
     copies = ReplicaCopies(plan.table, holdings.trained, comm)
     names = sorted(slot.name for flat in holdings.trained for slot in flat.bucket.slots)
     computed = ComputedGradients(names, device) if settings.rerun else None

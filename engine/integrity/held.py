@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.model.placeholders import is_expanded
-from engine.parallel.shard_table import ShardTable
+from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
@@ -73,13 +72,14 @@ class Holdings:
     """Finds all tensors that this rank holds. The state of the optimizer comes and goes, so they are listed anew.
 
     Args:
+        rows: the parameters that this rank's stages hold; others are placeholders, which may not be read.
         buckets: those of trained parameters, and those of frozen ones.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        table: ShardTable,
+        rows: Sequence[ShardRow],
         buckets: tuple[Sequence[FlatBucket], Sequence[FlatBucket]],
         optimizer: ShardedOptimizer,
     ) -> None:
@@ -89,7 +89,7 @@ class Holdings:
         self._optimizer = optimizer
         self._places = [(place, [(s.name, p.start, p.stop) for s, p in place.slots()]) for place in optimizer.places]
         placed = {slot.name for flat in (*trained, *frozen) for slot in flat.bucket.slots}
-        others = [row.name for row in table if row.name not in placed]
+        others = [row.name for row in rows if row.name not in placed]
         self._lasting = [
             *(held for flat in (*trained, *frozen) for held in self._of_bucket(flat)),
             *_apart(model, others),
@@ -139,5 +139,5 @@ def _apart(model: nn.Module, names: Sequence[str]) -> Iterator[HeldTensor]:
     named = dict(model.named_parameters())
     for name in names:
         parameter = named.get(name)
-        if parameter is not None and parameter.numel() and not (parameter.is_meta or is_expanded(parameter)):
+        if parameter is not None and parameter.numel() and not parameter.is_meta:
             yield HeldTensor(kind="weight", tensor=parameter, names=[(name, 0, parameter.numel())], equal=True)

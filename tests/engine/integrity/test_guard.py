@@ -165,6 +165,21 @@ def test_frozen_weights_are_held_too(run_ranks: RunRanks, stage: int) -> None:
         assert "bit 11 of element 1 of weight 'base.weight'" in said, said
 
 
+def short_parameters() -> int:
+    """Body of a rank: a pipeline whose other stage has a parameter of one element."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    config = {"train_batch_size": 2, "parallel": {"data": 1, "pipeline": 2}, "integrity": {"every": 1}}
+    with engine.initialize(model, config, lambda y, _: y.square().mean(), torch.ones(2, 4)) as eng:
+        for _ in range(2):
+            eng.train_batch(torch.ones(2, 4))
+        return eng.step_count
+
+
+def test_parameters_of_other_stages_are_not_read(run_ranks: RunRanks) -> None:
+    assert run_ranks(short_parameters, 2) == [2, 2]
+
+
 def alone(config: dict[str, Any], batches: list[Tensor], between: Callable[[engine.Engine, int], None]) -> int:
     """Steps that were made; ``between`` is called before each."""
     torch.manual_seed(1)
