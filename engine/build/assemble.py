@@ -153,9 +153,7 @@ def build(
         nonfinite=NonFinite(plan.table, buckets, comm, device),
         buffers=WrittenBuffers(model),
         absent=_absent(model, plan, rank),
-        integrity=_integrity(
-            plan, comm, device, Holdings(model, plan.table.held_by(rank), (buckets, frozen), optimizer)
-        ),
+        integrity=_integrity(model, plan, comm, (buckets, frozen), optimizer, device),
     )
 
 
