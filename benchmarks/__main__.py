@@ -36,6 +36,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "training.sleeping_blocks", "the timeline of a real pipeline beside the predicted one",
             frozenset({"write_figures"}),
         ),
+        "integrity": Benchmark(
+            "training.integrity", "a step with checks against silent corruption",
+            frozenset({"rounds", "write_figures"}),
+        ),
         "checkpoint": Benchmark(
             "checkpoint.command", "a checkpoint beside torch.save, DCP, safetensors and the bare disk",
             frozenset({"rounds", "out", "write_figures"}),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engine.errors import (
         CheckpointError,
         ConfigError,
+        CorruptionError,
         EngineError,
         GridError,
         LaunchError,
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointError",
     "Config",
     "ConfigError",
+    "CorruptionError",
     "Engine",
     "EngineError",
     "GridError",

@@ -74,6 +74,8 @@ class Engine(TrainingLoop, NamedState, Inference):
             self._runner = StepRunner(self._model, self._built, self._update, self._checkpoints)
             self._loop = UserLoop(self._runner, self._built, self._control)
             self._checkpoints.built(self._built, self._update, entries)
+            if self._built.integrity is not None:
+                self._built.integrity.begin(self._update.made)
 
     @property
     def _runtime(self) -> RankRuntime:
@@ -226,7 +228,8 @@ class Engine(TrainingLoop, NamedState, Inference):
         self._resources.refuse_closed("full_state_dict")
         if self._runtime.gatherer is not None:
             self._runtime.gatherer.refuse_opened("full_state_dict")
-        return self._checkpoints.gather_full_state()
+        with self._runtime.changing():
+            return self._checkpoints.gather_full_state()
 
     def register_for_checkpointing(self, **things: Any) -> None:
         """Save and load other objects too, such as ``data=sampler``; its ``state_dict`` is JSON, equal on all ranks."""
@@ -295,7 +298,8 @@ class Engine(TrainingLoop, NamedState, Inference):
             if (gatherer := eng._runtime.gatherer) is not None:
                 gatherer.refuse_opened("copy_weights_from")
         self._comm.announce("copy_weights_from")
-        self._checkpoints.copy_weights(other._checkpoints)
+        with self._runtime.changing():
+            self._checkpoints.copy_weights(other._checkpoints)
 
     def save_pretrained(self, folder: Path_) -> None:
         """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective."""

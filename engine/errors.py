@@ -35,6 +35,10 @@ class LaunchError(EngineError):
     """A job cannot be started where it was asked for; the message lists every problem, with its host."""
 
 
+class CorruptionError(EngineError):
+    """Bits of weights or optimizer state have changed by themselves, or copies of them differ between ranks."""
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of the error's message, or its class name if the message is empty.
 

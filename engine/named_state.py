@@ -54,7 +54,7 @@ class NamedState(ABC):
             gatherer=runtime.gatherer,
             comm=runtime.comm,
         )
-        with full_parameters(sharded, pattern) as parameters:
+        with runtime.changing(), full_parameters(sharded, pattern) as parameters:
             yield parameters
 
     @contextmanager
@@ -106,9 +106,10 @@ class NamedState(ABC):
         runtime = self._runtime
         if runtime.gatherer is not None:
             runtime.gatherer.refuse_opened("masters")
-        pieces = _master_pieces(runtime.buckets)
-        with self._opened("masters", pieces, pattern, local, runtime.optimizer.refresh) as found:
-            yield found
+        with runtime.changing():
+            pieces = _master_pieces(runtime.buckets)
+            with self._opened("masters", pieces, pattern, local, runtime.optimizer.refresh) as found:
+                yield found
 
     @contextmanager
     def optimizer_state(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
@@ -121,7 +122,7 @@ class NamedState(ABC):
         runtime = self._runtime
         own = runtime.optimizer.state_names
         names = json.loads(from_first(lambda: json.dumps(own).encode(), runtime.comm, runtime.program.device))
-        with ExitStack() as stack:
+        with runtime.changing(), ExitStack() as stack:
             found: dict[str, dict[str, Tensor]] = {}
             for name in names:
                 opened = self._opened("optimizer_state", _state_pieces(runtime.optimizer, name), pattern, local)

@@ -24,6 +24,7 @@ SECTIONS: Mapping[str, tuple[str, str]] = {
     "ScheduleError": ("Pipeline schedules", "Also what is wrong with a schedule file."),
     "EngineError": ("A running engine", "Batches, losses, and calls in the wrong place or order."),
     "LaunchError": ("Starting a job", "`trine launch` says them before anything is started; all of them come at once."),
+    "CorruptionError": ("Silent corruption", "Bits that changed by themselves, and copies that differ."),
     "CheckpointError": ("Checkpoints", "Missing, damaged, of another model, or locked."),
 }
 """Public errors and their subjects; other classes of the product are listed with the base they have, or as reasons."""

@@ -15,9 +15,9 @@ from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, 
 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
-        "errors", "resources", "config", "optim", "precision", "program", "planning", "step", "checkpoint", "reporting",
-        "watchdog", "build", "data", "models", "inference", "loop", "named_state", "engine", "api", "verify",
-        "deepspeed",
+        "errors", "resources", "config", "optim", "precision", "program", "planning", "integrity", "step", "checkpoint",
+        "reporting", "watchdog", "build", "data", "models", "inference", "loop", "named_state", "engine", "api",
+        "verify", "deepspeed",
     ),
     "engine.checkpoint": (
         "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign", "run_state",

@@ -115,6 +115,7 @@ SUITES = (
     "pytest -m long tests/engine/checkpoint/test_kills.py --kills 200", "pytest tests/engine/parity/test_parity.py",
     FIGURES.format("parity"),
     "pytest tests/engine/parity/test_covering_array.py",
+    "pytest -m long tests/engine/integrity/test_flips.py --write-figures",
     "pytest tests/launch/test_schedule_page.py --write-figures",
     "pytest -m long --write-figures tests/engine/parity/test_transformers_types.py",
     *(FIGURES.format(f"parity_{name}") for name in ("axes", "schedules", "zero")),
@@ -125,6 +126,7 @@ SUITES = (
 MEASURED = (
     "python -m benchmarks step", "python -m benchmarks zero", "python -m benchmarks pipeline",
     "python -m benchmarks kernels", "python -m benchmarks checkpoint",
+    "python -m benchmarks integrity --write-figures",
     "python -m benchmarks sleeping_blocks --write-figures",
     "python -m benchmarks tensor --models llama,fused --rounds 7 --write-figures",
     "python -m benchmarks kernels --out runs/benchmarks", "python -m benchmarks gpu_step --out runs/benchmarks",

@@ -24,6 +24,8 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "goodput": ("engine/checkpoint", "engine/watchdog", "parallel/comm"),
         "soak": ("engine/watchdog", "parallel/comm"),
         "kernels-models": (*RUN, "kernels"),
+        "integrity": ("engine/integrity",),
+        "integrity-cost": ("engine/integrity", "engine/step", "zero"),
         "timeline": ("engine/step", "parallel/pipeline"),
         **dict.fromkeys(("step", "zero", "pipeline", "tensor"), STEPS),
     }

@@ -19,6 +19,11 @@ from engine.build.place_model import place_model
 from engine.build.request import Request
 from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
+from engine.integrity.at_rest import AtRest
+from engine.integrity.copies import DataCopies, ReplicaCopies
+from engine.integrity.guard import Integrity
+from engine.integrity.held import Holdings
+from engine.integrity.reruns import ComputedGradients
 from engine.kernels.dispatch import Kernels
 from engine.optim.given_optimizer import show_inner
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
@@ -116,8 +121,7 @@ def build(
     program = request.program(model, plan.precision, device)
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, patches)
-        last = [name for name in request.changes.heads if plan.is_last(f"{name}.weight")]
-        make_heads_lazy(model, last, axis, patches)
+        make_heads_lazy(model, [h for h in request.changes.heads if plan.is_last(f"{h}.weight")], axis, patches)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     if config.compile and plan.tensor is not None:
         leave_out_of_compilation(model, plan.tensor.layers, patches)
@@ -149,6 +153,7 @@ def build(
         nonfinite=NonFinite(plan.table, buckets, comm, device),
         buffers=WrittenBuffers(model),
         absent=_absent(model, plan, rank),
+        integrity=_integrity(model, plan, comm, (buckets, frozen), optimizer, device),
     )
 
 
@@ -170,6 +175,25 @@ def _absent(model: nn.Module, plan: Plan, rank: int) -> AbsentParameters | None:
         return None
     present = {row.name for row in plan.table.held_by(rank)}
     return AbsentParameters(model, present, {row.name: row.owners for row in plan.table}, rank)
+
+
+def _integrity(
+    model: nn.Module,
+    plan: Plan,
+    comm: Comm,
+    buckets: tuple[Sequence[FlatBucket], Sequence[FlatBucket]],
+    optimizer: ShardedOptimizer,
+    device: torch.device,
+) -> Integrity | None:
+    """The guard of weights and optimizer state; None if nothing is to be checked."""
+    settings = plan.config.integrity
+    if not settings.every:
+        return None
+    holdings = Holdings(model, plan.table.held_by(comm.grid.coord().pp), buckets, optimizer)
+    copies = ReplicaCopies(plan.table, holdings.trained, comm)
+    names = sorted(slot.name for flat in holdings.trained for slot in flat.bucket.slots)
+    computed = ComputedGradients(names, device) if settings.rerun else None
+    return Integrity(settings, AtRest(holdings, device), DataCopies(comm, device), copies, computed)
 
 
 def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> TensorAxis:

@@ -146,10 +146,11 @@ class CheckpointCoordinator:
             )
         self.refuse_spoiled()
         checkpoints, run = self._writer("save_checkpoint")
-        if path != self._folder:
-            return checkpoints.save(path, client_state, keep=None)
-        self._saved_at = run.trainer_state.update.made
-        self._last = checkpoints.save(path, client_state, self._config.checkpoint.keep)
+        with run.runtime.saving():
+            if path != self._folder:
+                return checkpoints.save(path, client_state, keep=None)
+            self._saved_at = run.trainer_state.update.made
+            self._last = checkpoints.save(path, client_state, self._config.checkpoint.keep)
         return self._last
 
     def load(
@@ -186,8 +187,9 @@ class CheckpointCoordinator:
         """See :meth:`engine.Engine.save_pretrained`."""
         refuse_adapters(self._model)
         self.refuse_spoiled()
-        checkpoints, _ = self._writer("save_pretrained")
-        checkpoints.export(resolved(folder))
+        checkpoints, run = self._writer("save_pretrained")
+        with run.runtime.saving():
+            checkpoints.export(resolved(folder))
 
     def problem(self) -> CheckpointError | None:
         """The failed save that has to stop the run (``checkpoint.on_failure``), or None. Returned once."""
@@ -280,6 +282,8 @@ class CheckpointCoordinator:
             if self._memory is not None:
                 self._memory.close()
         self._spoiled = False
+        if self._run.runtime.integrity is not None:
+            self._run.runtime.integrity.begin(self._run.trainer_state.update.made)
         done, whole = self._run.trainer_state.update.made, request.options.moments
         self._saved_at = done if whole and request.step.parent == self._folder else -1
         if self._comm.grid.rank == 0 and request.files is not self._files:

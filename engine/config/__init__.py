@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 from engine.config.between import (
     check_copies,
+    check_integrity,
     check_optimizer,
     check_parallel,
     check_precision,
@@ -36,6 +37,7 @@ from engine.config.sections import (
     Bf16Config,
     CheckpointConfig,
     Fp16Config,
+    IntegrityConfig,
     MonitorConfig,
     OffloadConfig,
     ParallelConfig,
@@ -54,6 +56,7 @@ __all__ = [
     "Config",
     "Fp16Config",
     "GroupConfig",
+    "IntegrityConfig",
     "MonitorConfig",
     "OffloadConfig",
     "OptimizerConfig",
@@ -132,6 +135,8 @@ class Config:
     """Destinations of the figures of each step."""
     watchdog: WatchdogConfig = setting(WatchdogConfig(), Section(cls=WatchdogConfig))
     """Reactions to a run that has stopped learning."""
+    integrity: IntegrityConfig = setting(IntegrityConfig(), Section(cls=IntegrityConfig))
+    """Detection of silent corruption of weights and optimizer state."""
     notes: tuple[str, ...] = ()
     """One line for each DeepSpeed key that was accepted without effect."""
 
@@ -253,6 +258,7 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_copies(config.checkpoint, problems)
     check_zero(config.zero_optimization, problems)
     check_parallel(config.parallel, problems)
+    check_integrity(config.integrity, problems)
 
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:

@@ -9,6 +9,7 @@ from engine.config.sections import (
     Bf16Config,
     CheckpointConfig,
     Fp16Config,
+    IntegrityConfig,
     MonitorConfig,
     ParallelConfig,
     TorchAutocastConfig,
@@ -110,6 +111,19 @@ def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
             "true without sequence_parallel: only sequence parallelism gathers again; set sequence_parallel too, or "
             "leave it out.",
         )
+
+
+def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
+    """Note settings of checks that are never made."""
+    if integrity.every:
+        return
+    for key, asks in (("rerun", integrity.rerun), ("on_failure", integrity.on_failure != "raise")):
+        if asks:
+            problems.add(
+                f"integrity.{key}",
+                f"{shown_value(getattr(integrity, key))} while integrity.every is 0, which checks nothing; set every "
+                "to a number of steps, or leave it out.",
+            )
 
 
 def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:

@@ -194,6 +194,18 @@ class MonitorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IntegrityConfig:
+    """Detection of silent corruption: bits that flip, copies that differ, machines that compute wrongly."""
+
+    every: int = setting(0, Int(low=0, remedy="give a whole number, 0 checks nothing"))
+    """Steps within which a changed bit of weights or optimizer state is found; 0: no digest is taken."""
+    rerun: bool = setting(False, Flag())
+    """Run every ``every``-th ``train_batch`` again before its update, and name ranks that compute something else."""
+    on_failure: Literal["raise", "warn"] = setting("raise", one_of("raise", "warn", noun="a reaction"))
+    """Reaction to corruption: raise on all ranks and save nothing of it, or log it and go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WatchdogConfig:
     """Reactions to a run that stands still or has stopped learning."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from engine.config.sections import CheckpointConfig
+from engine.config.sections import CheckpointConfig, IntegrityConfig
 from engine.parallel.comm.traffic import Tally, megabytes
 from engine.parallel.kernel_injection.inject import describe_replacements as replaced
 from engine.parallel.pipeline.report.text import draw
@@ -35,11 +35,20 @@ def banner_text(plan: Plan, device: str) -> str:
         "clipping": f"one norm over the grid, clipped at {clip:g}" if clip else "off, the norm is reported",
         "loss": "sum / weight over all microbatches and data ranks; a 0-dim loss weighs 1",
         "seed": str(config.seed),
+        **_integrity_lines(config.integrity),
         **_checkpoint_lines(config.checkpoint),
         **_copies_line(plan),
     }
     text = [f"  {name:<10} {line}" for name, line in lines.items()]
     return "\n".join(["trine", *text, *(f"  note       {note}" for note in plan.notes)])
+
+
+def _integrity_lines(integrity: IntegrityConfig) -> dict[str, str]:
+    if not integrity.every:
+        return {}
+    again = ", where a step is run twice" * integrity.rerun
+    words = {"raise": "raises", "warn": "is logged"}[integrity.on_failure]
+    return {"integrity": f"digests in every step, read every {integrity.every}{again}; corruption {words}"}
 
 
 def _checkpoint_lines(checkpoint: CheckpointConfig) -> dict[str, str]:

@@ -45,6 +45,11 @@ class StepMicrobatches:
         if runtime.stage is not None:
             step.look_again = self.trace_again
 
+    def again(self, step: StepState) -> "StepMicrobatches":
+        """The same microbatches for another run, on copies: a model may write into what it is given."""
+        copies = [map_tensors(microbatch, torch.clone) for microbatch in self._microbatches]
+        return StepMicrobatches(self._runtime, step, copies, self._random_key, self.kind)
+
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
         """The values that a stage receives and sends for a microbatch."""
         if self._runtime.stage is None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from engine.errors import EngineError
+from engine.integrity.reruns import ComputedGradients
 from engine.parallel.pipeline.runtime.executor import RankSchedule, rank_schedule
 from engine.parallel.pipeline.runtime.outputs import Carrier
 from engine.program.batch import Batch, is_text, join_outputs
@@ -79,8 +80,38 @@ class StepRunner:
                 "engine.initialize, or call eval_batch or predict."
             )
         step, microbatches = self._open(batch, "train")
-        self._run_schedule(step, microbatches, self._runtime.training)
+        guard = self._runtime.integrity
+        if guard is not None and guard.computed is not None and guard.reruns:
+            self._run_twice(step, microbatches, guard.computed)
+        else:
+            self._run_schedule(step, microbatches, self._runtime.training)
         return self.finish(step)
+
+    def _run_twice(self, step: StepState, microbatches: StepMicrobatches, computed: ComputedGradients) -> None:
+        """Run forwards and backwards, then once more from the same state; the update uses what the second run gives.
+
+        A rank with a problem joins the second run's reductions only. ``sent`` gets the traffic of the second run, which
+        the step leaves out.
+        """
+        runtime, again = self._runtime, step.again()
+        second = microbatches.again(again)
+        runtime.reducer.observe(computed.see)
+        try:
+            self._run_schedule(step, microbatches, runtime.training)
+            runtime.finish()
+            computed.end(step.loss)
+            runtime.buffers.put_back()
+            runtime.buffers.remember()
+            before = self._comm.tally.copy()
+            if step.problem is None:
+                self._run_schedule(again, second, runtime.training)
+            runtime.finish()
+            computed.end(again.loss)
+        finally:
+            runtime.reducer.observe(None)
+        for row in self._comm.tally.since(before).rows():
+            step.sent.add(row)
+        step.problem, step.reduced = step.problem or again.problem, True
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | Iterator[Batch], kind: StepKind) -> FinishedStep:
@@ -203,6 +234,9 @@ class StepRunner:
         """Agree on the step with all ranks, and update or skip it."""
         step.problem = step.problem or self._control.problem()
         finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
+        if (guard := self._runtime.integrity) is not None:
+            guard.after_update(self._update.made)
+            guard.after_step(finished.outcome.skipped, step.sent)
         self._finished += 1
         if self._finished == _COMPARED_STEPS:
             self._compare_buffers()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from engine.integrity.guard import Integrity
 from engine.kernels.dispatch import Kernels
 from engine.optim.lr_schedules import LearningRate
 from engine.parallel.comm.comm import Comm
@@ -72,6 +73,8 @@ class RankRuntime:
     buffers: WrittenBuffers
     absent: AbsentParameters | None
     """None without a pipeline."""
+    integrity: Integrity | None
+    """Guard of what the rank holds; None: nothing is checked."""
 
     @contextmanager
     def forward(self, *key: int, random: bool = True) -> Iterator[None]:
@@ -125,6 +128,12 @@ class RankRuntime:
         if self.gatherer is not None:
             self.gatherer.end()
 
+    def end_backwards(self, reduced: bool) -> None:
+        """``finish``, and compare what the update is going to read with what the last one has left."""
+        self.finish(reduced)
+        if self.integrity is not None:
+            self.integrity.before_update()
+
     def close(self) -> None:
         """Remove every patch from the model and stop gathering."""
         self.patches.remove()
@@ -132,6 +141,14 @@ class RankRuntime:
             self.absent.retire()
         if self.gatherer is not None:
             self.gatherer.retire()
+
+    def changing(self) -> AbstractContextManager[None]:
+        """Context of a call that reads or writes weights or optimizer state between steps."""
+        return self.integrity.changing() if self.integrity else nullcontext()
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Context of a save of weights or optimizer state, which have to be sound."""
+        return self.integrity.saving() if self.integrity else nullcontext()
 
     def own(self, tree: Any) -> Any:
         """``tree`` with tensors that outlive a forward: views of gathered parameters are copied."""

@@ -56,6 +56,11 @@ class StepState:
         self.tokens += count_tokens(microbatch)
         self.text = is_text(microbatch)
 
+    def again(self) -> "StepState":
+        """The state of the same step before it has begun."""
+        zero = torch.zeros_like(self.loss)
+        return StepState(self.started, self.sent.copy(), zero, zero.clone(), scale=self.scale)
+
     def root(self, loss: Tensor) -> Tensor:
         """The scaled loss from which backward starts, in fp32: a scaled fp16 loss would overflow."""
         return loss if self.scale == 1.0 else loss.float() * self.scale

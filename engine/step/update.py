@@ -140,7 +140,7 @@ class Update:
 
         ``stop``: this rank was asked to stop after this step.
         """
-        runtime.finish(step.reduced)
+        runtime.end_backwards(step.reduced)
         step.problem = (
             runtime.replica_check.run(step.sent) or step.problem
         )  # collective, so it also runs for a failed step

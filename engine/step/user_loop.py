@@ -237,6 +237,11 @@ class UserLoop:
 
     def _open_step(self) -> StepState:
         if self._step is None:
+            if self._runtime.integrity is not None and self._runtime.integrity.computed is not None:
+                raise EngineError(
+                    "integrity.rerun is true, and the engine cannot run a loop of eng.backward and eng.step again; "
+                    "call eng.train_batch(batch), or leave it out."
+                )
             started, self._started = self._started, None
             self._step = self._runner.begin(started)
         return self._step

@@ -155,6 +155,9 @@ class Reducer(Protocol):
     def watch(self, on: bool) -> None:
         """From now on look whether each gradient of this rank is finite, before it is summed over data ranks."""
 
+    def observe(self, observer: Take | None) -> None:
+        """From now on show each gradient of this rank to ``observer`` before it is summed; None: to nobody."""
+
     def found_nonfinite(self) -> bool:
         """Whether a watched gradient of this step was not finite; waits for the device, and starts anew."""
 
@@ -194,6 +197,7 @@ class SharedReduction:
         self._seen: set[str] = set()
         self._watched: list[Tensor] | None = None
         """While not None: for each gradient of a backward, whether it is finite, on the device."""
+        self._observer: Take | None = None
         self._hooks = GradientHooks(trained, self.take, setup.start, warns=setup.comm.grid.rank == 0)
 
     def take(self, name: str, grad: Tensor) -> None:
@@ -201,6 +205,8 @@ class SharedReduction:
         self._seen.add(name)
         if self._watched is not None:
             self._watched.append(grad.isfinite().all())
+        if self._observer is not None:
+            self._observer(name, grad)
         self._add(name, grad)
 
     @property
@@ -222,6 +228,10 @@ class SharedReduction:
     def watch(self, on: bool) -> None:
         """From now on look whether each gradient that a backward delivers is finite; see :class:`Reducer`."""
         self._watched = [] if on else None
+
+    def observe(self, observer: Take | None) -> None:
+        """Show every gradient to ``observer`` from now on; see :class:`Reducer`."""
+        self._observer = observer
 
     def found_nonfinite(self) -> bool:
         """Whether a watched gradient was not finite since the last call."""

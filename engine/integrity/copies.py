@@ -1,0 +1,166 @@
+"""Copies that several ranks hold in equal bits, compared by short digests; the odd one is named by majority.
+
+    data ranks         what ``HeldTensor.equal`` says: everything at ZeRO 0, weights at ZeRO 1 and 2
+    replica's ranks    weights that tensor ranks hold whole, and weights that pipeline ranks share (ties)
+
+Tensor ranks lay their buckets out differently, so the second kind is compared by parameter; at ZeRO 3 the digests of
+the shards are added up over the data ranks first.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.integrity.digest import flipped_places, odd_factors, short_digest
+from engine.integrity.finding import Finding
+from engine.integrity.held import HeldTensor
+from engine.parallel.comm.agreement import gather_from_all
+from engine.parallel.comm.comm import Comm
+from engine.parallel.grid import Axis
+from engine.parallel.shard_table import ShardRow, ShardTable
+from engine.zero.flat_buckets import FlatBucket
+
+INTEGRITY = "integrity"
+_PIECE = 1 << 20  # elements that have int64 copies at a time
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DataCopies:
+    """Copies on the ranks of axis dp."""
+
+    def __init__(self, comm: Comm, device: torch.device) -> None:
+        self.comm, self.device = comm, device
+        self._table = torch.zeros(0)
+        self._held: list[HeldTensor] = []
+        self._digests: list[Tensor] = []
+
+    def compare(self, held: Sequence[HeldTensor], digests: Sequence[Tensor]) -> Tensor:
+        """Whether copies differ, 0-dim on the device; one all-gather of 16 bytes a tensor and rank, label "integrity".
+
+        ``digests``: those of ``held``.
+        """
+        pairs = [pair for pair in zip(held, digests, strict=True) if pair[0].equal]
+        self._held, self._digests = [each for each, _ in pairs], [digest for _, digest in pairs]
+        if self.comm.grid.dp == 1 or not pairs:
+            self._table = torch.zeros(0)
+            return torch.zeros((), dtype=torch.bool, device=self.device)
+        own = torch.cat([short_digest(digest) for digest in self._digests])
+        self._table = _gathered(own, self.comm, "dp")
+        return (self._table != self._table[0]).any()
+
+    def findings(self, update: int) -> list[Finding]:
+        """What differs; all ranks of the axis find the same. The whole digests of what differs are gathered."""
+        if not self._table.numel():
+            return []
+        columns = self._table.view(len(self._table), -1, 2).cpu()
+        found = []
+        for place, each in enumerate(self._held):
+            values = [tuple(row) for row in columns[:, place].tolist()]
+            if len(set(values)) > 1:
+                digests = gather_from_all(self._digests[place], self.comm, self.device, INTEGRITY, "dp")
+                found += list(self._named(each, values, digests, update))
+        return found
+
+    def _named(self, held: HeldTensor, values: Sequence[Hashable], digests: Tensor, update: int) -> Iterator[Finding]:
+        odd, most = odd_ones(values)
+        peers = self.comm.grid.peers("dp")
+        differing = next(index for index in range(len(values)) if values[index] != values[most])
+        difference = (digests[differing] - digests[most]).tolist()
+        for place in flipped_places(difference, held.tensor)[:1]:
+            one = Finding.at_rest(held, place, update)
+            one = replace(one, bit=None)  # several updates may have added to the difference
+            yield copies_finding(one, [peers[index] for index in odd], peers)
+
+
+class ReplicaCopies:
+    """Copies on the tensor and pipeline ranks of one replica: weights only."""
+
+    def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
+        self._comm, self._buckets = comm, buckets
+        tp = comm.grid.tp > 1
+        self._rows = [row for row in table if len(row.owners) > 1 or (row.dim is None and tp)]
+        self._rows = [row for row in self._rows if row.trainable]
+        self._places = {slot.name: (flat, slot) for flat in buckets for slot in flat.bucket.slots}
+        self._sharded = any(flat.sharded for flat in buckets)
+        self._found = torch.zeros(0)
+
+    def compare(self, device: torch.device) -> Tensor:
+        """Whether copies differ, 0-dim on the device.
+
+        One all-gather over the replica of 8 bytes a parameter and rank, label "integrity"; at ZeRO 3 an all-reduce of
+        them over dp before.
+        """
+        if not self._rows or self._comm.grid.size("replica") == 1:
+            return torch.zeros((), dtype=torch.bool, device=device)
+        own = torch.stack([self._digest(row.name, device) for row in self._rows])
+        if self._sharded:
+            self._comm.all_reduce(own, "dp", INTEGRITY).wait()
+        self._found = _gathered(own, self._comm, "replica")
+        differs = [
+            (self._found[members, column] != self._found[members[0], column]).any()
+            for column, row in enumerate(self._rows)
+            for members in self._members(row)
+        ]
+        return torch.stack(differs).any()
+
+    def findings(self, update: int) -> list[Finding]:
+        """What differs; all ranks of the replica find the same."""
+        found, peers, table = [], self._comm.grid.peers("replica"), self._found.tolist()
+        for column, row in enumerate(self._rows if self._found.numel() else ()):
+            for members in self._members(row):
+                values = [table[index][column] for index in members]
+                if len(set(values)) > 1:
+                    one = Finding(how="copies", kind="weight", name=row.name, update=update)
+                    odd, ranks = odd_ones(values)[0], [peers[index] for index in members]
+                    found.append(copies_finding(one, [ranks[index] for index in odd], ranks))
+        return found
+
+    def _members(self, row: ShardRow) -> list[list[int]]:
+        """Groups of places in the replica that hold the same elements of a parameter."""
+        tp = self._comm.grid.tp
+        if row.dim is None:
+            return [[stage * tp + index for stage in row.owners for index in range(tp)]]
+        return [[stage * tp + index for stage in row.owners] for index in range(tp)]
+
+    def _digest(self, name: str, device: torch.device) -> Tensor:
+        """Sum of this rank's elements of a parameter as integers, each times an odd factor of its place; 0 without."""
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        if name not in self._places:
+            return total
+        flat, slot = self._places[name]
+        part = flat.owned if flat.sharded else slice(0, flat.bucket.elements)
+        start, stop = max(slot.start, part.start), min(slot.stop, part.stop)
+        memory = (flat.kept if flat.sharded else flat.params).detach()
+        whole = memory.view(_INTEGERS[memory.element_size()])
+        for first in range(start, stop, _PIECE):
+            last = min(first + _PIECE, stop)
+            values = whole[first - part.start : last - part.start].to(torch.int64)
+            total += (values * odd_factors(first - slot.start, last - slot.start, device)).sum()
+        return total
+
+
+def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
+    """(places of the copies that differ from the majority, a place of the majority); without a majority all places."""
+    (value, count), *_ = Counter(values).most_common()
+    most = values.index(value)
+    if 2 * count <= len(values):
+        return list(range(len(values))), most
+    return [index for index, other in enumerate(values) if other != value], most
+
+
+def copies_finding(one: Finding, odd: Sequence[int], ranks: Sequence[int]) -> Finding:
+    """``one`` as a difference between the copies of ``ranks``, of which ``odd`` are to blame."""
+    values = one.to_json() | {"how": "copies", "ranks": odd, "others": [rank for rank in ranks if rank not in odd]}
+    return Finding.from_json(values)
+
+
+def _gathered(own: Tensor, comm: Comm, axis: Axis) -> Tensor:
+    """``own`` of every rank of an axis as rows, on the device; the host does not wait."""
+    table = own.new_zeros(comm.grid.size(axis), own.numel())
+    here = comm.grid.index(axis)
+    table[here] = own
+    comm.all_gather(table.view(-1), table[here], axis, INTEGRITY).wait()
+    return table

@@ -1,0 +1,168 @@
+"""Guards what the ranks hold against silent corruption: what is taken, compared and read when.
+
+every step             compare, just before the update         take, just after it
+every N steps          rerun (if asked), before the update     copies, and the host reads: raise or warn
+a save                 compare and copies before it            take after it
+a load, a write        compare before it                       take after it
+"""
+
+import json
+import logging
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from engine.config.sections import IntegrityConfig
+from engine.errors import CorruptionError
+from engine.integrity.at_rest import AtRest
+from engine.integrity.copies import INTEGRITY, DataCopies, ReplicaCopies
+from engine.integrity.finding import Finding, sentence
+from engine.integrity.reruns import ComputedGradients
+from engine.parallel.comm.agreement import gather_from_all
+from engine.parallel.comm.traffic import Tally
+
+logger = logging.getLogger("trine")
+
+
+class Integrity:
+    """The guard of one engine on this rank; there is none with ``integrity.every`` 0."""
+
+    def __init__(
+        self,
+        config: IntegrityConfig,
+        at_rest: AtRest,
+        data: DataCopies,
+        replica: ReplicaCopies,
+        computed: ComputedGradients | None,
+    ) -> None:
+        self._config, self._comm, self._device = config, data.comm, data.device
+        self._at_rest, self._data, self._replica = at_rest, data, replica
+        self.computed = computed
+        """What a step that is run again has computed; None: none is."""
+        self._steps, self._update, self._checked_after = 0, 0, 0
+        self._failed = ""
+
+    # ------------------------------------------------------------------ around an update
+
+    def before_update(self) -> None:
+        """Compare what the update is going to read. Sends nothing and does not wait."""
+        self._at_rest.compare()
+
+    def after_update(self, update: int) -> None:
+        """Take the digests of what a step has left, also one that was skipped."""
+        self._update = update
+        self._at_rest.take(update)
+
+    @property
+    def reruns(self) -> bool:
+        """Whether the step that runs now is to be run again."""
+        return self.computed is not None and (self._steps + 1) % self._config.every == 0
+
+    def after_step(self, skipped: bool, sent: Tally) -> None:
+        """Check if it is time, or if the step was skipped, for which a flipped bit may be the reason. Collective.
+
+        Raises:
+            CorruptionError: see ``check``.
+        """
+        self._steps += 1
+        if skipped or self._steps % self._config.every == 0:
+            before = self._comm.tally.copy()
+            self.check()
+            for row in self._comm.tally.since(before).rows():
+                sent.add(row)
+
+    # ------------------------------------------------------------------ beside steps
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Context of a call of the engine that may write what ranks hold."""
+        self._at_rest.compare()
+        try:
+            yield
+        finally:
+            self._at_rest.take(self._update)
+
+    def begin(self, update: int) -> None:
+        """Begin anew with the state that has been made or loaded, after ``update`` updates."""
+        self._at_rest.forget()
+        self._failed = ""
+        self._update = self._checked_after = update
+        self._at_rest.take(update)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context of a save, which is made of sound state or not at all. Collective.
+
+        Raises:
+            CorruptionError: the state is not sound, or was not in the last check.
+        """
+        if self._failed:
+            raise CorruptionError(self._failed)
+        self._at_rest.compare()
+        self.check()
+        try:
+            yield
+        finally:
+            self._at_rest.take(self._update)
+
+    # ------------------------------------------------------------------ the check
+
+    def check(self) -> None:
+        """Read what was compared, and compare copies. Collective; on all ranks at the same time.
+
+        Raises:
+            CorruptionError: something was found and ``integrity.on_failure`` is "raise"; the same on all ranks.
+        """
+        digests = self._at_rest.digests()
+        bad = self._data.compare(self._at_rest.held, digests) | self._replica.compare(self._device)
+        bad = bad | self._at_rest.noticed
+        bad = bad | self.computed.noticed if self.computed is not None else bad
+        flag = bad.to(torch.int64).view(1)
+        self._comm.all_reduce(flag, "world", INTEGRITY, "max").wait()
+        if int(flag):
+            self._tell()
+        elif self.computed is not None:
+            self.computed.findings(0, 0)
+        self._checked_after = self._update
+
+    def _tell(self) -> None:
+        rank, since = self._comm.grid.rank, self._checked_after
+        again = self.computed is not None and self.computed.compared
+        own = self._at_rest.findings(rank)
+        if self.computed is not None:
+            own += self.computed.findings(rank, since)
+        own += self._data.findings(since) + self._replica.findings(since)
+        told = [json.loads(text) for text in self._exchanged(json.dumps(_words(own)).encode())]
+        found = [Finding.from_json(values) for each in told for values in each["found"]]
+        text = sentence(_certain(found), [each["host"] for each in told], again)
+        if self._config.on_failure == "raise":
+            self._failed = text
+            raise CorruptionError(text)
+        if rank == 0:
+            logger.warning(text)
+
+    def _exchanged(self, text: bytes) -> list[bytes]:
+        """The texts of all ranks; two all-gathers over the world, label "integrity"."""
+        sizes = gather_from_all(torch.tensor([len(text)]), self._comm, self._device, INTEGRITY).flatten().tolist()
+        own: Tensor = torch.zeros(max(sizes), dtype=torch.uint8)
+        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        table = gather_from_all(own, self._comm, self._device, INTEGRITY)
+        return [bytes(row[:size].tolist()) for row, size in zip(table, sizes, strict=True)]
+
+
+def _words(found: Sequence[Finding]) -> dict[str, object]:
+    return {"host": socket.gethostname(), "found": [finding.to_json() for finding in found[:_TOLD]]}
+
+
+_TOLD = 16
+"""Findings of one rank that the others hear of."""
+
+
+def _certain(found: Sequence[Finding]) -> list[Finding]:
+    """Without the differences of copies that a change at rest explains: the rank to blame is known there."""
+    known = {rank for finding in found if finding.how == "rest" for rank in finding.ranks}
+    explained = [finding for finding in found if finding.how == "copies" and known & {*finding.ranks, *finding.others}]
+    return [finding for finding in found if finding not in explained] if known else list(found)
