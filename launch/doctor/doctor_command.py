@@ -22,7 +22,7 @@ from engine.config.between import check_installed, check_plans
 from engine.errors import ConfigError, EngineError
 from engine.launch.doctor.examined import Examined, RankFacts
 from engine.launch.doctor.facts import host_facts, with_gpus
-from engine.launch.doctor.findings import Finding, find_all
+from engine.launch.doctor.findings import HostFinding, find_all
 from engine.launch.doctor.report import report_lines
 from engine.parallel.comm.launcher import Place, find_place, read_count
 from engine.reporting.last_words import torchrun_error
@@ -171,7 +171,7 @@ def _conclude(examination: "Examination", seen: Examined, path: Path | None) -> 
     return bool(first)
 
 
-def result_json(seen: Examined, findings: Sequence[Finding]) -> dict[str, Any]:
+def result_json(seen: Examined, findings: Sequence[HostFinding]) -> dict[str, Any]:
     """Everything, as plain values."""
     starts = not any(finding.severity == "error" for finding in findings)
     return {"starts": starts, "findings": [asdict(finding) for finding in findings], **seen.to_json()}

@@ -23,7 +23,7 @@ _MOST_SENTENCES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class HostFinding:
     """Something to look at."""
 
     severity: Literal["error", "warning"]
@@ -33,7 +33,7 @@ class Finding:
     sentence: str
 
 
-def find_all(seen: Examined) -> list[Finding]:
+def find_all(seen: Examined) -> list[HostFinding]:
     """All findings, errors first."""
     hosts = Hosts(seen.facts)
     found = [
@@ -50,15 +50,15 @@ def find_all(seen: Examined) -> list[Finding]:
     return sorted(found, key=lambda finding: finding.severity != "error")
 
 
-def _error(kind: str, sentence: str) -> Finding:
-    return Finding(severity="error", kind=kind, sentence=sentence)
+def _error(kind: str, sentence: str) -> HostFinding:
+    return HostFinding(severity="error", kind=kind, sentence=sentence)
 
 
-def _warning(kind: str, sentence: str) -> Finding:
-    return Finding(severity="warning", kind=kind, sentence=sentence)
+def _warning(kind: str, sentence: str) -> HostFinding:
+    return HostFinding(severity="warning", kind=kind, sentence=sentence)
 
 
-def _answers(seen: Examined, hosts: Hosts) -> Iterator[Finding]:
+def _answers(seen: Examined, hosts: Hosts) -> Iterator[HostFinding]:
     """Ranks that have not come, and ranks that have come and fell silent."""
     came = {one.rank for one in seen.facts}
     if seen.met and (absent := [rank for rank in range(seen.size) if rank not in came]):
@@ -86,7 +86,7 @@ def _node(absent: Sequence[int], seen: Examined) -> str:
     return f", of node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))} counted from 0"
 
 
-def _starts(seen: Examined, hosts: Hosts) -> Iterator[Finding]:
+def _starts(seen: Examined, hosts: Hosts) -> Iterator[HostFinding]:
     """What training itself would say, each sentence once."""
     told: dict[str, list[int]] = {}
     for rank, sentence in (*((one.rank, one.problem) for one in seen.facts), *seen.failed):
@@ -102,7 +102,7 @@ def _starts(seen: Examined, hosts: Hosts) -> Iterator[Finding]:
         yield _error("start", f"{name_ranks(more)} could not start, either; --json has their words.")
 
 
-def _versions(facts: Sequence[RankFacts], hosts: Hosts) -> Iterator[Finding]:
+def _versions(facts: Sequence[RankFacts], hosts: Hosts) -> Iterator[HostFinding]:
     gpu = any(one.device.startswith("cuda") for one in facts)
     for package in dict.fromkeys(package for one in facts for package in one.host.versions):
         by_rank = {one.rank: one.host.versions.get(package, "not installed") for one in facts}
@@ -132,7 +132,7 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
 
 
-def _devices(facts: Sequence[RankFacts], hosts: Hosts) -> Iterator[Finding]:
+def _devices(facts: Sequence[RankFacts], hosts: Hosts) -> Iterator[HostFinding]:
     for name, ranks in hosts.ranks.items():
         for problem in dict.fromkeys(one.host.gpu_problem for one in ranks):
             if problem:
@@ -154,7 +154,7 @@ def _devices(facts: Sequence[RankFacts], hosts: Hosts) -> Iterator[Finding]:
         yield _warning("gpu", f"the number of GPUs is {_by_host(counts, hosts)}; the grid is laid over ranks in order.")
 
 
-def _network(name: str, hosts: Hosts) -> Iterator[Finding]:
+def _network(name: str, hosts: Hosts) -> Iterator[HostFinding]:
     """Whether gloo and NCCL find an interface of the host that others reach."""
     host, several = hosts.host(name), len(hosts.ranks) > 1
     there = ", ".join(one.name for one in host.interfaces)
@@ -194,7 +194,7 @@ def _nccl_finds(host: HostFacts) -> bool:
     return not wish or any(hit != avoid for hit in hits)
 
 
-def _limits(name: str, hosts: Hosts, seen: Examined) -> Iterator[Finding]:
+def _limits(name: str, hosts: Hosts, seen: Examined) -> Iterator[HostFinding]:
     host, ranks = hosts.host(name), hosts.ranks[name]
     flight, shared = FILE_BYTES * len(ranks), seen.shared_bytes * len(ranks)
     if host.shm_bytes is None or host.shm_free < flight:
@@ -231,7 +231,7 @@ def _limits(name: str, hosts: Hosts, seen: Examined) -> Iterator[Finding]:
         )
 
 
-def _alike(hosts: Hosts) -> Iterator[Finding]:
+def _alike(hosts: Hosts) -> Iterator[HostFinding]:
     names = [hosts.host(name).name for name in hosts.ranks]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
         yield _warning(
@@ -240,7 +240,7 @@ def _alike(hosts: Hosts) -> Iterator[Finding]:
         )
 
 
-def _clocks(seen: Examined) -> Iterator[Finding]:
+def _clocks(seen: Examined) -> Iterator[HostFinding]:
     for clock in seen.clocks:
         if abs(clock.seconds) - clock.uncertain > SKEW_SECONDS:
             way = "ahead of" if clock.seconds > 0 else "behind"

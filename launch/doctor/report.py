@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from engine.launch.doctor.examined import AxisFigure, Examined, HostFacts, Hosts, RankFacts
-from engine.launch.doctor.findings import Finding
+from engine.launch.doctor.findings import HostFinding
 from engine.launch.doctor.link_findings import in_megabytes
 from engine.parallel.comm.traffic import megabytes
 from engine.parallel.grid import Grid
@@ -12,7 +12,7 @@ _MOST_ROWS = 64
 """Ranks and groups that are shown; the JSON file has all."""
 
 
-def report_lines(seen: Examined, findings: Sequence[Finding]) -> Iterator[str]:
+def report_lines(seen: Examined, findings: Sequence[HostFinding]) -> Iterator[str]:
     """The whole report."""
     hosts = Hosts(seen.facts)
     grid = "" if seen.grid is None else ", {} pipeline x {} data x {} tensor".format(*seen.grid)
@@ -30,7 +30,7 @@ def report_lines(seen: Examined, findings: Sequence[Finding]) -> Iterator[str]:
     yield verdict_line(findings)
 
 
-def verdict_line(findings: Sequence[Finding]) -> str:
+def verdict_line(findings: Sequence[HostFinding]) -> str:
     """Whether training would start."""
     errors = sum(finding.severity == "error" for finding in findings)
     warnings = len(findings) - errors

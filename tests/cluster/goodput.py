@@ -1,6 +1,6 @@
 """How much of its time a job trains that is killed again and again.
 
-    python -m tests.cluster.goodput --minutes 20 --every 60 --write-figures
+    python -m tests.cluster.goodput --minutes 20 --every 60
 
 Two nodes train under torchrun, one rank on each: this machine has two cores, and a rank needs one of its own to start.
 Every minute a rank is killed with signal 9. The agents start all ranks again, and these go on from the newest
@@ -28,7 +28,6 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from benchmarks.harness.figures import record_cells
 from tests.cluster.jobs import Job, copied
 from tests.cluster.network import Cluster, missing
 from tests.cluster.test_elastic import updates_of
@@ -70,18 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = _judge(Path(folder), kills, options.ranks)
     print(json.dumps(asdict(found) | {"share": found.share}), flush=True)
     good = found.share >= options.least and found.same_losses
-    if options.write_figures:
-        pauses = sorted(found.pauses)
-        record_cells("goodput", "a rank is killed", {
-            (f"every {options.every:g} s for {options.minutes:g} minutes", column): text
-            for column, text in {
-                "kills": str(found.kills),
-                "effective time": f"{found.share:.1%}",
-                "kill to first new step": f"{pauses[len(pauses) // 2]:.1f} s, at most {pauses[-1]:.1f} s",
-                "steps done again": f"{found.done_again} of {found.steps}",
-                "losses": "those of an undisturbed job, to the bit" if found.same_losses else "differ",
-            }.items()
-        })  # fmt: skip
     return 0 if good else 1
 
 
@@ -92,7 +79,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--least", type=float, default=0.9, help="share of effective time that has to be reached")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of a node")
     parser.add_argument("--step", type=float, default=0.2, help="seconds that a step takes beside its computation")
-    parser.add_argument("--write-figures", action="store_true", help="keep the row in docs/figures and show it")
     return parser.parse_args(arguments)
 
 

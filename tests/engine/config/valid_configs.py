@@ -32,7 +32,9 @@ FULL: Tree = json.loads("""{
   "gradient_clipping": 1.0,
   "activation_checkpointing": {"mode": "selective", "save": ["matmul", "aten.bmm"], "every": null},
   "kernels": "auto", "compile": false, "seed": 1234, "initial_weights": "rank0",
-  "checkpoint": {"folder": "out", "every": 10, "keep": 2, "async": true, "on_failure": "stop", "init_from": "weights"},
+  "checkpoint": {"folder": "out", "every": 10, "keep": 2, "async": true, "on_failure": "stop", "init_from": "weights",
+    "memory_every": 5},
+  "integrity": {"every": 10, "on_failure": "warn", "rerun": true},
   "monitor": {"jsonl": "steps.jsonl", "tensorboard": "board", "every": 10},
   "watchdog": {"timeout_seconds": null, "folder": null, "straggler_factor": null, "straggler_steps": 100,
                "max_skipped_steps": 100}
