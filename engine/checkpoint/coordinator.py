@@ -323,8 +323,9 @@ class CheckpointCoordinator:
                 )
             self._left_out = True
             return
-        checkpoints, _ = self._writer("checkpoint.memory_every")
-        checkpoints.save_in_memory(memory)
+        checkpoints, run = self._writer("checkpoint.memory_every")
+        with run.runtime.saving():
+            checkpoints.save_in_memory(memory)
 
     def _begin(self, request: LoadRequest, update: Update) -> Any:
         """Restore the state that needs no model; the tensors are loaded once the model is built."""

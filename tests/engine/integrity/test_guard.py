@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
+from engine.checkpoint.memory.memory_folder import TOKEN
 from engine.errors import ConfigError, CorruptionError
 from engine.integrity.copies import INTEGRITY
 from tests import models
@@ -127,6 +128,17 @@ def test_what_is_not_sound_is_not_saved(run_ranks: RunRanks, tmp_path: Path) -> 
     assert first["after reads"]
     (warning,) = first["heard"]
     assert "exp_avg_sq" in warning and not second["heard"]
+
+
+def test_what_is_not_sound_is_not_kept_in_memory_either(tmp_path: Path) -> None:
+    def spoil(eng: engine.Engine, step: int) -> None:
+        if step == 1:
+            eng.module.get_parameter("weight").data.view(torch.int32)[0, 0] ^= 1
+
+    checkpoint = {"folder": str(tmp_path), "memory_every": 4, "async": False}
+    with pytest.raises(CorruptionError, match=r"bit 0 of element 0 of weight 'weight' has changed after update 1"):
+        alone({"integrity": {"every": 1000}, "checkpoint": checkpoint}, [torch.ones(4, 3)] * 5, spoil)
+    assert not (tmp_path / TOKEN).exists(), "no copy was begun"
 
 
 class Adapted(nn.Module):
