@@ -35,8 +35,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
     "engine.kernels": ("dispatch", "optim", "gpu", "ops"),
     "engine.launch.jobs": (
-        "request", "torchrun", "hostfile", "sent", "slurm", "kubernetes", "remote", "preflight", "ssh", "ssh_job",
-        "launch_command",
+        "request", "torchrun", "hostfile", "sent", "job_file", "slurm", "kubernetes", "remote", "preflight", "ssh",
+        "ssh_job", "launch_command",
     ),
 }  # fmt: skip
 """The rooms of a folder, lowest first; a room imports from those before it."""

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from engine.integrity.digest import FlippedPlace
 from engine.integrity.held import HeldTensor
+from engine.parallel.comm.meeting import name_ranks
 
 How = Literal["rest", "copies", "rerun"]
 _SHOWN = 3
@@ -92,7 +93,7 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _clause(finding: Finding, hosts: Sequence[str]) -> str:
-    who = _ranks(finding.ranks, hosts)
+    who = name_ranks(finding.ranks, hosts)
     if finding.how == "rest":
         return f"on {who} {finding.what} has changed after update {finding.update}, and nothing has written it"
     if finding.how == "rerun":
@@ -100,7 +101,7 @@ def _clause(finding: Finding, hosts: Sequence[str]) -> str:
         return f"{who} computed{' each' * several} another {finding.what} when the step was run again"
     if finding.others:
         return (
-            f"{who} hold{'s' * (len(finding.ranks) == 1)} {finding.what} otherwise than {_ranks(finding.others, [])}, "
+            f"{who} hold{'s' * (len(finding.ranks) == 1)} {finding.what} otherwise than {name_ranks(finding.others)}, "
             f"since a step after update {finding.update}"
         )
     return (
@@ -119,9 +120,3 @@ def _advice(found: Sequence[Finding], reruns: bool) -> str:
     if reruns:
         return f"The step run again gave every rank the same, so suspect the update or a bug. {resume}."
     return f"{resume}; integrity.rerun tells a machine that computes wrongly from a bug."
-
-
-def _ranks(ranks: Sequence[int], hosts: Sequence[str], most: int = 8) -> str:
-    shown = [f"{rank} ({hosts[rank]})" if hosts else str(rank) for rank in ranks[:most]]
-    more = f" and {len(ranks) - most} more" * (len(ranks) > most)
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}{more}"

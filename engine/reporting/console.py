@@ -80,18 +80,27 @@ def _configured() -> bool:
 
 
 @contextmanager
-def say_if_slow(what: str, rank: int, seconds: float = SLOW_SECONDS) -> Iterator[None]:
-    """Say that ``what`` is under way once it has taken ``seconds``, and in the end how long it took; on rank 0."""
-    if rank:
-        yield
-        return
-    began = monotonic()
-    timer = Timer(seconds, logger.info, (f"{what} ...",))
+def unless_within(seconds: float, call: Callable[[], object]) -> Iterator[None]:
+    """Call ``call`` in a thread of its own, unless the block ends within ``seconds``."""
+    timer = Timer(seconds, call)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def say_if_slow(what: str, rank: int, seconds: float = SLOW_SECONDS) -> Iterator[None]:
+    """Say that ``what`` is under way once it has taken ``seconds``, and in the end how long it took; on rank 0."""
+    if rank:
+        yield
+        return
+    began = monotonic()
+    try:
+        with unless_within(seconds, lambda: logger.info("%s ...", what)):
+            yield
+    finally:
         if (took := monotonic() - began) >= seconds:
             logger.info("%s took %.1f s", what, took)

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, load_config
@@ -25,6 +24,7 @@ from engine.launch.doctor.facts import host_facts, with_gpus
 from engine.launch.doctor.findings import HostFinding, find_all
 from engine.launch.doctor.report import report_lines
 from engine.parallel.comm.launcher import Place, find_place, read_count
+from engine.reporting.console import unless_within
 from engine.reporting.last_words import torchrun_error
 
 if TYPE_CHECKING:
@@ -105,13 +105,8 @@ def _limited_to(seconds: int, rank: int) -> Iterator[None]:
         print(f"trine doctor: {words}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    timer = Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
+    with unless_within(seconds, end):
         yield
-    finally:
-        timer.cancel()
 
 
 def _check_writable(path: Path) -> None:

@@ -7,17 +7,16 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import engine
 from engine.errors import first_line
 from engine.launch.doctor.examined import GpuFacts, HostFacts
-from engine.launch.doctor.network import addresses_of, network_interfaces, route_address
+from engine.launch.doctor.network import addresses_of, network_interfaces
+from engine.launch.jobs.sent.probe import sources_digest
 from engine.parallel.comm.host_barrier import NO_HOST, host_identity
-
-_SOURCES = (".py", ".json")
+from engine.parallel.comm.launcher import route_address
 
 
 def host_facts(variables: Mapping[str, str], target: str) -> HostFacts:
@@ -42,19 +41,6 @@ def host_facts(variables: Mapping[str, str], target: str) -> HostFacts:
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
         infiniband=Path("/sys/class/infiniband").exists(),
     )
-
-
-def sources_digest(folder: Path) -> str:
-    """Of the names and bytes of all sources below ``folder``, whether its folders are links or not."""
-    found: list[Path] = []
-    for place, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if name != "__pycache__"]
-        found += [Path(place, name) for name in files if name.endswith(_SOURCES)]
-    total = sha256()
-    for path in sorted(found):
-        total.update(f"{path.relative_to(folder).as_posix()}\0".encode())
-        total.update(sha256(path.read_bytes()).digest())
-    return total.hexdigest()[:12]
 
 
 def _version(package: str) -> str:

@@ -66,13 +66,3 @@ def addresses_of(name: str) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(dict.fromkeys(str(place[0]) for *_, place in found))
-
-
-def route_address(target: str) -> str:
-    """The address of this host from which it reaches ``target``; empty if it does not."""
-    with suppress(OSError):
-        family, kind, _, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)  # sends nothing
-            return str(probe.getsockname()[0])
-    return ""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import LaunchError
+from engine.launch.jobs.request import refuse_all
 
 _SLOTS = r"\s+slots\s*=\s*(?P<slots>\d+)(?:\s+max[-_]slots\s*=\s*\d+)?"
 _LINE = re.compile(rf"(?P<name>[\w.@-]+)(?::(?P<count>\d+)|{_SLOTS})?")
@@ -53,8 +54,7 @@ def read_hostfile(path: Path) -> list[Host]:
         host = Host(name=match["name"], slots=int(count) if count else None)
         problems += _problems_of(host, hosts, f"{path}:{number}")
         hosts.append(host)
-    if problems:
-        raise LaunchError("\n".join(map(str, problems)))
+    refuse_all(problems)
     if not hosts:
         raise LaunchError(f"--hostfile {path} names no host; write one a line, such as node0 slots=4.")
     return hosts

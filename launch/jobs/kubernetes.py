@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import LaunchError
+from engine.launch.jobs.job_file import WRITTEN
 from engine.launch.jobs.request import JobRequest
-from engine.launch.jobs.slurm import WRITTEN
 from engine.launch.jobs.torchrun import Rendezvous, shell_line, torchrun_command, torchrun_environment
 
 KINDS = ("jobset", "trainer")

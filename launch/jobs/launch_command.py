@@ -8,14 +8,14 @@ from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from engine.errors import LaunchError
-from engine.launch.jobs import slurm
 from engine.launch.jobs.hostfile import read_hostfile
+from engine.launch.jobs.job_file import write_job_file
 from engine.launch.jobs.kubernetes import KINDS, KubernetesRequest, manifest
 from engine.launch.jobs.preflight import HostReply, examine
 from engine.launch.jobs.remote import SshRequest
-from engine.launch.jobs.request import JobRequest, NodeCount, exported, passed_on
+from engine.launch.jobs.request import JobRequest, NodeCount, exported, passed_on, refuse_all
 from engine.launch.jobs.sent.probe import gpu_names
-from engine.launch.jobs.slurm import SlurmRequest, slurm_script
+from engine.launch.jobs.slurm import SlurmRequest, slurm_script, submit
 from engine.launch.jobs.ssh import MeetingPlace, SshPlan
 from engine.launch.jobs.ssh_job import SshJob
 from engine.launch.jobs.torchrun import JOIN_SECONDS, shell_line, torchrun_command, torchrun_environment
@@ -118,15 +118,15 @@ def _place(options: Namespace) -> str:
         raise LaunchError(f"{' and '.join(FLAGS[place] for place in chosen)}: a job runs in one place; give one.")
     place = chosen[0] if chosen else "local"
     strange = [name for name, places in PLACES.items() if getattr(options, name) is not None and place not in places]
-    problems = [
-        LaunchError(
-            f"--{name.replace('_', '-')} means nothing to {FLAGS[place]}; it goes with "
-            f"{' or '.join(FLAGS[other] for other in PLACES[name])}."
-        )
-        for name in strange
-    ]
-    if problems:
-        raise LaunchError("\n".join(map(str, problems)))
+    refuse_all(
+        [
+            LaunchError(
+                f"--{name.replace('_', '-')} means nothing to {FLAGS[place]}; it goes with "
+                f"{' or '.join(FLAGS[other] for other in PLACES[name])}."
+            )
+            for name in strange
+        ]
+    )
     return place
 
 
@@ -223,13 +223,11 @@ def _slurm(options: Namespace, request: JobRequest) -> int:
         gpus_per_node=options.gpus_per_node,
         more=tuple(options.sbatch or ()),
     )
-    text, path = slurm_script(request, wish), options.out or Path(f"{request.name}.sbatch")
-    if options.dry_run:
-        print(text, end="")
+    path = options.out or Path(f"{request.name}.sbatch")
+    if not _written(options, path, slurm_script(request, wish)):
         return 0
-    slurm.write_script(path, text)
     if options.submit:
-        return slurm.submit(path)
+        return submit(path)
     print(f"{path} is written; submit it by: sbatch {path}")
     return 0
 
@@ -242,10 +240,16 @@ def _kubernetes(options: Namespace, request: JobRequest) -> int:
         gpus_per_node=options.gpus_per_node,
         max_restarts=10 if options.max_restarts is None else options.max_restarts,
     )
-    text, path = manifest(request, wish), options.out or Path(f"{request.name}.yaml")
+    path = options.out or Path(f"{request.name}.yaml")
+    if _written(options, path, manifest(request, wish)):
+        print(f"{path} is written; start it by: kubectl apply -f {path}")
+    return 0
+
+
+def _written(options: Namespace, path: Path, text: str) -> bool:
+    """Write the file of a job; with ``--dry-run`` print it instead, and return False."""
     if options.dry_run:
         print(text, end="")
-        return 0
-    slurm.write_script(path, text)
-    print(f"{path} is written; start it by: kubectl apply -f {path}")
-    return 0
+    else:
+        write_job_file(path, text)
+    return not options.dry_run

@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import LaunchError
 from engine.launch.jobs.hostfile import Host
 from engine.launch.jobs.remote import Answer, SshRequest, ask
-from engine.launch.jobs.request import JobRequest
+from engine.launch.jobs.request import JobRequest, refuse_all
 
 AT_ONCE = 64
 """Hosts that are asked at the same time."""
@@ -74,8 +74,7 @@ def examine(request: JobRequest, ssh: SshRequest) -> list[HostReply]:
     for facts in found:
         problems += [*_own_problems(request, ssh, facts), *differences(facts, found[0], request.script)]
         problems += _port_problem(request, facts) if facts.host == ssh.hosts[0] else []
-    if problems:
-        raise LaunchError("\n".join(map(str, problems)))
+    refuse_all(problems)
     return found
 
 

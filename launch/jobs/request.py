@@ -1,7 +1,7 @@
 """What the user of ``trine launch`` asked for, apart from where it runs."""
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -10,6 +10,16 @@ from engine.errors import LaunchError
 
 PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS", "NCCL_*", "GLOO_*", "TRINE_*")
 """Variables that a host is given where the launcher has them; a glob stands for all that it matches."""
+
+
+def refuse_all(problems: Sequence[LaunchError]) -> None:
+    """Raise all problems as one error, a line each; nothing where there is none.
+
+    Raises:
+        LaunchError: there is one or more.
+    """
+    if problems:
+        raise LaunchError("\n".join(map(str, problems)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import LaunchError
+from engine.launch.jobs.job_file import WRITTEN
 from engine.launch.jobs.request import JobRequest
 from engine.launch.jobs.torchrun import Rendezvous, shell_line, torchrun_command, torchrun_environment
 
-WRITTEN = "# Written by trine launch"
-"""Files with this line are replaced by the next one."""
 SECONDS_BEFORE_THE_END = 60
 """Between the end of the time for checkpoints and the time limit: torchrun and srun end in it."""
 _PORT = "$((20000 + SLURM_JOB_ID % 10000))"
@@ -115,20 +114,6 @@ if [ "$limit" = yes ] && [ "$status" -ne 0 ]; then
 fi
 exit "$status"
 """
-
-
-def write_script(path: Path, text: str) -> None:
-    """Write a file of the launcher, never over one that somebody else has written.
-
-    Raises:
-        LaunchError: there is another file, or it cannot be written.
-    """
-    try:
-        if path.exists() and WRITTEN not in path.read_text(encoding="utf-8", errors="replace"):
-            raise LaunchError(f"{path} exists, and trine launch has not written it; give another --out, or move it.")
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(f"{path} cannot be written ({error.strerror}); give another --out.") from error
 
 
 def submit(path: Path) -> int:

@@ -208,12 +208,16 @@ def first_host(nodes: str) -> str:
     return host
 
 
-def own_address() -> str:
-    """The address of this host that others reach: the one from which it reaches the store of the job."""
-    target = os.environ.get("MASTER_ADDR", "")
+def route_address(target: str) -> str:
+    """The address of this host from which it reaches ``target``; empty if it does not."""
     with contextlib.suppress(OSError):
-        family, kind, _, _, place = socket.getaddrinfo(target or "localhost", 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)  # sends nothing
             return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    return ""
+
+
+def own_address() -> str:
+    """The address of this host that others reach: the one from which it reaches the store of the job."""
+    return route_address(os.environ.get("MASTER_ADDR") or "localhost") or "127.0.0.1"

@@ -217,10 +217,10 @@ def first_difference(alike: Sequence[tuple[int, ...]], texts: Sequence[Mapping[s
     return None
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 0, 2``; of many, the first ones."""
-    shown = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """``rank 3``, or ``ranks 0, 2``; of many, the first ones. With the ``hosts`` of all ranks: ``rank 3 (node1)``."""
+    shown = [f"{rank} ({hosts[rank]})" if hosts else str(rank) for rank in ranks[:8]]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}" + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
 
 
 class FailureReports:

@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 
 from engine.checkpoint.format.filesystem import read_all, write_new
-from engine.checkpoint.format.manifest import CHECKSUMS, COMMIT, LIMIT, NAME, Manifest, from_json
-from engine.checkpoint.format.step_folders import commit, temporary
+from engine.checkpoint.format.manifest import CHECKSUMS, COMMIT, LIMIT, NAME
+from engine.checkpoint.format.step_folders import commit, read_manifest, temporary
 from engine.checkpoint.format.strict_json import dump, parse
 from engine.checkpoint.memory.host_map import HostMap
 from engine.checkpoint.memory.memory_folder import MemoryFiles, MemoryFolder
@@ -38,7 +38,8 @@ _PUBLIC = (NAME, COMMIT, CHECKSUMS)
 class _Told:
     """What all ranks know of one save."""
 
-    manifest: Manifest
+    step: int
+    attempt: str
     sizes: Sequence[Mapping[str, int]]
     """Bytes of the files that each rank has written, by name."""
     public: Mapping[str, bytes]
@@ -73,7 +74,7 @@ class Mirror:
         told = self._tell(step)
         here = step
         if not self._with_rank_0:
-            here = temporary(self._folder.root, told.manifest.step, told.manifest.attempt)
+            here = temporary(self._folder.root, told.step, told.attempt)
         acts = self._hosts.is_first(self._host.rank)
         with self._together("reserving memory"):
             kept = self._reserve(here, told.sizes)
@@ -87,7 +88,7 @@ class Mirror:
             if acts and not self._with_rank_0:
                 for name, data in told.public.items():
                     write_new(self._files, here / name, [memoryview(data)])
-                here = commit(self._files, here, told.manifest.step)
+                here = commit(self._files, here, told.step)
         with self._together("removing the older copy"):
             if acts:
                 self._folder.only(here)
@@ -107,11 +108,14 @@ class Mirror:
         reports = collect(self._host, dump({name: size for name, size in named.items() if name not in ("", *_PUBLIC)}))
         message = b""
         if reports is not None:
-            public = {name: base64.b64encode(read_all(self._files, step, name, LIMIT)).decode() for name in _PUBLIC}
-            message = dump({"ranks": [parse(report, "a rank's files") for report in reports], "public": public})
+            files = {name: base64.b64encode(read_all(self._files, step, name, LIMIT)).decode() for name in _PUBLIC}
+            manifest = read_manifest(self._files, step)
+            sizes = [parse(report, "a rank's files") for report in reports]
+            told = {"step": manifest.step, "attempt": manifest.attempt, "sizes": sizes, "public": files}
+            message = dump(told)
         answer = parse(announce(self._host, message), "rank 0's message")
-        files = {name: base64.b64decode(text) for name, text in answer["public"].items()}
-        return _Told(from_json(files[NAME], NAME), tuple(answer["ranks"]), files)
+        public = {name: base64.b64decode(text) for name, text in answer["public"].items()}
+        return _Told(answer["step"], answer["attempt"], answer["sizes"], public)
 
     def _reserve(self, here: Path, sizes: Sequence[Mapping[str, int]]) -> list[_Copy]:
         """Memory for the copies that this rank keeps; a file has its name once all of it has arrived."""

@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 MARK = "trine-probe "
+SOURCES = (".py", ".json")
 
 
 def gpu_names() -> list[str]:
@@ -54,8 +55,8 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": _version("torch"),
         "trine": _version("trine"),
-        "script": _digest([question["script"]]),
-        "engine": _digest(_sources(engine)) if engine else "",
+        "script": _digest_of(question["script"]),
+        "engine": sources_digest(engine) if engine else "",
         "engine_folder": engine,
         "gpus": gpu_names(),
         "port": _free_port(question["port"]),
@@ -70,26 +71,30 @@ def _version(package: str) -> str:
         return ""
 
 
-def _sources(folder: str) -> list[str]:
-    """All Python files below a folder, links followed, in the same order everywhere."""
-    found: list[str] = []
-    for base, folders, names in os.walk(folder, followlinks=True):
-        folders.sort()
-        found += [os.path.join(base, name) for name in sorted(names) if name.endswith(".py")]
-    return found
-
-
-def _digest(files: list[str]) -> str:
-    """Of what the files hold; empty where one cannot be read."""
+def sources_digest(folder: "str | os.PathLike[str]") -> str:
+    """Of the names and bytes of all sources below ``folder``, links followed; empty where one cannot be read."""
+    found = [
+        os.path.join(base, name)
+        for base, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if name.endswith(SOURCES) and os.path.basename(base) != "__pycache__"
+    ]
     digest = hashlib.sha256()
+    for path in sorted(found):
+        content = _digest_of(path)
+        if not content:
+            return ""
+        digest.update(f"{os.path.relpath(path, folder)}\0{content}\0".encode())
+    return digest.hexdigest()[:12]
+
+
+def _digest_of(path: str) -> str:
+    """Of what a file holds; empty where it cannot be read."""
     try:
-        for name in files:
-            with open(name, "rb") as stream:
-                content = stream.read()
-            digest.update(b"%d %b" % (len(content), content))
+        with open(path, "rb") as stream:
+            return hashlib.sha256(stream.read()).hexdigest()
     except OSError:
         return ""
-    return digest.hexdigest()
 
 
 def _free_port(wish: int | None) -> int:

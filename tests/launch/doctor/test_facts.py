@@ -11,7 +11,9 @@ import pytest
 import engine
 from engine.launch.doctor import facts
 from engine.launch.doctor.examined import HostFacts, InterfaceFacts
-from engine.launch.doctor.network import addresses_of, network_interfaces, route_address
+from engine.launch.doctor.network import addresses_of, network_interfaces
+from engine.launch.jobs.sent.probe import sources_digest
+from engine.parallel.comm.launcher import route_address
 from tests.launch.doctor.seen import host
 
 ROOT = Path(__file__).parents[3]
@@ -66,16 +68,16 @@ def test_the_digest_is_of_names_and_contents(tmp_path: Path) -> None:
     (other / "b.py").write_text("y = 2\n")
     os.symlink(other, linked / "inner")
     shutil.copytree(linked, copied)
-    first = facts.sources_digest(linked)
-    assert first == facts.sources_digest(copied) and len(first) == 12
+    first = sources_digest(linked)
+    assert first == sources_digest(copied) and len(first) == 12
     (copied / "__pycache__").mkdir()
     (copied / "__pycache__" / "a.py").write_text("left out")
     (copied / "notes.txt").write_text("left out")
-    assert facts.sources_digest(copied) == first
+    assert sources_digest(copied) == first
     (copied / "inner" / "b.py").write_text("y = 3\n")
-    changed = facts.sources_digest(copied)
+    changed = sources_digest(copied)
     (copied / "inner" / "b.py").rename(copied / "inner" / "c.py")
-    assert len({first, changed, facts.sources_digest(copied)}) == 3
+    assert len({first, changed, sources_digest(copied)}) == 3
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, there: bool, visible: str = "0") -> HostFacts:
