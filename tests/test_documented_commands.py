@@ -104,7 +104,7 @@ REASONS = {
     "ruff check . && ruff format --check .": "the last lines of .ci/run",
     "mypy engine tests benchmarks": "the last line of .ci/run",
     "bash .ci/run": "runs all tests, this one too",
-    "python -m tests.cluster.goodput": "disturbs a job for twenty minutes",
+    "python -m tests.cluster.goodput --write-figures": "disturbs a job for twenty minutes",
     "python -m tests.cluster.soak --write-figures": "slows a job for half an hour",
     "python -m tests.recorded record RUNS.json --checkpoints FOLDER": "trains for minutes",
 }

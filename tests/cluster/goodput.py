@@ -1,6 +1,6 @@
 """How much of its time a job trains that is killed again and again.
 
-    python -m tests.cluster.goodput --minutes 20 --every 60
+    python -m tests.cluster.goodput --minutes 20 --every 60 --write-figures
 
 Two nodes train under torchrun, one rank on each: this machine has two cores, and a rank needs one of its own to start.
 Every minute a rank is killed with signal 9. The agents start all ranks again, and these go on from the newest
@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from benchmarks.harness.figures import record_cells
 from tests.cluster.jobs import Job, copied
 from tests.cluster.network import Cluster, missing
 from tests.cluster.test_elastic import updates_of
@@ -69,6 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = _judge(Path(folder), kills, options.ranks)
     print(json.dumps(asdict(found) | {"share": found.share}), flush=True)
     good = found.share >= options.least and found.same_losses
+    if options.write_figures:
+        pauses = sorted(found.pauses)
+        row = f"every {options.every:g} s for {options.minutes:g} minutes, ranks a node: {options.ranks}"
+        cells = {
+            "kills": str(found.kills),
+            "effective time": f"{found.share:.1%}",
+            "kill to first new step": f"{pauses[len(pauses) // 2]:.1f} s, at most {pauses[-1]:.1f} s",
+            "steps made again": f"{found.done_again} of {found.steps}",
+            "losses": "to the bit those of an undisturbed job" if found.same_losses else "differ",
+        }
+        record_cells("goodput", "a rank is killed", {(row, column): text for column, text in cells.items()})
     return 0 if good else 1
 
 
@@ -79,13 +91,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--least", type=float, default=0.9, help="share of effective time that has to be reached")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of a node")
     parser.add_argument("--step", type=float, default=0.2, help="seconds that a step takes beside its computation")
+    parser.add_argument("--write-figures", action="store_true", help="keep the row in docs/figures and show it")
     return parser.parse_args(arguments)
 
 
 def _disturbed(folder: Path, options: argparse.Namespace) -> int:
     """Kill a rank of the job every now and then until its time is over, and let it end; returns the number of kills."""
     chance, kills = random.Random(0), 0
-    steps = int(60 * options.minutes / options.step * 0.75)  # it is still training at the last kill
+    steps = int(60 * options.minutes / options.step)  # it is still training at the last kill
     folder.mkdir()
     script = copied("elastic.py", folder)
     settings = (str(folder / "run"), str(steps), str(options.step), "memory")
@@ -141,20 +154,26 @@ def _judge(folder: Path, kills: int, ranks: int) -> Goodput:
     kept = {each.step: seconds for each, seconds in zip(made, took, strict=True)}
     return Goodput(
         kills=kills,
-        steps=len(kept),
+        steps=made[-1].step,
         seconds=made[-1].time - made[0].time + usual,
         effective=sum(kept.values()),
         pauses=tuple(round(gap - usual, 2) for gap, began in zip(gaps, first, strict=True) if began),
         done_again=len(made) - len(kept),
-        same_losses=_losses(run) == _undisturbed(folder / "undisturbed", len(kept), ranks),
+        same_losses=_same(_losses(run), _undisturbed(folder / "undisturbed", made[-1].step, ranks)),
     )
 
 
-def _losses(run: Path) -> list[float]:
-    return [update["loss"] for _, update in sorted(updates_of(run).items())]
+def _losses(run: Path) -> dict[int, float]:
+    return {step: update["loss"] for step, update in updates_of(run).items()}
 
 
-def _undisturbed(folder: Path, steps: int, ranks: int) -> list[float]:
+def _same(disturbed: dict[int, float], expected: dict[int, float]) -> bool:
+    """Whether all losses are equal. A rank that is killed in between has kept a step and not told its loss."""
+    last = max(expected)
+    return last in disturbed and all(expected[step] == loss for step, loss in disturbed.items())
+
+
+def _undisturbed(folder: Path, steps: int, ranks: int) -> dict[int, float]:
     """The losses of the same job when nobody disturbs it and its steps take as long as their computation."""
     folder.mkdir()
     script = copied("elastic.py", folder)
