@@ -8,22 +8,26 @@ rank  host   pid   step  is in                                   for     finishe
 import json
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
+from engine.parallel.comm.meeting import name_ranks
 from engine.watchdog.flight_folder import flight_folder
 from engine.watchdog.local_ranks import LocalRanks
 from engine.watchdog.monitor import REPORT
 from engine.watchdog.view import RankView
 
 _HEAD = ("rank", "host", "pid", "step", "is in", "for", "finished before")
+_WAITS_HEAD = ("rank", "has waited in", "between", "times", "in all")
 
 
 def add_watch_options(command: ArgumentParser) -> None:
     """The arguments of the command."""
     about = "folder of the watchdog's report (watchdog.folder, or that of the checkpoints); without: jobs of this host"
     command.add_argument("folder", type=Path, nargs="?", help=about)
+    command.add_argument("--waits", action="store_true", help="also show what each rank has waited for, and with whom")
     command.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="show it again and again")
 
 
@@ -34,20 +38,25 @@ def show_ranks(options: Namespace) -> None:
         EngineError: the folder has no report.
     """
     while True:
-        print("\n".join(_report(options.folder) if options.folder is not None else _jobs()), flush=True)
+        lines = _report(options.folder, options.waits) if options.folder is not None else _jobs(options.waits)
+        print("\n".join(lines), flush=True)
         if not options.every:
             return
         time.sleep(options.every)
 
 
-def _jobs() -> list[str]:
+def _jobs(waits: bool) -> list[str]:
     """All jobs of this user that have files on this host, running or not."""
     lines = []
     for folder in sorted(flight_folder().iterdir()):
         local = LocalRanks(folder)
         local.refresh()
         if views := local.views(detailed=False):
-            lines += [f"job {folder.name}, {len(views)} of {_size(local)} ranks on this host", *rank_table(views), ""]
+            lines += [
+                f"job {folder.name}, {len(views)} of {_size(local)} ranks on this host",
+                *_tables(views, waits),
+                "",
+            ]
         local.close(remove=False)
     return lines[:-1] or ["no rank of this user runs on this host under a watchdog"]
 
@@ -56,13 +65,13 @@ def _size(local: LocalRanks) -> int:
     return next(iter(local.ranks.values())).file.read().size
 
 
-def _report(folder: Path) -> list[str]:
+def _report(folder: Path, waits: bool) -> list[str]:
     path = folder / REPORT
     try:
         told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         stacks = {int(data["rank"]): str(data.pop("stack")) for data in told["views"]}
         views = [RankView.from_json(data) for data in told["views"]]
-        lines = [f"{told['time']}: {told['sentence']}", *rank_table(views)]
+        lines = [f"{told['time']}: {told['sentence']}", *_tables(views, waits)]
         blamed = [rank for rank in told["ranks"] if stacks.get(rank)]
     except FileNotFoundError as error:
         raise EngineError(
@@ -76,10 +85,28 @@ def _report(folder: Path) -> list[str]:
     return lines
 
 
+def _tables(views: list[RankView], waits: bool) -> list[str]:
+    return [*rank_table(views), *(["", *wait_table(views)] if waits else [])]
+
+
 def rank_table(views: list[RankView]) -> list[str]:
-    """A line for each rank, under a head; columns are as wide as they have to be."""
-    rows = [_HEAD, *(_row(view) for view in sorted(views, key=lambda view: view.rank))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    """A line for each rank, under a head."""
+    return _aligned([_HEAD, *(_row(view) for view in sorted(views, key=lambda view: view.rank))])
+
+
+def wait_table(views: list[RankView]) -> list[str]:
+    """A line for each rank and each stream of collectives or messages in which it has waited, since its start."""
+    rows = [
+        (str(view.rank), f"{one.axis} {one.stream!r}", name_ranks(one.ranks), str(one.count), f"{one.seconds:.3f} s")
+        for view in sorted(views, key=lambda view: view.rank)
+        for one in sorted(view.streams, key=lambda one: -one.seconds)
+    ]  # fmt: skip
+    return _aligned([_WAITS_HEAD, *rows])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as they have to be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]  # fmt: skip

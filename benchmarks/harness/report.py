@@ -64,7 +64,8 @@ class Verdict:
         if self.asked.limit is None:
             return f"{found}; no limit"
         noise = f" + spread of {self.asked.peer} against itself ({self.spread:.3f})" if self.asked.control else ""
-        return f"{found}; limit {self.asked.limit:.2f}{noise} -> {'pass' if self.passed else 'FAIL'}"
+        limit = max(f"{self.asked.limit:.2f}", f"{self.asked.limit:g}", key=len)
+        return f"{found}; limit {limit}{noise} -> {'pass' if self.passed else 'FAIL'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "checkpoint": ("engine/checkpoint", "benchmarks/checkpoint"),
         "faults": ("tests/faults",),
         "goodput": ("engine/checkpoint", "engine/watchdog", "parallel/comm"),
-        "soak": ("engine/watchdog", "parallel/comm"),
+        **dict.fromkeys(("soak", "watchdog-cost"), ("engine/watchdog", "parallel/comm")),
         "kernels-models": (*RUN, "kernels"),
         "integrity": ("engine/integrity",),
         "integrity-cost": ("engine/integrity", "engine/step", "zero"),

@@ -36,7 +36,9 @@ def make_config(mode: Mode, workload: Workload) -> dict[str, Any]:
     parallel |= {mode.axis: mode.ranks}
     if mode.axis == "pipeline":
         parallel |= {"schedule": mode.schedule, "virtual_stages": mode.virtual_stages}
+    watchdog = {} if mode.watched else {"watchdog": {"timeout_seconds": None}}
     return {
+        **watchdog,
         "train_batch_size": workload.sequences,
         "gradient_accumulation_steps": mode.accumulation,
         "parallel": parallel,

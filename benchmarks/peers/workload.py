@@ -23,6 +23,8 @@ Kind = Literal["plain", "ddp", "dtensor", "pipelining", "fsdp2", "deepspeed", "t
 """Who trains."""
 PEERS: tuple[Kind, ...] = ("ddp", "dtensor", "pipelining", "fsdp2", "deepspeed")
 """Those that a table may leave out."""
+Axis = Literal["data", "tensor", "pipeline"]
+"""What ranks share among them."""
 Schedule = Literal["1f1b", "interleaved", "zb-v"]
 """In which order a pipeline computes; the last two give every rank two stages."""
 
@@ -64,12 +66,14 @@ class Mode:
     """How often Trine reduces gradients; None is the engine's default."""
     gather: Literal["step", "microbatch"] | None = None
     """How often Trine gathers parameters at stage 3; None is the engine's default."""
-    axis: Literal["data", "tensor", "pipeline"] = "data"
+    axis: Axis = "data"
     """What the ranks share among them: the batch, or the model across or along its layers."""
     schedule: Schedule = "1f1b"
     """Of a pipeline."""
     own_clipping: bool = False
     """Clip as the peer's users would, and not by the norm of the whole model where that is another thing."""
+    watched: bool = True
+    """Under Trine's watchdog."""
 
     @property
     def virtual_stages(self) -> int:

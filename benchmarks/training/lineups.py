@@ -20,10 +20,12 @@ from benchmarks.harness.report import (
     Comparison,
 )
 from benchmarks.peers.models import Name
-from benchmarks.peers.workload import Kind, Mode, Schedule
+from benchmarks.peers.workload import Axis, Kind, Mode, Schedule
 
-Group = Literal["dp", "tp", "pp"]
+Group = Literal["dp", "tp", "pp", "watchdog"]
 GROUPS: tuple[Group, ...] = get_args(Group)
+BESIDE_PEERS: tuple[Group, ...] = GROUPS[:3]
+"""Rows that a table has unless others are asked for."""
 STAGES = (0, 1, 2, 3)
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
@@ -34,6 +36,8 @@ AGAIN = " again (control)"
 
 # CPU seconds of Trine over those of its peer
 DDP_LIMIT = 1.03
+WATCHDOG_LIMIT = 1.005
+"""Of a step under the watchdog, with all sums of waits, against one without it."""
 DTENSOR_LIMIT = 0.5
 PIPELINING_LIMIT = 1.0
 ZERO_LIMITS: Mapping[int, float] = MappingProxyType({1: 1.02, 2: 1.02, 3: 1.15})
@@ -78,14 +82,14 @@ class Lineup:
 Rows = tuple[tuple[Mode, ...], tuple[Comparison, ...]]
 
 
-def make_lineup(ranks: int, accumulation: int = 1, groups: Sequence[Group] = GROUPS) -> Lineup:
+def make_lineup(ranks: int, accumulation: int = 1, groups: Sequence[Group] = BESIDE_PEERS) -> Lineup:
     """The rows of all ``groups`` behind the one process, which always runs: its losses are what all others must have.
 
     ``accumulation``: microbatches a step; a pipeline has as many as ranks, the fewest that fill it.
     """
     baseline = Baseline("x DDP", (DDP, DDP + AGAIN)) if "dp" in groups else Baseline("x one", (ONE,))
     lineup = Lineup((Mode(ONE, "plain", 1, accumulation),), (), baseline)
-    make = {"dp": _data, "tp": _tensor, "pp": _pipeline}
+    make = {"dp": _data, "tp": _tensor, "pp": _pipeline, "watchdog": _watched}
     for group in GROUPS:
         if group in groups:
             lineup += Lineup(*make[group](ranks, accumulation), baseline)
@@ -197,3 +201,21 @@ def _pipeline(ranks: int, _: int) -> Rows:
         Mode(trine, "trine", ranks, ranks, axis="pipeline"),
     )
     return modes, (Comparison(trine, peer, peer + AGAIN, PIPELINING_LIMIT),)
+
+
+def _watched(ranks: int, accumulation: int) -> Rows:
+    """Each axis under the watchdog, and without one; the first of them again, as a control."""
+    modes: list[Mode] = []
+    comparisons: list[Comparison] = []
+    axes: tuple[tuple[Axis, str, int], ...] = (
+        ("data", "ZeRO-1", accumulation),
+        ("tensor", f"tp{ranks}", accumulation),
+        ("pipeline", f"pp{ranks}", ranks),
+    )
+    for axis, name, microbatches in axes:
+        watched = Mode(f"Trine {name}, watched", "trine", ranks, microbatches, stage=int(axis == "data"), axis=axis)
+        alone = replace(watched, name=f"Trine {name}, not watched", watched=False)
+        again = replace(alone, name=alone.name + AGAIN)
+        modes += [watched, alone, again]
+        comparisons.append(Comparison(watched.name, alone.name, again.name, WATCHDOG_LIMIT))
+    return tuple(modes), tuple(comparisons)

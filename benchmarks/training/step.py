@@ -1,6 +1,7 @@
 """What one training step costs: Trine beside what torch offers for the same, on the CPU over gloo.
 
     python -m benchmarks step [--rows dp,tp,pp] [--ranks 4] [--rounds 7] [--steps 10] [--accumulation 1] [--out FOLDER]
+    python -m benchmarks step --rows watchdog
     python -m benchmarks step --profile "Trine tp4" [--steps 10]
 
 Exit code 1 when Trine uses more CPU than its peer beyond the limit, or when losses differ. CPU seconds are
@@ -15,18 +16,19 @@ from collections.abc import Sequence
 from benchmarks.harness.figures import record_text
 from benchmarks.peers.workload import Workload
 from benchmarks.training.comparison import add_options, check_options, make_workload, profile, run, runnable, some_of
-from benchmarks.training.lineups import GROUPS, make_lineup
+from benchmarks.training.lineups import BESIDE_PEERS, GROUPS, make_lineup
 
 
 def _parse(command: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks step", description="Cost of one training step.")
     parser.add_argument(
-        "--rows", type=some_of(GROUPS, "no rows are called {}"), default=GROUPS, help="some of dp,tp,pp; all by default"
-    )
+        "--rows", type=some_of(GROUPS, "no rows are called {}"), default=BESIDE_PEERS,
+        help="some of dp,tp,pp, which are the default, and watchdog: what it costs to be watched",
+    )  # fmt: skip
     add_options(parser)
     arguments = parser.parse_args(command)
     workload, ranks = Workload(), arguments.ranks
-    check_options(parser, arguments, make_lineup(ranks, arguments.accumulation).modes)
+    check_options(parser, arguments, make_lineup(ranks, arguments.accumulation, arguments.rows).modes)
     if "tp" in arguments.rows and workload.decoder.heads % ranks:
         parser.error(f"ranks must divide the {workload.decoder.heads} heads for tp; leave tp out of --rows")
     if "pp" in arguments.rows and ranks > workload.decoder.layers:
@@ -39,11 +41,11 @@ def main(command: Sequence[str] | None = None) -> int:
     arguments = _parse(command)
     workload = make_workload(arguments)
     if arguments.profile:
-        modes = make_lineup(arguments.ranks, arguments.accumulation).modes
+        modes = make_lineup(arguments.ranks, arguments.accumulation, arguments.rows).modes
         print(profile(modes, arguments.profile, workload, arguments.steps))
         return 0
     lineup = runnable(make_lineup(arguments.ranks, arguments.accumulation, arguments.rows), arguments.peers)
     text, passed = run("step", arguments, lineup, workload)
     if arguments.write_figures:
-        record_text("step", f"```\n{text}\n```")
+        record_text("watchdog-cost" if arguments.rows == ("watchdog",) else "step", f"```\n{text}\n```")
     return 0 if passed else 1

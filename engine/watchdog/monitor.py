@@ -34,6 +34,7 @@ _LAUNCHER_SECONDS = 4.0
 _CAUSE_SECONDS = 1.5
 """How long a rank whose words blame another one waits for the words of that one."""
 REPORT, EVENTS, TRACE = "watchdog_report.json", "watchdog_events.txt", "watchdog_trace.json"
+STRAGGLERS = "watchdog_stragglers.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +108,20 @@ class Monitor:
                 self._exchange(own, poll)
                 if self.hub is not None or self._alone():
                     self._judge()
-                if self.hub is not None and self.stragglers is not None and self.reported is None:
-                    for sentence in self.stragglers.look(self.views, self.orders.size):
-                        print(f"trine watchdog: {sentence}", file=sys.stderr, flush=True)
+                self._name_stragglers()
                 over = bool(own) and all(not view.runs or view.phase == "ENDED" for view in own)
                 if over or time.monotonic() > self.ends_at:
                     break
         finally:
             self._leave()
+
+    def _name_stragglers(self) -> None:
+        """Say which ranks and links are slow; the job goes on."""
+        if self.hub is None or self.stragglers is None or self.reported is not None:
+            return
+        for sentence in self.stragglers.look(self.views, self.orders.size):
+            print(f"trine watchdog: {sentence}", file=sys.stderr, flush=True)
+            self._append(STRAGGLERS, {"time": datetime.now(UTC).isoformat(), "sentence": sentence})
 
     def _detailed(self) -> bool:
         """Whether calls are told, too: once a rank waits for long."""
@@ -241,6 +248,18 @@ class Monitor:
                 temporary = folder / f"{name}.{os.getpid()}"
                 temporary.write_text(text, encoding="utf-8")
                 temporary.replace(folder / name)
+        except OSError as error:
+            print(f"trine watchdog: nothing is written into {folder}: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _append(self, name: str, told: dict[str, str]) -> None:
+        """Add a line to a file of the report's folder."""
+        if not self.orders.report:
+            return
+        folder = Path(self.orders.report)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(told) + "\n")
         except OSError as error:
             print(f"trine watchdog: nothing is written into {folder}: {error.strerror}", file=sys.stderr, flush=True)
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from engine.parallel.comm.flight.flight import SECOND, Event, Flight, ranks_of
-from engine.parallel.comm.flight.layout import Phase
+from engine.parallel.comm.flight.flight import SECOND, Event, Flight, StreamWaits, rank_runs, ranks_of
+from engine.parallel.comm.flight.layout import EventKind, Phase
 
 RECENT = 6
 """Newest events of each stream that are told."""
@@ -35,17 +35,48 @@ class CallView:
             stream=event.stream,
             count=event.count,
             likeness=f"{event.label}, {event.bytes} bytes {event.dtype}",
-            peers=_peers(event, flight),
+            peers=_peers(event.stream, event.axis, event.peer, flight),
             seconds=max(0, now - since) / SECOND,
         )
 
 
-def _peers(event: Event, flight: Flight) -> tuple[int, ...]:
-    if event.peer >= 0:
-        return tuple(sorted((flight.rank, event.peer)))
-    ranks = ranks_of(flight.identity.get("axes", {}).get(event.axis, [[flight.rank, 1, 1]]))
-    _, _, stages = event.stream.partition(" stages ")
+def _peers(stream: str, axis: str, peer: int, flight: Flight) -> tuple[int, ...]:
+    if peer >= 0:
+        return tuple(sorted((flight.rank, peer)))
+    ranks = ranks_of(flight.identity.get("axes", {}).get(axis, [[flight.rank, 1, 1]]))
+    _, _, stages = stream.partition(" stages ")
     return tuple(ranks[int(index)] for index in stages.split(",")) if stages else ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitView:
+    """What a rank has waited for in one stream since its start."""
+
+    axis: str
+    stream: str
+    receives: bool
+    """Messages from another rank; False: collectives, or messages to another rank."""
+    runs: tuple[tuple[int, int, int], ...]
+    """Ranks that take part, this one too, as :func:`rank_runs` tells them."""
+    count: int
+    seconds: float
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that take part, ascending."""
+        return ranks_of(self.runs)
+
+    @classmethod
+    def of(cls, waits: StreamWaits, flight: Flight) -> Self:
+        """The waits that this rank's file has summed."""
+        return cls(
+            axis=waits.axis,
+            stream=waits.stream,
+            receives=waits.kind == EventKind.RECEIVE,
+            runs=tuple(rank_runs(_peers(waits.stream, waits.axis, waits.peer, flight))),
+            count=waits.count,
+            seconds=waits.nanoseconds / SECOND,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +108,8 @@ class RankView:
     """Seconds in calls of the engine."""
     waits: dict[str, float]
     """Seconds of waiting by axis."""
+    streams: tuple[WaitView, ...] = ()
+    """The same by stream, and so by the ranks that are waited for."""
 
     @property
     def runs(self) -> bool:
@@ -101,7 +134,8 @@ class RankView:
     def from_json(cls, data: dict[str, Any]) -> Self:
         """The view that ``to_json`` has told."""
         calls = {name: _call(data[name]) for name in ("waiting", "action", "last")}
-        return cls(**{**data, **calls, "recent": tuple(_call(each) for each in data["recent"])})
+        streams = tuple(WaitView(**{**each, "runs": tuple(map(tuple, each["runs"]))}) for each in data["streams"])
+        return cls(**{**data, **calls, "recent": tuple(_call(each) for each in data["recent"]), "streams": streams})
 
 
 def _call(data: dict[str, Any] | None) -> Any:
@@ -140,6 +174,7 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
         recent=tuple(recent),
         in_steps=flight.sums.in_steps / SECOND,
         waits={axis: time / SECOND for axis, time in flight.sums.waits.items() if time},
+        streams=tuple(WaitView.of(waits, flight) for waits in flight.streams),
     )
 
 

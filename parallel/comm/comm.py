@@ -7,12 +7,11 @@ messages are issued at once and completed by ``Pending.wait``.
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
-from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from engine.errors import EngineError, first_line
 from engine.parallel.comm.backend import Backend, Link, Reduction, Wait
 from engine.parallel.comm.flight.layout import EventKind
-from engine.parallel.comm.flight.recorder import FlightRecorder
+from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
 from engine.parallel.comm.meeting import FailureReports, JointCalls
 from engine.parallel.comm.traffic import Op, Record, Tally, Traffic, sent_bytes
 from engine.parallel.grid import Axis, Grid
@@ -71,13 +70,14 @@ class _Note(NamedTuple):
 
     recorder: FlightRecorder
     sequence: int
-    axis: Axis
+    stream: Stream
+    bytes: int
 
     def complete(self, wait: Wait) -> None:
         """Wait, and note since when."""
         began = self.recorder.wait(self.sequence)
         wait()
-        self.recorder.waited(self.sequence, self.axis, began)
+        self.recorder.waited(self.sequence, self.stream, began, self.bytes)
 
 
 _HOLD_BACK_SECONDS = 10.0
@@ -133,8 +133,9 @@ class Comm:
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
         """Sum ``tensor`` in place over some indices of axis pp, which ``connect`` has prepared."""
         call = partial(self._backend.sum_over_stages, tensor, stages)
-        stream = f"pp stages {','.join(map(str, stages))}"
-        return self._issue("all_reduce", tensor, "pp", label, call, _Route(len(stages), stream))
+        name = f"pp stages {','.join(map(str, stages))}"
+        route = _Route(len(stages), Stream(EventKind.COLLECTIVE, "pp", name))
+        return self._issue("all_reduce", tensor, "pp", label, call, route)
 
     @contextmanager
     def within(self, step: int) -> Iterator[None]:
@@ -177,12 +178,14 @@ class Comm:
     def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
         """Send ``tensor`` over ``link``, labelled with its flow by default; unchanged until the wait."""
         call = partial(self._backend.send, tensor, link.target, link.channel)
-        return self._issue("send", tensor, "pp", label or link.channel.flow, call, self._route(link, link.target))
+        route = self._route(EventKind.SEND, link, link.target)
+        return self._issue("send", tensor, "pp", label or link.channel.flow, call, route)
 
     def receive(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
         """Fill ``tensor`` with the next message of ``link``; messages of one channel keep their order."""
         call = partial(self._backend.receive, tensor, link.source, link.channel)
-        return self._issue("receive", tensor, "pp", label or link.channel.flow, call, self._route(link, link.source))
+        route = self._route(EventKind.RECEIVE, link, link.source)
+        return self._issue("receive", tensor, "pp", label or link.channel.flow, call, route)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis, label: str) -> Pending:
         """Sum ``full`` [N*s] over ``axis`` and leave slice ``index`` in ``shard`` [s]; may overwrite ``full``."""
@@ -201,7 +204,7 @@ class Comm:
         elements = sum(full.numel() for full, _ in pairs)
         size = sum(full.numel() * full.element_size() for full, _ in pairs)
         work = _Work("all_gather", elements, size, str(pairs[0][0].dtype).removeprefix("torch."))
-        route = _Route(self.grid.dp, "dp gathers")
+        route = _Route(self.grid.dp, Stream(EventKind.COLLECTIVE, "dp", "dp gathers"))
         return self._launch(work, "dp", label, lambda: self._backend.gather_parameters(pairs), route)
 
     def close(self) -> None:
@@ -212,15 +215,15 @@ class Comm:
     def _issue(
         self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait], route: "_Route | None" = None
     ) -> Pending:
-        route = _Route(self.grid.size(axis), axis) if route is None else route
+        route = route or _Route(self.grid.size(axis), Stream(EventKind.COLLECTIVE, axis, axis))
         dtype = str(full.dtype).removeprefix("torch.")
         work = _Work(op, full.numel(), full.numel() * full.element_size(), dtype)
         return self._launch(work, axis, label, call, route)
 
-    def _route(self, link: Link, other: int) -> "_Route":
+    def _route(self, kind: EventKind, link: Link, other: int) -> "_Route":
         channel = link.channel
-        stream = f"{channel.flow} {channel.source}>{channel.target}"
-        return _Route(self.grid.size("pp"), stream, self.grid.peers("pp")[other])
+        name = f"{channel.flow} {channel.source}>{channel.target}"
+        return _Route(self.grid.size("pp"), Stream(kind, "pp", name, self.grid.peers("pp")[other]))
 
     def _launch(self, work: "_Work", axis: Axis, label: str, call: Callable[[], Wait], route: "_Route") -> Pending:
         if route.ranks == 1:
@@ -234,9 +237,8 @@ class Comm:
             self.tally.add(Traffic(axis, label, 1, sent_bytes(work.op, work.bytes, route.ranks)))
         note = None
         if self.recorder is not None:
-            kind = _KINDS.get(work.op, EventKind.COLLECTIVE)
-            seen = self.recorder.begin(kind, axis, route.stream, label, (work.bytes, work.dtype), route.peer)
-            note = _Note(self.recorder, seen, axis)
+            seen = self.recorder.begin(route.stream, label, (work.bytes, work.dtype))
+            note = _Note(self.recorder, seen, route.stream, work.bytes)
         describe, absent = partial(self._describe, record), partial(self._absent, record)
         try:
             return Pending(call(), describe, self.broken, absent, note)
@@ -254,17 +256,11 @@ class Comm:
         return self.reports.absent(call, self.grid.peers(record.axis)) if self.reports is not None else ""
 
 
-_KINDS: Mapping[Op, EventKind] = MappingProxyType({"send": EventKind.SEND, "receive": EventKind.RECEIVE})
-
-
 class _Route(NamedTuple):
     """Who takes part in a collective or message, and in which order it is issued."""
 
     ranks: int
-    stream: str
-    """What all ranks of a group, or both ends of a channel, issue in one order."""
-    peer: int = -1
-    """Rank of the other end of a message."""
+    stream: Stream
 
 
 @dataclass(frozen=True, slots=True)

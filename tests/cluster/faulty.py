@@ -88,6 +88,8 @@ def main() -> None:
             eng.train_batch(torch.ones(4, 8 if WHAT == "other-shape" and armed else 16))
             if eng.step_count == 3:
                 print(f"trains {RANK}", flush=True)
+            if eng.step_count % 20 == 0 and RANK == 0:
+                print(f"step {eng.step_count}", flush=True)
             time.sleep(0.02)
 
 

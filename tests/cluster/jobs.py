@@ -71,6 +71,18 @@ class Job:
             launcher.kill()
             launcher.wait()
 
+    def said(self) -> str:
+        """Everything that the nodes have printed, one after the other."""
+        return "".join(path.read_text(errors="replace") for path in self._outputs)
+
+    def wait_for_any(self, words: str, seconds: float = 60.0) -> str:
+        """Return the first line with ``words`` that a node prints: which one has the hub is not known."""
+        deadline = time.monotonic() + seconds
+        while not (found := [line for line in self.said().splitlines() if words in line]):
+            assert time.monotonic() < deadline, f"not said: {words!r}\n{self.said()[-3000:]}"
+            time.sleep(0.05)
+        return found[0]
+
     def wait_for(self, words: str, seconds: float = 60.0, node: int | None = None) -> None:
         """Return once every node, or this one, has printed ``words``."""
         deadline, outputs = time.monotonic() + seconds, self._outputs if node is None else [self._outputs[node]]

@@ -9,7 +9,7 @@ import pytest
 
 from engine.launch.cli import main
 from engine.parallel.comm.flight.layout import EventKind
-from engine.parallel.comm.flight.recorder import FlightRecorder
+from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
 from engine.watchdog.diagnosis import Blame
 from engine.watchdog.flight_folder import flight_folder
 from engine.watchdog.local_ranks import LocalRanks
@@ -18,17 +18,28 @@ from engine.watchdog.local_ranks import LocalRanks
 def test_ranks_of_this_host_and_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = flight_folder() / f"test-{os.getpid()}"
     folder.mkdir()
-    ranks = [FlightRecorder(folder / f"rank{rank}.flight", rank, 4, {"host": f"node{os.getpid()}"}) for rank in (0, 3)]
+    ranks = [
+        FlightRecorder(
+            folder / f"rank{rank}.flight", rank, 4, {"host": f"node{os.getpid()}", "axes": {"dp": [(0, 3, 2)]}}
+        )
+        for rank in (0, 3)
+    ]
     try:
         ranks[0].enter(8)
-        ranks[0].wait(ranks[0].begin(EventKind.COLLECTIVE, "dp", "dp", "gradients", (64, "float32")))
+        dp = Stream(EventKind.COLLECTIVE, "dp", "dp")
+        ranks[0].waited(ranks[0].begin(dp, "control"), dp, ranks[0].wait(1) - 9_000_000)
+        ranks[0].wait(ranks[0].begin(dp, "gradients", (64, "float32")))
         ranks[1].act("forward", 1, 2)
         assert main(["watch"]) == 0
         shown = capsys.readouterr().out
         assert f"job {folder.name}, 2 of 4 ranks on this host" in shown
         (first,) = [line for line in shown.splitlines() if line.startswith("0 ") and f"node{os.getpid()}" in line]
-        assert f"{os.getpid()}  9 " in first and "gradients over dp (#1 of 'dp', 64 bytes float32)" in first
+        assert f"{os.getpid()}  9 " in first and "gradients over dp (#2 of 'dp', 64 bytes float32)" in first
         assert "forward of stage 1, microbatch 2" in shown
+        assert main(["watch", "--waits"]) == 0
+        ours = capsys.readouterr().out.partition(folder.name)[2].partition("\njob ")[0]  # others may run here, too
+        (waits,) = [line.split() for line in ours.splitlines() if "dp 'dp' " in line]
+        assert waits[:7] == ["0", "dp", "'dp'", "ranks", "0,", "3", "1"] and 0.009 <= float(waits[7]) < 1
         local = LocalRanks(folder)
         local.refresh()
         views = [{**view.to_json(), "stack": "File train.py, line 3"} for view in local.views(detailed=True)]

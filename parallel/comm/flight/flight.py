@@ -4,7 +4,7 @@ rank, which may stand still or have ended."""
 import json
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,20 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamWaits:
+    """What a rank has waited for in one stream of collectives or messages since its start."""
+
+    kind: EventKind
+    axis: str
+    stream: str
+    peer: int
+    """Rank of the other end of messages; -1 for collectives."""
+    count: int
+    nanoseconds: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
     """What one rank's file says at one moment."""
 
@@ -81,6 +95,7 @@ class Flight:
     newest: int
     """When this rank last wrote anything."""
     sums: Sums
+    streams: tuple[StreamWaits, ...]
     words: str
     """What it said at its end."""
 
@@ -139,6 +154,7 @@ class FlightFile:
             action=self._event(acts) if acts else None,
             last=max(over, key=lambda event: event.ended, default=None),
             newest=max(times),
+            streams=tuple(self._streams()),
             sums=Sums(steps=steps, in_steps=in_steps, waits=dict(zip(layout.AXES, axes, strict=True))),
             words=words.rstrip(b"\0").decode(errors="replace"),
         )
@@ -151,6 +167,22 @@ class FlightFile:
         first = max(1, written - most + 1)
         found = (self._event(sequence) for sequence in range(first, written + 1))
         return [event for event in found if event is not None]
+
+    def _streams(self) -> Iterator[StreamWaits]:
+        for index in range(layout.STREAMS):
+            place = layout.stream_place(index)
+            count, spent, size, kind, axis, _, peer, name = layout.STREAM.unpack_from(self._map, place)
+            if not count or not name[0]:
+                return
+            yield StreamWaits(
+                kind=EventKind(kind),
+                axis=layout.AXES[axis],
+                stream=_text(name),
+                peer=_peer(peer),
+                count=count,
+                nanoseconds=spent,
+                bytes=size,
+            )
 
     def _event(self, sequence: int) -> Event | None:
         place = layout.event_place(sequence)
@@ -167,10 +199,14 @@ class FlightFile:
             label=_text(label),
             bytes=size,
             dtype=_text(dtype),
-            peer=-1 if peer == layout.NOBODY else peer,
+            peer=_peer(peer),
             begun=begun,
             ended=layout.ENDED.unpack_from(taken, layout.ENDED_AT)[0],
         )
+
+
+def _peer(number: int) -> int:
+    return -1 if number == layout.NOBODY else number
 
 
 def _text(data: bytes) -> str:

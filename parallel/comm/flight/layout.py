@@ -2,7 +2,9 @@
 
     0       header: who this rank is, what it is in now, sums of its times
     4096    identity as JSON: host, axes and their ranks
-    16384   event 1, event N + 1, ..
+    16384   waits of stream 1
+            waits of stream 2, ..
+    24576   event 1, event N + 1, ..
             event 2, event N + 2, ..
 
 Times are nanoseconds of ``time.monotonic_ns``, which the ranks of a host share; ``wall_offset`` added gives those since
@@ -16,11 +18,15 @@ from typing import Final
 
 from engine.parallel.grid import Axis
 
-MAGIC: Final = b"flight1\0"
+MAGIC: Final = b"flight2\0"
 EVENTS: Final = 512
 """Events that a file keeps; a step of a deep pipeline has some hundred."""
 IDENTITY_AT: Final = 4096
-EVENTS_AT: Final = 16384
+STREAMS_AT: Final = 16384
+STREAMS: Final = 64
+"""Streams whose waits are summed; a rank of a deep pipeline has some twenty."""
+STREAM_BYTES: Final = 128
+EVENTS_AT: Final = STREAMS_AT + STREAMS * STREAM_BYTES
 EVENT_BYTES: Final = 192
 FILE_BYTES: Final = EVENTS_AT + EVENTS * EVENT_BYTES
 AXES: Final[tuple[Axis, ...]] = ("dp", "tp", "pp", "replica", "world")
@@ -70,14 +76,23 @@ BEGIN = Struct("QQ QQ BBhI 48s 64s 12s")
 """Sequence, begun, count within its stream, bytes; kind, axis, 0, other end of a message; stream, label, dtype."""
 ENDED = Struct("Q")
 ENDED_AT: Final = BEGIN.size + (-BEGIN.size) % 8
+STREAM = Struct("QQQ BBHI 48s")
+"""Waits that have ended, nanoseconds of waiting, bytes; kind, axis, 0, other end of a message; stream. No wait: no
+stream."""
 SEQUENCE = Struct("Q")
 NOBODY: Final = 0xFFFFFFFF
 """In the place of the other end: a collective has none."""
 
 assert ENDED_AT + ENDED.size <= EVENT_BYTES
 assert WORDS_AT + WORDS_BYTES <= IDENTITY_AT
+assert STREAM.size <= STREAM_BYTES
 
 
 def event_place(sequence: int) -> int:
     """Offset of an event in the file."""
     return EVENTS_AT + (sequence - 1) % EVENTS * EVENT_BYTES
+
+
+def stream_place(index: int) -> int:
+    """Offset of the waits of a stream in the file."""
+    return STREAMS_AT + index * STREAM_BYTES

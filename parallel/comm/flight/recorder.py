@@ -9,13 +9,28 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.parallel.comm.flight import layout
 from engine.parallel.comm.flight.layout import EventKind, Phase
 
 now = time.monotonic_ns
+
+
+class Stream(NamedTuple):
+    """What all ranks of a group, or both ends of a channel, issue in one order."""
+
+    kind: EventKind
+    axis: str
+    """Empty for computation."""
+    name: str
+    peer: int = -1
+    """Rank of the other end of a message; -1 for all others."""
+
+
+_ACTIONS = Stream(EventKind.ACTION, "", "actions")
 
 
 class FlightRecorder:
@@ -28,7 +43,7 @@ class FlightRecorder:
 
     def __init__(self, path: Path, rank: int, size: int, identity: Mapping[str, Any]) -> None:
         text = json.dumps(identity).encode()
-        if len(text) > layout.EVENTS_AT - layout.IDENTITY_AT:
+        if len(text) > layout.STREAMS_AT - layout.IDENTITY_AT:
             raise OSError(f"what identifies rank {rank} takes {len(text)} bytes, which a flight file does not hold")
         self.path = path
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -42,6 +57,7 @@ class FlightRecorder:
         self._texts: dict[str, bytes] = {}
         self._axes: dict[str, int] = {axis: index for index, axis in enumerate(layout.AXES)}
         self._sums = [0] * (2 + len(layout.AXES))
+        self._waits: dict[Stream, _Waits] = {}
         self._depth = 0
         self._entered = 0
         self._map[layout.IDENTITY_AT : layout.IDENTITY_AT + len(text)] = text
@@ -50,24 +66,20 @@ class FlightRecorder:
         layout.START.pack_into(self._map, layout.START_AT, b"", rank, size, os.getpid(), len(text), offset)
         self._map[layout.START_AT : layout.START_AT + len(layout.MAGIC)] = layout.MAGIC
 
-    def begin(
-        self, kind: EventKind, axis: str, stream: str, label: str, load: tuple[int, str] = (0, ""), peer: int = -1
-    ) -> int:
+    def begin(self, stream: Stream, label: str, load: tuple[int, str] = (0, "")) -> int:
         """Note that something begins; returns its sequence number.
 
         Args:
-            stream: what all ranks of a group, or both ends of a channel, issue in one order.
             load: bytes and dtype of the full tensor.
-            peer: rank of the other end of a message.
         """
         self._sequence = sequence = self._sequence + 1
-        self._counts[stream] += 1
+        self._counts[stream.name] += 1
         place, view = layout.event_place(sequence), self._map
         layout.SEQUENCE.pack_into(view, place, 0)
         layout.ENDED.pack_into(view, place + layout.ENDED_AT, 0)
         layout.BEGIN.pack_into(
-            view, place, 0, now(), self._counts[stream], load[0], kind, self._axes.get(axis, 255), 0,
-            peer if peer >= 0 else layout.NOBODY, self._bytes(stream), self._bytes(label), self._bytes(load[1]),
+            view, place, 0, now(), self._counts[stream.name], load[0], *self._head(stream),
+            self._bytes(stream.name), self._bytes(label), self._bytes(load[1]),
         )  # fmt: skip
         layout.SEQUENCE.pack_into(view, place, sequence)
         layout.SEQUENCE.pack_into(view, layout.COUNT_AT, sequence)
@@ -83,17 +95,27 @@ class FlightRecorder:
         layout.NOW.pack_into(self._map, layout.WAIT_AT, sequence, began)
         return began
 
-    def waited(self, sequence: int, axis: str, began: int) -> None:
-        """Note that what this rank has waited for since ``began`` is complete."""
+    def waited(self, sequence: int, stream: Stream, began: int, size: int = 0) -> None:
+        """Note that what this rank has waited for since ``began``, of ``size`` bytes, is complete."""
         ended = now()
         layout.SEQUENCE.pack_into(self._map, layout.WAIT_AT, 0)
         self._end(sequence, ended)
-        self._sums[2 + self._axes[axis]] += ended - began
+        self._sums[2 + self._axes[stream.axis]] += ended - began
+        waits = self._waits.get(stream)
+        if waits is None:
+            waits = self._waits[stream] = _Waits(min(len(self._waits), layout.STREAMS - 1))
+        waits.count += 1
+        waits.spent += ended - began
+        waits.bytes += size
+        layout.STREAM.pack_into(
+            self._map, layout.stream_place(waits.index), waits.count, waits.spent, waits.bytes, *self._head(stream),
+            self._bytes(stream.name),
+        )  # fmt: skip
 
     def act(self, what: str, stage: int, microbatch: int) -> int:
         """Note that a computation of a pipeline stage begins; returns its sequence number."""
         label = f"{what} of stage {stage}, microbatch {microbatch}"
-        sequence = self.begin(EventKind.ACTION, "", "actions", label)
+        sequence = self.begin(_ACTIONS, label)
         layout.NOW.pack_into(self._map, layout.ACTION_AT, sequence, now())
         return sequence
 
@@ -140,8 +162,22 @@ class FlightRecorder:
         if layout.SEQUENCE.unpack_from(self._map, place)[0] == sequence:
             layout.ENDED.pack_into(self._map, place + layout.ENDED_AT, at)
 
+    def _head(self, stream: Stream) -> tuple[int, int, int, int]:
+        """Kind, axis, 0 and other end, as events and streams begin with."""
+        return stream.kind, self._axes.get(stream.axis, 255), 0, stream.peer if stream.peer >= 0 else layout.NOBODY
+
     def _bytes(self, text: str) -> bytes:
         known = self._texts.get(text)
         if known is None:
             known = self._texts[text] = text.encode(errors="replace")
         return known
+
+
+@dataclass(slots=True)
+class _Waits:
+    """Sums of the waits of one stream; the streams that have no place of their own take turns in the last one."""
+
+    index: int
+    count: int = 0
+    spent: int = 0
+    bytes: int = 0

@@ -1,5 +1,6 @@
 """What a host sees of a rank: calls with their peers, states of processes, ways to end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from engine.parallel.comm.flight.flight import Event, FlightFile
 from engine.parallel.comm.flight.layout import EventKind
-from engine.parallel.comm.flight.recorder import FlightRecorder
+from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
 from engine.watchdog.view import RankView, ending, exit_of, look, process_state
 
 
@@ -22,9 +23,10 @@ def event(sequence: int, begun: int, ended: int) -> Event:
 def test_a_view_has_the_peers_of_its_calls_and_travels(tmp_path: Path) -> None:
     identity = {"host": "node0", "stage": 1, "axes": {"dp": [(1, 2, 2)], "pp": [(0, 3, 4)]}}
     ours = FlightRecorder(tmp_path / "rank3.flight", 3, 12, identity)
-    ours.begin(EventKind.COLLECTIVE, "dp", "dp", "gradients", (64, "float32"))
-    ours.begin(EventKind.COLLECTIVE, "pp", "pp stages 0,3", "tied", (8, "float32"))
-    sequence = ours.begin(EventKind.RECEIVE, "pp", "forward 0>1", "forward", (8, "float32"), 0)
+    ours.begin(Stream(EventKind.COLLECTIVE, "dp", "dp"), "gradients", (64, "float32"))
+    tied = Stream(EventKind.COLLECTIVE, "pp", "pp stages 0,3")
+    ours.waited(ours.begin(tied, "tied", (8, "float32")), tied, ours.wait(2))
+    sequence = ours.begin(Stream(EventKind.RECEIVE, "pp", "forward 0>1", 0), "forward", (8, "float32"))
     began = ours.wait(sequence)
     file = FlightFile(ours.path)
     view = look(file.read(), file.events(), began + 2_500_000_000, "S", "")
@@ -33,7 +35,10 @@ def test_a_view_has_the_peers_of_its_calls_and_travels(tmp_path: Path) -> None:
         "dp": (1, 3), "pp stages 0,3": (0, 9), "forward 0>1": (0, 3),
     }  # fmt: skip
     assert (view.rank, view.stage, view.host, view.pid) == (3, 1, "node0", os.getpid())
-    assert RankView.from_json(view.to_json()) == view
+    assert [(one.stream, one.ranks, one.count, one.receives) for one in view.streams] == [
+        ("pp stages 0,3", (0, 9), 1, False)
+    ]
+    assert RankView.from_json(json.loads(json.dumps(view.to_json()))) == view
     assert view.begun(view.waiting) and view.name == f"rank 3 (node0, pid {os.getpid()})"
 
 
