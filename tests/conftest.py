@@ -19,6 +19,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks
 
 MOST_WORKERS = 8
 """Each may start eight ranks."""
+FIRST = (
+    "tests/cluster/",
+    "tests/launch/",
+    "tests/engine/checkpoint/test_kills.py",
+    "tests/engine/checkpoint/test_sigterm.py",
+    "tests/engine/parity/test_kernel_injection.py",
+    "tests/engine/watchdog/test_jobs.py",
+)
+"""Long tests that mostly wait, or compile: begun first, they are done beside the others and not after them."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,11 +64,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the part that was asked for."""
+    """Keep the part that was asked for, and begin with what takes longest."""
     kept = items_of_part(config.getoption("--part"), [item.nodeid for item in items])
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
         items[:] = [item for item in items if item.nodeid in kept]
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

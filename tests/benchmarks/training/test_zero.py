@@ -64,6 +64,7 @@ def test_the_configurations_ask_for_the_stage() -> None:
     assert (deepspeed["train_batch_size"], deepspeed["gradient_accumulation_steps"]) == (16, 4)
 
 
+@pytest.mark.long
 def test_a_tiny_run_trains_alike_and_counts_exactly() -> None:
     lineup = make_zero_lineup(2, accumulation=2).of_peers(["fsdp2"])
     others = {"Trine ZeRO-2", "Trine ZeRO-3", "Trine ZeRO-3, gather: step"}  # counted below, without processes
