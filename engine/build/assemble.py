@@ -15,6 +15,7 @@ from engine.build.forward_changes import (
     leave_out_of_compilation,
     make_heads_lazy,
 )
+from engine.build.overlap import set_overlap
 from engine.build.place_model import place_model
 from engine.build.request import Request
 from engine.config import Config
@@ -204,6 +205,7 @@ def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> 
     axis = TensorAxis(comm)
     axis.kernels = kernels
     agree_on_kernels(kernels, comm, device)
+    set_overlap(axis, comm, plan.config, device)
     if plan.gather_groups is not None:
         comm.open_gathers()
     return axis

@@ -40,8 +40,8 @@ def launch_matmul(
     The results have the dtype of the operands, or that of ``out_MN``. Each operand is contiguous or the transpose of a
     contiguous matrix, whose rows have a multiple of 16 bytes. All sizes are positive.
     """
-    a, a_transposed = _as_it_lies(a_MK)
-    b, b_transposed = _as_it_lies(b_KN)
+    a, a_transposed = as_it_lies(a_MK)
+    b, b_transposed = as_it_lies(b_KN)
     (rows, depth), columns = a_MK.shape, b_KN.shape[1]
     if tf32 is None:
         tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -69,7 +69,7 @@ def launch_matmul(
     return out, kept
 
 
-def _as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
+def as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
     """Return (the contiguous matrix, whether the operand is its transpose)."""
     plain = matrix.is_contiguous() and matrix.shape[1] * matrix.element_size() % _ALIGNED == 0
     lying = matrix if plain else matrix.t()

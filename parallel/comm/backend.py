@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from engine.parallel.comm.symmetric_buffer import SharedBytes
 from engine.parallel.grid import Axis, Grid
 
 Wait = Callable[[], object]
@@ -79,6 +80,10 @@ class Backend(Protocol):
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
         """Sum ``tensor`` in place over these indices of axis pp."""
 
+    def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
+        """Memory of ``size`` bytes on each rank that all ranks of the axis can write; None on all of them if there is
+        none. Every rank calls it."""
+
     def close(self) -> None:
         """Release groups and memory."""
 
@@ -130,6 +135,9 @@ class RecordingBackend:
         """Receive zeros."""
         tensor.zero_()
         return lambda: None
+
+    def share_bytes(self, axis: Axis, size: int) -> None:
+        """There is nobody to share with."""
 
     def close(self) -> None:
         """Do nothing."""

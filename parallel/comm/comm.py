@@ -21,6 +21,7 @@ from engine.parallel.comm.backend import Backend, Link, Reduction, Wait
 from engine.parallel.comm.flight.layout import EventKind
 from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
 from engine.parallel.comm.meeting import FailureReports, JointCalls
+from engine.parallel.comm.symmetric_buffer import SlotSizes, SymmetricBuffer
 from engine.parallel.comm.traffic import Op, Record, Tally, Traffic, sent_bytes
 from engine.parallel.grid import Axis, Grid
 
@@ -123,6 +124,7 @@ class Comm:
         self.tally = Tally()
         self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
         self._backend = backend
+        self._symmetric: list[SymmetricBuffer] = []
         self._sequence = 0
         self._closed = False
 
@@ -195,6 +197,21 @@ class Comm:
         """Concatenate every rank's ``shard`` [s] into ``full`` [N*s] over ``axis``."""
         return self._issue("all_gather", full, axis, label, lambda: self._backend.all_gather(full, shard, axis))
 
+    def open_symmetric(self, axis: Axis, sizes: SlotSizes, seconds: float) -> SymmetricBuffer | None:
+        """Memory of ``axis`` that kernels of all its ranks write; None where there is none. Every rank calls it."""
+        memory = self._backend.share_bytes(axis, sizes.total) if sizes.ranks > 1 else None
+        buffer = SymmetricBuffer(memory, sizes, seconds) if memory is not None else None
+        if buffer is not None:
+            self._symmetric.append(buffer)
+        return buffer
+
+    def in_kernel(self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait]) -> Pending:
+        """A collective that a kernel does by itself: launched by ``call``, named and counted as any other.
+
+        ``full``: the full tensor; only its size and dtype are read.
+        """
+        return self._issue(op, full, axis, label, call)
+
     def open_gathers(self) -> None:
         """Prepare ``gather_parameters``. Every rank of the world calls it."""
         self._backend.open_gathers()
@@ -210,6 +227,8 @@ class Comm:
     def close(self) -> None:
         """End the communication of this engine; the process group itself belongs to the :class:`World`."""
         self._closed = True
+        for buffer in self._symmetric:
+            buffer.close()
         self._backend.close()
 
     def _issue(

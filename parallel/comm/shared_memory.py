@@ -25,6 +25,7 @@ from torch import Tensor
 
 from engine.parallel.comm.backend import Reduction, Wait
 from engine.parallel.comm.host_barrier import NO_HOST, Exchange, HostBarrier, host_identity, open_neighbours
+from engine.parallel.comm.symmetric_buffer import SharedBytes
 
 SLOT_BYTES = 1 << 19
 """Size of a slot. Smaller slots need more barriers; larger ones exceed the processor's cache and cost memory."""
@@ -34,6 +35,9 @@ _IN_PARTS = 1 << 19
 
 _MOST_VIEWS = 256
 """Views of slots that are cached, because making them costs as much as a small sum."""
+
+_LOOKS_A_SECOND = 1e4
+"""Of a kernel that is interpreted."""
 
 _Steps = Iterator[None]
 """A collective in two halves: it yields once, after this rank has written everything that the others wait for."""
@@ -178,6 +182,24 @@ def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exc
     host = host_identity() if wanted else NO_HOST
     barrier = open_neighbours(index, ranks, host, shared_bytes(ranks), seconds, exchange)
     return None if barrier is None else SharedMemory(barrier)
+
+
+def open_shared_bytes(index: int, ranks: int, size: int, seconds: float, exchange: Exchange) -> SharedBytes | None:
+    """Memory of ``size`` bytes for each rank, in the address space of all of them; None as :func:`open_shared_memory`.
+
+    Every rank of the axis calls it.
+    """
+    barrier = open_neighbours(index, ranks, host_identity(), ranks * size, seconds, exchange)
+    if barrier is None:
+        return None
+    whole = torch.frombuffer(barrier.memory, dtype=torch.uint8).view(ranks, size)
+    return SharedBytes(
+        own=whole[index],
+        addresses=tuple(part.data_ptr() for part in whole),
+        index=index,
+        looks_a_second=_LOOKS_A_SECOND,
+        close=barrier.close,
+    )
 
 
 def _combine(parts: Sequence[Tensor], out: Tensor, op: Reduction) -> None:

@@ -1,6 +1,7 @@
 """Communication between real processes: NCCL on GPUs, gloo on CPUs."""
 
 import atexit
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -9,11 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.errors import EngineError
+from engine.errors import EngineError, first_line
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
-from engine.parallel.comm.shared_memory import SharedMemory, open_shared_memory
+from engine.parallel.comm.shared_memory import SharedMemory, open_shared_bytes, open_shared_memory
+from engine.parallel.comm.symmetric_buffer import SharedBytes
 from engine.parallel.comm.world import OwnedGroups, shares_memory
 from engine.parallel.grid import Axis, Grid
+
+logger = logging.getLogger("trine")
 
 _Key = Axis | Literal["gathers"] | tuple[int, ...] | Channel
 """An axis, the data axis's second group for parameters, indices of axis pp that sum, or a channel of messages."""
@@ -81,6 +85,16 @@ class TorchBackend:
     def shares(self, axis: Axis) -> bool:
         """Whether collectives of ``axis`` go through shared memory."""
         return axis in self._shared
+
+    def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
+        """On CPUs memory of the host; on GPUs torch's symmetric memory, where all of them reach each other."""
+        group = self._groups[axis]
+        assert group is not None
+        if self._device.type == "cuda":
+            return _peer_memory(group, size, self._device)
+        seconds = group._get_backend(self._device).options._timeout.total_seconds()
+        index, ranks = self._grid.index(axis), self._grid.size(axis)
+        return open_shared_bytes(index, ranks, size, seconds, partial(_exchange, group)) if shares_memory() else None
 
     def open_gathers(self) -> None:
         """Create a second group of the data axis."""
@@ -183,6 +197,34 @@ class TorchBackend:
         return _all_gather(full, shard, self._groups[axis])
 
 
+def _peer_memory(group: dist.ProcessGroup, size: int, device: torch.device) -> SharedBytes | None:
+    """Memory of every GPU of the group that all of them write over NVLink; None where one of them cannot."""
+    from torch.distributed import _symmetric_memory as symmetric_memory  # seconds of imports, for those who use it
+
+    own, found = None, None
+    try:
+        own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        found = symmetric_memory.rendezvous(own, group.group_name)
+    except RuntimeError as error:
+        logger.info("no symmetric memory between these GPUs: %s", first_line(error))
+    reached = torch.tensor([found is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(reached, dist.ReduceOp.MIN, group)
+    if not reached.item() or own is None or found is None:
+        return None
+    own.zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group, device_ids=[device.index or 0])
+    return SharedBytes(
+        own=own,
+        addresses=tuple(found.buffer_ptrs),
+        index=dist.get_rank(group),
+        looks_a_second=_LOOKS_A_SECOND,
+        close=lambda: None,  # the memory goes with its tensor
+    )
+
+
+_LOOKS_A_SECOND = 1e6
+"""Of a kernel at memory of a peer."""
 _MOST_PLACES = 1 << 14
 """Number of stages that tags can distinguish."""
 

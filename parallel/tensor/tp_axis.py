@@ -9,8 +9,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.parallel.comm.backend import Reduction
+from engine.parallel.comm.backend import Reduction, Wait
 from engine.parallel.comm.comm import Comm, Pending
+from engine.parallel.comm.symmetric_buffer import SymmetricBuffer
 from engine.parallel.comm.traffic import Op
 
 
@@ -53,6 +54,8 @@ class TensorAxis:
     kernels: Kernels = REFERENCE
     """The implementation of operators that the layers on this axis run."""
     repeats: Repeats | None = None
+    symmetric: SymmetricBuffer | None = None
+    """Memory through which kernels of the ranks communicate; None: collectives do."""
 
     def __init__(self, comm: Comm) -> None:
         self.index = comm.grid.index("tp")
@@ -119,6 +122,10 @@ class TensorAxis:
             return full[self.index], Pending()
         part = torch.empty(full.shape[1:], dtype=full.dtype, device=full.device)
         return part, self._start(full, part, lambda: self._reduce_scatter(part, full, label))
+
+    def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
+        """A collective over a tensor like ``full`` that a kernel does by itself, launched by ``call``."""
+        return self._comm.in_kernel(op, full, "tp", label, call)
 
     def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
         return start() if self.repeats is None else self.repeats.collective(given, result, start)

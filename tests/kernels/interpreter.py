@@ -3,7 +3,8 @@
 It keeps bf16 as bit patterns: ``tl.dot`` multiplies the patterns, a cast from fp32 cuts bits off, arithmetic gives
 nonsense. With ``repair`` a product widens its operands, the cast rounds to the nearest even number, and arithmetic on
 bf16, which our kernels do not do, is an error. Moreover it no longer warns of infinities and NaN, which no GPU does,
-and launches of several threads, which disturb each other, wait for each other.
+and launches of several threads, which disturb each other, wait for each other. And who looks whether a signal has come
+lets others run.
 
 It is also faster: inside a kernel, every call of a device function looked through all of Triton's language to replace
 what was replaced when the kernel began, and every array made a new table of dtypes. That was a third of its time.
@@ -11,15 +12,20 @@ what was replaced when the kernel began, and every array made a new table of dty
 
 from collections.abc import Callable
 from threading import Lock
+from time import sleep
 from typing import Any
 
 import numpy as np
+
+_PAUSE = 2e-5
+"""Seconds between two looks at a signal."""
 
 
 def repair() -> None:
     """Change Triton's interpreter in this process, once."""
     import triton.language as tl
     from triton.runtime import interpreter
+    from triton._C.libtriton.ir import MEM_SEMANTIC
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
     if getattr(InterpreterBuilder, "repaired", False):
@@ -61,6 +67,15 @@ def repair() -> None:
             forget()
             return execute(self, *args, **named)
 
+    look = InterpreterBuilder.create_atomic_rmw
+
+    def patiently(self: Any, operation: Any, place: Any, value: Any, mask: Any, order: Any, scope: Any) -> Any:
+        found = look(self, operation, place, value, mask, order, scope)
+        if order == MEM_SEMANTIC.ACQUIRE:
+            sleep(_PAUSE)  # whoever is waited for may need this processor
+        return found
+
+    InterpreterBuilder.create_atomic_rmw = patiently
     GridExecutor.__call__ = silently
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
     InterpreterBuilder.binary_op = refusing(InterpreterBuilder.binary_op)

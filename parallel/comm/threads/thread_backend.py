@@ -177,5 +177,8 @@ class ThreadBackend:
 
         return finish
 
+    def share_bytes(self, axis: Axis, size: int) -> None:
+        """Nothing is shared: kernels are interpreted one at a time in a process, and would wait for each other."""
+
     def close(self) -> None:
         """Do nothing: tensors go with the ranks."""

@@ -16,23 +16,20 @@ BLAS may add in another order.
 In a region the first column layer gathers its input this way, and the others share the gathered rows
 (:class:`SharedInPieces`); the row layer scatters its product (:func:`scatter_product`).
 
-A kernel that communicates by itself would replace a :class:`Moves`: it multiplies a tile when its rows arrive, or sends
-a tile when it is done, and writes it to its place. That saves the copies of rows, the launches of every chunk and the
-chunks themselves; the autograd functions here would stay.
+The two products are a :class:`~engine.parallel.tensor.overlap.moves.Moves`: by collectives, or in one kernel that
+communicates by itself (:mod:`~engine.parallel.tensor.overlap.fused_moves`), where the axis has memory for that.
 
 Shape suffixes: T tensor ranks, S the sequence, I inputs, O outputs, P this rank's shard of the inputs.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
-from engine.kernels.ops.linear import LinearForm, linear
-from engine.parallel.comm.comm import Pending
 from engine.parallel.tensor.collectives import (
     COLUMN_INPUTS,
     ROW_OUTPUTS,
@@ -44,99 +41,12 @@ from engine.parallel.tensor.collectives import (
 )
 from engine.parallel.tensor.deferred_linear import bias_gradient, followed, is_conv1d, weight_gradient
 from engine.parallel.tensor.overlap.async_input_grad import Shared, has_own_weights
+from engine.parallel.tensor.overlap.fused_moves import FUSED_MOVES, fuses
+from engine.parallel.tensor.overlap.moves import PLAIN_MOVES, Moves, Route
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 MOST_PIECES = 4
 """Each further chunk hides less of the remaining time and costs launches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The axis, the label and the number of chunks of a transfer."""
-
-    axis: TensorAxis
-    label: str
-    pieces: int = 1
-
-
-class GatherProduct(Protocol):
-    """Gathers rows and multiplies them."""
-
-    def __call__(self, part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-        """(rows of all ranks times ``matrix`` [I, O] plus ``bias``, in the matrix's dtype; the gathered rows in
-        theirs)."""
-
-
-class ProductScatter(Protocol):
-    """Multiplies rows, and reduce-scatters the product."""
-
-    def __call__(
-        self, whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
-    ) -> Callable[[], Tensor]:
-        """A function that waits for this rank's rows of the sum of ``whole`` times ``matrix`` plus ``plus``, in
-        ``dtype``."""
-
-
-def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-    """:class:`GatherProduct` by collectives of the axis."""
-    axis, label = route.axis, route.label
-    if route.pieces == 1:
-        whole = join_parts(axis.all_gather(part.contiguous(), label), part.ndim - 2)
-        return _product(whole, matrix, bias, route), whole
-    pieces = part.chunk(route.pieces, -2)
-    whole = part.new_empty((*part.shape[:-2], axis.size * part.shape[-2], part.shape[-1]))
-    out = whole.new_empty((*whole.shape[:-1], matrix.shape[-1]), dtype=matrix.dtype)
-    coming = axis.start_all_gather(pieces[0].contiguous(), label)
-    for index in range(route.pieces):
-        rows, pending = coming
-        if index + 1 < route.pieces:
-            coming = axis.start_all_gather(pieces[index + 1].contiguous(), label)
-        pending.wait()
-        _piece(out, index, route).copy_(_product(rows, matrix, bias, route))
-        _piece(whole, index, route).copy_(rows)
-    return out, whole
-
-
-def product_scatter(
-    whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
-) -> Callable[[], Tensor]:
-    """:class:`ProductScatter` by collectives of the axis."""
-    sent: list[tuple[Tensor, Pending]] = []
-    for index in range(route.pieces):
-        rows = _product(_piece(whole, index, route), matrix, None, route).to(dtype)
-        if plus is not None:
-            rows += _piece(plus, index, route)
-        sent.append(route.axis.start_reduce_scatter(rows.contiguous(), route.label))
-
-    def wait() -> Tensor:
-        for _, pending in sent:
-            pending.wait()
-        if len(sent) > 1:
-            return torch.cat([part for part, _ in sent], -2)
-        part = sent[0][0]
-        return part.clone() if part._is_view() else part  # a dry run returns a view of the rows
-
-    return wait
-
-
-def _piece(whole: Tensor, index: int, route: Route) -> Tensor:
-    """[.., S, n] -> [T, .., S/T/pieces, n], a view."""
-    return split_parts(whole, route.axis, whole.ndim - 2).chunk(route.pieces, -2)[index]
-
-
-def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> Tensor:
-    return linear(rows.to(matrix.dtype), matrix, bias, LinearForm(transposed=True), route.axis.kernels)
-
-
-class Moves(NamedTuple):
-    """The two products whose rows travel; the module's docstring says how a kernel could replace them."""
-
-    gather: GatherProduct
-    scatter: ProductScatter
-
-
-PLAIN_MOVES = Moves(gather_product, product_scatter)
-"""Both products by collectives of the axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +60,13 @@ class Pieced:
     transposed: bool = False
     """Whether the weight is [I, O]."""
     regather: bool = False
-    moves: Moves = PLAIN_MOVES
+    chosen: Moves | None = None
+    """Who multiplies and communicates; None: as the axis can."""
+
+    @property
+    def moves(self) -> Moves:
+        """Who multiplies and communicates."""
+        return self.chosen or (FUSED_MOVES if fuses(self.axis) else PLAIN_MOVES)
 
     def route(self, part: Tensor) -> Route:
         """The route for ``part``, this rank's rows."""
@@ -324,9 +240,10 @@ class SharedInPieces(Shared):
 
 
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis) -> bool:
-    """Whether ``rows`` rows of a rank, with as many bytes as ``part``, are to travel in more than one chunk."""
+    """Whether ``rows`` rows of a rank, with as many bytes as ``part``, are to travel while others are multiplied: in
+    more than one chunk, or tile by tile."""
     size = part.numel() * part.element_size()
-    return choose_pieces(rows, size, part.device.type, axis) > 1
+    return fuses(axis) or choose_pieces(rows, size, part.device.type, axis) > 1
 
 
 def scatter_product(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:

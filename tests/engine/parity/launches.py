@@ -126,7 +126,7 @@ def train_both(
     names: Sequence[str], config: Mapping[str, Any]
 ) -> tuple[list[Trained | str], dict[str, TrainingRecord]]:
     """Body of a rank."""
-    if config.get("kernels") == "triton":
+    if config.get("kernels") == "triton" or config["parallel"].get("overlap") == "fused":
         repair()
     return train_each(names, config), train_each_alone(names, config)
 

@@ -1,0 +1,119 @@
+"""Launches of the kernels that communicate. What they need of the ranks is a :class:`Mailbox`; nothing here knows how
+its memory came to be shared. All ranks make the same calls, with equal shapes, and count their epochs alike.
+
+Shape suffixes: B sequences of L rows each that a rank holds, W ranks, K the dim that is summed over, N columns.
+"""
+
+from typing import Any, Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.kernels.gpu.launch_shapes import EXACT, GROUP, TF32, Tile, processors
+from engine.kernels.gpu.linear import as_it_lies
+from engine.kernels.gpu.overlap.gather_matmul import gather_product_kernel
+from engine.kernels.gpu.overlap.matmul_scatter import product_scatter_kernel, sum_slots_kernel
+from engine.kernels.gpu.overlap.signals import release_kernel
+from engine.kernels.mailbox import Mailbox
+
+HALF = Tile(128, 128, 64, 8, 3, 2, described=False)
+"""Tile for 16-bit elements: pointers, since rows that have just arrived are not read through tensor descriptors."""
+Half = Literal["push", "multiply", "both"]
+
+
+def launch_gather_product(
+    part_BLK: Tensor, matrix_KN: Tensor, bias: Tensor | None, mailbox: Mailbox, epoch: int, half: Half = "both",
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """out [B, W, L, N] = rows of all ranks times ``matrix_KN`` plus ``bias``, in the dtype of the matrix.
+
+    ``part_BLK`` is contiguous, of the dtype of the matrix. ``half``: "push" leaves the result empty, "multiply" pushes
+    nothing.
+    """
+    matrix, transposed = as_it_lies(matrix_KN)
+    (sequences, rows, depth), columns = part_BLK.shape, matrix_KN.shape[1]
+    shape = tile or tile_of(matrix.dtype)
+    out = matrix.new_empty((sequences, mailbox.ranks, rows, columns))
+    gather_product_kernel[(_programs(out, shape),)](
+        part_BLK, matrix, bias, out, *_addresses(mailbox), mailbox.status, *_numbers(mailbox, epoch),
+        sequences, rows, columns, depth,
+        RANKS=mailbox.ranks, PUSHES=half != "multiply", MULTIPLIES=half != "push", MATRIX_TRANSPOSED=transposed,
+        PRECISION=_precision(), BIAS=bias is not None, **_shape(shape), GROUP=GROUP,
+    )  # fmt: skip
+    return out
+
+
+def launch_product_scatter(
+    whole: Tensor, matrix_KN: Tensor, plus: Tensor | None, mailbox: Mailbox, epoch: int, dtype: torch.dtype,
+    tile: Tile | None = None,
+) -> None:  # fmt: skip
+    """Multiply ``whole`` [B, W, L, K], add ``plus`` [B, W, L, N], and send each rank its rows, in ``dtype``.
+
+    A ``whole`` of three dims, [B, L, K], goes to all ranks.
+    """
+    everywhere = whole.dim() == 3
+    matrix, transposed = as_it_lies(matrix_KN)
+    sequences, (rows, depth), columns = whole.shape[0], whole.shape[-2:], matrix_KN.shape[1]
+    shape = tile or tile_of(matrix.dtype)
+    product_scatter_kernel[(_programs(whole, shape),)](
+        whole, matrix, plus, whole.new_empty(0, dtype=dtype), *_addresses(mailbox), mailbox.status,
+        *_numbers(mailbox, epoch), sequences, rows, columns, depth,
+        RANKS=mailbox.ranks, EVERYWHERE=everywhere, MATRIX_TRANSPOSED=transposed, PRECISION=_precision(),
+        PLUS=plus is not None, **_shape(shape), GROUP=GROUP,
+    )  # fmt: skip
+
+
+def launch_sum_slots(
+    sequences: int, rows: int, columns: int, mailbox: Mailbox, epoch: int, dtype: torch.dtype,
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """out [B, L, N]: the sum of what all ranks have sent; ``tile`` is that of the product."""
+    shape = tile or tile_of(dtype)
+    out = torch.empty((sequences, rows, columns), dtype=dtype, device=mailbox.status.device)
+    sum_slots_kernel[(_programs(out, shape),)](
+        out, mailbox.slots, mailbox.arrivals, mailbox.status, *_numbers(mailbox, epoch), sequences, rows, columns,
+        RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
+    )  # fmt: skip
+    return out
+
+
+def launch_release(mailbox: Mailbox, epoch: int) -> None:
+    """Tell all ranks that this one has read everything of ``epoch``; on a GPU in the order of its stream."""
+    release_kernel[(1,)](mailbox.departures, mailbox.rank, epoch, RANKS=mailbox.ranks, num_warps=1)
+
+
+def tile_of(dtype: torch.dtype) -> Tile:
+    """The tile of a product in ``dtype``."""
+    if dtype.itemsize == 2:
+        return HALF
+    return TF32 if _precision() == "tf32" else EXACT
+
+
+def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
+    """Tiles of a product of a rank's rows, which are the most signals that it sends to another."""
+    return sequences * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+
+
+def _addresses(mailbox: Mailbox) -> tuple[Tensor, Tensor, Tensor]:
+    return mailbox.slots, mailbox.arrivals, mailbox.departures
+
+
+def _numbers(mailbox: Mailbox, epoch: int) -> tuple[int, int, int, int, int]:
+    return mailbox.rank, epoch, mailbox.patience, mailbox.capacity, mailbox.most
+
+
+def _programs(tensor: Tensor, tile: Tile) -> int:
+    """All of them run at once, so that those that wait never keep others from what they wait for; where kernels are
+    interpreted programs run one after the other, so there is one."""
+    return 1 if tensor.device.type == "cpu" else processors(tensor.device)
+
+
+def _shape(tile: Tile) -> dict[str, Any]:
+    return {
+        "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+
+
+def _precision() -> str:
+    return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"

@@ -1,0 +1,68 @@
+"""Signals between ranks in memory that all of them can write: a number that only grows, the *epoch* of a call.
+
+    who writes    data .. data | signal(epoch)         the release orders the data before the signal
+    who reads     arrived(epoch) | data .. data        the acquire orders the data after it
+
+No assembly: an exchange with release semantics and an addition of nothing with acquire semantics, both of the scope of
+the system, are what a GPU needs for its peers and what the interpreter runs between processes. The second becomes a
+plain load that acquires. Every wait is bounded, since a rank may end; what did not come is written down once.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def signal(place, epoch):
+    """Write ``epoch`` to the int32 at ``place`` after everything that this program has stored."""
+    tl.debug_barrier()  # the stores of every thread come before the release of one
+    tl.atomic_xchg(place, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def arrived(place, epoch, patience):
+    """Wait until the int32 at ``place`` is at least ``epoch``; False after ``patience`` looks."""
+    looks = 0
+    while (tl.atomic_add(place, 0, sem="acquire", scope="sys") < epoch) & (looks < patience):
+        looks += 1
+    tl.debug_barrier()
+    return looks < patience
+
+
+@triton.jit
+def write_down(status, rank, tile, epoch):
+    """Leave what did not come in ``status``, unless something is there: epoch << 32 | rank << 24 | tile + 1."""
+    what = (tl.cast(epoch, tl.int64) << 32) | (tl.cast(rank, tl.int64) << 24) | (tl.cast(tile, tl.int64) + 1)
+    tl.atomic_cas(status, tl.cast(0, tl.int64), what)
+
+
+@triton.jit
+def slot_of(table, owner, writer, epoch, capacity, RANKS: tl.constexpr, like):
+    """Pointer to the elements that ``writer`` leaves with ``owner`` in ``epoch``, of the type of pointer ``like``.
+
+    Slots alternate, so that a rank may be one epoch ahead of those that still read.
+    """
+    start = tl.load(table + owner) + ((epoch % 2) * RANKS + writer) * capacity
+    return tl.multiple_of(start.to(like.dtype), 16)  # a pointer out of a table says nothing of its alignment
+
+
+@triton.jit
+def place_of(table, owner, index):
+    """Pointer to the ``index``-th signal of ``owner``."""
+    return tl.load(table + owner).to(tl.pointer_type(tl.int32)) + index
+
+
+@triton.jit
+def released(departures, status, rank, reader, epoch, patience):
+    """Wait until ``reader`` has read what ``rank`` wrote two epochs ago, and so until its slot may be overwritten."""
+    free = arrived(place_of(departures, rank, reader), epoch - 2, patience)
+    if not free:
+        write_down(status, reader, 0xFFFFFE, epoch - 2)
+    return free
+
+
+@triton.jit
+def release_kernel(departures, rank, epoch, RANKS: tl.constexpr):
+    """Tell all ranks that ``rank`` has read everything of ``epoch``. One program, after those that read."""
+    for owner in range(RANKS):
+        signal(place_of(departures, owner, rank), epoch)

@@ -1,0 +1,56 @@
+"""What a kernel that communicates knows of the other ranks: addresses of memory that all of them can write.
+
+    of each rank   2 x W slots     what the ranks write to it, in turns of two epochs
+                   W x most        arrivals: the epoch in which a rank has written a tile
+                   W               departures: the epoch up to which a rank has read what this one wrote to it
+
+An *epoch* is the number of a call, from 1, counted by all ranks alike. Nothing is ever reset, so a signal that comes
+late, or twice, is one of an old epoch and means nothing any more. A rank writes in epoch e when all others have read
+what it wrote in e - 2.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mailbox:
+    """One rank's view of the memory of all ranks of an axis."""
+
+    rank: int
+    slots: Tensor
+    """Address of the slots of each rank, int64 [W]."""
+    arrivals: Tensor
+    """Address of the arrivals of each rank, int64 [W]."""
+    departures: Tensor
+    """Address of the departures of each rank, int64 [W]."""
+    status: Tensor
+    """What did not come, int64 [1], of this rank alone; 0: everything came."""
+    capacity: int
+    """Bytes of a slot."""
+    most: int
+    """Tiles of a call that a rank can signal."""
+    patience: int
+    """Looks at a signal until it counts as lost."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.slots)
+
+
+class Missing(NamedTuple):
+    """The first signal that did not come."""
+
+    rank: int
+    tile: int
+    """-1: not that of a tile, but that this rank has read what was written to it."""
+    epoch: int
+
+
+def read_status(word: int) -> Missing | None:
+    """What a status word says; None: everything came."""
+    tile = (word & 0xFFFFFF) - 1
+    return Missing(word >> 24 & 0xFF, -1 if tile == 0xFFFFFE else tile, word >> 32) if word else None

@@ -1,0 +1,120 @@
+"""Memory that all ranks of an axis can write, for kernels that communicate (``kernels/gpu/overlap``).
+
+    of each rank   slots of two epochs │ arrivals │ departures        the layout of :class:`Mailbox`
+
+The memory comes from the backend: shared memory between processes of one host on CPUs, symmetric memory of torch
+between GPUs that reach each other. Where there is none, collectives do the same work.
+
+An *epoch* is one call. It is counted on every rank, and all ranks make the same calls in one order, as they do with
+collectives; there is nothing else that a call has to agree on.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.kernels.mailbox import Mailbox, read_status
+
+_WORD: Final = 4
+_ALIGNED: Final = 256
+"""Bytes; parts of the memory begin at multiples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBytes:
+    """Memory of equal size on every rank of an axis, which all of them can write; zeros at first."""
+
+    own: Tensor
+    """This rank's part, uint8 [n]."""
+    addresses: tuple[int, ...]
+    """Of each rank's part, as this rank reaches it."""
+    index: int
+    """Of this rank."""
+    looks_a_second: float
+    """How often a kernel can look at a signal, about."""
+    close: Callable[[], None]
+    """Release the memory; a second call does nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotSizes:
+    """How much a rank can send to another in one call."""
+
+    ranks: int
+    capacity: int
+    """Bytes."""
+    most: int
+    """Tiles."""
+
+    @property
+    def slots(self) -> int:
+        """Bytes of all slots of a rank."""
+        return 2 * self.ranks * _up(self.capacity)
+
+    @property
+    def total(self) -> int:
+        """Bytes of a rank's part."""
+        return self.slots + _up(_WORD * self.ranks * self.most) + _up(_WORD * self.ranks)
+
+
+def _up(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+class SymmetricBuffer:
+    """One rank's end. All ranks of the axis make the same calls.
+
+    Args:
+        seconds: how long a kernel waits for a signal.
+    """
+
+    def __init__(self, memory: SharedBytes, sizes: SlotSizes, seconds: float) -> None:
+        self._memory, self._sizes = memory, sizes
+        self._epoch = 0
+        device = memory.own.device
+        slots = torch.tensor(memory.addresses, dtype=torch.int64)
+        arrivals = slots + sizes.slots
+        departures = arrivals + _up(_WORD * sizes.ranks * sizes.most)
+        self.mailbox = Mailbox(
+            rank=memory.index,
+            slots=slots.to(device),
+            arrivals=arrivals.to(device),
+            departures=departures.to(device),
+            status=torch.zeros(1, dtype=torch.int64, device=device),
+            capacity=_up(sizes.capacity),
+            most=sizes.most,
+            patience=min(int(seconds * memory.looks_a_second), 2**31 - 1),
+        )
+
+    def fits(self, size: int, tiles: int) -> bool:
+        """Whether a rank can send ``size`` bytes in ``tiles`` tiles to another in one call."""
+        return size <= self._sizes.capacity and tiles <= self._sizes.most
+
+    def next_epoch(self) -> int:
+        """Begin a call; its number."""
+        self._epoch += 1
+        return self._epoch
+
+    def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What ``writer`` has left with this rank, a view; valid until this rank releases the epoch."""
+        start = ((epoch % 2) * self._sizes.ranks + writer) * _up(self._sizes.capacity)
+        return self._memory.own[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def check(self) -> None:
+        """Fail if a signal did not come. Waits for the kernel on a GPU.
+
+        Raises:
+            RuntimeError: it names the rank, the tile and the call.
+        """
+        missing = read_status(int(self.mailbox.status.item()))
+        if missing is not None:
+            what = f"tile {missing.tile}" if missing.tile >= 0 else "that it has read what it was sent"
+            raise RuntimeError(f"tensor rank {missing.rank} has not signalled {what} of call {missing.epoch} in time")
+
+    def close(self) -> None:
+        """Release the memory. A second call does nothing."""
+        self._memory.close()

@@ -1,0 +1,105 @@
+"""Products whose rows travel: what they are asked for, and the plain form by collectives of the axis.
+
+Shape suffixes: T tensor ranks, S the sequence, I inputs, O outputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.ops.linear import LinearForm, linear
+from engine.parallel.comm.comm import Pending
+from engine.parallel.tensor.collectives import join_parts, split_parts
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The axis, the label and the number of chunks of a transfer."""
+
+    axis: TensorAxis
+    label: str
+    pieces: int = 1
+
+
+class GatherProduct(Protocol):
+    """Gathers rows and multiplies them."""
+
+    def __call__(self, part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+        """(rows of all ranks times ``matrix`` [I, O] plus ``bias``, in the matrix's dtype; the gathered rows in
+        theirs)."""
+
+
+class ProductScatter(Protocol):
+    """Multiplies rows, and reduce-scatters the product."""
+
+    def __call__(
+        self, whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
+    ) -> Callable[[], Tensor]:
+        """A function that waits for this rank's rows of the sum of ``whole`` times ``matrix`` plus ``plus``, in
+        ``dtype``."""
+
+
+def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+    """:class:`GatherProduct` by collectives of the axis."""
+    axis, label = route.axis, route.label
+    if route.pieces == 1:
+        whole = join_parts(axis.all_gather(part.contiguous(), label), part.ndim - 2)
+        return _product(whole, matrix, bias, route), whole
+    pieces = part.chunk(route.pieces, -2)
+    whole = part.new_empty((*part.shape[:-2], axis.size * part.shape[-2], part.shape[-1]))
+    out = whole.new_empty((*whole.shape[:-1], matrix.shape[-1]), dtype=matrix.dtype)
+    coming = axis.start_all_gather(pieces[0].contiguous(), label)
+    for index in range(route.pieces):
+        rows, pending = coming
+        if index + 1 < route.pieces:
+            coming = axis.start_all_gather(pieces[index + 1].contiguous(), label)
+        pending.wait()
+        _piece(out, index, route).copy_(_product(rows, matrix, bias, route))
+        _piece(whole, index, route).copy_(rows)
+    return out, whole
+
+
+def product_scatter(
+    whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
+) -> Callable[[], Tensor]:
+    """:class:`ProductScatter` by collectives of the axis."""
+    sent: list[tuple[Tensor, Pending]] = []
+    for index in range(route.pieces):
+        rows = _product(_piece(whole, index, route), matrix, None, route).to(dtype)
+        if plus is not None:
+            rows += _piece(plus, index, route)
+        sent.append(route.axis.start_reduce_scatter(rows.contiguous(), route.label))
+
+    def wait() -> Tensor:
+        for _, pending in sent:
+            pending.wait()
+        if len(sent) > 1:
+            return torch.cat([part for part, _ in sent], -2)
+        part = sent[0][0]
+        return part.clone() if part._is_view() else part  # a dry run returns a view of the rows
+
+    return wait
+
+
+def _piece(whole: Tensor, index: int, route: Route) -> Tensor:
+    """[.., S, n] -> [T, .., S/T/pieces, n], a view."""
+    return split_parts(whole, route.axis, whole.ndim - 2).chunk(route.pieces, -2)[index]
+
+
+def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> Tensor:
+    return linear(rows.to(matrix.dtype), matrix, bias, LinearForm(transposed=True), route.axis.kernels)
+
+
+class Moves(NamedTuple):
+    """The two products whose rows travel."""
+
+    gather: GatherProduct
+    scatter: ProductScatter
+
+
+PLAIN_MOVES = Moves(gather_product, product_scatter)
+"""Both products by collectives of the axis."""
