@@ -1,12 +1,13 @@
 """What a kernel that communicates knows of the other ranks: addresses of memory that all of them can write.
 
     of each rank   2 x W slots     what the ranks write to it, in turns of two epochs
-                   W x most        arrivals: the epoch in which a rank has written a tile
+                   2 x W x most    arrivals: the epoch in which a rank has written a tile, likewise
                    W               departures: the epoch up to which a rank has read what this one wrote to it
 
 An *epoch* is the number of a call, from 1, counted by all ranks alike. Nothing is ever reset, so a signal that comes
 late, or twice, is one of an old epoch and means nothing any more. A rank writes in epoch e when all others have read
-what it wrote in e - 2.
+what it wrote in e - 2, so an arrival that is waited for in epoch e is below e or equal to it: more than e says that
+the ranks do not make the same calls.
 """
 
 from dataclasses import dataclass

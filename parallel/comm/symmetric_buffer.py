@@ -58,7 +58,12 @@ class SlotSizes:
     @property
     def total(self) -> int:
         """Bytes of a rank's part."""
-        return self.slots + _up(_WORD * self.ranks * self.most) + _up(_WORD * self.ranks)
+        return self.slots + self.arrivals + _up(_WORD * self.ranks)
+
+    @property
+    def arrivals(self) -> int:
+        """Bytes of the arrivals of a rank."""
+        return _up(2 * _WORD * self.ranks * self.most)
 
 
 def _up(size: int) -> int:
@@ -78,7 +83,7 @@ class SymmetricBuffer:
         device = memory.own.device
         slots = torch.tensor(memory.addresses, dtype=torch.int64)
         arrivals = slots + sizes.slots
-        departures = arrivals + _up(_WORD * sizes.ranks * sizes.most)
+        departures = arrivals + sizes.arrivals
         self.mailbox = Mailbox(
             rank=memory.index,
             slots=slots.to(device),

@@ -24,8 +24,8 @@ _PAUSE = 2e-5
 def repair() -> None:
     """Change Triton's interpreter in this process, once."""
     import triton.language as tl
-    from triton.runtime import interpreter
     from triton._C.libtriton.ir import MEM_SEMANTIC
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
     if getattr(InterpreterBuilder, "repaired", False):

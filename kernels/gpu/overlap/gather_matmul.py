@@ -4,10 +4,9 @@
     rank 1   push a1 to 2, 3, 0 │ a1 x B │ a0 x B │ a3 x B │ a2 x B      others send them: the neighbour below is the
     rank 2   push a2 to 3, 0, 1 │ a2 x B │ a1 x B │ a0 x B │ a3 x B      first to send to this rank
 
-Rows travel once, by writes: a rank that read from its peers would wait for every cache line. A program pushes all of its
-share before it waits for anything, so no wait depends on a program that waits; on a GPU all programs run at once. The
-two halves can also run one after the other (PUSHES, MULTIPLIES): the copy engines push where they are faster, and in one
-process ranks take turns.
+Rows travel once, by writes: a rank that read from its peers would wait for every cache line. A program pushes all of
+its share before it waits for rows, so no wait depends on a program that waits; on a GPU all programs run at once. The
+two halves can also run one after the other (PUSHES, MULTIPLIES), as where ranks of one process take turns.
 
 A tile of rows lies within one sequence of the batch, so that the products are those of ``kernels/gpu/matmul``, which
 this kernel calls.
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu.matmul import load_tile, store_tile, tile_finish, tile_place, tile_product
-from engine.kernels.gpu.overlap.signals import arrived, place_of, released, signal, slot_of, write_down
+from engine.kernels.gpu.overlap.signals import arrival_of, came, released, signal, slot_of
 
 
 @triton.jit
@@ -40,7 +39,7 @@ def _push(
             for column in range(0, K, BK):
                 values = load_tile(part + start, row, column, L, K, BM, BK, False, False)
                 store_tile(slot + start, values, row, column, L, K, BM, BK, False)
-            signal(place_of(arrivals, target, rank * most + tile), epoch)
+            signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)
 
 
 @triton.jit
@@ -65,17 +64,15 @@ def gather_product_kernel(
         for index in range(tl.program_id(0), RANKS * rows * columns, tl.num_programs(0)):
             source = (rank + RANKS - index // (rows * columns)) % RANKS
             tile, tile_column = tile_place(index % (rows * columns), rows, columns, GROUP)
-            if arrived(place_of(arrivals, rank, source * most + tile), epoch, patience):
+            if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):
                 sequence = tl.cast(tile // each, tl.int64)
                 row = tile % each * BM
                 column = tile_column * BN
-                came = slot_of(slots, rank, source, epoch, capacity, RANKS, part) + sequence * L * K
+                there = slot_of(slots, rank, source, epoch, capacity, RANKS, part) + sequence * L * K
                 sums = tile_product(
-                    came, matrix, row, column, L, N, K, False, MATRIX_TRANSPOSED, PRECISION, BM, BN, BK, False
+                    there, matrix, row, column, L, N, K, False, MATRIX_TRANSPOSED, PRECISION, BM, BN, BK, False
                 )
                 target = out + (sequence * RANKS + source) * L * N
                 tile_finish(
                     sums, bias, None, None, target, row, column, L, N, "none", BIAS, False, False, BM, BN, False
                 )
-            else:
-                write_down(status, source, tile, epoch)

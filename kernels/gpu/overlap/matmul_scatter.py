@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu.matmul import load_tile, store_tile, tile_finish, tile_place, tile_product
-from engine.kernels.gpu.overlap.signals import arrived, place_of, released, signal, slot_of, write_down
+from engine.kernels.gpu.overlap.signals import arrival_of, came, released, signal, slot_of
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def product_scatter_kernel(
             added = plus + place * L * N if PLUS else None
             slot = slot_of(slots, owner, rank, epoch, capacity, RANKS, out) + sequence * L * N
             tile_finish(sums, None, added, None, slot, row, column, L, N, "none", False, PLUS, False, BM, BN, False)
-            signal(place_of(arrivals, owner, rank * most + tile * columns + tile_column), epoch)
+            signal(arrival_of(arrivals, owner, rank, tile * columns + tile_column, epoch, most, RANKS), epoch)
 
 
 @triton.jit
@@ -65,9 +65,7 @@ def sum_slots_kernel(
         column = tile % columns * BN
         sums = tl.zeros((BM, BN), tl.float32)
         for source in range(RANKS):
-            if arrived(place_of(arrivals, rank, source * most + tile), epoch, patience):
+            if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):
                 slot = slot_of(slots, rank, source, epoch, capacity, RANKS, out) + start
                 sums += load_tile(slot, row, column, L, N, BM, BN, False, False).to(tl.float32)
-            else:
-                write_down(status, source, tile, epoch)
         store_tile(out + start, sums, row, column, L, N, BM, BN, False)

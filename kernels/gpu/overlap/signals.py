@@ -20,13 +20,16 @@ def signal(place, epoch):
 
 
 @triton.jit
-def arrived(place, epoch, patience):
-    """Wait until the int32 at ``place`` is at least ``epoch``; False after ``patience`` looks."""
+def arrived(place, epoch, last, patience):
+    """Wait until the int32 at ``place`` is at least ``epoch``; False after ``patience`` looks, or if it is more than
+    ``last``: then the ranks do not make the same calls."""
+    value = tl.atomic_add(place, 0, sem="acquire", scope="sys")
     looks = 0
-    while (tl.atomic_add(place, 0, sem="acquire", scope="sys") < epoch) & (looks < patience):
+    while (value < epoch) & (looks < patience):
+        value = tl.atomic_add(place, 0, sem="acquire", scope="sys")
         looks += 1
     tl.debug_barrier()
-    return looks < patience
+    return (value >= epoch) & (value <= last)
 
 
 @triton.jit
@@ -53,9 +56,24 @@ def place_of(table, owner, index):
 
 
 @triton.jit
+def arrival_of(arrivals, owner, writer, tile, epoch, most, RANKS: tl.constexpr):
+    """Pointer to the signal that ``writer`` gives ``owner`` with a tile; they alternate as slots do."""
+    return place_of(arrivals, owner, ((epoch % 2) * RANKS + writer) * most + tile)
+
+
+@triton.jit
+def came(arrivals, status, rank, writer, tile, epoch, patience, most, RANKS: tl.constexpr):
+    """Wait until ``writer`` has left a tile with ``rank``; False, and written down, if it has not."""
+    there = arrived(arrival_of(arrivals, rank, writer, tile, epoch, most, RANKS), epoch, epoch, patience)
+    if not there:
+        write_down(status, writer, tile, epoch)
+    return there
+
+
+@triton.jit
 def released(departures, status, rank, reader, epoch, patience):
     """Wait until ``reader`` has read what ``rank`` wrote two epochs ago, and so until its slot may be overwritten."""
-    free = arrived(place_of(departures, rank, reader), epoch - 2, patience)
+    free = arrived(place_of(departures, rank, reader), epoch - 2, epoch - 1, patience)
     if not free:
         write_down(status, reader, 0xFFFFFE, epoch - 2)
     return free

@@ -11,7 +11,7 @@ from engine.kernels.gpu.overlap.launches import (
     launch_release,
     launch_sum_slots,
 )
-from engine.kernels.mailbox import Mailbox, Missing, read_status
+from engine.kernels.mailbox import Mailbox
 from tests.kernels.gpu.overlap.turns import mailboxes
 
 SMALL = Tile(16, 16, 16, 4, 2, 2, described=False)

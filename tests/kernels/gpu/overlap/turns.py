@@ -1,16 +1,8 @@
 """Ranks in one process that take turns: the memory of all of them is one tensor, and nobody runs while another does."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from engine.kernels.gpu.overlap.launches import (
-    launch_gather_product,
-    launch_product_scatter,
-    launch_release,
-    launch_sum_slots,
-)
 from engine.kernels.mailbox import Mailbox
 
 PATIENCE = 50
@@ -18,11 +10,11 @@ PATIENCE = 50
 
 def mailboxes(ranks: int, capacity: int, most: int) -> tuple[list[Mailbox], Tensor]:
     """The view of each rank, and the memory, int32, that they share."""
-    each = 2 * ranks * capacity // 4 + ranks * most + ranks
+    each = 2 * ranks * capacity // 4 + 2 * ranks * most + ranks
     memory = torch.zeros(ranks, -(-each // 4) * 4, dtype=torch.int32)
     slots = torch.tensor([row.data_ptr() for row in memory])
     arrivals = slots + 2 * ranks * capacity
-    departures = arrivals + 4 * ranks * most
+    departures = arrivals + 8 * ranks * most
     boxes = [
         Mailbox(
             rank=rank, slots=slots, arrivals=arrivals, departures=departures,
