@@ -2,12 +2,14 @@
 
     of each rank   2 x W slots     what the ranks write to it, in turns of two epochs
                    2 x W x most    arrivals: the epoch in which a rank has written a tile, likewise
-                   W               departures: the epoch up to which a rank has read what this one wrote to it
 
 An *epoch* is the number of a call, from 1, counted by all ranks alike. Nothing is ever reset, so a signal that comes
-late, or twice, is one of an old epoch and means nothing any more. A rank writes in epoch e when all others have read
-what it wrote in e - 2, so an arrival that is waited for in epoch e is below e or equal to it: more than e says that
-the ranks do not make the same calls.
+late, or twice, is one of an old epoch and means nothing any more.
+
+Nobody has to say that a slot was read. In every call each rank waits for something of every other one. So a rank that
+writes in epoch e has ended e - 1, for which all others wrote after they had ended e - 2, whose tiles were in the slot.
+For the same reason an arrival that is waited for in epoch e is below e or equal to it; more than e says that the ranks
+do not make the same calls.
 """
 
 from dataclasses import dataclass
@@ -25,8 +27,6 @@ class Mailbox:
     """Address of the slots of each rank, int64 [W]."""
     arrivals: Tensor
     """Address of the arrivals of each rank, int64 [W]."""
-    departures: Tensor
-    """Address of the departures of each rank, int64 [W]."""
     status: Tensor
     """What did not come, int64 [1], of this rank alone; 0: everything came."""
     capacity: int
@@ -47,11 +47,9 @@ class Missing(NamedTuple):
 
     rank: int
     tile: int
-    """-1: not that of a tile, but that this rank has read what was written to it."""
     epoch: int
 
 
 def read_status(word: int) -> Missing | None:
     """What a status word says; None: everything came."""
-    tile = (word & 0xFFFFFF) - 1
-    return Missing(word >> 24 & 0xFF, -1 if tile == 0xFFFFFE else tile, word >> 32) if word else None
+    return Missing(word >> 24 & 0xFF, (word & 0xFFFFFF) - 1, word >> 32) if word else None

@@ -1,6 +1,6 @@
 """Memory that all ranks of an axis can write, for kernels that communicate (``kernels/gpu/overlap``).
 
-    of each rank   slots of two epochs │ arrivals │ departures        the layout of :class:`Mailbox`
+    of each rank   slots of two epochs │ arrivals        the layout of :class:`Mailbox`
 
 The memory comes from the backend: shared memory between processes of one host on CPUs, symmetric memory of torch
 between GPUs that reach each other. Where there is none, collectives do the same work.
@@ -58,7 +58,7 @@ class SlotSizes:
     @property
     def total(self) -> int:
         """Bytes of a rank's part."""
-        return self.slots + self.arrivals + _up(_WORD * self.ranks)
+        return self.slots + self.arrivals
 
     @property
     def arrivals(self) -> int:
@@ -83,12 +83,10 @@ class SymmetricBuffer:
         device = memory.own.device
         slots = torch.tensor(memory.addresses, dtype=torch.int64)
         arrivals = slots + sizes.slots
-        departures = arrivals + sizes.arrivals
         self.mailbox = Mailbox(
             rank=memory.index,
             slots=slots.to(device),
             arrivals=arrivals.to(device),
-            departures=departures.to(device),
             status=torch.zeros(1, dtype=torch.int64, device=device),
             capacity=_up(sizes.capacity),
             most=sizes.most,
@@ -105,7 +103,7 @@ class SymmetricBuffer:
         return self._epoch
 
     def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What ``writer`` has left with this rank, a view; valid until this rank releases the epoch."""
+        """What ``writer`` has left with this rank, a view; valid until this rank's next call but one."""
         start = ((epoch % 2) * self._sizes.ranks + writer) * _up(self._sizes.capacity)
         return self._memory.own[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
@@ -117,8 +115,9 @@ class SymmetricBuffer:
         """
         missing = read_status(int(self.mailbox.status.item()))
         if missing is not None:
-            what = f"tile {missing.tile}" if missing.tile >= 0 else "that it has read what it was sent"
-            raise RuntimeError(f"tensor rank {missing.rank} has not signalled {what} of call {missing.epoch} in time")
+            raise RuntimeError(
+                f"tile {missing.tile} of tensor rank {missing.rank} in call {missing.epoch} has not come in time"
+            )
 
     def close(self) -> None:
         """Release the memory. A second call does nothing."""

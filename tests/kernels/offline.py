@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.launches import activations, gateds, linears, losses, norms, optimizers, rotaries
+from tests.kernels.launches import activations, communicating, gateds, linears, losses, norms, optimizers, rotaries
 
-OPERATORS = (activations, gateds, losses, norms, optimizers, rotaries)
+OPERATORS = (activations, communicating, gateds, losses, norms, optimizers, rotaries)
 
 _TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -43,6 +43,10 @@ class Resources:
     dots: int
     """Matrix products in the kernel's own code, but for those of exact fp32, which no tensor core has."""
     tma: int
+    acquires: int
+    """Loads of a signal, of the scope of the system."""
+    releases: int
+    """Stores of a signal, likewise."""
 
 
 class Recorded:
@@ -82,6 +86,12 @@ class Recorded:
             mma=len(re.findall(r"\bmma\.sync", ptx)),
             dots=len(_TENSOR_CORES.findall(built.asm["ttir"])),
             tma=ptx.count("cp.async.bulk.tensor"),
+            acquires=len(
+                re.findall(
+                    r"\bld\.[\w.]*acquire[\w.]*\.sys|\bld\.[\w.]*sys\.acquire|\batom\.[\w.]*acquire[\w.]*sys", ptx
+                )
+            ),
+            releases=len(re.findall(r"\batom\.[\w.]*(?:release[\w.]*sys|sys[\w.]*release)", ptx)),
         )
 
 

@@ -27,7 +27,7 @@ ARCHITECTURES = {80: 163_840, 90: 232_448}
 def digest() -> str:
     """Of the kernels, of how they are compiled here, and of Triton."""
     root = Path(__file__).parents[2]
-    files = [*sorted((root / "kernels" / "gpu").glob("*.py")), Path(__file__).with_name("offline.py")]
+    files = [*sorted((root / "kernels" / "gpu").rglob("*.py")), Path(__file__).with_name("offline.py")]
     found = sha256(version("triton").encode())
     for file in files:
         found.update(file.read_bytes())

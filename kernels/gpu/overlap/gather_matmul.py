@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu.matmul import load_tile, store_tile, tile_finish, tile_place, tile_product
-from engine.kernels.gpu.overlap.signals import arrival_of, came, released, signal, slot_of
+from engine.kernels.gpu.overlap.signals import arrival_of, came, signal, slot_of
 
 
 @triton.jit
 def _push(
-    part, slots, arrivals, departures, status, rank, epoch, patience, capacity, most, B, L, K,
+    part, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, K,
     RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Write the tiles of ``part`` [B, L, K] into this rank's slot at every rank, the next rank first, itself last."""
@@ -32,19 +32,18 @@ def _push(
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
         target = (rank + 1 + index // tiles) % RANKS
         tile = index % tiles
-        if released(departures, status, rank, target, epoch, patience):
-            start = tl.cast(tile // each, tl.int64) * L * K
-            row = tile % each * BM
-            slot = slot_of(slots, target, rank, epoch, capacity, RANKS, part)
-            for column in range(0, K, BK):
-                values = load_tile(part + start, row, column, L, K, BM, BK, False, False)
-                store_tile(slot + start, values, row, column, L, K, BM, BK, False)
-            signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)
+        start = tl.cast(tile // each, tl.int64) * L * K
+        row = tile % each * BM
+        slot = slot_of(slots, target, rank, epoch, capacity, RANKS, part)
+        for column in range(0, K, BK):
+            values = load_tile(part + start, row, column, L, K, BM, BK, False, False)
+            store_tile(slot + start, values, row, column, L, K, BM, BK, False)
+        signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)
 
 
 @triton.jit
 def gather_product_kernel(
-    part, matrix, bias, out, slots, arrivals, departures, status, rank, epoch, patience, capacity, most, B, L, N, K,
+    part, matrix, bias, out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N, K,
     RANKS: tl.constexpr, PUSHES: tl.constexpr, MULTIPLIES: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -56,7 +55,7 @@ def gather_product_kernel(
         most: signals that a rank has for each other rank.
     """
     if PUSHES:
-        _push(part, slots, arrivals, departures, status, rank, epoch, patience, capacity, most, B, L, K, RANKS, BM, BK)
+        _push(part, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, K, RANKS, BM, BK)
     if MULTIPLIES:
         each = tl.cdiv(L, BM)
         rows = B * each

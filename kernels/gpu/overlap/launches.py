@@ -13,8 +13,12 @@ from torch import Tensor
 from engine.kernels.gpu.launch_shapes import EXACT, GROUP, TF32, Tile, processors
 from engine.kernels.gpu.linear import as_it_lies
 from engine.kernels.gpu.overlap.gather_matmul import gather_product_kernel
-from engine.kernels.gpu.overlap.matmul_scatter import product_scatter_kernel, sum_slots_kernel
-from engine.kernels.gpu.overlap.signals import release_kernel
+from engine.kernels.gpu.overlap.matmul_scatter import (
+    collect_slots_kernel,
+    forward_slots_kernel,
+    product_scatter_kernel,
+    sum_slots_kernel,
+)
 from engine.kernels.mailbox import Mailbox
 
 HALF = Tile(128, 128, 64, 8, 3, 2, described=False)
@@ -36,7 +40,7 @@ def launch_gather_product(
     shape = tile or tile_of(matrix.dtype)
     out = matrix.new_empty((sequences, mailbox.ranks, rows, columns))
     gather_product_kernel[(_programs(out, shape),)](
-        part_BLK, matrix, bias, out, *_addresses(mailbox), mailbox.status, *_numbers(mailbox, epoch),
+        part_BLK, matrix, bias, out, mailbox.slots, mailbox.arrivals, mailbox.status, *_numbers(mailbox, epoch),
         sequences, rows, columns, depth,
         RANKS=mailbox.ranks, PUSHES=half != "multiply", MULTIPLIES=half != "push", MATRIX_TRANSPOSED=transposed,
         PRECISION=_precision(), BIAS=bias is not None, **_shape(shape), GROUP=GROUP,
@@ -57,7 +61,7 @@ def launch_product_scatter(
     sequences, (rows, depth), columns = whole.shape[0], whole.shape[-2:], matrix_KN.shape[1]
     shape = tile or tile_of(matrix.dtype)
     product_scatter_kernel[(_programs(whole, shape),)](
-        whole, matrix, plus, whole.new_empty(0, dtype=dtype), *_addresses(mailbox), mailbox.status,
+        whole, matrix, plus, whole.new_empty(0, dtype=dtype), mailbox.slots, mailbox.arrivals, mailbox.status,
         *_numbers(mailbox, epoch), sequences, rows, columns, depth,
         RANKS=mailbox.ranks, EVERYWHERE=everywhere, MATRIX_TRANSPOSED=transposed, PRECISION=_precision(),
         PLUS=plus is not None, **_shape(shape), GROUP=GROUP,
@@ -78,9 +82,24 @@ def launch_sum_slots(
     return out
 
 
-def launch_release(mailbox: Mailbox, epoch: int) -> None:
-    """Tell all ranks that this one has read everything of ``epoch``; on a GPU in the order of its stream."""
-    release_kernel[(1,)](mailbox.departures, mailbox.rank, epoch, RANKS=mailbox.ranks, num_warps=1)
+def launch_forward_slots(part_LN: Tensor, mailbox: Mailbox, epoch: int) -> None:
+    """Send ``part_LN``, contiguous, to all ranks, for :func:`launch_collect_slots`."""
+    rows, columns = part_LN.shape
+    shape = tile_of(part_LN.dtype)
+    forward_slots_kernel[(_programs(part_LN, shape),)](
+        part_LN, mailbox.slots, mailbox.arrivals, mailbox.rank, epoch, mailbox.capacity, mailbox.most, rows, columns,
+        RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
+    )  # fmt: skip
+
+
+def launch_collect_slots(part_LN: Tensor, mailbox: Mailbox, epoch: int) -> Tensor:
+    """out [W, L, N]: what all ranks have sent, each as much as ``part_LN``."""
+    shape, out = tile_of(part_LN.dtype), part_LN.new_empty((mailbox.ranks, *part_LN.shape))
+    collect_slots_kernel[(_programs(out, shape),)](
+        out, mailbox.slots, mailbox.arrivals, mailbox.status, *_numbers(mailbox, epoch), *part_LN.shape,
+        RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
+    )  # fmt: skip
+    return out
 
 
 def tile_of(dtype: torch.dtype) -> Tile:
@@ -92,11 +111,7 @@ def tile_of(dtype: torch.dtype) -> Tile:
 
 def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
     """Tiles of a product of a rank's rows, which are the most signals that it sends to another."""
-    return sequences * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
-
-
-def _addresses(mailbox: Mailbox) -> tuple[Tensor, Tensor, Tensor]:
-    return mailbox.slots, mailbox.arrivals, mailbox.departures
+    return int(sequences * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
 
 
 def _numbers(mailbox: Mailbox, epoch: int) -> tuple[int, int, int, int, int]:

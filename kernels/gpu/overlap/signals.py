@@ -41,10 +41,7 @@ def write_down(status, rank, tile, epoch):
 
 @triton.jit
 def slot_of(table, owner, writer, epoch, capacity, RANKS: tl.constexpr, like):
-    """Pointer to the elements that ``writer`` leaves with ``owner`` in ``epoch``, of the type of pointer ``like``.
-
-    Slots alternate, so that a rank may be one epoch ahead of those that still read.
-    """
+    """Pointer to the elements that ``writer`` leaves with ``owner`` in ``epoch``, of the type of pointer ``like``."""
     start = tl.load(table + owner) + ((epoch % 2) * RANKS + writer) * capacity
     return tl.multiple_of(start.to(like.dtype), 16)  # a pointer out of a table says nothing of its alignment
 
@@ -68,19 +65,3 @@ def came(arrivals, status, rank, writer, tile, epoch, patience, most, RANKS: tl.
     if not there:
         write_down(status, writer, tile, epoch)
     return there
-
-
-@triton.jit
-def released(departures, status, rank, reader, epoch, patience):
-    """Wait until ``reader`` has read what ``rank`` wrote two epochs ago, and so until its slot may be overwritten."""
-    free = arrived(place_of(departures, rank, reader), epoch - 2, epoch - 1, patience)
-    if not free:
-        write_down(status, reader, 0xFFFFFE, epoch - 2)
-    return free
-
-
-@triton.jit
-def release_kernel(departures, rank, epoch, RANKS: tl.constexpr):
-    """Tell all ranks that ``rank`` has read everything of ``epoch``. One program, after those that read."""
-    for owner in range(RANKS):
-        signal(place_of(departures, owner, rank), epoch)

@@ -23,6 +23,7 @@ from engine.parallel.tensor.global_tensor.redistribute import add_rows, cut_rows
 from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.overlap.async_input_grad import Entrance, Shared, has_own_weights, share_input
 from engine.parallel.tensor.overlap.chunked_matmul import SharedInPieces, is_in_pieces, scatter_product
+from engine.parallel.tensor.overlap.fused_sum import multiply_and_sum, sums_in_kernel
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 
@@ -78,6 +79,8 @@ class Region:
             if not rest and is_in_pieces(rows, x.narrow(-2, 0, rows), self.axis):
                 y = scatter_product(layer, x, self.axis)
                 return cut_rows(self._views, y, (*x.shape[:-1], y.shape[-1]))
+        if not self._views.sequence and own.tensor_product != "own" and sums_in_kernel(layer, x, self.axis):
+            return multiply_and_sum(layer, x, self.axis)
         return self.combine(own.multiply(x))
 
     def combine(self, y: Tensor) -> Tensor:

@@ -31,9 +31,9 @@ def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: R
     """:class:`GatherProduct` in one kernel."""
     buffer, axis = route.axis.symmetric, route.axis
     rows_BLK = part.to(matrix.dtype).contiguous().view(-1, *part.shape[-2:])
-    if buffer is None or part.dtype != matrix.dtype or not _fits(buffer, rows_BLK, matrix, rows_BLK.nbytes):
+    if buffer is None or part.dtype != matrix.dtype or not fits(buffer, rows_BLK, matrix, rows_BLK.nbytes):
         return PLAIN_MOVES.gather(part, matrix, bias, route)
-    from engine.kernels.gpu.overlap.launches import launch_gather_product, launch_release
+    from engine.kernels.gpu.overlap.launches import launch_gather_product
 
     whole_BWLK = part.new_empty((rows_BLK.shape[0], axis.size, *rows_BLK.shape[1:]))
     found: list[Tensor] = []
@@ -43,12 +43,11 @@ def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: R
         found.append(launch_gather_product(rows_BLK, matrix, bias, buffer.mailbox, epoch))
         for writer in range(axis.size):
             whole_BWLK[:, writer].copy_(buffer.slot(epoch, writer, tuple(rows_BLK.shape), part.dtype))
-        launch_release(buffer.mailbox, epoch)
-        return _checked(buffer, part.device)
+        return checked(buffer, part.device)
 
     axis.in_kernel("all_gather", whole_BWLK, route.label, call).wait()
     shape = (*part.shape[:-2], axis.size * part.shape[-2])
-    return found[0].view(*shape, -1), whole_BWLK.view(*shape, -1)
+    return reshaped(found[0], (*shape, matrix.shape[1])), whole_BWLK.view(*shape, -1)
 
 
 def scatter_in_kernel(
@@ -60,9 +59,9 @@ def scatter_in_kernel(
     whole_BWLK = whole.to(matrix.dtype).contiguous().view(-1, axis.size, rows, whole.shape[-1])
     sequences = whole_BWLK.shape[0]
     sent = sequences * rows * columns * dtype.itemsize
-    if buffer is None or dtype not in _DTYPES or not _fits(buffer, whole_BWLK[:, 0], matrix, sent):
+    if buffer is None or dtype not in _DTYPES or not fits(buffer, whole_BWLK[:, 0], matrix, sent):
         return PLAIN_MOVES.scatter(whole, matrix, plus, dtype, route)
-    from engine.kernels.gpu.overlap.launches import launch_product_scatter, launch_release, launch_sum_slots, tile_of
+    from engine.kernels.gpu.overlap.launches import launch_product_scatter, launch_sum_slots, tile_of
 
     added = None if plus is None else plus.contiguous().view(sequences, axis.size, rows, columns)
     found: list[Tensor] = []
@@ -71,17 +70,22 @@ def scatter_in_kernel(
         epoch, tile = buffer.next_epoch(), tile_of(matrix.dtype)
         launch_product_scatter(whole_BWLK, matrix, added, buffer.mailbox, epoch, dtype, tile)
         found.append(launch_sum_slots(sequences, rows, columns, buffer.mailbox, epoch, dtype, tile))
-        launch_release(buffer.mailbox, epoch)
-        return _checked(buffer, whole.device)
+        return checked(buffer, whole.device)
 
     like = whole.new_empty(0, dtype=dtype).expand(0) if not sent else _shape_of(axis, (sequences, rows, columns), dtype)
     pending = axis.in_kernel("reduce_scatter", like, route.label, call)
 
     def wait() -> Tensor:
         pending.wait()
-        return found[0].view(*whole.shape[:-2], rows, columns)
+        return reshaped(found[0], (*whole.shape[:-2], rows, columns))
 
     return wait
+
+
+def reshaped(result: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A result in another shape, which nothing else refers to: marked as a view it would refuse writes in place."""
+    found: Tensor = torch.ops.aten._unsafe_view(result, shape)
+    return found
 
 
 def _shape_of(axis: TensorAxis, part: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -89,7 +93,7 @@ def _shape_of(axis: TensorAxis, part: tuple[int, ...], dtype: torch.dtype) -> Te
     return torch.empty((axis.size, *part), dtype=dtype, device="meta")
 
 
-def _fits(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int) -> bool:
+def fits(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int) -> bool:
     """Whether the kernels can multiply these rows with ``matrix`` [K, N] and send ``size`` bytes to each rank."""
     if matrix.dtype not in _DTYPES or not rows_BLK.numel() or not matrix.numel() or not runs_triton(matrix.device):
         return False
@@ -100,7 +104,7 @@ def _fits(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int) 
     return lines and buffer.fits(size, signals_of(sequences, rows, matrix.shape[1], tile_of(matrix.dtype)))
 
 
-def _checked(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], None]:
+def checked(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], None]:
     """What completes a call: on CPUs, where the kernel has ended, whether everything came; a GPU is asked once a step,
     since the host would wait for it."""
     return buffer.check if device.type == "cpu" else lambda: None

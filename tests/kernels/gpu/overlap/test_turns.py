@@ -6,13 +6,15 @@ from torch import Tensor
 
 from engine.kernels.gpu.launch_shapes import Tile
 from engine.kernels.gpu.overlap.launches import (
+    launch_collect_slots,
+    launch_forward_slots,
     launch_gather_product,
     launch_product_scatter,
-    launch_release,
     launch_sum_slots,
 )
-from engine.kernels.mailbox import Mailbox
+from engine.kernels.mailbox import Mailbox, Missing, read_status
 from tests.kernels.gpu.overlap.turns import mailboxes
+from tests.selection import wide
 
 SMALL = Tile(16, 16, 16, 4, 2, 2, described=False)
 B, L, K, N = 2, 21, 24, 40
@@ -32,8 +34,6 @@ def gathered(
         launch_gather_product(part, matrix, bias, box, epoch, "multiply", SMALL)
         for box, part in zip(boxes, parts, strict=True)
     ]
-    for box in boxes:
-        launch_release(box, epoch)
     return found
 
 
@@ -43,12 +43,10 @@ def scattered(
     for box, whole in zip(boxes, wholes, strict=True):
         launch_product_scatter(whole, matrix, plus[box.rank] if plus else None, box, epoch, torch.float32, SMALL)
     found = [launch_sum_slots(B, L, N, box, epoch, torch.float32, SMALL) for box in boxes]
-    for box in boxes:
-        launch_release(box, epoch)
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, wide(4)])
 def test_every_call_equals_the_plain_products(ranks: int) -> None:
     boxes, _ = mailboxes(ranks, CAPACITY, MOST)
     matrix, bias = whole_numbers(K, N), whole_numbers(N)
@@ -66,3 +64,37 @@ def test_every_call_equals_the_plain_products(ranks: int) -> None:
             for rank, found in enumerate(scattered(boxes, wholes, matrix, plus, epoch)):
                 assert found.equal(sums[:, rank])  # type: ignore[index]
     assert not any(box.status.item() for box in boxes)
+
+
+@pytest.mark.parametrize("ranks", [2, wide(4)])
+def test_sums_are_whole_on_all_ranks(ranks: int) -> None:
+    boxes, _ = mailboxes(ranks, CAPACITY, MOST)
+    matrix = whole_numbers(K, N)
+    inputs = [whole_numbers(1, 2 * L, K, seed=rank) for rank in range(ranks)]
+    wanted = sum(x @ matrix for x in inputs)
+    for box, x in zip(boxes, inputs, strict=True):
+        launch_product_scatter(x, matrix, None, box, 1, torch.float32, SMALL)
+    assert all(launch_sum_slots(1, 2 * L, N, box, 1, torch.float32, SMALL).equal(wanted) for box in boxes)
+    parts = [part.contiguous() for part in wanted[0].chunk(ranks)]  # type: ignore[index]
+    for box in boxes:
+        launch_forward_slots(parts[box.rank % len(parts)][: L // 2], box, 2)
+    for box in boxes:
+        found = launch_collect_slots(parts[0][: L // 2], box, 2)
+        assert all(row.equal(part[: L // 2]) for row, part in zip(found, parts, strict=True))
+    assert not any(box.status.item() for box in boxes)
+
+
+@pytest.mark.parametrize("fault", ["lost", "of another call"])
+def test_what_does_not_come_is_written_down(fault: str) -> None:
+    boxes, memory = mailboxes(2, CAPACITY, MOST)
+    matrix = whole_numbers(K, N)
+    parts = [whole_numbers(B, L, K, seed=rank) for rank in range(2)]
+    for box, part in zip(boxes, parts, strict=True):
+        launch_gather_product(part, matrix, None, box, 1, "push", SMALL)
+    arrival = memory[0][2 * 2 * CAPACITY // 4 :][(1 * 2 + 1) * MOST + 3 :]  # at rank 0, of rank 1, tile 3, odd calls
+    assert arrival[0] == 1
+    arrival[0] = 0 if fault == "lost" else 3
+    launch_gather_product(parts[0], matrix, None, boxes[0], 1, "multiply", SMALL)
+    assert read_status(int(boxes[0].status)) == Missing(rank=1, tile=3, epoch=1)
+    launch_gather_product(parts[1], matrix, None, boxes[1], 1, "multiply", SMALL)
+    assert read_status(int(boxes[1].status)) is None

@@ -10,14 +10,13 @@ PATIENCE = 50
 
 def mailboxes(ranks: int, capacity: int, most: int) -> tuple[list[Mailbox], Tensor]:
     """The view of each rank, and the memory, int32, that they share."""
-    each = 2 * ranks * capacity // 4 + 2 * ranks * most + ranks
+    each = 2 * ranks * capacity // 4 + 2 * ranks * most
     memory = torch.zeros(ranks, -(-each // 4) * 4, dtype=torch.int32)
     slots = torch.tensor([row.data_ptr() for row in memory])
     arrivals = slots + 2 * ranks * capacity
-    departures = arrivals + 8 * ranks * most
     boxes = [
         Mailbox(
-            rank=rank, slots=slots, arrivals=arrivals, departures=departures,
+            rank=rank, slots=slots, arrivals=arrivals,
             status=torch.zeros(1, dtype=torch.int64), capacity=capacity, most=most, patience=PATIENCE,
         )
         for rank in range(ranks)

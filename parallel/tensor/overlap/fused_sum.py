@@ -1,0 +1,101 @@
+"""A row layer's product whose sum over the ranks is made inside its kernels (without sequence parallelism).
+
+    one-shot    product to all ranks │ sum                      two ranks: each sends what a ring would
+    two-shot    product of each part to its owner │ sum │ to all ranks │ collect
+
+The choice is made from the number of ranks, so that the bytes are those of the plan.
+
+Shape suffixes: P this rank's shard of the features, O outputs, M rows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.kernels.ops.linear import product
+from engine.parallel.comm.symmetric_buffer import SymmetricBuffer
+from engine.parallel.tensor.collectives import ROW_OUTPUTS, refuse_second_derivatives
+from engine.parallel.tensor.deferred_linear import is_conv1d, weight_gradient
+from engine.parallel.tensor.overlap.fused_moves import checked, fits, fuses, reshaped
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+_ONE_SHOT = 2
+"""Ranks for which sending everything to everybody sends no more than a ring."""
+
+
+def sums_in_kernel(layer: nn.Module, x: Tensor, axis: TensorAxis) -> bool:
+    """Whether :func:`multiply_and_sum` can take the layer's product of ``x`` [.., P]; the same on all ranks."""
+    weight = layer._parameters.get("weight")
+    if not fuses(axis) or weight is None or "multiply" in vars(layer):  # parametrized, or its backward is split
+        return False
+    if weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type) or not x.numel():
+        return False
+    buffer, matrix = axis.symmetric, weight if is_conv1d(layer) else weight.t()
+    parts = 1 if axis.size == _ONE_SHOT else axis.size
+    rows, rest = divmod(x.numel() // x.shape[-1], parts)
+    if buffer is None or rest:
+        return False
+    return fits(buffer, x.reshape(1, -1, x.shape[-1])[:, :rows], matrix, rows * matrix.shape[1] * x.element_size())
+
+
+def multiply_and_sum(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
+    """x [.., P] -> y [.., O], the sum of x W' over the ranks, without the bias."""
+    weight = layer._parameters["weight"]
+    y: Tensor = _MultiplyAndSum.apply(x, weight, axis, is_conv1d(layer))  # type: ignore[no-untyped-call]
+    return y
+
+
+class _MultiplyAndSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: TensorAxis, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.axis, ctx.transposed = axis, transposed
+        matrix_PO = weight if transposed else weight.t()
+        x_MP, found = x.reshape(-1, x.shape[-1]).contiguous(), list[Tensor]()
+        full = torch.empty((x_MP.shape[0], matrix_PO.shape[1]), dtype=x.dtype, device="meta")
+
+        def call() -> Callable[[], None]:
+            assert axis.symmetric is not None
+            found.append((_one_shot if axis.size == _ONE_SHOT else _two_shot)(x_MP, matrix_PO, axis.symmetric))
+            return checked(axis.symmetric, x.device)
+
+        axis.in_kernel("all_reduce", full, ROW_OUTPUTS, call).wait()
+        return reshaped(found[0], (*x.shape[:-1], matrix_PO.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        refuse_second_derivatives()
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        kernels = ctx.axis.kernels
+        dx = product(dy, weight.t() if ctx.transposed else weight, kernels) if needs_x else None
+        return dx, weight_gradient(x, dy, weight.dtype, ctx.transposed, kernels) if needs_weight else None, None, None
+
+
+def _one_shot(x_MP: Tensor, matrix_PO: Tensor, buffer: SymmetricBuffer) -> Tensor:
+    from engine.kernels.gpu.overlap.launches import launch_product_scatter, launch_sum_slots
+
+    epoch = buffer.next_epoch()
+    launch_product_scatter(x_MP[None], matrix_PO, None, buffer.mailbox, epoch, x_MP.dtype)
+    return launch_sum_slots(1, x_MP.shape[0], matrix_PO.shape[1], buffer.mailbox, epoch, x_MP.dtype)
+
+
+def _two_shot(x_MP: Tensor, matrix_PO: Tensor, buffer: SymmetricBuffer) -> Tensor:
+    from engine.kernels.gpu.overlap.launches import (
+        launch_collect_slots,
+        launch_forward_slots,
+        launch_product_scatter,
+        launch_sum_slots,
+    )
+
+    mailbox, epoch = buffer.mailbox, buffer.next_epoch()
+    rows = x_MP.shape[0] // mailbox.ranks
+    launch_product_scatter(
+        x_MP.view(1, mailbox.ranks, rows, -1), matrix_PO, None, mailbox, epoch, x_MP.dtype
+    )  # fmt: skip
+    part = launch_sum_slots(1, rows, matrix_PO.shape[1], mailbox, epoch, x_MP.dtype)[0]
+    epoch = buffer.next_epoch()
+    launch_forward_slots(part, mailbox, epoch)
+    return launch_collect_slots(part, mailbox, epoch).flatten(0, 1)

@@ -1,0 +1,152 @@
+"""Every interleaving of the protocol ends right, a defect in it does not, and a fault from outside is never a wrong
+result."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.kernels.gpu.overlap.protocol import Action, End, Model, Program, programs, without
+from tests.selection import wide
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tiles", "epochs"), [(2, 1, 3), wide(2, 3, 2), wide(2, 2, 4), wide(2, 1, 6), wide(3, 1, 2)], ids=str
+)
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_every_interleaving_ends_right(kind: str, ranks: int, tiles: int, epochs: int) -> None:
+    assert Model(programs(ranks, tiles, epochs, kind)).every() == {End.RIGHT}
+
+
+def swapped(made: Sequence[Program]) -> tuple[Program, ...]:
+    """A tile is signalled before it is written."""
+    return tuple(tuple(_swap(each)) for each in made)
+
+
+def _swap(actions: Program) -> list[Action]:
+    found = list(actions)
+    for index, action in enumerate(found[:-1]):
+        if action.what == "write":
+            found[index], found[index + 1] = found[index + 1], action
+    return found
+
+
+def next_call(made: Sequence[Program]) -> tuple[Program, ...]:
+    """A rank goes on to its next call before it has waited for the last tile of this one."""
+    found = []
+    for actions in made:
+        index = max(number for number, action in enumerate(actions) if action.what == "read" and action.epoch == 1)
+        kept = list(actions)
+        late = [kept.pop(index - 1) for _ in range(2)]
+        after = max(number for number, action in enumerate(kept) if action.what == "signal" and action.epoch == 3)
+        found.append((*kept[: after + 1], *late, *kept[after + 1 :]))
+    return tuple(found)
+
+
+def last_epoch(made: Sequence[Program]) -> tuple[Program, ...]:
+    """Ranks wait for the arrivals of the call before."""
+    return tuple(
+        tuple(
+            a._replace(epoch=max(a.epoch - 2, 0)) if (a.what, a.place.kind) == ("look", "arrival") else a for a in each
+        )
+        for each in made
+    )
+
+
+def one_buffer(made: Sequence[Program]) -> tuple[Program, ...]:
+    """Slots do not alternate."""
+    return tuple(
+        tuple(a._replace(place=a.place._replace(parity=0)) if a.place.kind == "slot" else a for a in each)
+        for each in made
+    )
+
+
+DEFECTS: dict[str, Callable[[Sequence[Program]], tuple[Program, ...]]] = {
+    "a tile is read before anybody waits for it": lambda made: without(made, "look", "arrival"),
+    "a signal comes before its tile": swapped,
+    "a slot is written again before it was read": next_call,
+    "an epoch is forgotten": last_epoch,
+    "slots do not alternate": one_buffer,
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_a_defect_of_the_protocol_is_found(kind: str, defect: str) -> None:
+    assert End.WRONG in Model(DEFECTS[defect](programs(2, 1, 3, kind))).every()
+
+
+def test_a_signal_that_releases_nothing_is_found() -> None:
+    assert End.WRONG in Model(programs(2, 1, 1), released=False).every()
+
+
+def lost(made: tuple[Program, ...], chance: random.Random) -> Model:
+    """A signal of some rank never comes."""
+    return Model(_without_one(made, chance))
+
+
+def dead(made: tuple[Program, ...], chance: random.Random) -> Model:
+    """A rank ends somewhere."""
+    victim = chance.randrange(len(made))
+    kept = made[victim][: chance.randrange(len(made[victim]))]
+    return Model((*made[:victim], kept, *made[victim + 1 :]))
+
+
+def repeated(made: tuple[Program, ...], chance: random.Random) -> Model:
+    """A signal comes a second time, at any moment after the first."""
+    signals = [action for actions in made for action in actions if action.what == "signal"]
+    stray = chance.choice(signals)
+    # after the first: a copy on its way waits for what it is a copy of
+    return Model(made, strays=(Action("look", stray.place, stray.epoch, 1 << 30), stray))
+
+
+def ahead(made: tuple[Program, ...], chance: random.Random) -> Model:
+    """A rank has made one call more than the others and is two epochs on from there: its calls are out of step."""
+    victim, after = chance.randrange(len(made)), chance.randrange(1, 3)
+    moved = tuple(_later(action, after) for action in made[victim])
+    return Model((*made[:victim], moved, *made[victim + 1 :]))
+
+
+def _later(action: Action, after: int) -> Action:
+    if action.epoch < after or action.what == "read":
+        return action
+    return replace_epoch(action)
+
+
+def replace_epoch(action: Action) -> Action:
+    """The same action of two calls later, which has the same slots."""
+    return (
+        action._replace(epoch=action.epoch + 2, last=action.last + 2)
+        if action.place.kind == "arrival" and action.what == "signal"
+        else action
+    )
+
+
+def _without_one(made: tuple[Program, ...], chance: random.Random) -> tuple[Program, ...]:
+    places = [
+        (rank, index) for rank, actions in enumerate(made) for index, a in enumerate(actions) if a.what == "signal"
+    ]
+    victim, gone = chance.choice(places)
+    kept = tuple(a for index, a in enumerate(made[victim]) if index != gone)
+    return (*made[:victim], kept, *made[victim + 1 :])
+
+
+FAULTS = {"lost": lost, "dead": dead, "repeated": repeated, "ahead": ahead}
+
+
+@pytest.mark.parametrize("count", [300, wide(10_000)])
+def test_random_interleavings_and_faults_are_never_wrong(count: int) -> None:
+    chance, ends = random.Random(count), dict.fromkeys(FAULTS, 0)
+    for _ in range(count):
+        made = programs(
+            chance.choice((2, 2, 3)),
+            chance.randrange(1, 4),
+            chance.randrange(1, 5),
+            chance.choice(("gather", "scatter")),
+        )
+        assert Model(made).one(chance) is End.RIGHT
+        name = chance.choice(list(FAULTS))
+        end = FAULTS[name](made, chance).one(chance)
+        assert end is not End.WRONG, name
+        ends[name] += end is End.REPORTED
+    assert ends["lost"] and ends["dead"] and ends["ahead"], f"faults are reported: {ends}"
