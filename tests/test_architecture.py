@@ -33,7 +33,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "thread_ranks", "auto",
     ),
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
-    "engine.kernels": ("dispatch", "optim", "gpu", "ops"),
+    "engine.kernels": ("dispatch", "mailbox", "optim", "gpu", "ops"),
     "engine.launch.jobs": (
         "request", "torchrun", "hostfile", "sent", "job_file", "slurm", "kubernetes", "remote", "preflight", "ssh",
         "ssh_job", "launch_command",
@@ -72,6 +72,7 @@ DISTRIBUTED = (
 )  # fmt: skip
 """The files that may import torch.distributed; the last one shows its functions as deepspeed.comm."""
 CRUMBS = {
+    "engine.build.overlap": "what the configuration asks for, apart from the assembly of a rank",
     "engine.deepspeed.checkpointing": "deepspeed.checkpointing, a door",
     "engine.deepspeed.zero": "deepspeed.zero, a door",
     "engine.kernels.gpu.squared_norm": "a GPU kernel, imported only where Triton runs it",

@@ -152,6 +152,7 @@ class Update:
         packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop, surprises)
         launched = self._launch(packed, step, runtime) if runtime.optimizer.decides_on_device else None
         sums, made = launched.read() if launched is not None else (packed.tolist(), False)
+        self._comm.check_kernels()
         if launched is not None and not made:
             launched.put_back()
         totals = self._check(StepTotals.unpack(sums), step)

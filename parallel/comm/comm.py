@@ -21,7 +21,8 @@ from engine.parallel.comm.backend import Backend, Link, Reduction, Wait
 from engine.parallel.comm.flight.layout import EventKind
 from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
 from engine.parallel.comm.meeting import FailureReports, JointCalls
-from engine.parallel.comm.symmetric_buffer import SlotSizes, SymmetricBuffer
+from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
+from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
 from engine.parallel.comm.traffic import Op, Record, Tally, Traffic, sent_bytes
 from engine.parallel.grid import Axis, Grid
 
@@ -211,6 +212,18 @@ class Comm:
         ``full``: the full tensor; only its size and dtype are read.
         """
         return self._issue(op, full, axis, label, call)
+
+    def check_kernels(self) -> None:
+        """Fail if a kernel that communicates did not get something in time. A GPU has to have ended its step.
+
+        Raises:
+            EngineError: it names the rank, the tile and the call.
+        """
+        try:
+            for buffer in self._symmetric:
+                buffer.check()
+        except RuntimeError as error:
+            raise EngineError(f"{error}: that rank has ended, stands still, or makes other calls.") from error
 
     def open_gathers(self) -> None:
         """Prepare ``gather_parameters``. Every rank of the world calls it."""

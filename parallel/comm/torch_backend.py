@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.errors import EngineError, first_line
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
 from engine.parallel.comm.shared_memory import SharedMemory, open_shared_bytes, open_shared_memory
-from engine.parallel.comm.symmetric_buffer import SharedBytes
+from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
 from engine.parallel.comm.world import OwnedGroups, shares_memory
 from engine.parallel.grid import Axis, Grid
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.parallel.comm.backend import Reduction, Wait
 from engine.parallel.comm.comm import Comm, Pending
-from engine.parallel.comm.symmetric_buffer import SymmetricBuffer
+from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
 from engine.parallel.comm.traffic import Op
 
 

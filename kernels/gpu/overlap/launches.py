@@ -4,6 +4,7 @@ its memory came to be shared. All ranks make the same calls, with equal shapes, 
 Shape suffixes: B sequences of L rows each that a rank holds, W ranks, K the dim that is summed over, N columns.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,10 +27,29 @@ HALF = Tile(128, 128, 64, 8, 3, 2, described=False)
 Half = Literal["push", "multiply", "both"]
 
 
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """One call of all ranks."""
+
+    mailbox: Mailbox
+    epoch: int
+    tile: Tile | None = None
+    """Of its products; None: the one that ships for their dtype."""
+
+    def shape(self, dtype: torch.dtype) -> Tile:
+        """The tile of a product in ``dtype``."""
+        return self.tile or tile_of(dtype)
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int, int]:
+        """As kernels take them."""
+        box = self.mailbox
+        return box.rank, self.epoch, box.patience, box.capacity, box.most
+
+
 def launch_gather_product(
-    part_BLK: Tensor, matrix_KN: Tensor, bias: Tensor | None, mailbox: Mailbox, epoch: int, half: Half = "both",
-    tile: Tile | None = None,
-) -> Tensor:  # fmt: skip
+    part_BLK: Tensor, matrix_KN: Tensor, bias: Tensor | None, call: KernelCall, half: Half = "both"
+) -> Tensor:
     """out [B, W, L, N] = rows of all ranks times ``matrix_KN`` plus ``bias``, in the dtype of the matrix.
 
     ``part_BLK`` is contiguous, of the dtype of the matrix. ``half``: "push" leaves the result empty, "multiply" pushes
@@ -37,10 +57,10 @@ def launch_gather_product(
     """
     matrix, transposed = as_it_lies(matrix_KN)
     (sequences, rows, depth), columns = part_BLK.shape, matrix_KN.shape[1]
-    shape = tile or tile_of(matrix.dtype)
+    shape, mailbox = call.shape(matrix.dtype), call.mailbox
     out = matrix.new_empty((sequences, mailbox.ranks, rows, columns))
     gather_product_kernel[(_programs(out, shape),)](
-        part_BLK, matrix, bias, out, mailbox.slots, mailbox.arrivals, mailbox.status, *_numbers(mailbox, epoch),
+        part_BLK, matrix, bias, out, mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers,
         sequences, rows, columns, depth,
         RANKS=mailbox.ranks, PUSHES=half != "multiply", MULTIPLIES=half != "push", MATRIX_TRANSPOSED=transposed,
         PRECISION=_precision(), BIAS=bias is not None, **_shape(shape), GROUP=GROUP,
@@ -49,9 +69,8 @@ def launch_gather_product(
 
 
 def launch_product_scatter(
-    whole: Tensor, matrix_KN: Tensor, plus: Tensor | None, mailbox: Mailbox, epoch: int, dtype: torch.dtype,
-    tile: Tile | None = None,
-) -> None:  # fmt: skip
+    whole: Tensor, matrix_KN: Tensor, plus: Tensor | None, call: KernelCall, dtype: torch.dtype
+) -> None:
     """Multiply ``whole`` [B, W, L, K], add ``plus`` [B, W, L, N], and send each rank its rows, in ``dtype``.
 
     A ``whole`` of three dims, [B, L, K], goes to all ranks.
@@ -59,44 +78,43 @@ def launch_product_scatter(
     everywhere = whole.dim() == 3
     matrix, transposed = as_it_lies(matrix_KN)
     sequences, (rows, depth), columns = whole.shape[0], whole.shape[-2:], matrix_KN.shape[1]
-    shape = tile or tile_of(matrix.dtype)
+    shape, mailbox = call.shape(matrix.dtype), call.mailbox
     product_scatter_kernel[(_programs(whole, shape),)](
         whole, matrix, plus, whole.new_empty(0, dtype=dtype), mailbox.slots, mailbox.arrivals, mailbox.status,
-        *_numbers(mailbox, epoch), sequences, rows, columns, depth,
+        *call.numbers, sequences, rows, columns, depth,
         RANKS=mailbox.ranks, EVERYWHERE=everywhere, MATRIX_TRANSPOSED=transposed, PRECISION=_precision(),
         PLUS=plus is not None, **_shape(shape), GROUP=GROUP,
     )  # fmt: skip
 
 
-def launch_sum_slots(
-    sequences: int, rows: int, columns: int, mailbox: Mailbox, epoch: int, dtype: torch.dtype,
-    tile: Tile | None = None,
-) -> Tensor:  # fmt: skip
-    """out [B, L, N]: the sum of what all ranks have sent; ``tile`` is that of the product."""
-    shape = tile or tile_of(dtype)
+def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> Tensor:
+    """out [B, L, N]: the sum of what all ranks have sent, in the tiles of the product."""
+    shape, mailbox = call.shape(dtype), call.mailbox
     out = torch.empty((sequences, rows, columns), dtype=dtype, device=mailbox.status.device)
     sum_slots_kernel[(_programs(out, shape),)](
-        out, mailbox.slots, mailbox.arrivals, mailbox.status, *_numbers(mailbox, epoch), sequences, rows, columns,
+        out, mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, sequences, rows, columns,
         RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
     )  # fmt: skip
     return out
 
 
-def launch_forward_slots(part_LN: Tensor, mailbox: Mailbox, epoch: int) -> None:
+def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
     """Send ``part_LN``, contiguous, to all ranks, for :func:`launch_collect_slots`."""
     rows, columns = part_LN.shape
-    shape = tile_of(part_LN.dtype)
+    shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     forward_slots_kernel[(_programs(part_LN, shape),)](
-        part_LN, mailbox.slots, mailbox.arrivals, mailbox.rank, epoch, mailbox.capacity, mailbox.most, rows, columns,
+        part_LN, mailbox.slots, mailbox.arrivals, mailbox.rank, call.epoch, mailbox.capacity, mailbox.most,
+        rows, columns,
         RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
     )  # fmt: skip
 
 
-def launch_collect_slots(part_LN: Tensor, mailbox: Mailbox, epoch: int) -> Tensor:
+def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
     """out [W, L, N]: what all ranks have sent, each as much as ``part_LN``."""
-    shape, out = tile_of(part_LN.dtype), part_LN.new_empty((mailbox.ranks, *part_LN.shape))
+    shape, mailbox = call.shape(part_LN.dtype), call.mailbox
+    out = part_LN.new_empty((mailbox.ranks, *part_LN.shape))
     collect_slots_kernel[(_programs(out, shape),)](
-        out, mailbox.slots, mailbox.arrivals, mailbox.status, *_numbers(mailbox, epoch), *part_LN.shape,
+        out, mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, *part_LN.shape,
         RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
     )  # fmt: skip
     return out
@@ -112,10 +130,6 @@ def tile_of(dtype: torch.dtype) -> Tile:
 def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
     """Tiles of a product of a rank's rows, which are the most signals that it sends to another."""
     return int(sequences * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
-
-
-def _numbers(mailbox: Mailbox, epoch: int) -> tuple[int, int, int, int, int]:
-    return mailbox.rank, epoch, mailbox.patience, mailbox.capacity, mailbox.most
 
 
 def _programs(tensor: Tensor, tile: Tile) -> int:

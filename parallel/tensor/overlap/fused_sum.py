@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.ops.linear import product
-from engine.parallel.comm.symmetric_buffer import SymmetricBuffer
+from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
 from engine.parallel.tensor.collectives import ROW_OUTPUTS, refuse_second_derivatives
 from engine.parallel.tensor.deferred_linear import is_conv1d, weight_gradient
-from engine.parallel.tensor.overlap.fused_moves import checked, fits, fuses, reshaped
+from engine.parallel.tensor.overlap.fused_moves import completion, fits, fuses, in_shape
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 _ONE_SHOT = 2
@@ -59,10 +59,10 @@ class _MultiplyAndSum(torch.autograd.Function):
         def call() -> Callable[[], None]:
             assert axis.symmetric is not None
             found.append((_one_shot if axis.size == _ONE_SHOT else _two_shot)(x_MP, matrix_PO, axis.symmetric))
-            return checked(axis.symmetric, x.device)
+            return completion(axis.symmetric, x.device)
 
         axis.in_kernel("all_reduce", full, ROW_OUTPUTS, call).wait()
-        return reshaped(found[0], (*x.shape[:-1], matrix_PO.shape[1]))
+        return in_shape(found[0], (*x.shape[:-1], matrix_PO.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -75,27 +75,26 @@ class _MultiplyAndSum(torch.autograd.Function):
 
 
 def _one_shot(x_MP: Tensor, matrix_PO: Tensor, buffer: SymmetricBuffer) -> Tensor:
-    from engine.kernels.gpu.overlap.launches import launch_product_scatter, launch_sum_slots
+    from engine.kernels.gpu.overlap.launches import KernelCall, launch_product_scatter, launch_sum_slots
 
-    epoch = buffer.next_epoch()
-    launch_product_scatter(x_MP[None], matrix_PO, None, buffer.mailbox, epoch, x_MP.dtype)
-    return launch_sum_slots(1, x_MP.shape[0], matrix_PO.shape[1], buffer.mailbox, epoch, x_MP.dtype)
+    at = KernelCall(buffer.mailbox, buffer.next_epoch())
+    launch_product_scatter(x_MP[None], matrix_PO, None, at, x_MP.dtype)
+    return launch_sum_slots(1, x_MP.shape[0], matrix_PO.shape[1], at, x_MP.dtype)
 
 
 def _two_shot(x_MP: Tensor, matrix_PO: Tensor, buffer: SymmetricBuffer) -> Tensor:
     from engine.kernels.gpu.overlap.launches import (
+        KernelCall,
         launch_collect_slots,
         launch_forward_slots,
         launch_product_scatter,
         launch_sum_slots,
     )
 
-    mailbox, epoch = buffer.mailbox, buffer.next_epoch()
-    rows = x_MP.shape[0] // mailbox.ranks
-    launch_product_scatter(
-        x_MP.view(1, mailbox.ranks, rows, -1), matrix_PO, None, mailbox, epoch, x_MP.dtype
-    )  # fmt: skip
-    part = launch_sum_slots(1, rows, matrix_PO.shape[1], mailbox, epoch, x_MP.dtype)[0]
-    epoch = buffer.next_epoch()
-    launch_forward_slots(part, mailbox, epoch)
-    return launch_collect_slots(part, mailbox, epoch).flatten(0, 1)
+    ranks, at = buffer.mailbox.ranks, KernelCall(buffer.mailbox, buffer.next_epoch())
+    rows = x_MP.shape[0] // ranks
+    launch_product_scatter(x_MP.view(1, ranks, rows, -1), matrix_PO, None, at, x_MP.dtype)
+    part = launch_sum_slots(1, rows, matrix_PO.shape[1], at, x_MP.dtype)[0]
+    at = KernelCall(buffer.mailbox, buffer.next_epoch())
+    launch_forward_slots(part, at)
+    return launch_collect_slots(part, at).flatten(0, 1)

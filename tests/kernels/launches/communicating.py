@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.gpu.overlap.launches import (
+    KernelCall,
     launch_collect_slots,
     launch_forward_slots,
     launch_gather_product,
@@ -27,9 +28,9 @@ def launches() -> Iterator[tuple[str, Launch]]:
             yield f"row{' plus' * plus} {name}", partial(_scatter, dtype, plus, False)
         yield f"everywhere {name}", partial(_scatter, dtype, False, True)
         part = meta(ROWS, COLUMNS, dtype=dtype)
-        yield f"send on {name}", partial(launch_forward_slots, part, mailbox(), 17)
-        yield f"collect {name}", partial(launch_collect_slots, part, mailbox(), 17)
-        yield f"sum {name}", partial(launch_sum_slots, SEQUENCES, ROWS, COLUMNS, mailbox(), 17, dtype)
+        yield f"send on {name}", partial(launch_forward_slots, part, KernelCall(mailbox(), 17))
+        yield f"collect {name}", partial(launch_collect_slots, part, KernelCall(mailbox(), 17))
+        yield f"sum {name}", partial(launch_sum_slots, SEQUENCES, ROWS, COLUMNS, KernelCall(mailbox(), 17), dtype)
 
 
 def mailbox() -> Mailbox:
@@ -46,11 +47,11 @@ def _matrix(dtype: torch.dtype) -> Tensor:
 
 def _gather(dtype: torch.dtype, half: str) -> None:
     part, bias = meta(SEQUENCES, ROWS, DEPTH, dtype=dtype), meta(COLUMNS, dtype=dtype)
-    launch_gather_product(part, _matrix(dtype), bias, mailbox(), 17, half)  # type: ignore[arg-type]
+    launch_gather_product(part, _matrix(dtype), bias, KernelCall(mailbox(), 17), half)  # type: ignore[arg-type]
 
 
 def _scatter(dtype: torch.dtype, plus: bool, everywhere: bool) -> None:
     ranks = () if everywhere else (RANKS,)
     whole = meta(SEQUENCES, *ranks, ROWS, DEPTH, dtype=dtype)
     added = meta(SEQUENCES, *ranks, ROWS, COLUMNS, dtype=dtype) if plus else None
-    launch_product_scatter(whole, _matrix(dtype), added, mailbox(), 17, dtype)
+    launch_product_scatter(whole, _matrix(dtype), added, KernelCall(mailbox(), 17), dtype)

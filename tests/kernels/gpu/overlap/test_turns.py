@@ -6,6 +6,7 @@ from torch import Tensor
 
 from engine.kernels.gpu.launch_shapes import Tile
 from engine.kernels.gpu.overlap.launches import (
+    KernelCall,
     launch_collect_slots,
     launch_forward_slots,
     launch_gather_product,
@@ -29,9 +30,9 @@ def gathered(
     boxes: list[Mailbox], parts: list[Tensor], matrix: Tensor, bias: Tensor | None, epoch: int
 ) -> list[Tensor]:
     for box, part in zip(boxes, parts, strict=True):
-        launch_gather_product(part, matrix, bias, box, epoch, "push", SMALL)
+        launch_gather_product(part, matrix, bias, KernelCall(box, epoch, SMALL), "push")
     found = [
-        launch_gather_product(part, matrix, bias, box, epoch, "multiply", SMALL)
+        launch_gather_product(part, matrix, bias, KernelCall(box, epoch, SMALL), "multiply")
         for box, part in zip(boxes, parts, strict=True)
     ]
     return found
@@ -41,8 +42,10 @@ def scattered(
     boxes: list[Mailbox], wholes: list[Tensor], matrix: Tensor, plus: list[Tensor] | None, epoch: int
 ) -> list[Tensor]:
     for box, whole in zip(boxes, wholes, strict=True):
-        launch_product_scatter(whole, matrix, plus[box.rank] if plus else None, box, epoch, torch.float32, SMALL)
-    found = [launch_sum_slots(B, L, N, box, epoch, torch.float32, SMALL) for box in boxes]
+        launch_product_scatter(
+            whole, matrix, plus[box.rank] if plus else None, KernelCall(box, epoch, SMALL), torch.float32
+        )
+    found = [launch_sum_slots(B, L, N, KernelCall(box, epoch, SMALL), torch.float32) for box in boxes]
     return found
 
 
@@ -71,15 +74,15 @@ def test_sums_are_whole_on_all_ranks(ranks: int) -> None:
     boxes, _ = mailboxes(ranks, CAPACITY, MOST)
     matrix = whole_numbers(K, N)
     inputs = [whole_numbers(1, 2 * L, K, seed=rank) for rank in range(ranks)]
-    wanted = sum(x @ matrix for x in inputs)
+    wanted = torch.stack([x @ matrix for x in inputs]).sum(0)
     for box, x in zip(boxes, inputs, strict=True):
-        launch_product_scatter(x, matrix, None, box, 1, torch.float32, SMALL)
-    assert all(launch_sum_slots(1, 2 * L, N, box, 1, torch.float32, SMALL).equal(wanted) for box in boxes)
-    parts = [part.contiguous() for part in wanted[0].chunk(ranks)]  # type: ignore[index]
+        launch_product_scatter(x, matrix, None, KernelCall(box, 1, SMALL), torch.float32)
+    assert all(launch_sum_slots(1, 2 * L, N, KernelCall(box, 1, SMALL), torch.float32).equal(wanted) for box in boxes)
+    parts = [part.contiguous() for part in wanted[0].chunk(ranks)]
     for box in boxes:
-        launch_forward_slots(parts[box.rank % len(parts)][: L // 2], box, 2)
+        launch_forward_slots(parts[box.rank % len(parts)][: L // 2], KernelCall(box, 2))
     for box in boxes:
-        found = launch_collect_slots(parts[0][: L // 2], box, 2)
+        found = launch_collect_slots(parts[0][: L // 2], KernelCall(box, 2))
         assert all(row.equal(part[: L // 2]) for row, part in zip(found, parts, strict=True))
     assert not any(box.status.item() for box in boxes)
 
@@ -90,11 +93,11 @@ def test_what_does_not_come_is_written_down(fault: str) -> None:
     matrix = whole_numbers(K, N)
     parts = [whole_numbers(B, L, K, seed=rank) for rank in range(2)]
     for box, part in zip(boxes, parts, strict=True):
-        launch_gather_product(part, matrix, None, box, 1, "push", SMALL)
+        launch_gather_product(part, matrix, None, KernelCall(box, 1, SMALL), "push")
     arrival = memory[0][2 * 2 * CAPACITY // 4 :][(1 * 2 + 1) * MOST + 3 :]  # at rank 0, of rank 1, tile 3, odd calls
     assert arrival[0] == 1
     arrival[0] = 0 if fault == "lost" else 3
-    launch_gather_product(parts[0], matrix, None, boxes[0], 1, "multiply", SMALL)
+    launch_gather_product(parts[0], matrix, None, KernelCall(boxes[0], 1, SMALL), "multiply")
     assert read_status(int(boxes[0].status)) == Missing(rank=1, tile=3, epoch=1)
-    launch_gather_product(parts[1], matrix, None, boxes[1], 1, "multiply", SMALL)
+    launch_gather_product(parts[1], matrix, None, KernelCall(boxes[1], 1, SMALL), "multiply")
     assert read_status(int(boxes[1].status)) is None

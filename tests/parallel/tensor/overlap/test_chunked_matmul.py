@@ -15,6 +15,7 @@ from engine.errors import EngineError
 from engine.parallel.comm.comm import Pending
 from engine.parallel.tensor.collectives import COLUMN_INPUTS, ROW_OUTPUTS, gather_to, scatter_from
 from engine.parallel.tensor.overlap import chunked_matmul as overlap
+from engine.parallel.tensor.overlap import moves
 from engine.parallel.tensor.overlap.chunked_matmul import Pieced, choose_pieces, gather_multiply, multiply_scatter
 from engine.parallel.tensor.thread_ranks import SimulatedAxis, run_tensor_ranks
 from engine.parallel.tensor.tp_axis import Expected, Overlap, TensorAxis
@@ -145,8 +146,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
         found[threading.get_ident()].append(short)
         return plain(*given)
 
-    for name, short in (("_product", "product"), ("weight_gradient", "dW")):
-        monkeypatch.setattr(overlap, name, partial(noted, getattr(overlap, name), short))
+    for module, name, short in ((moves, "_product", "product"), (overlap, "weight_gradient", "dW")):
+        monkeypatch.setattr(module, name, partial(noted, getattr(module, name), short))
     return found
 
 

@@ -9,65 +9,16 @@ An *epoch* is one call. It is counted on every rank, and all ranks make the same
 collectives; there is nothing else that a call has to agree on.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
 from math import prod
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from engine.kernels.mailbox import Mailbox, read_status
+from engine.parallel.comm.symmetric.shared_bytes import SharedBytes, SlotSizes, padded_bytes
 
-_WORD: Final = 4
-_ALIGNED: Final = 256
-"""Bytes; parts of the memory begin at multiples."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedBytes:
-    """Memory of equal size on every rank of an axis, which all of them can write; zeros at first."""
-
-    own: Tensor
-    """This rank's part, uint8 [n]."""
-    addresses: tuple[int, ...]
-    """Of each rank's part, as this rank reaches it."""
-    index: int
-    """Of this rank."""
-    looks_a_second: float
-    """How often a kernel can look at a signal, about."""
-    close: Callable[[], None]
-    """Release the memory; a second call does nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotSizes:
-    """How much a rank can send to another in one call."""
-
-    ranks: int
-    capacity: int
-    """Bytes."""
-    most: int
-    """Tiles."""
-
-    @property
-    def slots(self) -> int:
-        """Bytes of all slots of a rank."""
-        return 2 * self.ranks * _up(self.capacity)
-
-    @property
-    def total(self) -> int:
-        """Bytes of a rank's part."""
-        return self.slots + self.arrivals
-
-    @property
-    def arrivals(self) -> int:
-        """Bytes of the arrivals of a rank."""
-        return _up(2 * _WORD * self.ranks * self.most)
-
-
-def _up(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+logger = logging.getLogger("trine")
 
 
 class SymmetricBuffer:
@@ -80,6 +31,7 @@ class SymmetricBuffer:
     def __init__(self, memory: SharedBytes, sizes: SlotSizes, seconds: float) -> None:
         self._memory, self._sizes = memory, sizes
         self._epoch = 0
+        self._said: set[str] = set()
         device = memory.own.device
         slots = torch.tensor(memory.addresses, dtype=torch.int64)
         arrivals = slots + sizes.slots
@@ -88,7 +40,7 @@ class SymmetricBuffer:
             slots=slots.to(device),
             arrivals=arrivals.to(device),
             status=torch.zeros(1, dtype=torch.int64, device=device),
-            capacity=_up(sizes.capacity),
+            capacity=padded_bytes(sizes.capacity),
             most=sizes.most,
             patience=min(int(seconds * memory.looks_a_second), 2**31 - 1),
         )
@@ -97,6 +49,12 @@ class SymmetricBuffer:
         """Whether a rank can send ``size`` bytes in ``tiles`` tiles to another in one call."""
         return size <= self._sizes.capacity and tiles <= self._sizes.most
 
+    def say_once(self, sentence: str) -> None:
+        """Tell in the log what is not sent this way, the first time."""
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.info("overlap: %s", sentence)
+
     def next_epoch(self) -> int:
         """Begin a call; its number."""
         self._epoch += 1
@@ -104,7 +62,7 @@ class SymmetricBuffer:
 
     def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """What ``writer`` has left with this rank, a view; valid until this rank's next call but one."""
-        start = ((epoch % 2) * self._sizes.ranks + writer) * _up(self._sizes.capacity)
+        start = ((epoch % 2) * self._sizes.ranks + writer) * padded_bytes(self._sizes.capacity)
         return self._memory.own[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def check(self) -> None:

@@ -1,0 +1,95 @@
+"""Memory that ranks of one host share: kernels of real processes, late at random, and a rank that ends."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import EngineError
+from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
+from engine.parallel.tensor.overlap.fused_moves import gather_in_kernel, scatter_in_kernel
+from engine.parallel.tensor.overlap.moves import PLAIN_MOVES, Route
+from engine.parallel.tensor.tp_axis import TensorAxis
+from tests.kernels.interpreter import repair
+from tests.parallel.tensor.sharded import open_comm
+from tests.selection import wide
+
+RunRanks = Callable[..., list[Any]]
+B, L, K, N = 1, 5, 8, 16
+
+
+def axis_of(seconds: float = 60.0) -> TensorAxis:
+    comm = open_comm()
+    axis = TensorAxis(comm)
+    sizes = SlotSizes(ranks=axis.size, capacity=1 << 12, most=4)
+    axis.symmetric = comm.open_symmetric("tp", sizes, seconds)
+    assert axis.symmetric is not None
+    return axis
+
+
+def whole_numbers(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def late(calls: int, most: float) -> tuple[int, list[str]]:
+    """Body of a rank: calls of both kinds, each after a random rest; where a result is not that of collectives."""
+    repair()
+    axis, wrong = axis_of(), list[str]()
+    rest = torch.Generator().manual_seed(100 + axis.index)
+    for call in range(calls):
+        dtype = (torch.float32, torch.bfloat16)[call // 2 % 2]
+        route = Route(axis, "column inputs")
+        matrix = whole_numbers(K, N, seed=call, dtype=dtype)
+        time.sleep(most * float(torch.rand(1, generator=rest)))
+        if call % 2:
+            part = whole_numbers(B, L, K, seed=10 * call + axis.index, dtype=dtype)
+            bias = whole_numbers(N, seed=call, dtype=dtype)
+            found, wanted = (gather(part, matrix, bias, route) for gather in (gather_in_kernel, PLAIN_MOVES.gather))
+            wrong += [f"gather {call}"] * (not all(map(torch.equal, found, wanted)))
+        else:
+            whole = whole_numbers(B, axis.size * L, K, seed=10 * call + axis.index, dtype=dtype)
+            plus = whole_numbers(B, axis.size * L, N, seed=99 + axis.index, dtype=dtype)
+            both = [move(whole, matrix, plus, dtype, route)() for move in (scatter_in_kernel, PLAIN_MOVES.scatter)]
+            wrong += [f"scatter {call}"] * (not torch.equal(*both))
+    made = axis.symmetric.next_epoch() - 1 if axis.symmetric else 0
+    axis._comm.close()
+    return made, wrong
+
+
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 8), wide(4, 12), wide(8, 6)])
+def test_kernels_of_processes_equal_collectives_bit_for_bit(run_ranks: RunRanks, ranks: int, calls: int) -> None:
+    assert run_ranks(late, ranks, calls, 0.01, seconds=250.0) == [(calls, [])] * ranks
+
+
+def abandoned() -> str:
+    """Body of a rank: the last one ends before its call."""
+    repair()
+    axis = axis_of(0.3)
+    part = whole_numbers(B, L, K, seed=1, dtype=torch.float32)
+    if axis.index == axis.size - 1:
+        return ""
+    with pytest.raises(EngineError) as caught:
+        gather_in_kernel(part, whole_numbers(K, N, seed=2, dtype=torch.float32), None, Route(axis, "column inputs"))
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named(run_ranks: RunRanks) -> None:
+    said, nothing = run_ranks(abandoned, 2)
+    assert nothing == "" and "tile 0 of tensor rank 1 in call 1 has not come in time" in said
+    assert "'column inputs' over tp" in said
+
+
+def too_large() -> tuple[int, bool]:
+    """Body of a rank: what does not fit goes by collectives."""
+    repair()
+    axis = axis_of()
+    part = whole_numbers(1, 64, 64, seed=axis.index, dtype=torch.float32)
+    route, matrix = Route(axis, "column inputs"), whole_numbers(64, N, seed=1, dtype=torch.float32)
+    found, wanted = (gather(part, matrix, None, route) for gather in (gather_in_kernel, PLAIN_MOVES.gather))
+    return axis.symmetric.next_epoch() if axis.symmetric else 0, torch.equal(found[0], wanted[0])
+
+
+def test_what_does_not_fit_goes_by_collectives(run_ranks: RunRanks) -> None:
+    assert run_ranks(too_large, 2) == [(1, True)] * 2
