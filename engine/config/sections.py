@@ -48,11 +48,9 @@ class ParallelConfig:
     """Gather sequence-sharded inputs again in the backward instead of keeping them: less memory, more traffic."""
     overlap: Literal["auto", "off", "chunks", "fused"] = setting(
         "auto", one_of("auto", "off", "chunks", "fused", noun="a way to overlap"))  # fmt: skip
-    """How products of tensor ranks overlap with their communication under sequence parallelism: "off", in "chunks" of
-    rows, "fused" into one kernel; "auto" takes chunks on GPUs, and kernels where they were measured to win."""
+    """How products of tensor ranks overlap with communication; "auto": chunks on GPUs, fused where that was measured."""
     overlap_buffer_bytes: int = setting(1 << 24, SIZE)
-    """Bytes that a rank can send to another inside one kernel; larger products go in chunks. Twice as many for each
-    tensor rank are reserved."""
+    """With overlap "fused": bytes that a rank can send to another in one product; larger products go by collectives."""
     schedule: str = setting("1f1b", AnyOf(
         rules=(Choice(options=SCHEDULES, noun="a schedule"), Text(noun="a schedule", ends=(".csv", ".txt"))),
         remedy=f"give {', '.join(SCHEDULES)}, or the path of a .csv or .txt file of actions"))  # fmt: skip

@@ -94,12 +94,27 @@ def by_tensor_memory_access(arch: int, budgets: dict[str, Any]) -> None:
     assert narrow and all(took["tma"] >= 3 for took in narrow.values()), narrow
 
 
+def orders_its_signals(arch: int, budgets: dict[str, Any]) -> None:
+    """What waits acquires, what signals releases, over the whole system; without, a peer could see a tile too late."""
+    found = compiled(arch)
+    waits = [name for name in found if name.startswith(("gather_product", "sum_slots", "collect_slots"))]
+    signals = [
+        name
+        for name in found
+        if name.startswith(("product_scatter", "forward_slots")) or name.startswith("gather_product_kernel column both")
+    ]
+    assert len(waits) == 8 and all(found[name]["acquires"] for name in waits), waits
+    assert len(signals) == 10 and all(found[name]["releases"] for name in signals), signals
+
+
 CHECKS = [
     (within_budget, 80),
     (within_budget, 90),
     (on_tensor_cores, 80),
     (on_tensor_cores, 90),
     (by_tensor_memory_access, 90),
+    (orders_its_signals, 80),
+    (orders_its_signals, 90),
 ]
 
 
