@@ -48,7 +48,7 @@ class ParallelConfig:
     """Gather sequence-sharded inputs again in the backward instead of keeping them: less memory, more traffic."""
     overlap: Literal["auto", "off", "chunks", "fused"] = setting(
         "auto", one_of("auto", "off", "chunks", "fused", noun="a way to overlap"))  # fmt: skip
-    """How products of tensor ranks overlap with communication; "auto": chunks on GPUs, fused where that was measured."""
+    """How products of tensor ranks overlap with communication; "auto": chunks on GPUs, fused where measured to win."""
     overlap_buffer_bytes: int = setting(1 << 24, SIZE)
     """With overlap "fused": bytes that a rank can send to another in one product; larger products go by collectives."""
     schedule: str = setting("1f1b", AnyOf(
