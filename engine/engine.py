@@ -22,6 +22,7 @@ from engine.errors import EngineError
 from engine.inference import Inference
 from engine.loop import TrainingLoop
 from engine.named_state import NamedState
+from engine.parallel.comm.flight.layout import EventKind
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.grid import Grid
 from engine.parallel.pipeline.report.measured import measured_timeline
@@ -206,7 +207,7 @@ class Engine(TrainingLoop, NamedState, Inference):
         With ``return_output``: (report, model output of rank 0's share, None on other ranks).
         """
         self._resources.refuse_closed("eval_batch")
-        self._comm.join("eval_batch")
+        self._join("eval_batch")
         with self._comm.within(self._update.made):
             batch = self._completed(batch)
             step, outcome = self._runner.evaluate(batch, "output" if return_output else "evaluate")
@@ -214,6 +215,19 @@ class Engine(TrainingLoop, NamedState, Inference):
         if not return_output:
             return report
         return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
+
+    def _join(self, call: str) -> None:
+        """Wait until every rank makes this call, and note for the watchdog that this one does."""
+        recorder = self._comm.recorder
+        if recorder is None:
+            self._comm.join(call)
+            return
+        sequence = recorder.begin(EventKind.COLLECTIVE, "world", "calls of the engine", call)
+        began = recorder.wait(sequence)
+        try:
+            self._comm.join(call)
+        finally:
+            recorder.waited(sequence, "world", began)
 
     # ------------------------------------------------------------------ state
 

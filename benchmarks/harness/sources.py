@@ -22,6 +22,8 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "checkpoint": ("engine/checkpoint", "benchmarks/checkpoint"),
         "faults": ("tests/faults",),
         "goodput": ("engine/checkpoint", "engine/watchdog", "parallel/comm"),
+        "reliability": (),  # each row tells its own commit
+        "watchdog-faults": ("engine/watchdog", "parallel/comm"),
         "soak": ("engine/watchdog", "parallel/comm"),
         "kernels-models": (*RUN, "kernels"),
         "integrity": ("engine/integrity",),

@@ -10,7 +10,7 @@ that differs is named.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.parallel.comm.meeting import name_ranks
@@ -70,7 +70,7 @@ def diagnose(
     blamed = _roots(overdue, views)
     if any(view.rank not in waiting for view in blamed):
         return _not_waiting([view for view in blamed if view.rank not in waiting], overdue)
-    return _different(overdue, views) or _no_arrival(overdue, views, silent)
+    return _another_call(waiting.values()) or _different(overdue, views) or _no_arrival(overdue, views, silent)
 
 
 def _ended(gone: Sequence[RankView], views: Mapping[int, RankView]) -> Blame:
@@ -197,14 +197,33 @@ def _different(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Bl
         return _unequal(overdue, views)
     _, calls = max(found, key=lambda each: each[0])
     usual, _ = Counter(call.likeness for call in calls.values()).most_common(1)[0]
-    odd = sorted(rank for rank, call in calls.items() if call.likeness != usual)
-    others = sorted(rank for rank, call in calls.items() if call.likeness == usual)
-    told = (
-        f"{_named(odd, views)} {'are' if len(odd) > 1 else 'is'} in {calls[odd[0]].text}, while "
-        f"{name_ranks(tuple(others))} {'are' if len(others) > 1 else 'is'} in {calls[others[0]].text}: all ranks of a "
-        "group must make the same calls in one order."
+    told = [(views[rank], call) for rank, call in sorted(calls.items())]
+    return _unlike(
+        [each for each in told if each[1].likeness != usual], [each for each in told if each[1].likeness == usual]
     )
-    return Blame(ranks=tuple(odd), kind="different", sentence=told)
+
+
+def _another_call(waiting: Iterable[RankView]) -> Blame | None:
+    """Ranks that wait for all others to begin a call of the engine, while those wait within another one."""
+    calls = [(view, view.waiting) for view in waiting if view.waiting is not None]
+    joining = [each for each in calls if each[0].phase == "USER"]
+    inside = [each for each in calls if each[0].phase == "STEP"]
+    if not joining or not inside:
+        return None
+    return _unlike(joining, inside) if len(joining) <= len(inside) else _unlike(inside, joining)
+
+
+def _unlike(odd: Sequence[tuple[RankView, CallView]], usual: Sequence[tuple[RankView, CallView]]) -> Blame:
+    """``odd`` ranks, each with its call, make another one than the others."""
+    odd, usual = (sorted(each, key=lambda one: one[0].rank) for each in (odd, usual))
+    ranks, others = (tuple(view.rank for view, _ in each) for each in (odd, usual))
+    names = ", ".join(view.name for view, _ in odd[:_MOST_NAMED])
+    told = (
+        f"{names} {'are' if len(ranks) > 1 else 'is'} in {odd[0][1].text}, while {name_ranks(others)} "
+        f"{'are' if len(others) > 1 else 'is'} in {usual[0][1].text}: all ranks of a group must make the same calls in "
+        "one order."
+    )
+    return Blame(ranks=ranks, kind="different", sentence=told)
 
 
 def _unequal(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Blame | None:
@@ -231,7 +250,3 @@ def _no_arrival(
         f"nothing passes between {', '.join(hosts)}."
     )
     return Blame(ranks=call.peers, kind="link", sentence=told)
-
-
-def _named(ranks: Sequence[int], views: Mapping[int, RankView]) -> str:
-    return ", ".join(views[rank].name for rank in ranks[:_MOST_NAMED])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from engine.parallel.comm.flight.flight import SECOND, Event, Flight, ranks_of
-from engine.parallel.comm.flight.layout import Phase
+from engine.parallel.comm.flight.layout import EventKind, Phase
 
 RECENT = 6
 """Newest events of each stream that are told."""
@@ -31,7 +31,7 @@ class CallView:
     def of(cls, event: Event, flight: Flight, since: int, now: int) -> Self:
         """The call that an event of this rank's file notes."""
         return cls(
-            text=str(event),
+            text=str(event) if event.bytes or event.kind == EventKind.ACTION else event.label,
             stream=event.stream,
             count=event.count,
             likeness=f"{event.label}, {event.bytes} bytes {event.dtype}",

@@ -13,6 +13,8 @@ from tests.warm_python import warm_torchrun
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent
+TIMEOUT = 3.0
+"""Of the watchdog in jobs that go wrong (``faulty.py``), in seconds."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -89,6 +89,18 @@ def test_the_odd_call_of_a_stream_is_named() -> None:
     assert "is in norms #17, while ranks 0, 1, 2 are in gradients #17" in found.sentence
 
 
+def test_who_makes_another_call_of_the_engine_is_named() -> None:
+    mine = CallView(text="eval_batch", stream="calls", count=1, likeness="eval_batch", peers=ALL, seconds=5.6)
+    apart = [rank(each, phase="USER", waiting=mine, recent=(*rank(each).recent, mine)) for each in ALL]
+    found = blamed(*(waiting(each) for each in (0, 1, 2)), apart[3])
+    assert found is not None and (found.ranks, found.kind) == ((3,), "different")
+    assert "is in eval_batch, while ranks 0, 1, 2 are in gradients #17" in found.sentence
+    found = blamed(waiting(0), *apart[1:])
+    assert found is not None and found.ranks == (0,) and "while ranks 1, 2, 3 are in eval_batch" in found.sentence
+    found = blamed(rank(0, phase="USER", in_phase=6.0), *apart[1:])
+    assert found is not None and (found.ranks, found.kind) == ((0,), "outside")
+
+
 def test_the_first_that_ended_and_not_those_that_it_took_down() -> None:
     dead = rank(1, process="", ended="signal 9 (SIGKILL)", idle=0.4)
     words = "EngineError: all_reduce failed. A peer has probably stopped; look for the first traceback"
