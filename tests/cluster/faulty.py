@@ -35,7 +35,7 @@ def go_wrong(place: str) -> None:
     """What happens to the victim, where it happens."""
     if RANK != VICTIM or not ARMED.exists() or not WHAT.startswith(place):
         return
-    if WHAT != f"{place}-slow":
+    if not WHAT.endswith("-slow"):
         note_fault()
     match WHAT.removeprefix(f"{place}-"):
         case "stop":
@@ -104,6 +104,8 @@ def main() -> None:
             eng.train_batch(torch.ones(4, 8 if WHAT == "other-shape" and armed else 16))
             if eng.step_count == 3:
                 print(f"trains {RANK}", flush=True)
+            if eng.step_count % 10 == 0:
+                print(f"step {eng.step_count}", flush=True)
             time.sleep(0.02)
 
 

@@ -73,6 +73,10 @@ class Job:
             launcher.kill()
             launcher.wait()
 
+    def text(self, node: int) -> str:
+        """What a node has printed so far."""
+        return self._outputs[node].read_text(errors="replace")
+
     def wait_for(self, words: str, seconds: float = 60.0, node: int | None = None) -> None:
         """Return once every node, or this one, has printed ``words``."""
         deadline, outputs = time.monotonic() + seconds, self._outputs if node is None else [self._outputs[node]]

@@ -76,3 +76,44 @@ def test_a_rank_of_another_node_is_named(
         ended = job.end(30)
     assert all(node.code not in (0, None) for node in ended), ended
     assert f"trine watchdog: rank {victim} (node{victim // 2}, pid " in "".join(node.text for node in ended)
+
+
+def goes_on(job: Job) -> None:
+    """The job makes more steps, and nobody was blamed."""
+    before = job.text(0).count("step ")
+    time.sleep(TIMEOUT)
+    assert job.text(0).count("step ") > before, "it trains on"
+    assert not [node for node in (0, 1) if "trine watchdog" in job.text(node)]
+
+
+@pytest.mark.long
+def test_a_link_that_comes_back_in_time_is_forgiven(
+    clusters: Callable[[int], Cluster], warm_python: str, tmp_path: Path
+) -> None:
+    cluster = clusters(2)
+    with Job(cluster, warm_python, 2, copied("faulty.py", tmp_path), *faulty("none", 0, tmp_path, "data=4")) as job:
+        job.wait_for("trains")
+        time.sleep(4.0)
+        for _ in range(3):
+            before = job.text(0).count("step ")
+            cluster.unplug(cluster.nodes[1])
+            time.sleep(TIMEOUT / 3)  # TCP tries again after twice the time that has passed, and so is back in time
+            assert job.text(0).count("step ") <= before + 1, "nothing passes"
+            cluster.plug(cluster.nodes[1])
+            time.sleep(TIMEOUT / 3)
+            goes_on(job)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rate", ["10mbit", "200kbit"])
+def test_a_slow_link_is_nobodys_fault(
+    clusters: Callable[[int], Cluster], warm_python: str, tmp_path: Path, rate: str
+) -> None:
+    """A hundredth and a five-thousandth of its rate: steps take longer, and no rank waits for the whole timeout."""
+    cluster = clusters(2)
+    with Job(cluster, warm_python, 2, copied("faulty.py", tmp_path), *faulty("none", 0, tmp_path, "data=4")) as job:
+        job.wait_for("trains")
+        time.sleep(4.0)
+        cluster.set_rate(cluster.nodes[1], rate)
+        for _ in range(3):
+            goes_on(job)

@@ -146,7 +146,7 @@ def test_the_one_to_blame_is_named_in_time(
 def test_a_batch_of_another_shape_is_refused_with_its_rank(
     grid: str, tmp_path: Path, warm_python: str, faults_table: Table
 ) -> None:
-    """By the engine before anything is sent, where ranks share a batch; else by the rank that cannot compute with it."""
+    """By the engine before anything is sent, where ranks share a batch; else the rank cannot compute with it."""
     victim = 2 ** (1 + grid.count(",")) - 1
     with started("other-shape", victim, grid, tmp_path, warm_python) as job:
         job.arm()
