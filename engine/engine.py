@@ -39,6 +39,7 @@ from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
 from engine.step.user_loop import LoopControl, UserLoop
+from engine.watchdog.diagnosis import CALLS
 
 logger = logging.getLogger("trine")
 
@@ -186,6 +187,7 @@ class Engine(TrainingLoop, NamedState, Inference):
                 "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
             )
         with self._comm.within(self._update.made):
+            self._note_call("train_batch")
             batch = self._completed(batch)
             if self._reports.attempts:
                 return self._report(self._runner.train(batch))
@@ -207,8 +209,8 @@ class Engine(TrainingLoop, NamedState, Inference):
         With ``return_output``: (report, model output of rank 0's share, None on other ranks).
         """
         self._resources.refuse_closed("eval_batch")
-        self._join("eval_batch")
         with self._comm.within(self._update.made):
+            self._note_call("eval_batch", joined=True)
             batch = self._completed(batch)
             step, outcome = self._runner.evaluate(batch, "output" if return_output else "evaluate")
         report = self._reports.make(step, outcome, self.plan, self._update.made)
@@ -216,18 +218,17 @@ class Engine(TrainingLoop, NamedState, Inference):
             return report
         return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
 
-    def _join(self, call: str) -> None:
-        """Wait until every rank makes this call, and note for the watchdog that this one does."""
+    def _note_call(self, call: str, joined: bool = False) -> None:
+        """Note for the watchdog that this rank makes a call that every rank makes; ``joined``: wait for all others."""
         recorder = self._comm.recorder
-        if recorder is None:
-            self._comm.join(call)
-            return
-        sequence = recorder.begin(EventKind.COLLECTIVE, "world", "calls of the engine", call)
-        began = recorder.wait(sequence)
+        sequence = recorder.begin(EventKind.COLLECTIVE, "world", CALLS, call) if recorder is not None else 0
+        began = recorder.wait(sequence) if recorder is not None else 0
         try:
-            self._comm.join(call)
+            if joined:
+                self._comm.join(call)
         finally:
-            recorder.waited(sequence, "world", began)
+            if recorder is not None:
+                recorder.waited(sequence, "world", began)
 
     # ------------------------------------------------------------------ state
 

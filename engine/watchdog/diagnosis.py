@@ -10,7 +10,7 @@ that differs is named.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.parallel.comm.meeting import name_ranks
@@ -20,6 +20,8 @@ _CONSEQUENCES = ("A peer has probably stopped", "see the error of the rank that 
 """Parts of the words of a rank that another one has taken down."""
 _MOST_NAMED = 4
 _ORDERLY = "exit status 0"
+CALLS = "calls of the engine"
+"""Stream of the calls that every rank makes in one order; nothing is sent by their begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ def diagnose(
     blamed = _roots(overdue, views)
     if any(view.rank not in waiting for view in blamed):
         return _not_waiting([view for view in blamed if view.rank not in waiting], overdue)
-    return _another_call(waiting.values()) or _different(overdue, views) or _no_arrival(overdue, views, silent)
+    return _another_call(views) or _different(overdue, views) or _no_arrival(overdue, views, silent)
 
 
 def _ended(gone: Sequence[RankView], views: Mapping[int, RankView]) -> Blame:
@@ -181,49 +183,50 @@ def _longest(waiting: Sequence[RankView]) -> tuple[RankView, CallView]:
     return max(calls, key=lambda each: each[1].seconds)
 
 
+def _another_call(views: Mapping[int, RankView]) -> Blame | None:
+    """Ranks whose calls of the engine are not those of the others, such as one that evaluates while they train."""
+    calls = _first_unlike(CALLS, views)
+    return None if calls is None else _unlike(calls, views)
+
+
 def _different(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Blame | None:
     """Ranks that wait for each other in different calls: the first call of a stream that is not the same on all."""
-    found: list[tuple[float, dict[int, CallView]]] = []
+    found: list[dict[int, CallView]] = []
     for view in overdue:
         assert view.waiting is not None
-        stream, peers = view.waiting.stream, [rank for rank in view.waiting.peers if rank in views]
-        made = {rank: {call.count: call for call in views[rank].recent if call.stream == stream} for rank in peers}
-        for count in sorted({count for calls in made.values() for count in calls}):
-            calls = {rank: each[count] for rank, each in made.items() if count in each}
-            if len({call.likeness for call in calls.values()}) > 1:
-                found.append((max(call.seconds for call in calls.values()), calls))
-                break
+        peers = {rank: views[rank] for rank in view.waiting.peers if rank in views}
+        if (calls := _first_unlike(view.waiting.stream, peers)) is not None:
+            found.append(calls)
     if not found:
         return _unequal(overdue, views)
-    _, calls = max(found, key=lambda each: each[0])
+    return _unlike(max(found, key=lambda calls: max(call.seconds for call in calls.values())), views)
+
+
+def _first_unlike(stream: str, views: Mapping[int, RankView]) -> dict[int, CallView] | None:
+    """The first call of a stream that is not the same on all ranks, by rank; None if all known ones are."""
+    made = {
+        rank: {call.count: call for call in view.recent if call.stream == stream}
+        for rank, view in sorted(views.items())
+    }  # fmt: skip
+    for count in sorted({count for calls in made.values() for count in calls}):
+        calls = {rank: each[count] for rank, each in made.items() if count in each}
+        if len({call.likeness for call in calls.values()}) > 1:
+            return calls
+    return None
+
+
+def _unlike(calls: Mapping[int, CallView], views: Mapping[int, RankView]) -> Blame:
+    """Who makes another call than most, of ranks that should make the same one."""
     usual, _ = Counter(call.likeness for call in calls.values()).most_common(1)[0]
-    told = [(views[rank], call) for rank, call in sorted(calls.items())]
-    return _unlike(
-        [each for each in told if each[1].likeness != usual], [each for each in told if each[1].likeness == usual]
-    )
-
-
-def _another_call(waiting: Iterable[RankView]) -> Blame | None:
-    """Ranks that wait for all others to begin a call of the engine, while those wait within another one."""
-    calls = [(view, view.waiting) for view in waiting if view.waiting is not None]
-    joining = [each for each in calls if each[0].phase == "USER"]
-    inside = [each for each in calls if each[0].phase == "STEP"]
-    if not joining or not inside:
-        return None
-    return _unlike(joining, inside) if len(joining) <= len(inside) else _unlike(inside, joining)
-
-
-def _unlike(odd: Sequence[tuple[RankView, CallView]], usual: Sequence[tuple[RankView, CallView]]) -> Blame:
-    """``odd`` ranks, each with its call, make another one than the others."""
-    odd, usual = (sorted(each, key=lambda one: one[0].rank) for each in (odd, usual))
-    ranks, others = (tuple(view.rank for view, _ in each) for each in (odd, usual))
-    names = ", ".join(view.name for view, _ in odd[:_MOST_NAMED])
+    odd = tuple(sorted(rank for rank, call in calls.items() if call.likeness != usual))
+    others = tuple(sorted(rank for rank, call in calls.items() if call.likeness == usual))
+    names = ", ".join(views[rank].name for rank in odd[:_MOST_NAMED])
     told = (
-        f"{names} {'are' if len(ranks) > 1 else 'is'} in {odd[0][1].text}, while {name_ranks(others)} "
-        f"{'are' if len(others) > 1 else 'is'} in {usual[0][1].text}: all ranks of a group must make the same calls in "
-        "one order."
+        f"{names} {'are' if len(odd) > 1 else 'is'} in {calls[odd[0]].text}, while {name_ranks(others)} "
+        f"{'are' if len(others) > 1 else 'is'} in {calls[others[0]].text}: all ranks of a group must make the same "
+        "calls in one order."
     )
-    return Blame(ranks=ranks, kind="different", sentence=told)
+    return Blame(ranks=odd, kind="different", sentence=told)
 
 
 def _unequal(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Blame | None:

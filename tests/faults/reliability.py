@@ -82,8 +82,8 @@ RELIABILITY = (
         name="shards-are-not-digested",
         about="A bit that flips in a sharded weight is never found, since only what has copies is compared.",
         file="engine/integrity/held.py",
-        old='            yield HeldTensor(kind="weight", tensor=flat.kept, names=owned, equal=False, writers=optimized)\n',
-        new="            yield from ()\n",
+        old='yield HeldTensor(kind="weight", tensor=flat.kept, names=owned, equal=False, writers=optimized)',
+        new="yield from ()",
         tests=("tests/engine/integrity/test_flips.py::test_every_flip_is_found_and_named",),
     ),
     Fault(
