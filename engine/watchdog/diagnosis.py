@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.parallel.comm.meeting import name_ranks
+from engine.reporting.last_words import is_consequence
 from engine.watchdog.view import CallView, RankView
 
-_CONSEQUENCES = ("A peer has probably stopped", "see the error of the rank that failed")
-"""Parts of the words of a rank that another one has taken down."""
 _MOST_NAMED = 4
 _ORDERLY = "exit status 0"
 CALLS = "calls of the engine"
@@ -80,16 +79,12 @@ def _ended(gone: Sequence[RankView], views: Mapping[int, RankView]) -> Blame:
 
     One that is still about to end may have said the cause already.
     """
-    causes = [view for view in gone if not _is_consequence(view)]
-    causes = causes or [view for view in views.values() if view.words and not _is_consequence(view)]
+    causes = [view for view in gone if not is_consequence(view.words)]
+    causes = causes or [view for view in views.values() if view.words and not is_consequence(view.words)]
     first = max(causes or gone, key=lambda view: view.idle)
     how = first.words.strip() or first.ended or "it ended without a word"
     told = f"{first.name} has ended: {how}{_doing(first)}{_finished(first)}."
     return Blame(ranks=(first.rank,), kind="ended", sentence=told, certain=bool(causes))
-
-
-def _is_consequence(view: RankView) -> bool:
-    return any(words in view.words for words in _CONSEQUENCES)
 
 
 def _lost(late: Sequence[SilentHost], size: int) -> Blame:
