@@ -111,7 +111,7 @@ def is_consequence(words: str) -> bool:
 def torchrun_error(sentence: str) -> str:
     """The error file of a rank, in the form of torch's ErrorHandler; what that calls a call stack is what it prints.
 
-    torchrun takes the earliest one for the root cause, by whole seconds: a consequence gets a later time than its cause.
+    torchrun takes the earliest one for the root cause, by whole seconds: a consequence gets a later time.
     """
     late = _AFTER_SECONDS if is_consequence(sentence) else 0
     told = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}

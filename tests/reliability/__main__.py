@@ -49,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.list:
         print("\n".join(f"{proof.row}: {proof.command}" for proof in chosen))
         return 0
+    good, commit = True, described_commit()  # before its own figures change files of the tree
     if asked.write_figures:  # all rows, in their order
         record_cells(NAME, CORNER, {(proof.row, "asked"): proof.asked for proof in PROOFS})
-    good = True
     for proof in chosen:
-        measured = read_figure(proof) if proof.figure else run(proof)
+        measured = read_figure(proof) if proof.figure else run(proof, commit)
         print(f"{proof.row}: {measured.figure}", flush=True)
         good = good and measured.good
         if asked.write_figures:
@@ -61,11 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if good else 1
 
 
-def run(proof: Proof) -> Measured:
-    """Run the command of a proof and read its figure."""
+def run(proof: Proof, commit: str = "") -> Measured:
+    """Run the command of a proof, with the sources of a commit, and read its figure."""
     words = shlex.split(proof.command)
     command = ["-m", "pytest", "-q", "-rP", *words[1:]] if words[0] == "pytest" else words[1:]
-    commit = described_commit()
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
     said = done.stdout + done.stderr
     figure, good = f"FAILED, exit status {done.returncode}", done.returncode == 0
