@@ -142,7 +142,7 @@ PROOFS: tuple[Proof, ...] = (
         about="damaged configurations: accepted, or one sentence with path, value and rule",
         asked="10,000 mutants, p99 below 5 ms",
         command="pytest -m long tests/engine/config/test_mutations.py",
-        read=found(r"(\d+ of 10000 accepted); p99 of a call (\S+ ms)", "10,000 mutants, {}, p99 {}"),
+        read=found(r"(\d+) of 10000 accepted; p99 of a call (\S+ ms)", "10,000 mutants, {} accepted, p99 {}"),
     ),
     Proof(
         goal="R10",

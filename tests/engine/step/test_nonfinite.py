@@ -168,7 +168,7 @@ def spoil_each(grid: str, stage: int) -> list[str]:
         names = [name for name, _ in models.decoder(layers=2).named_parameters()]
         for name in names:
             parameter = eng.module.get_parameter(name)
-            if not parameter.is_meta:
+            if parameter.requires_grad:  # one of another stage is a placeholder
                 parameter.register_hook(partial(spoil, name=name))  # type: ignore[no-untyped-call]
         for rank in range(eng.grid.world_size):
             for name in names:
