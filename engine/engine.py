@@ -22,6 +22,7 @@ from engine.errors import EngineError
 from engine.inference import Inference
 from engine.loop import TrainingLoop
 from engine.named_state import NamedState
+from engine.parallel.comm.flight.layout import EventKind
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.grid import Grid
 from engine.parallel.pipeline.report.measured import measured_timeline
@@ -38,6 +39,7 @@ from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
 from engine.step.user_loop import LoopControl, UserLoop
+from engine.watchdog.diagnosis import CALLS
 
 logger = logging.getLogger("trine")
 
@@ -185,6 +187,7 @@ class Engine(TrainingLoop, NamedState, Inference):
                 "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
             )
         with self._comm.within(self._update.made):
+            self._note_call("train_batch")
             batch = self._completed(batch)
             if self._reports.attempts:
                 return self._report(self._runner.train(batch))
@@ -206,14 +209,26 @@ class Engine(TrainingLoop, NamedState, Inference):
         With ``return_output``: (report, model output of rank 0's share, None on other ranks).
         """
         self._resources.refuse_closed("eval_batch")
-        self._comm.join("eval_batch")
         with self._comm.within(self._update.made):
+            self._note_call("eval_batch", joined=True)
             batch = self._completed(batch)
             step, outcome = self._runner.evaluate(batch, "output" if return_output else "evaluate")
         report = self._reports.make(step, outcome, self.plan, self._update.made)
         if not return_output:
             return report
         return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
+
+    def _note_call(self, call: str, joined: bool = False) -> None:
+        """Note for the watchdog that this rank makes a call that every rank makes; ``joined``: wait for all others."""
+        recorder = self._comm.recorder
+        sequence = recorder.begin(EventKind.COLLECTIVE, "world", CALLS, call) if recorder is not None else 0
+        began = recorder.wait(sequence) if recorder is not None else 0
+        try:
+            if joined:
+                self._comm.join(call)
+        finally:
+            if recorder is not None:
+                recorder.waited(sequence, "world", began)
 
     # ------------------------------------------------------------------ state
 

@@ -161,6 +161,12 @@ def kernels_models_table(request: pytest.FixtureRequest) -> Iterator[Table]:
     yield from _deviations("kernels-models", request, "model")
 
 
+@pytest.fixture(scope="session")
+def faults_table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """Seconds from a fault of a job to the sentence that names it, by fault and grid."""
+    yield from _deviations("watchdog-faults", request, "what a rank does")
+
+
 def _deviations(
     name: str, request: pytest.FixtureRequest, corner: str = "largest relative deviation of a loss"
 ) -> Iterator[Table]:

@@ -106,6 +106,7 @@ REASONS = {
     "bash .ci/run": "runs all tests, this one too",
     "python -m tests.cluster.goodput --write-figures": "disturbs a job for twenty minutes",
     "python -m tests.cluster.soak --write-figures": "slows a job for half an hour",
+    "python -m tests.reliability --write-figures": "runs long tests for an hour",
     "python -m tests.recorded record RUNS.json --checkpoints FOLDER": "trains for minutes",
 }
 """Command -> why no test runs it."""
@@ -118,6 +119,7 @@ SUITES = (
     FIGURES.format("parity"),
     "pytest tests/engine/parity/test_covering_array.py",
     "pytest -m long tests/engine/integrity/test_flips.py --write-figures",
+    "pytest -m long tests/engine/watchdog/test_jobs.py tests/cluster/test_nodes.py --write-figures",
     "pytest tests/launch/test_schedule_page.py --write-figures",
     "pytest -m long --write-figures tests/engine/parity/test_transformers_types.py",
     *(FIGURES.format(f"parity_{name}") for name in ("axes", "schedules", "zero")),

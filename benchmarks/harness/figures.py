@@ -128,7 +128,7 @@ def _source(name: str, root: Path) -> dict[str, Any]:
         command = "python -m " + ".".join(program.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     return {
         "command": " ".join([command, *(argument.replace(f"{ROOT}/", "") for argument in sys.argv[1:])]),
-        "commit": _commit(),
+        "commit": described_commit(),
         "sources": digests(name, root),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
@@ -137,7 +137,7 @@ def _source(name: str, root: Path) -> dict[str, Any]:
     }
 
 
-def _commit() -> str:
+def described_commit() -> str:
     """The commit, with "+" where files differ from it; empty outside a repository."""
     try:
         told = subprocess.run(

@@ -22,7 +22,8 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "checkpoint": ("engine/checkpoint", "benchmarks/checkpoint"),
         "faults": ("tests/faults",),
         "goodput": ("engine/checkpoint", "engine/watchdog", "parallel/comm"),
-        **dict.fromkeys(("soak", "watchdog-cost"), ("engine/watchdog", "parallel/comm")),
+        **dict.fromkeys(("soak", "watchdog-cost", "watchdog-faults"), ("engine/watchdog", "parallel/comm")),
+        "reliability": (),  # each row tells its own commit
         "kernels-models": (*RUN, "kernels"),
         "integrity": ("engine/integrity",),
         "integrity-cost": ("engine/integrity", "engine/step", "zero"),

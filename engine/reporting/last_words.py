@@ -25,6 +25,9 @@ logger = logging.getLogger("trine")
 
 PACKAGE = Path(__file__).parents[1]
 """The folder of the engine, whose frames are not the user's."""
+CONSEQUENCES = ("A peer has probably stopped", "see the error of the rank that failed")
+"""Parts of the words of a rank that another one has taken down."""
+_AFTER_SECONDS = 2
 _DECORATOR = os.path.join("torch", "utils", "_contextlib.py")
 
 
@@ -100,9 +103,18 @@ def _is_first(sentence: str) -> bool:
     return True
 
 
+def is_consequence(words: str) -> bool:
+    """Whether these words of a rank blame another one."""
+    return any(part in words for part in CONSEQUENCES)
+
+
 def torchrun_error(sentence: str) -> str:
-    """The error file of a rank, in the form of torch's ErrorHandler; what that calls a call stack is what it prints."""
-    told = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+    """The error file of a rank, in the form of torch's ErrorHandler; what that calls a call stack is what it prints.
+
+    torchrun takes the earliest one for the root cause, by whole seconds: a consequence gets a later time.
+    """
+    late = _AFTER_SECONDS if is_consequence(sentence) else 0
+    told = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}
     return json.dumps({"message": {"message": sentence, "extraInfo": told}})
 
 

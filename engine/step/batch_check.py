@@ -18,6 +18,8 @@ from engine.parallel.comm.comm import Comm
 from engine.program.batch import Batch, named_tensors
 
 _REFUSED = -1
+_TRAINS = 62
+"""Bit above the digest of a batch."""
 
 
 def take_batch(
@@ -46,15 +48,17 @@ def take_batch(
 def check_batch(microbatches: Sequence[Batch], problem: Exception | None, comm: Comm, device: torch.device) -> None:
     """Compare this rank's batch with its replica's: one all-gather of 8 bytes a rank, label "batch check".
 
+    Also whether gradients are recorded: a rank that evaluates while others train would meet their collectives.
+
     ``problem``: the reason why this rank has no batch; the other ranks learn that there is one.
 
     Raises:
-        EngineError: on every rank of the replica, if batches differ or a rank has none.
+        EngineError: on every rank of the replica, if batches or calls differ or a rank has no batch.
     """
     ranks = comm.grid.size("replica")
     if ranks == 1:
         return
-    digest = _REFUSED if problem is not None else _digest(microbatches)
+    digest = _REFUSED if problem is not None else _digest(microbatches) | torch.is_grad_enabled() << _TRAINS
     mine = torch.tensor([digest], dtype=torch.int64)
     table = gather_from_all(mine, comm, device, "batch check", "replica").flatten()
     if problem is not None:
@@ -66,6 +70,11 @@ def check_batch(microbatches: Sequence[Batch], problem: Exception | None, comm: 
                 f"rank {rank} refused its batch, so no rank makes this step; see the error of rank {rank}."
             )
     for other, rank in zip(digests, peers, strict=True):
+        if other >> _TRAINS != digests[0] >> _TRAINS:
+            raise EngineError(
+                f"rank {peers[0]} and rank {rank} make different calls of the engine, of which one trains and one does "
+                "not; all ranks make the same calls in one order."
+            )
         if other != digests[0]:
             raise EngineError(
                 f"rank {peers[0]} and rank {rank} were given different batches; all tensor and pipeline ranks of a "

@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.parallel.comm.meeting import name_ranks
+from engine.reporting.last_words import is_consequence
 from engine.watchdog.view import CallView, RankView
 
-_CONSEQUENCES = ("A peer has probably stopped", "see the error of the rank that failed")
-"""Parts of the words of a rank that another one has taken down."""
 _MOST_NAMED = 4
 _ORDERLY = "exit status 0"
+CALLS = "calls of the engine"
+"""Stream of the calls that every rank makes in one order; nothing is sent by their begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ def diagnose(
     blamed = _roots(overdue, views)
     if any(view.rank not in waiting for view in blamed):
         return _not_waiting([view for view in blamed if view.rank not in waiting], overdue)
-    return _different(overdue, views) or _no_arrival(overdue, views, silent)
+    return _another_call(views) or _different(overdue, views) or _no_arrival(overdue, views, silent)
 
 
 def _ended(gone: Sequence[RankView], views: Mapping[int, RankView]) -> Blame:
@@ -78,16 +79,12 @@ def _ended(gone: Sequence[RankView], views: Mapping[int, RankView]) -> Blame:
 
     One that is still about to end may have said the cause already.
     """
-    causes = [view for view in gone if not _is_consequence(view)]
-    causes = causes or [view for view in views.values() if view.words and not _is_consequence(view)]
+    causes = [view for view in gone if not is_consequence(view.words)]
+    causes = causes or [view for view in views.values() if view.words and not is_consequence(view.words)]
     first = max(causes or gone, key=lambda view: view.idle)
     how = first.words.strip() or first.ended or "it ended without a word"
     told = f"{first.name} has ended: {how}{_doing(first)}{_finished(first)}."
     return Blame(ranks=(first.rank,), kind="ended", sentence=told, certain=bool(causes))
-
-
-def _is_consequence(view: RankView) -> bool:
-    return any(words in view.words for words in _CONSEQUENCES)
 
 
 def _lost(late: Sequence[SilentHost], size: int) -> Blame:
@@ -181,30 +178,50 @@ def _longest(waiting: Sequence[RankView]) -> tuple[RankView, CallView]:
     return max(calls, key=lambda each: each[1].seconds)
 
 
+def _another_call(views: Mapping[int, RankView]) -> Blame | None:
+    """Ranks whose calls of the engine are not those of the others, such as one that evaluates while they train."""
+    calls = _first_unlike(CALLS, views)
+    return None if calls is None else _unlike(calls, views)
+
+
 def _different(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Blame | None:
     """Ranks that wait for each other in different calls: the first call of a stream that is not the same on all."""
-    found: list[tuple[float, dict[int, CallView]]] = []
+    found: list[dict[int, CallView]] = []
     for view in overdue:
         assert view.waiting is not None
-        stream, peers = view.waiting.stream, [rank for rank in view.waiting.peers if rank in views]
-        made = {rank: {call.count: call for call in views[rank].recent if call.stream == stream} for rank in peers}
-        for count in sorted({count for calls in made.values() for count in calls}):
-            calls = {rank: each[count] for rank, each in made.items() if count in each}
-            if len({call.likeness for call in calls.values()}) > 1:
-                found.append((max(call.seconds for call in calls.values()), calls))
-                break
+        peers = {rank: views[rank] for rank in view.waiting.peers if rank in views}
+        if (calls := _first_unlike(view.waiting.stream, peers)) is not None:
+            found.append(calls)
     if not found:
         return _unequal(overdue, views)
-    _, calls = max(found, key=lambda each: each[0])
+    return _unlike(max(found, key=lambda calls: max(call.seconds for call in calls.values())), views)
+
+
+def _first_unlike(stream: str, views: Mapping[int, RankView]) -> dict[int, CallView] | None:
+    """The first call of a stream that is not the same on all ranks, by rank; None if all known ones are."""
+    made = {
+        rank: {call.count: call for call in view.recent if call.stream == stream}
+        for rank, view in sorted(views.items())
+    }  # fmt: skip
+    for count in sorted({count for calls in made.values() for count in calls}):
+        calls = {rank: each[count] for rank, each in made.items() if count in each}
+        if len({call.likeness for call in calls.values()}) > 1:
+            return calls
+    return None
+
+
+def _unlike(calls: Mapping[int, CallView], views: Mapping[int, RankView]) -> Blame:
+    """Who makes another call than most, of ranks that should make the same one."""
     usual, _ = Counter(call.likeness for call in calls.values()).most_common(1)[0]
-    odd = sorted(rank for rank, call in calls.items() if call.likeness != usual)
-    others = sorted(rank for rank, call in calls.items() if call.likeness == usual)
+    odd = tuple(sorted(rank for rank, call in calls.items() if call.likeness != usual))
+    others = tuple(sorted(rank for rank, call in calls.items() if call.likeness == usual))
+    names = ", ".join(views[rank].name for rank in odd[:_MOST_NAMED])
     told = (
-        f"{_named(odd, views)} {'are' if len(odd) > 1 else 'is'} in {calls[odd[0]].text}, while "
-        f"{name_ranks(tuple(others))} {'are' if len(others) > 1 else 'is'} in {calls[others[0]].text}: all ranks of a "
-        "group must make the same calls in one order."
+        f"{names} {'are' if len(odd) > 1 else 'is'} in {calls[odd[0]].text}, while {name_ranks(others)} "
+        f"{'are' if len(others) > 1 else 'is'} in {calls[others[0]].text}: all ranks of a group must make the same "
+        "calls in one order."
     )
-    return Blame(ranks=tuple(odd), kind="different", sentence=told)
+    return Blame(ranks=odd, kind="different", sentence=told)
 
 
 def _unequal(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Blame | None:
@@ -231,7 +248,3 @@ def _no_arrival(
         f"nothing passes between {', '.join(hosts)}."
     )
     return Blame(ranks=call.peers, kind="link", sentence=told)
-
-
-def _named(ranks: Sequence[int], views: Mapping[int, RankView]) -> str:
-    return ", ".join(views[rank].name for rank in ranks[:_MOST_NAMED])

@@ -31,7 +31,7 @@ class CallView:
     def of(cls, event: Event, flight: Flight, since: int, now: int) -> Self:
         """The call that an event of this rank's file notes."""
         return cls(
-            text=str(event),
+            text=str(event) if event.bytes or event.kind == EventKind.ACTION else event.label,
             stream=event.stream,
             count=event.count,
             likeness=f"{event.label}, {event.bytes} bytes {event.dtype}",

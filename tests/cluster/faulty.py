@@ -1,4 +1,7 @@
-"""A job that one rank spoils: ``faulty.py WHAT RANK`` trains, says so, and then goes wrong when a file appears."""
+"""A job that one rank spoils: ``faulty.py WHAT RANK ARMED GRID TIMEOUT`` trains, says so, and goes wrong later.
+
+It goes wrong once the file ARMED is there, and writes the moment of ``time.monotonic`` into the file ``fault`` beside.
+"""
 
 import os
 import signal
@@ -16,13 +19,24 @@ WHAT, VICTIM = sys.argv[1], int(sys.argv[2])
 RANK = int(os.environ["RANK"])
 ARMED = Path(sys.argv[3])
 SIZES = {key: int(size) for key, _, size in (part.partition("=") for part in sys.argv[4].split(","))}
-TIMEOUT = 3.0
+TIMEOUT = float(sys.argv[5])
+
+
+def note_fault() -> None:
+    """Write the moment in which the job goes wrong; once, and whole or not at all."""
+    moment = ARMED.with_name("fault")
+    if not moment.exists():
+        written = moment.with_suffix(".new")
+        written.write_text(str(time.monotonic()))
+        written.rename(moment)
 
 
 def go_wrong(place: str) -> None:
     """What happens to the victim, where it happens."""
     if RANK != VICTIM or not ARMED.exists() or not WHAT.startswith(place):
         return
+    if not WHAT.endswith("-slow"):
+        note_fault()
     match WHAT.removeprefix(f"{place}-"):
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -83,12 +97,14 @@ def main() -> None:
         while time.monotonic() < end:
             go_wrong("between")
             armed = RANK == VICTIM and ARMED.exists()
-            if WHAT == "other-call" and armed:
+            if armed and WHAT in ("other-call", "known-call", "other-shape"):
+                note_fault()
+            if (WHAT in ("other-call", "known-call") and armed) or (WHAT == "known-call" and eng.step_count < 3):
                 eng.eval_batch(torch.ones(4, 16))
             eng.train_batch(torch.ones(4, 8 if WHAT == "other-shape" and armed else 16))
             if eng.step_count == 3:
                 print(f"trains {RANK}", flush=True)
-            if eng.step_count % 20 == 0 and RANK == 0:
+            if eng.step_count % 10 == 0:
                 print(f"step {eng.step_count}", flush=True)
             time.sleep(0.02)
 

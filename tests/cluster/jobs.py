@@ -13,6 +13,8 @@ from tests.warm_python import warm_torchrun
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent
+TIMEOUT = 3.0
+"""Of the watchdog in jobs that go wrong (``faulty.py``), in seconds."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -73,7 +75,7 @@ class Job:
 
     def said(self) -> str:
         """Everything that the nodes have printed, one after the other."""
-        return "".join(path.read_text(errors="replace") for path in self._outputs)
+        return "".join(self.text(node) for node in range(len(self._outputs)))
 
     def wait_for_any(self, words: str, seconds: float = 60.0) -> str:
         """Return the first line with ``words`` that a node prints: which one has the hub is not known."""
@@ -82,6 +84,9 @@ class Job:
             assert time.monotonic() < deadline, f"not said: {words!r}\n{self.said()[-3000:]}"
             time.sleep(0.05)
         return found[0]
+    def text(self, node: int) -> str:
+        """What a node has printed so far."""
+        return self._outputs[node].read_text(errors="replace")
 
     def wait_for(self, words: str, seconds: float = 60.0, node: int | None = None) -> None:
         """Return once every node, or this one, has printed ``words``."""

@@ -5,6 +5,7 @@ from tests.faults.fault import Fault
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
 from tests.faults.pipeline import PIPELINE
+from tests.faults.reliability import RELIABILITY
 from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
 from tests.faults.zero import ZERO
@@ -16,6 +17,7 @@ AREAS = {
     "zero": ZERO,
     "step and precision": STEP_AND_PRECISION,
     "checkpoint": CHECKPOINT,
+    "reliability": RELIABILITY,
     "kernels and planning": KERNELS_AND_PLANNING,
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

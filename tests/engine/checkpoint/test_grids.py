@@ -117,6 +117,7 @@ def test_every_ordered_pair_of_grids(checkpoints: dict[Cell, Path], logical: dic
     assert len(CELLS) == 52 and len(every) == 52 * 52
     for saved, wanted in every:
         loads(checkpoints[saved], wanted, logical)
+    print(f"{len(every)} pairs of grids")
 
 
 def test_every_tensor_is_stored_once_and_padding_never(

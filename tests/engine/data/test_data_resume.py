@@ -96,6 +96,7 @@ def test_no_sample_is_repeated_or_skipped_whatever_the_history(part: int) -> Non
         assert run.counted == [int(next(alone)[0]) for _ in run.counted], f"history {index} has another order"
         replayed, grids = replayed + run.replayed, max(grids, len(run.grids))
         epochs += len(run.counted) // run.windows
+    print(f"{AT_ONCE} histories")
     assert replayed > 1000 and grids >= 5 and epochs > 100, "histories without kills, regridding or epochs show nothing"
 
 

@@ -15,7 +15,7 @@ import torch
 from engine.errors import ConfigError, EngineError
 from engine.parallel.grid import Grid
 from engine.program.loss import check_scalar
-from engine.reporting.last_words import LastWords
+from engine.reporting.last_words import LastWords, torchrun_error
 
 Shown = list[tuple[type[BaseException], BaseException]]
 
@@ -152,3 +152,13 @@ def test_an_error_file_that_cannot_be_written_is_said(
     words.close()
     said = capsys.readouterr().err
     assert "EngineError: a, b; c.\n" in said and "torchrun is not told" in said
+
+
+def test_a_consequence_is_never_torchruns_root_cause() -> None:
+    """Which is the earliest error, by whole seconds."""
+
+    def when(sentence: str) -> int:
+        return int(json.loads(torchrun_error(sentence))["message"]["extraInfo"]["timestamp"])
+
+    blames = "EngineError: 1 other rank(s) failed in this step; see the error of the rank that failed."
+    assert when(blames) > when("ValueError: odd input")

@@ -26,6 +26,19 @@ class Silent(RecordingBackend):
         return wait
 
 
+def other(bits: int) -> type[RecordingBackend]:
+    """The other rank's digest differs in these bits."""
+
+    class Other(RecordingBackend):
+        """Rank 1."""
+
+        def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
+            full.copy_(torch.cat([shard, shard ^ bits]).view_as(full))
+            return lambda: None
+
+    return Other
+
+
 def take(backend: type[RecordingBackend]) -> Any:
     grid = Grid(tp=2)
     config = load_config({"train_batch_size": 2, "parallel": {"tensor": 2}}, 2)
@@ -40,5 +53,13 @@ def test_a_lost_rank_ends_the_step_at_once() -> None:
 
 
 def test_a_batch_that_differs_is_a_problem_of_the_step() -> None:
-    _, problem = take(RecordingBackend)
+    _, problem = take(other(1))
     assert isinstance(problem, EngineError) and "were given different batches" in str(problem)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_rank_that_evaluates_while_others_train_is_refused(training: bool) -> None:
+    """Over tensor ranks its collectives fit those of a training step, and nobody would notice."""
+    with torch.set_grad_enabled(training):
+        _, problem = take(other(1 << 62))
+    assert isinstance(problem, EngineError) and "rank 0 and rank 1 make different calls" in str(problem)

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,55 @@ def test_a_skipped_step_leaves_no_bit_and_names_the_first_parameter(
             assert found["reports"] == [(True, name)] * 3, where
             assert found["kept"] == [True] * 3 and found["as if never"], where
             assert (found["skipped"], found["extra"]) == (3, 3), where
+
+
+def spoil_each(grid: str, stage: int) -> list[str]:
+    """Body of a rank: for every rank and parameter in turn one step in which its gradient is not finite; what was
+    named. After each, this rank's state has to be what it was."""
+    settings = {
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "parallel": GRIDS[grid],
+        "zero_optimization": {"stage": stage}, "watchdog": {"max_skipped_steps": 0},
+    }  # fmt: skip
+    (batch,) = models.batches_for("decoder", 8, 1)
+    example = {key: value[:2] for key, value in batch.items()}
+    armed: list[tuple[int, str]] = [(-1, "")]
+    named = []
+    with engine.initialize(models.decoder(layers=2), settings, loss_sum, example) as eng:
+        rows = slice(eng.grid.coord().dp * 4, eng.grid.coord().dp * 4 + 4)
+        own = {key: value[rows] for key, value in batch.items()}
+        eng.train_batch(own)
+
+        def spoil(grad: Tensor, name: str) -> Tensor:
+            return grad * math.nan if armed[0] == (eng.grid.rank, name) else grad
+
+        names = [name for name, _ in models.decoder(layers=2).named_parameters()]
+        for name in names:
+            parameter = eng.module.get_parameter(name)
+            if parameter.requires_grad:  # one of another stage is a placeholder
+                parameter.register_hook(partial(spoil, name=name))  # type: ignore[no-untyped-call]
+        for rank in range(eng.grid.world_size):
+            for name in names:
+                armed[0], before = (rank, name), traces(eng)
+                report = eng.train_batch(own)
+                assert not report.skipped or traces(eng) == before, (rank, name)
+                if report.skipped:
+                    named.append(f"{rank} {name}: {report.nonfinite}")
+    return named
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("grid", "stage"), [("dp2", 0), ("dp2", 2), ("dp2 x tp2", 1), ("dp2 x pp2", 1)])
+def test_every_parameter_of_every_rank(run_ranks: RunRanks, grid: str, stage: int) -> None:
+    size = math.prod(GRIDS[grid].values())
+    first, *others = run_ranks(spoil_each, size, grid, stage, seconds=280)
+    assert all(other == first for other in others), "all ranks skip the same steps"
+    parameters = len(list(models.decoder(layers=2).parameters()))
+    stages = GRIDS[grid].get("pipeline", 1)
+    assert len(first) == parameters * size // stages, first  # a stage has half of them
+    for line in first:
+        where, _, said = line.partition(": ")
+        assert where.partition(" ")[2] == said, line
+    print(f"{len(first)} gradients spoiled on {grid}, ZeRO {stage}")
 
 
 def test_progress_and_logs_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

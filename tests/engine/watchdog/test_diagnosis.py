@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.watchdog.diagnosis import Blame, SilentHost, diagnose
+from engine.watchdog.diagnosis import CALLS, Blame, SilentHost, diagnose
 from engine.watchdog.view import CallView, RankView
 
 TIMEOUT = 5.0
@@ -87,6 +87,32 @@ def test_the_odd_call_of_a_stream_is_named() -> None:
     found = blamed(waiting(3, label="norms"), *(waiting(each) for each in (0, 1, 2)))
     assert found is not None and (found.ranks, found.kind) == ((3,), "different")
     assert "is in norms #17, while ranks 0, 1, 2 are in gradients #17" in found.sentence
+
+
+def calling(view: RankView, *names: str) -> RankView:
+    """The rank with the newest of its calls of the engine."""
+    made = (
+        CallView(text=name, stream=CALLS, count=40 + each, likeness=name, peers=ALL, seconds=6.0)
+        for each, name in enumerate(names)
+    )
+    return replace(view, recent=(*view.recent, *made))
+
+
+def test_who_makes_another_call_of_the_engine_is_named() -> None:
+    """Also where its collectives are those of the others, so that no stream of them differs."""
+    same, other = ("train_batch", "train_batch"), ("train_batch", "eval_batch")
+    ring = waiting(3, count=16)  # in #16, for which all others have come and gone: who waits for whom tells nothing
+    found = blamed(*(calling(waiting(each), *same) for each in (0, 1, 2)), calling(ring, *other))
+    assert found is None or found.ranks == (3,)
+    apart = CallView(text="control", stream="world", count=9, likeness="control", peers=ALL, seconds=6.0)
+    ring = replace(waiting(3, count=16), waiting=apart, recent=(*waiting(3, count=16).recent, apart))
+    found = blamed(*(calling(waiting(each), *same) for each in (0, 1, 2)), calling(ring, *other))
+    assert found is not None and (found.ranks, found.kind) == ((3,), "different")
+    assert "is in eval_batch, while ranks 0, 1, 2 are in train_batch: all ranks" in found.sentence
+    found = blamed(*(calling(waiting(each), *other) for each in (0, 1, 2)), calling(ring, *same))
+    assert found is not None and "is in train_batch, while ranks 0, 1, 2 are in eval_batch" in found.sentence
+    found = blamed(*(calling(waiting(each), *same) for each in (0, 1, 2)), calling(rank(3, phase="USER"), *other))
+    assert found is not None and (found.ranks, found.kind) == ((3,), "outside"), "it has left that call"
 
 
 def test_the_first_that_ended_and_not_those_that_it_took_down() -> None:

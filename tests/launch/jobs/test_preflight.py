@@ -46,6 +46,12 @@ def test_equal_hosts_are_fine() -> None:
         (replace(THERE, gpus=("NVIDIA H100",) * 7),
          "node1 has 7 x NVIDIA H100 and node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one "
          "of them out."),
+        (replace(THERE, gpus=("NVIDIA H100",) * 7 + ("NVIDIA A100",)),
+         "node1 has 7 x NVIDIA H100, 1 x NVIDIA A100 and node0 has 8 x NVIDIA H100; a job needs the same GPUs on all "
+         "hosts: leave one of them out."),
+        (replace(THERE, engine="c"),
+         "node1 has another code of Trine (/opt/trine/engine) than node0 (/opt/trine/engine); copy the same sources to "
+         "all hosts, or install the same wheel."),
         (replace(THERE, gpus=()),
          "node1 has no GPU and node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one "
          "of them out."),
