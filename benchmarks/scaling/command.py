@@ -1,0 +1,199 @@
+"""Weak and strong scaling: the time of a step on every grid and number of nodes, beside its prediction.
+
+    torchrun --nnodes 2 --nproc-per-node 2 ... -m benchmarks scaling --out FILE      on every node, then with more nodes
+    python -m benchmarks scaling --render FILE                                      table and picture of what FILE has
+
+Each number of nodes is a job of its own, and all of them add to one file. A job that is started again goes on.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_step.report import known_peak
+from benchmarks.scaling.prediction import all_choices, ranked, with_predictions
+from benchmarks.scaling.ranks import Effort, Ranks, joined_ranks
+from benchmarks.scaling.record import ScalingRecord, ScalingRow, merged, read_record, write_record
+from benchmarks.scaling.report import picture, table
+from benchmarks.scaling.task import MODES, Mode, Task
+from engine.errors import EngineError
+from engine.models.decoder import DecoderConfig
+from engine.parallel.grid import Grid
+from engine.planning.step_time import RankedGrid
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    """Measure what the file lacks, or show what it has."""
+    options = _parser().parse_args(command)
+    if options.render:
+        return _render([Path(name) for name in options.render], options.svg)
+    try:
+        _measure(options)
+    except EngineError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks scaling", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--out", default="runs/scaling.json", help="the JSON file, which rank 0 reads and writes")
+    add("--render", nargs="+", metavar="FILE", help="show what these files have together, and measure nothing")
+    add("--svg", metavar="FILE", help="with --render: where the picture goes")
+    add("--modes", default="strong", help=f"some of {','.join(MODES)}")
+    add("--stages", default="0,1", help="ZeRO stages, such as 0,1,2,3")
+    add("--grids", default="", metavar="LIST", help="only these, such as dp4xtp2,pp8; without: all")
+    add("--top", type=int, metavar="N", help="only the N grids of the best predictions")
+    add("--rounds", type=int, default=3, help="engines a grid, in turn with the others")
+    add("--warmup", type=int, default=Effort().warmup, help="steps of an engine that do not count")
+    add("--steps", type=int, default=Effort().steps, help="steps of an engine that count")
+    add("--rows", type=int, default=64, help="rows of a step: of all data ranks (strong), of each (weak)")
+    add("--micro", type=int, default=2, help="rows of a microbatch")
+    for name, size in (("layers", 8), ("width", 256), ("heads", 8), ("context", 128), ("vocabulary", 256)):
+        add(f"--{name}", type=int, default=size, help="of the decoder")
+    add("--bf16", action="store_true", help="train in bf16")
+    add("--peak-tflops", type=float, help="of a rank's device, for MFU; known for H100 and H200 SXM in bf16")
+    return parser
+
+
+def _task(options: argparse.Namespace) -> Task:
+    sizes = {name: getattr(options, name) for name in ("layers", "width", "heads", "context", "vocabulary")}
+    return Task(decoder=DecoderConfig(**sizes), micro=options.micro, rows=options.rows, bf16=options.bf16)
+
+
+def _measure(options: argparse.Namespace) -> None:
+    with joined_ranks() as ranks:
+        _Run(options, ranks).run()
+
+
+class _Run:
+    """One job: the same calls on every rank, the record on rank 0."""
+
+    def __init__(self, options: argparse.Namespace, ranks: Ranks) -> None:
+        self._options, self._ranks, self._path = options, ranks, Path(options.out)
+        self._task = _task(options)
+        self._effort = Effort(warmup=options.warmup, steps=options.steps)
+        self._record = self._open()
+
+    def _open(self) -> ScalingRecord:
+        sizes = json.loads(json.dumps(asdict(self._task)))
+        if self._path.exists() and self._ranks.first:
+            found = read_record(self._path)
+            if found.task != sizes:
+                raise EngineError(f"{self._path} has results of {found.task}; give another --out for {sizes}.")
+            return found
+        peak = self._options.peak_tflops * 1e12 if self._options.peak_tflops else self._known_peak()
+        return ScalingRecord(task=sizes, peak_flops=peak)
+
+    def _known_peak(self) -> float | None:
+        import torch
+
+        device = self._ranks.device
+        return known_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" and self._task.bf16 else None
+
+    def run(self) -> None:
+        """Machine, predictions, then rounds of all grids."""
+        modes = [mode for mode in MODES if mode in self._options.modes.split(",")]
+        for number in range(self._options.rounds):
+            self._measure_machine(number)
+        rows = [row for mode in modes for row in self._choose(mode)]
+        for number in range(self._options.rounds):
+            for row in rows:
+                self._measure_row(row, number)
+        if self._ranks.first:
+            print(table(self._record), flush=True)
+
+    def _measure_machine(self, number: int) -> None:
+        key = (self._ranks.nodes, self._ranks.of_node)
+        if self._told(sum(machine.key == key for machine in self._record.machines) > number):
+            return
+        found = self._ranks.machine(self._task, self._effort)
+        self._keep(replace(self._record, machines=(*self._record.machines, found)))
+
+    def _choose(self, mode: Mode) -> list[ScalingRow]:
+        """The rows that this job measures; predictions are made on rank 0 alone."""
+        names: list[str] = []
+        if self._ranks.first:
+            chosen = self._ranked(mode)
+            machine = self._record.machine((self._ranks.nodes, self._ranks.of_node))
+            assert machine is not None
+            self._keep(with_predictions(self._record, self._task, machine, chosen, mode))
+            names = [str(grid.choice) for grid in chosen if grid.time is not None][: self._options.top]
+        names = self._told(names)
+        stages = self._stages()
+        choices = {str(choice): choice for choice in _choices(self._ranks, stages)}
+        rows = []
+        for name in names:
+            choice = choices[name]
+            key = (self._ranks.nodes, self._ranks.of_node, mode, choice)
+            known = self._record.row(key)
+            rows.append(known or _empty_row(key, self._task))
+        return rows
+
+    def _stages(self) -> list[int]:
+        return [int(stage) for stage in self._options.stages.split(",")]
+
+    def _ranked(self, mode: Mode) -> list[RankedGrid]:
+        machine = self._record.machine((self._ranks.nodes, self._ranks.of_node))
+        assert machine is not None
+        choices = all_choices(machine, self._stages())
+        wanted = [name for name in self._options.grids.split(",") if name]
+        if wanted:
+            choices = tuple(choice for choice in choices if _short(str(choice)) in wanted)
+        return list(ranked(self._task, mode, machine, choices))
+
+    def _measure_row(self, row: ScalingRow, number: int) -> None:
+        known = self._record.row(row.key)
+        if self._told(known is not None and len(known.samples) > number):
+            return
+        sample = self._ranks.steps(self._task, row.choice, row.mode, self._effort)  # type: ignore[arg-type]
+        axes = () if number else tuple(self._ranks.axes(Grid(pp=row.choice.pp, dp=row.choice.dp, tp=row.choice.tp)))
+        if self._ranks.first:
+            assert known is not None
+            filled = replace(known, samples=(*known.samples, sample), axes=axes or known.axes)
+            self._keep(self._record.with_row(filled))
+            print(f"{row.mode} {row.choice} round {number + 1}: {sample.seconds:.3f} s", flush=True)
+
+    def _keep(self, record: ScalingRecord) -> None:
+        self._record = record
+        if self._ranks.first:
+            write_record(record, self._path)
+
+    def _told(self, value: Any) -> Any:
+        """What rank 0 says, on every rank: others have no file."""
+        return json.loads(self._ranks.share(json.dumps(value).encode()))
+
+
+def _choices(ranks: Ranks, stages: Sequence[int]) -> Any:
+    from engine.planning.step_time import grid_choices
+
+    return grid_choices(ranks.world.size, stages)
+
+
+def _empty_row(key: Any, task: Task) -> ScalingRow:
+    nodes, ranks, mode, choice = key
+    return ScalingRow(
+        nodes=nodes, ranks=ranks, mode=mode, choice=choice,
+        tokens=task.tokens(choice, mode), flops=task.flops(choice, mode),
+    )  # fmt: skip
+
+
+def _short(name: str) -> str:
+    return name.replace(" x ", "x").replace(", ZeRO ", "z")
+
+
+def _render(paths: Sequence[Path], drawing: str | None) -> int:
+    record = merged(read_record(path) for path in paths)
+    print(table(record))
+    if drawing:
+        Path(drawing).write_text(picture(record), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

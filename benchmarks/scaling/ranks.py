@@ -1,0 +1,225 @@
+"""What the ranks of a job measure together: their links, their computation alone, and the steps of a grid."""
+
+import logging
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import engine
+from benchmarks.scaling.record import AxisMeasurement, Machine, Sample
+from benchmarks.scaling.task import Mode, Task
+from engine.launch.doctor.links import AxisTimes, measure_axes
+from engine.models.decoder import loss_sum
+from engine.parallel.comm.agreement import from_first, gather_from_all
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.torch_backend import TorchBackend
+from engine.parallel.comm.world import World, open_world, read_world
+from engine.parallel.grid import Grid
+from engine.planning.axis_links import HostLinks, LinkSpeed
+from engine.planning.step_time import Computation, GridChoice
+
+_NAME_BYTES = 64
+_LONG = 4
+"""Microbatches of the longer step, whose seconds less those of a step of one give those of a microbatch."""
+_FOREVER = LinkSpeed(0.0, 1e15)
+"""A link that a job of one rank or one host lacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is measured in a round."""
+
+    warmup: int = 3
+    """Steps before those that count: the first two are unlike the others."""
+    steps: int = 5
+
+
+class Ranks:
+    """The ranks of this job; every rank makes the same calls."""
+
+    def __init__(self) -> None:
+        logging.getLogger("trine").setLevel(logging.ERROR)
+        self._alone = replace(read_world(), rank=0, size=1)
+        with engine.initialize(_first_model, _first_settings(), _first_loss) as eng:  # opens the job
+            self.world: World = replace(read_world(), rank=eng.grid.rank, size=eng.grid.world_size)
+        open_world(self._alone)  # of a job of one rank, which the engine has not opened
+        self.device = self.world.device
+        self._comm = self._connect(Grid(dp=self.world.size, rank=self.world.rank))
+        self.hosts = self._find_hosts()
+
+    @property
+    def nodes(self) -> int:
+        """Hosts of the job."""
+        return len(set(self.hosts))
+
+    @property
+    def of_node(self) -> int:
+        """Ranks of a host."""
+        return self.world.size // self.nodes
+
+    @property
+    def first(self) -> bool:
+        """This is rank 0."""
+        return self.world.rank == 0
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self._comm.close()
+
+    def share(self, data: bytes) -> bytes:
+        """What rank 0 has, on every rank."""
+        return from_first(lambda: data, self._comm, self.device)
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """The largest of all ranks' numbers."""
+        told = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        self._comm.all_reduce(told, "world", "scaling", "max").wait()
+        return [float(each) for each in told.cpu()]
+
+    def _connect(self, grid: Grid) -> Comm:
+        return Comm(grid, TorchBackend(grid, self.device))
+
+    def _find_hosts(self) -> tuple[str, ...]:
+        name = socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        rows = gather_from_all(torch.frombuffer(bytearray(name), dtype=torch.uint8), self._comm, self.device, "hosts")
+        return tuple(bytes(row.tolist()).rstrip(b"\0").decode() for row in rows)
+
+    # ------------------------------------------------------------------ links
+
+    def axes(self, grid: Grid) -> list[AxisMeasurement]:
+        """Each axis of a grid alone."""
+        comm = self._connect(replace(grid, rank=self.world.rank))
+        try:
+            found = list(measure_axes(comm, self.device))
+        finally:
+            comm.close()
+        return [measured for axis in ("tp", "dp", "pp") if (measured := self._joined(axis, found, grid)) is not None]
+
+    def _joined(self, axis: str, found: list[AxisTimes], grid: Grid) -> AxisMeasurement | None:
+        """The slowest group of an axis; None for an axis of one rank."""
+        ranks = {"tp": grid.tp, "dp": grid.dp, "pp": grid.pp}[axis]
+        if ranks == 1:
+            return None
+        own = [times for times in found if times.axis == axis]
+        latency, slowness, hosts = self.slowest(
+            [
+                max((times.latency for times in own), default=0.0),
+                max((1 / times.rate for times in own), default=0.0),
+                max((float(len({self.hosts[rank] for rank in times.ranks})) for times in own), default=0.0),
+            ]
+        )
+        return AxisMeasurement(axis=axis, ranks=ranks, hosts=int(hosts), latency=latency, rate=1 / slowness)
+
+    def host_links(self) -> HostLinks:
+        """Two grids tell of all links: hosts as data ranks with ranks of a host as tensor ranks, and as stages."""
+        nodes, local = self.nodes, self.of_node
+        across = {axis.axis: axis for axis in self.axes(Grid(dp=nodes, tp=local))} if self.world.size > 1 else {}
+        inside = {axis.axis: axis for axis in self.axes(Grid(pp=nodes, dp=local))} if local > 1 else {}
+        between, within = _FOREVER, _FOREVER
+        if (line := across.get("dp")) is not None:  # a ring of one rank of each host; every rank is in one
+            between = LinkSpeed(line.latency / (2 * (nodes - 1)), line.rate * local)
+        if (ring := inside.get("dp")) is not None:
+            within = LinkSpeed(ring.latency / (2 * (local - 1)), ring.rate)
+        memory = across.get("tp") if self.device.type == "cpu" else None
+        speed = None if memory is None else LinkSpeed(memory.latency, memory.rate)
+        return HostLinks(within=within, between=between, memory=speed, direct=self.device.type == "cpu")
+
+    # ------------------------------------------------------------------ computation
+
+    def machine(self, task: Task, effort: Effort) -> Machine:
+        """What the prediction needs to know, measured with the engine itself on one rank each: all ranks at once, and
+        rank 0 while the others wait."""
+        together = self.slowest(self._computed(task, effort))
+        alone = self._computed(task, effort) if self.first else [0.0] * len(together)
+        forward, microbatch, update, small = self.slowest(alone)
+        processors = min(float(self.world.size), self.world.size * microbatch / together[1])
+        computation = Computation(
+            forward=forward,
+            backward=microbatch - forward,
+            fixed=min(1.0, small / microbatch),
+            update=update,
+            processors=max(1.0, processors),
+            hides_column_inputs=self.device.type == "cuda",
+        )
+        return Machine(nodes=self.nodes, ranks=self.of_node, computation=computation, links=self.host_links())
+
+    def _computed(self, task: Task, effort: Effort) -> list[float]:
+        """Seconds of a forward, of a microbatch, of the rest of a step, and of a microbatch of one token."""
+        choice = GridChoice(dp=1, tp=1, pp=1)
+        short, long = (self._lone_step(task, choice, effort, count) for count in (1, _LONG))
+        tiny = replace(task, micro=1, decoder=replace(task.decoder, context=1))
+        small = [self._lone_step(tiny, choice, effort, count)[0] for count in (1, _LONG)]
+        microbatch = (long[0] - short[0]) / (_LONG - 1)
+        forward = (long[1] - short[1]) / (_LONG - 1)
+        return [forward, microbatch, max(0.0, short[0] - microbatch), max(0.0, (small[1] - small[0]) / (_LONG - 1))]
+
+    def _lone_step(self, task: Task, choice: GridChoice, effort: Effort, count: int) -> tuple[float, float]:
+        """Seconds of a step and of an evaluation of ``count`` microbatches in an engine of this rank alone."""
+        settings = task.settings(choice, count)
+        batches = task.batches(count * task.micro, self.world.rank)
+        with engine.initialize(task.model(), settings, loss_sum, task.example(), world=self._alone) as eng:
+            trained = [self._timed(lambda: eng.train_batch(next(batches))) for _ in range(effort.warmup + effort.steps)]
+            evaluated = [self._timed(lambda: eng.eval_batch(next(batches))) for _ in range(1 + effort.steps)]
+        return median(trained[effort.warmup :]), median(evaluated[1:])
+
+    def _timed(self, call: Any) -> float:
+        began = time.perf_counter()
+        call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - began
+
+    # ------------------------------------------------------------------ steps
+
+    def steps(self, task: Task, choice: GridChoice, mode: Mode, effort: Effort) -> Sample:
+        """One round of a grid: an engine of its own, a few steps, and then those that count.
+
+        Raises:
+            EngineError: there is no such grid; nothing was sent.
+        """
+        rows = task.data_rows(choice, mode)
+        settings = task.settings(choice, rows // task.micro)
+        with engine.initialize(task.model(), settings, loss_sum, task.example()) as eng:
+            batches: Iterator[Mapping[str, Tensor]] = task.batches(rows, eng.grid.coord().dp)
+            for _ in range(effort.warmup):
+                eng.train_batch(next(batches))
+            self.slowest([0.0])  # all are here
+            before = dict(eng.waits)
+            own = [self._timed(lambda: eng.train_batch(next(batches))) for _ in range(effort.steps)]
+            waited = [eng.waits.get(axis, 0.0) - before.get(axis, 0.0) for axis in before]
+        seconds = median(self.slowest(own))
+        told = torch.tensor(waited or [0.0], dtype=torch.float64, device=self.device)
+        self._comm.all_reduce(told, "world", "scaling").wait()
+        means = [float(each) / (self.world.size * effort.steps) for each in told.cpu()]
+        sizes = {axis: eng.grid.size(axis) for axis in before}
+        waits = {str(axis): mean for axis, mean in zip(before, means, strict=False) if sizes[axis] > 1}
+        return Sample(seconds=seconds, waits=waits)
+
+
+def _first_model() -> torch.nn.Module:
+    return torch.nn.Linear(1, 1)
+
+
+def _first_settings() -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def _first_loss(output: Tensor, batch: Any) -> Tensor:
+    return output.square().mean()
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """The ranks of this job, until the end of the block."""
+    ranks = Ranks()
+    try:
+        yield ranks
+    finally:
+        ranks.close()

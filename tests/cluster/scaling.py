@@ -1,0 +1,118 @@
+"""Steps of every grid on a cluster whose links are slow, beside what the plan predicts.
+
+    python -m tests.cluster.scaling --write-figures
+
+Four nodes of two ranks, joined by links of 1/50 of what gloo carries between two processes of one machine. The eight
+ranks share the processors of this machine, so their computation is measured while all of them compute, and the
+prediction knows how many of them run at once. Exit status 1: the best grid is not the predicted one.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.scaling.record import ScalingRecord, ScalingRow, read_record, write_record
+from benchmarks.scaling.report import table
+from tests.cluster.jobs import Job
+from tests.cluster.network import Cluster, missing
+
+SLOWER = 50
+"""How much slower a link is than loopback."""
+JOB = """
+import sys
+from benchmarks.scaling.command import main
+sys.exit(main(sys.argv[1:]))
+"""
+LOOPBACK = """
+from benchmarks.scaling.ranks import joined_ranks
+with joined_ranks() as ranks:
+    rate = ranks.host_links().within.rate
+    if ranks.first:
+        print(f"rate {rate:.0f} bytes a second", flush=True)
+"""
+SIZES = ("--layers=8", "--width=128", "--heads=8", "--context=64", "--rows=64", "--micro=2")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and judge."""
+    options = _options(arguments)
+    if problem := missing():
+        print(problem)
+        return 1
+    rate = options.rate or loopback_rate() / SLOWER
+    print(f"links of {rate / 1e6:.1f} MB/s", flush=True)
+    with TemporaryDirectory() as folder:
+        record = run_job(Path(folder), (options.nodes, options.ranks), rate, options)
+    if options.keep:
+        write_record(record, Path(options.keep))
+    print(table(record))
+    rows = [row for row in record.rows if row.seconds is not None and row.predicted is not None]
+    best, told = min(rows, key=_seconds), min(rows, key=_predicted)
+    correlation = rank_correlation([_seconds(row) for row in rows], [_predicted(row) for row in rows])
+    verdict = f"best measured: {best.choice}; best predicted: {told.choice}; rank correlation {correlation:.2f}"
+    print(verdict, flush=True)
+    return int(best.choice != told.choice)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster.scaling", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=2, help="of a node")
+    parser.add_argument("--rate", type=float, help="bytes a second of a link; without: 1/50 of loopback")
+    parser.add_argument("--rounds", type=int, default=3, help="engines a grid")
+    parser.add_argument("--stages", default="1", help="ZeRO stages of grids with data ranks")
+    parser.add_argument("--sizes", default=" ".join(SIZES), help="of model and batch, as the benchmark takes them")
+    parser.add_argument("--keep", help="where the JSON goes")
+    parser.add_argument("--write-figures", action="store_true", help="keep the table in docs/figures and show it")
+    return parser.parse_args(arguments)
+
+
+def _seconds(row: ScalingRow) -> float:
+    assert row.seconds is not None
+    return row.seconds
+
+
+def _predicted(row: ScalingRow) -> float:
+    assert row.predicted is not None
+    return row.predicted.total
+
+
+def loopback_rate() -> float:
+    """Bytes a second that gloo carries each way between two processes of one node."""
+    with TemporaryDirectory() as folder, Cluster(nodes=1) as cluster:
+        script = Path(folder) / "loopback.py"
+        script.write_text(LOOPBACK)
+        with Job(cluster, sys.executable, 2, script) as job:
+            (ended,) = job.end(60)
+    found = re.search(r"rate (\d+) bytes", ended.text)
+    assert found is not None, ended.text[-3000:]
+    return float(found[1])
+
+
+def run_job(folder: Path, size: tuple[int, int], rate: float, options: argparse.Namespace) -> ScalingRecord:
+    """The record of one job of (nodes, ranks of a node)."""
+    nodes, ranks = size
+    script, out = folder / "job.py", folder / "scaling.json"
+    script.write_text(JOB)
+    told = (f"--out={out}", f"--rounds={options.rounds}", f"--stages={options.stages}", *options.sizes.split())
+    with (
+        Cluster(nodes, rate=f"{int(8 * rate / 1000)}kbit") as cluster,
+        Job(cluster, sys.executable, ranks, script, *told) as job,
+    ):
+        for node in job.end(3000):
+            assert node.code == 0, f"{node.text[:3000]} .. {node.text[-1000:]}"
+    return read_record(out)
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's, of numbers of which no two are equal."""
+    places = [[sorted(numbers).index(number) for number in numbers] for numbers in (first, second)]
+    count = len(first)
+    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(*places, strict=True)) / (count * (count**2 - 1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
