@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_step.report import known_peak
+from benchmarks.scaling.plot import draw_record
 from benchmarks.scaling.prediction import all_choices, ranked, with_predictions
 from benchmarks.scaling.ranks import Effort, Ranks, joined_ranks
 from benchmarks.scaling.record import ScalingRecord, ScalingRow, merged, read_record, write_record
-from benchmarks.scaling.report import picture, table
+from benchmarks.scaling.report import table
 from benchmarks.scaling.task import MODES, Mode, Task
 from engine.errors import EngineError
 from engine.models.decoder import DecoderConfig
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=3, help="engines a grid, in turn with the others")
     add("--warmup", type=int, default=Effort().warmup, help="steps of an engine that do not count")
     add("--steps", type=int, default=Effort().steps, help="steps of an engine that count")
+    add("--seconds", type=float, default=Effort().seconds, help="about, for the steps of an engine that count")
     add("--rows", type=int, default=64, help="rows of a step: of all data ranks (strong), of each (weak)")
     add("--micro", type=int, default=2, help="rows of a microbatch")
     for name, size in (("layers", 8), ("width", 256), ("heads", 8), ("context", 128), ("vocabulary", 256)):
@@ -77,7 +79,7 @@ class _Run:
     def __init__(self, options: argparse.Namespace, ranks: Ranks) -> None:
         self._options, self._ranks, self._path = options, ranks, Path(options.out)
         self._task = _task(options)
-        self._effort = Effort(warmup=options.warmup, steps=options.steps)
+        self._effort = Effort(warmup=options.warmup, steps=options.steps, seconds=options.seconds)
         self._record = self._open()
 
     def _open(self) -> ScalingRecord:
@@ -191,7 +193,7 @@ def _render(paths: Sequence[Path], drawing: str | None) -> int:
     record = merged(read_record(path) for path in paths)
     print(table(record))
     if drawing:
-        Path(drawing).write_text(picture(record), encoding="utf-8")
+        Path(drawing).write_text(draw_record(record), encoding="utf-8")
     return 0
 
 

@@ -39,6 +39,12 @@ class Effort:
     warmup: int = 3
     """Steps before those that count: the first two are unlike the others."""
     steps: int = 5
+    seconds: float = 10.0
+    """About, for the steps that count; at least one does."""
+
+    def count(self, seconds: float) -> int:
+        """Steps that count, if one takes so long."""
+        return max(1, min(self.steps, int(self.seconds / max(seconds, 1e-9))))
 
 
 class Ranks:
@@ -188,16 +194,15 @@ class Ranks:
         settings = task.settings(choice, rows // task.micro)
         with engine.initialize(task.model(), settings, loss_sum, task.example()) as eng:
             batches: Iterator[Mapping[str, Tensor]] = task.batches(rows, eng.grid.coord().dp)
-            for _ in range(effort.warmup):
-                eng.train_batch(next(batches))
-            self.slowest([0.0])  # all are here
-            before = dict(eng.waits)
-            own = [self._timed(lambda: eng.train_batch(next(batches))) for _ in range(effort.steps)]
+            warm = [self._timed(lambda: eng.train_batch(next(batches))) for _ in range(effort.warmup)]
+            (slow,) = self.slowest(warm[-1:] or [0.0])  # all are here
+            before, count = dict(eng.waits), effort.count(slow)
+            own = [self._timed(lambda: eng.train_batch(next(batches))) for _ in range(count)]
             waited = [eng.waits.get(axis, 0.0) - before.get(axis, 0.0) for axis in before]
         seconds = median(self.slowest(own))
         told = torch.tensor(waited or [0.0], dtype=torch.float64, device=self.device)
         self._comm.all_reduce(told, "world", "scaling").wait()
-        means = [float(each) / (self.world.size * effort.steps) for each in told.cpu()]
+        means = [float(each) / (self.world.size * count) for each in told.cpu()]
         sizes = {axis: eng.grid.size(axis) for axis in before}
         waits = {str(axis): mean for axis, mean in zip(before, means, strict=False) if sizes[axis] > 1}
         return Sample(seconds=seconds, waits=waits)

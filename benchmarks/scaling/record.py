@@ -109,6 +109,11 @@ class ScalingRecord:
     machines: tuple[Machine, ...] = ()
     rows: tuple[ScalingRow, ...] = ()
 
+    @property
+    def keys(self) -> tuple[tuple[int, int], ...]:
+        """(nodes, ranks of a node) of all machines."""
+        return tuple(sorted({machine.key for machine in self.machines}))
+
     def row(self, key: tuple[int, int, str, GridChoice]) -> ScalingRow | None:
         """The row of this key."""
         return next((row for row in self.rows if row.key == key), None)
