@@ -1,20 +1,23 @@
 """What the ranks of a job measure together: their links, their computation alone, and the steps of a grid."""
 
+import json
 import logging
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import engine
+from benchmarks.scaling.prediction import find_handover, links_of
 from benchmarks.scaling.record import AxisMeasurement, Machine, Sample
 from benchmarks.scaling.task import Mode, Task
+from engine.errors import EngineError
 from engine.launch.doctor.links import AxisTimes, measure_axes
 from engine.models.decoder import loss_sum
 from engine.parallel.comm.agreement import from_first, gather_from_all
@@ -142,38 +145,62 @@ class Ranks:
     def machine(self, task: Task, effort: Effort) -> Machine:
         """What the prediction needs to know, measured with the engine itself on one rank each: all ranks at once, and
         rank 0 while the others wait."""
-        together = self.slowest(self._computed(task, effort))
-        alone = self._computed(task, effort) if self.first else [0.0] * len(together)
-        forward, microbatch, update, small = self.slowest(alone)
-        processors = min(float(self.world.size), self.world.size * microbatch / together[1])
-        computation = Computation(
-            forward=forward,
-            backward=microbatch - forward,
-            fixed=min(1.0, small / microbatch),
-            update=update,
-            processors=max(1.0, processors),
-            hides_column_inputs=self.device.type == "cuda",
+        together = self._computed(task, effort)
+        alone = self._computed(task, effort) if self.first else together
+        (crowded,) = self.slowest([together.forward + together.backward])
+        computed = self._of_first(alone)
+        microbatch = computed.forward + computed.backward
+        processors = max(1.0, min(float(self.world.size), self.world.size * microbatch / crowded))
+        machine = Machine(
+            nodes=self.nodes,
+            ranks=self.of_node,
+            computation=replace(computed, processors=processors, hides_column_inputs=self.device.type == "cuda"),
+            links=self.host_links(),
         )
-        return Machine(nodes=self.nodes, ranks=self.of_node, computation=computation, links=self.host_links())
+        return replace(
+            machine, computation=replace(machine.computation, handover=self._handover(task, machine, effort))
+        )
 
-    def _computed(self, task: Task, effort: Effort) -> list[float]:
-        """Seconds of a forward, of a microbatch, of the rest of a step, and of a microbatch of one token."""
-        choice = GridChoice(dp=1, tp=1, pp=1)
-        short, long = (self._lone_step(task, choice, effort, count) for count in (1, _LONG))
-        tiny = replace(task, micro=1, decoder=replace(task.decoder, context=1))
-        small = [self._lone_step(tiny, choice, effort, count)[0] for count in (1, _LONG)]
-        microbatch = (long[0] - short[0]) / (_LONG - 1)
-        forward = (long[1] - short[1]) / (_LONG - 1)
-        return [forward, microbatch, max(0.0, short[0] - microbatch), max(0.0, (small[1] - small[0]) / (_LONG - 1))]
+    def _of_first(self, computed: Computation) -> Computation:
+        """What rank 0 has measured, on every rank."""
+        return Computation(**json.loads(self.share(json.dumps(asdict(computed)).encode())))
 
-    def _lone_step(self, task: Task, choice: GridChoice, effort: Effort, count: int) -> tuple[float, float]:
-        """Seconds of a step and of an evaluation of ``count`` microbatches in an engine of this rank alone."""
-        settings = task.settings(choice, count)
-        batches = task.batches(count * task.micro, self.world.rank)
-        with engine.initialize(task.model(), settings, loss_sum, task.example(), world=self._alone) as eng:
+    def _computed(self, task: Task, effort: Effort) -> Computation:
+        """What a rank computes that has the whole model, and in ``fixed`` how it compares with one that has half."""
+        short, long = (self._lone_step(task, effort, count) for count in (1, _LONG))
+        half = [self._lone_step(task, effort, count, parts=2) for count in (1, _LONG)]
+        whole, of_half = ((b.trained - a.trained) / (_LONG - 1) for a, b in ((short, long), half))
+        forward = (long.evaluated - short.evaluated) / (_LONG - 1)
+        return Computation(
+            forward=forward,
+            backward=whole - forward,
+            fixed=min(1.0, max(0.0, 2 * of_half / whole - 1)),
+            update=max(0.0, short.trained - whole),
+            processors=float(self.world.size),
+        )
+
+    def _lone_step(self, task: Task, effort: Effort, count: int, parts: int = 1) -> "_LoneStep":
+        """A step and an evaluation of ``count`` microbatches in an engine of this rank alone."""
+        settings = task.settings(GridChoice(dp=1, tp=1, pp=1), count)
+        batches = task.batches(count * task.micro, self.world.rank, parts)
+        model = task.model() if parts == 1 else task.slice(parts)
+        with engine.initialize(model, settings, loss_sum, task.example(), world=self._alone) as eng:
             trained = [self._timed(lambda: eng.train_batch(next(batches))) for _ in range(effort.warmup + effort.steps)]
             evaluated = [self._timed(lambda: eng.eval_batch(next(batches))) for _ in range(1 + effort.steps)]
-        return median(trained[effort.warmup :]), median(evaluated[1:])
+        return _LoneStep(median(trained[effort.warmup :]), median(evaluated[1:]))
+
+    def _handover(self, task: Task, machine: Machine, effort: Effort) -> float:
+        """What an action of a pipeline takes besides, from a pipeline of all ranks that computes next to nothing."""
+        tiny, choice = replace(task.tiny, rows=2 * self.world.size), GridChoice(dp=1, tp=1, pp=self.world.size)
+        try:
+            plan = tiny.plan(choice, "strong")
+        except EngineError:  # fewer calls than ranks: no grid of this model has so many stages
+            return 0.0
+        small = self._of_first(self._computed(tiny, effort))
+        known = replace(small, processors=machine.computation.processors)
+        sample = self.steps(tiny, choice, "strong", effort)
+        found = find_handover(plan, known, links_of(choice, machine), sample.seconds)
+        return float(json.loads(self.share(json.dumps(found).encode())))
 
     def _timed(self, call: Any) -> float:
         began = time.perf_counter()
@@ -206,6 +233,13 @@ class Ranks:
         sizes = {axis: eng.grid.size(axis) for axis in before}
         waits = {str(axis): mean for axis, mean in zip(before, means, strict=False) if sizes[axis] > 1}
         return Sample(seconds=seconds, waits=waits)
+
+
+class _LoneStep(NamedTuple):
+    """Seconds of a step and of an evaluation."""
+
+    trained: float
+    evaluated: float
 
 
 def _first_model() -> torch.nn.Module:

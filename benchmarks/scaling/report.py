@@ -86,8 +86,9 @@ def _machine(machine: Machine) -> str:
     memory = f", through memory {_speed(links.memory)}" if links.memory is not None else ""
     return (
         f"{machine.nodes} nodes of {machine.ranks} ranks: a microbatch of the whole model takes a rank alone "
-        f"{microbatch:.1f} ms, {computed.fixed:.0%} of it whatever its size, the rest of a step "
-        f"{1e3 * computed.update:.1f} ms, and {computed.processors:.1f} ranks compute at full speed at once; "
+        f"{microbatch:.1f} ms, {computed.fixed:.0%} of it on every tensor rank; the rest of a step takes "
+        f"{1e3 * computed.update:.1f} ms, an action of a pipeline {1e3 * computed.handover:.2f} ms more; "
+        f"{computed.processors:.1f} ranks compute at full speed at once; "
         f"between ranks of a host {_speed(links.within)}{memory}, out of a host {_speed(links.between)}"
     )
 

@@ -2,7 +2,7 @@
 for each data rank."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.config import Config, load_config
 from engine.errors import ConfigError
-from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.models.decoder import Decoder, DecoderConfig, Projection, loss_sum
 from engine.planning.analysis import PlanRequest
 from engine.planning.plan import Plan, build_plan
 from engine.planning.step_time import GridChoice
@@ -73,23 +73,41 @@ class Task:
             "bf16": {"enabled": self.bf16},
         }
 
-    def example(self, context: int | None = None) -> dict[str, Tensor]:
+    def example(self) -> dict[str, Tensor]:
         """Shapes of a microbatch."""
-        ids = torch.empty((self.micro, context or self.decoder.context), dtype=torch.int64, device="meta")
+        ids = torch.empty((self.micro, self.decoder.context), dtype=torch.int64, device="meta")
         return {"input_ids": ids, "labels": ids}
 
-    def batches(self, rows: int, rank: int, context: int | None = None) -> Iterator[Mapping[str, Tensor]]:
-        """Random tokens for the steps of a data rank, without end."""
+    def batches(self, rows: int, rank: int, parts: int = 1) -> Iterator[Mapping[str, Tensor]]:
+        """Random tokens, of one of ``parts`` of the vocabulary, for the steps of a data rank, without end."""
         generator = torch.Generator().manual_seed(1000 + rank)
         while True:
-            size = (rows, (context or self.decoder.context) + 1)
-            ids = torch.randint(0, self.decoder.vocabulary, size, generator=generator)
+            size = (rows, self.decoder.context + 1)
+            ids = torch.randint(0, self.decoder.vocabulary // parts, size, generator=generator)
             yield {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
 
     def model(self) -> Decoder:
         """The same weights on every rank."""
         torch.manual_seed(1)
         return Decoder(self.decoder)
+
+    def slice(self, parts: int) -> Decoder:
+        """What a tensor rank of ``parts`` computes: whole norms and residuals, a part of every product."""
+        model, width = self.model(), self.decoder.width
+        for block in model.blocks:
+            attention: Any = block.attention
+            for name in ("query", "key", "value"):
+                setattr(attention, name, Projection(width, width // parts))
+            attention.output = Projection(width // parts, width)
+            block.up = Projection(width, 4 * width // parts)
+            block.down = Projection(4 * width // parts, width)
+        model.head = Projection(width, self.decoder.vocabulary // parts)
+        return model
+
+    @property
+    def tiny(self) -> "Task":
+        """The same model on one row of one token."""
+        return replace(self, micro=1, decoder=replace(self.decoder, context=1))
 
     def plan(self, choice: GridChoice, mode: Mode) -> Plan:
         """Of a grid, made without processes.

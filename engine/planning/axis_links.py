@@ -65,6 +65,8 @@ class AxisLinks:
     """By axis, for axes of several ranks: seconds of a call, bytes a second of a rank."""
     hops: Mapping[tuple[int, int], LinkSpeed]
     """Between two pipeline ranks."""
+    through_memory: bool = False
+    """Tensor ranks sum through shared memory."""
 
 
 def place_axes(grid: Grid, hosts: Sequence[str], links: HostLinks) -> AxisLinks:
@@ -76,6 +78,7 @@ def place_axes(grid: Grid, hosts: Sequence[str], links: HostLinks) -> AxisLinks:
     if len(hosts) != grid.world_size:
         raise GridError(f"{len(hosts)} ranks have a host, and the grid has {grid.world_size}; give one host for each.")
     axes: tuple[Axis, ...] = ("tp", "dp", "replica", "world")
+    groups = list(grid.groups("tp"))
     patterns: tuple[Pattern, ...] = ("ring", "direct")
     return AxisLinks(
         collectives={
@@ -90,14 +93,19 @@ def place_axes(grid: Grid, hosts: Sequence[str], links: HostLinks) -> AxisLinks:
             for target in range(grid.pp)
             if source != target
         },
+        through_memory=links.memory is not None and grid.tp > 1 and _alone(groups, hosts),
     )
+
+
+def _alone(groups: Iterable[Sequence[int]], hosts: Sequence[str]) -> bool:
+    """Each group lies on one host."""
+    return all(len({hosts[rank] for rank in group}) == 1 for group in groups)
 
 
 def _collective(grid: Grid, axis: Axis, pattern: Pattern, placed: tuple[Sequence[str], HostLinks]) -> LinkSpeed:
     hosts, links = placed
     groups = list(grid.groups(axis))
-    alone = all(len({hosts[rank] for rank in group}) == 1 for group in groups)
-    if alone and links.memory is not None and set(groups) == set(grid.groups("tp")):
+    if _alone(groups, hosts) and links.memory is not None and set(groups) == set(grid.groups("tp")):
         return links.memory
     ring = pattern == "ring" or not links.direct
     steps = (2 if pattern == "ring" else 1) * (grid.size(axis) - 1)

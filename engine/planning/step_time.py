@@ -3,9 +3,10 @@
 A step as the engine runs it, and what of it counts:
 
     pipeline   the schedule's actions. A stage computes its share of the model's FLOPs; of that, tensor ranks share all
-               but a fixed part (launches, Python). Sums over tensor ranks are waited for where they stand: in the
-               forward, but for those of column inputs, which are in the backward. On GPUs (``hides_column_inputs``)
-               these run beside the weight gradients, half of a backward, and only what exceeds them counts.
+               but a fixed part (norms, residuals, launches, Python), and every action takes a handover besides. Sums
+               over tensor ranks are waited for where they stand: in the forward, but for those of column inputs, which
+               are in the backward. On GPUs (``hides_column_inputs``) these run beside the weight gradients, half of a
+               backward, and only what exceeds them counts. Through memory they are work of the processors.
                Parameters of ZeRO 3 are gathered one group ahead, so a pass waits for the first group, or for all of
                them less what it computes meanwhile, whichever is longer.
                Messages between stages travel while their sender computes, one after another out of a pipeline rank; a
@@ -21,8 +22,8 @@ A step as the engine runs it, and what of it counts:
 Ranks that share processors compute as :mod:`~engine.parallel.pipeline.schedule.contention` says: a rank that waits
 leaves its share to others.
 
-What is left out: the processor time of communication itself, axes that send at the same moment over one link, stages
-that the schedule gives to one rank and that tie parameters, and the first steps, which reduce nothing early.
+What is left out: the processor time of what goes through a network, axes that send at the same moment over one link,
+stages that the schedule gives to one rank and that tie parameters, and the first steps, which reduce nothing early.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,6 +42,8 @@ from engine.planning.axis_links import AxisLinks, Pattern
 from engine.planning.budgets import reduces_each_microbatch, shards_parameters, stage_traffic
 from engine.planning.plan import Plan
 
+_Key = tuple[Op, int]
+"""Operation and stage."""
 _BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
@@ -53,7 +56,9 @@ class Computation:
     backward: float
     """Of a microbatch; with split backwards half of it is W."""
     fixed: float = 0.0
-    """Part of both, from 0 to 1, that stays whatever part of each layer a rank holds."""
+    """Part of both, from 0 to 1, that stays whatever part of each layer a rank holds: what tensor ranks repeat."""
+    handover: float = 0.0
+    """Beside each action of a pipeline, before its W: messages, the cut graph, the schedule."""
     update: float = 0.0
     """Of all that a step computes once: norm, clipping, optimizer."""
     processors: float = float("inf")
@@ -97,7 +102,7 @@ class _Prediction:
     def step(self) -> StepTime:
         tasks = self._tasks()
         bare = {key: Task(task.work) for key, task in tasks.items()}
-        tensor = _with_waits(tasks, self._tensor_waits())
+        tensor = self._with_tensor(tasks)
         gathers = _with_waits(tensor, self._gather_waits(tasks))
         ends = [self._play(bare), self._play(tensor), self._play(gathers)]
         played = self._play(gathers, self._hop)
@@ -131,17 +136,19 @@ class _Prediction:
             flops[stage] += count
         return [count / sum(flops) for count in flops]
 
-    def _tasks(self) -> dict[tuple[Op, int], Task]:
+    def _tasks(self) -> dict[_Key, Task]:
         one = self._computation
         left = one.fixed + (1 - one.fixed) / self._grid.tp
         found = {}
         for stage, share in enumerate(self._shares()):
             forward, backward = one.forward * share * left, one.backward * share * left
-            for op, seconds in zip(Op, (forward, backward, backward / 2, backward / 2), strict=True):
+            extra = one.handover if self._grid.pp > 1 else 0.0
+            parts = (forward + extra, backward + extra, backward / 2 + extra, backward / 2)
+            for op, seconds in zip(Op, parts, strict=True):
                 found[op, stage] = Task(seconds)
         return found
 
-    def _busiest(self, tasks: Mapping[tuple[Op, int], Task]) -> float:
+    def _busiest(self, tasks: Mapping[_Key, Task]) -> float:
         """Seconds of the longest row if no rank ever waits."""
         rows = [sum(tasks[op, stage].work for op, stage, _ in row) for row in self._plan.schedule.per_rank]
         return max(max(rows), sum(rows) * self._copies / self._computation.processors)
@@ -153,7 +160,7 @@ class _Prediction:
         held = max(sum(bucket.elements for bucket in self._layout(pp)) for pp in range(self._grid.pp))
         return self._computation.update * min(1.0, held / whole) / parts * self._crowd
 
-    def _play(self, tasks: Mapping[tuple[Op, int], Task], hop: Hop | None = None) -> StepTimeline:
+    def _play(self, tasks: Mapping[_Key, Task], hop: Hop | None = None) -> StepTimeline:
         contention = Contention(copies=self._copies, processors=self._computation.processors, hop=hop)
         return simulate_contention(self._plan.schedule, tasks, contention)
 
@@ -166,8 +173,8 @@ class _Prediction:
         link = self._links.collectives.get((axis, "ring"))
         return link.latency if link is not None else 0.0
 
-    def _tensor_waits(self) -> dict[tuple[Op, int], float]:
-        waits: dict[tuple[Op, int], float] = {}
+    def _tensor_waits(self) -> dict[_Key, float]:
+        waits: dict[_Key, float] = {}
         for stage, tally in self._plan.tensor_traffic.items():
             backward = sum(self._seconds(row, "ring") for row in tally.rows() if row.label == COLUMN_INPUTS)
             forward = sum(self._seconds(row, "ring") for row in tally.rows() if row.label != COLUMN_INPUTS)
@@ -177,9 +184,16 @@ class _Prediction:
             waits[Op.BACKWARD, stage] = waits[Op.BACKWARD_INPUT, stage] = backward
         return waits
 
-    def _gather_waits(self, tasks: Mapping[tuple[Op, int], Task]) -> dict[tuple[Op, int], float]:
+    def _with_tensor(self, tasks: Mapping[_Key, Task]) -> dict[_Key, Task]:
+        """The tasks with their sums over tensor ranks; those through memory were measured on all ranks at once."""
+        waits = self._tensor_waits()
+        if not self._links.through_memory:
+            return _with_waits(tasks, waits)
+        return {key: Task(task.work + waits.get(key, 0.0) / self._crowd) for key, task in tasks.items()}
+
+    def _gather_waits(self, tasks: Mapping[_Key, Task]) -> dict[_Key, float]:
         """ZeRO 3: of each pass, what prefetching one group ahead does not hide; the passes of a rank share alike."""
-        waits: dict[tuple[Op, int], float] = {}
+        waits: dict[_Key, float] = {}
         for pp in range(self._grid.pp) if shards_parameters(self._config) else ():
             passes = self._plan.schedule.passes(pp)
             groups = max(1, len(self._layout(pp)))
@@ -269,10 +283,6 @@ class _Prediction:
         for row in self._plan.rank(self._grid.rank_at(pp, 0, 0)).traffic:
             if (row.axis, row.label) == (axis, label):
                 yield row
-
-
-_Key = tuple[Op, int]
-"""Operation and stage."""
 
 
 def _with_waits(tasks: Mapping[_Key, Task], waits: Mapping[_Key, float]) -> dict[_Key, Task]:

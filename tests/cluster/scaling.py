@@ -10,15 +10,16 @@ prediction knows how many of them run at once. Exit status 1: the best grid is n
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.scaling.record import ScalingRecord, ScalingRow, read_record
-from benchmarks.scaling.report import table
+from benchmarks.scaling.report import parts_of, table
 from tests.cluster.jobs import Job
 from tests.cluster.network import Cluster, missing
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SLOWER = 50
 """How much slower a link is than loopback."""
 JOB = """
@@ -52,7 +53,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     correlation = rank_correlation([_seconds(row) for row in rows], [_predicted(row) for row in rows])
     verdict = f"best measured: {best.choice}; best predicted: {told.choice}; rank correlation {correlation:.2f}"
     print(verdict, flush=True)
+    if options.write_figures:
+        where = f"{options.nodes} nodes of {options.ranks} ranks, links of {rate / 1e6:.1f} MB/s"
+        record_cells("scaling", where, dict(_cells(sorted(rows, key=_seconds))))
+        record_text("scaling-verdict", f"{verdict[0].upper()}{verdict[1:]}.")
+        (RESULTS / "scaling.svg").write_text(draw_record(record), encoding="utf-8")
     return int(best.choice != told.choice)
+
+
+def _cells(rows: Sequence[ScalingRow]) -> Iterator[tuple[tuple[str, str], str]]:
+    """Of the table in the documents."""
+    for row in rows:
+        name, seconds, predicted = str(row.choice), _seconds(row), _predicted(row)
+        yield (name, "step, measured"), f"{seconds:.2f} s"
+        yield (name, "predicted"), f"{predicted:.2f} s"
+        yield (name, "off"), f"{predicted / seconds - 1:+.0%}"
+        for part, took in parts_of(row):
+            if part in ("computation", "bubble", "dp", "tp", "pp"):
+                yield (name, f"predicted {part}"), f"{took:.2f}"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -109,7 +127,8 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's, of numbers of which no two are equal."""
     places = [[sorted(numbers).index(number) for number in numbers] for numbers in (first, second)]
     count = len(first)
-    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(*places, strict=True)) / (count * (count**2 - 1))
+    apart = sum((a - b) * (a - b) for a, b in zip(*places, strict=True))
+    return 1 - 6 * apart / (count * (count * count - 1)) if count > 1 else 1.0
 
 
 if __name__ == "__main__":

@@ -19,8 +19,10 @@ pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark
 def wait_for_samples(out: Path, count: int, seconds: float = 120.0) -> ScalingRecord:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if out.exists() and sum(len(row.samples) for row in (found := read_record(out)).rows) >= count:
-            return found
+        if out.exists():
+            found = read_record(out)
+            if sum(len(row.samples) for row in found.rows) >= count:
+                return found
         time.sleep(0.1)
     raise AssertionError(f"no {count} samples within {seconds:g} s")
 

@@ -27,7 +27,9 @@ def test_links_and_machine_are_shown() -> None:
 
 
 def test_a_refused_grid_says_why() -> None:
-    assert table(record(replace(row(), predicted=None, refused="no such grid."))).splitlines()[1].endswith("no such grid.")
+    assert (
+        table(record(replace(row(), predicted=None, refused="no such grid."))).splitlines()[1].endswith("no such grid.")
+    )
 
 
 def test_efficiency_is_that_of_a_rank_beside_the_fewest_ranks() -> None:
