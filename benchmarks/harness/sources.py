@@ -23,6 +23,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "faults": ("tests/faults",),
         "goodput": ("engine/checkpoint", "engine/watchdog", "parallel/comm"),
         "soak": ("engine/watchdog", "parallel/comm"),
+        **dict.fromkeys(("scaling", "scaling-verdict"), (*RUN, "engine/planning", "benchmarks/scaling")),
         "kernels-models": (*RUN, "kernels"),
         "integrity": ("engine/integrity",),
         "integrity-cost": ("engine/integrity", "engine/step", "zero"),

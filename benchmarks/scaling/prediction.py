@@ -7,8 +7,7 @@ from benchmarks.scaling.record import Machine, ScalingRecord, ScalingRow
 from benchmarks.scaling.task import Mode, Task
 from engine.parallel.grid import Grid
 from engine.planning.axis_links import AxisLinks, place_axes
-from engine.planning.plan import Plan
-from engine.planning.step_time import Computation, GridChoice, RankedGrid, grid_choices, predict_step, rank_grids
+from engine.planning.step_time import GridChoice, RankedGrid, grid_choices, rank_grids
 
 
 def links_of(choice: GridChoice, machine: Machine) -> AxisLinks:
@@ -26,18 +25,6 @@ def ranked(task: Task, mode: Mode, machine: Machine, choices: Sequence[GridChoic
         lambda choice: links_of(choice, machine),
         machine.computation,
     )
-
-
-def find_handover(plan: Plan, computation: Computation, links: AxisLinks, seconds: float) -> float:
-    """The handover with which the step of ``plan`` is predicted to take so many seconds; 0 if none is needed."""
-    low, high = 0.0, seconds
-    for _ in range(30):
-        middle = (low + high) / 2
-        if predict_step(plan, replace(computation, handover=middle), links).total > seconds:
-            high = middle
-        else:
-            low = middle
-    return low
 
 
 def all_choices(machine: Machine, stages: Sequence[int]) -> tuple[GridChoice, ...]:

@@ -4,7 +4,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -14,20 +14,19 @@ import torch
 from torch import Tensor
 
 import engine
-from benchmarks.scaling.prediction import find_handover, links_of
 from benchmarks.scaling.record import AxisMeasurement, Machine, Sample
 from benchmarks.scaling.task import Mode, Task
-from engine.errors import EngineError
 from engine.launch.doctor.links import AxisTimes, measure_axes
-from engine.models.decoder import loss_sum
+from engine.models.decoder import DecoderConfig, loss_sum
 from engine.parallel.comm.agreement import from_first, gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import World, open_world, read_world
-from engine.parallel.grid import Grid
+from engine.parallel.grid import Axis, Grid
 from engine.planning.axis_links import HostLinks, LinkSpeed
 from engine.planning.step_time import Computation, GridChoice
 
+_Clock = Callable[[], float]
 _NAME_BYTES = 64
 _LONG = 4
 """Microbatches of the longer step, whose seconds less those of a step of one give those of a microbatch."""
@@ -144,31 +143,41 @@ class Ranks:
 
     def machine(self, task: Task, effort: Effort) -> Machine:
         """What the prediction needs to know, measured with the engine itself on one rank each: all ranks at once, and
-        rank 0 while the others wait."""
-        together = self._computed(task, effort)
-        alone = self._computed(task, effort) if self.first else together
+        rank 0 while the others wait.
+
+        Ranks of one thread on processors are timed by what they use of a processor, which their neighbours do not
+        alter; and by the clock when all of them compute, which tells how much of a processor each one gets.
+        """
+        together = self._computed(task, effort, time.perf_counter)
         (crowded,) = self.slowest([together.forward + together.backward])
-        computed = self._of_first(alone)
-        microbatch = computed.forward + computed.backward
-        processors = max(1.0, min(float(self.world.size), self.world.size * microbatch / crowded))
-        machine = Machine(
+        computed = self._of_first(task, effort)
+        processors = self.world.size * (computed.forward + computed.backward) / crowded
+        return Machine(
             nodes=self.nodes,
             ranks=self.of_node,
-            computation=replace(computed, processors=processors, hides_column_inputs=self.device.type == "cuda"),
+            computation=replace(
+                computed,
+                handover=self._handover(effort) if self._counts_processors else 0.0,
+                processors=max(1.0, min(float(self.world.size), processors)),
+                hides_column_inputs=self.device.type == "cuda",
+            ),
             links=self.host_links(),
         )
-        return replace(
-            machine, computation=replace(machine.computation, handover=self._handover(task, machine, effort))
-        )
 
-    def _of_first(self, computed: Computation) -> Computation:
-        """What rank 0 has measured, on every rank."""
-        return Computation(**json.loads(self.share(json.dumps(asdict(computed)).encode())))
+    @property
+    def _counts_processors(self) -> bool:
+        return self.device.type == "cpu" and torch.get_num_threads() == 1
 
-    def _computed(self, task: Task, effort: Effort) -> Computation:
+    def _of_first(self, task: Task, effort: Effort) -> Computation:
+        """What rank 0 computes while the others wait, on every rank."""
+        clock = time.process_time if self._counts_processors else time.perf_counter
+        computed = self._computed(task, effort, clock) if self.first else None
+        return Computation(**json.loads(self.share(json.dumps(asdict(computed) if computed else None).encode())))
+
+    def _computed(self, task: Task, effort: Effort, clock: _Clock) -> Computation:
         """What a rank computes that has the whole model, and in ``fixed`` how it compares with one that has half."""
-        short, long = (self._lone_step(task, effort, count) for count in (1, _LONG))
-        half = [self._lone_step(task, effort, count, parts=2) for count in (1, _LONG)]
+        short, long = (self._lone_step((task, 1), effort, count, clock) for count in (1, _LONG))
+        half = [self._lone_step((task, 2), effort, count, clock) for count in (1, _LONG)]
         whole, of_half = ((b.trained - a.trained) / (_LONG - 1) for a, b in ((short, long), half))
         forward = (long.evaluated - short.evaluated) / (_LONG - 1)
         return Computation(
@@ -179,35 +188,42 @@ class Ranks:
             processors=float(self.world.size),
         )
 
-    def _lone_step(self, task: Task, effort: Effort, count: int, parts: int = 1) -> "_LoneStep":
-        """A step and an evaluation of ``count`` microbatches in an engine of this rank alone."""
+    def _lone_step(self, model: tuple[Task, int], effort: Effort, count: int, clock: _Clock) -> "_LoneStep":
+        """A step and an evaluation of ``count`` microbatches of a model's part, in an engine of this rank alone."""
+        task, parts = model
         settings = task.settings(GridChoice(dp=1, tp=1, pp=1), count)
         batches = task.batches(count * task.micro, self.world.rank, parts)
-        model = task.model() if parts == 1 else task.slice(parts)
-        with engine.initialize(model, settings, loss_sum, task.example(), world=self._alone) as eng:
-            trained = [self._timed(lambda: eng.train_batch(next(batches))) for _ in range(effort.warmup + effort.steps)]
-            evaluated = [self._timed(lambda: eng.eval_batch(next(batches))) for _ in range(1 + effort.steps)]
+        given = task.model() if parts == 1 else task.slice(parts)
+        trained, evaluated = list[float](), list[float]()
+        with engine.initialize(given, settings, loss_sum, task.example(), world=self._alone) as eng:
+            for _ in range(effort.warmup + effort.steps):
+                trained.append(self._timed(lambda: eng.train_batch(next(batches)), clock))
+            for _ in range(1 + effort.steps):
+                evaluated.append(self._timed(lambda: eng.eval_batch(next(batches)), clock))
         return _LoneStep(median(trained[effort.warmup :]), median(evaluated[1:]))
 
-    def _handover(self, task: Task, machine: Machine, effort: Effort) -> float:
-        """What an action of a pipeline takes besides, from a pipeline of all ranks that computes next to nothing."""
-        tiny, choice = replace(task.tiny, rows=2 * self.world.size), GridChoice(dp=1, tp=1, pp=self.world.size)
-        try:
-            plan = tiny.plan(choice, "strong")
-        except EngineError:  # fewer calls than ranks: no grid of this model has so many stages
+    def _handover(self, effort: Effort) -> float:
+        """What an action of a pipeline takes of a processor besides: of all ranks together in a pipeline of a block
+        each that computes next to nothing, less what one rank takes for the same microbatches."""
+        ranks = self.world.size
+        if ranks == 1:
             return 0.0
-        small = self._of_first(self._computed(tiny, effort))
-        known = replace(small, processors=machine.computation.processors)
-        sample = self.steps(tiny, choice, "strong", effort)
-        found = find_handover(plan, known, links_of(choice, machine), sample.seconds)
-        return float(json.loads(self.share(json.dumps(found).encode())))
+        choice = GridChoice(dp=1, tp=1, pp=ranks)
+        tiny = Task(decoder=DecoderConfig(vocabulary=16, layers=ranks, width=16, heads=2, context=1), micro=1, rows=1)
+        alone = self._of_first(tiny, effort)
+        short, long = (
+            self.steps(replace(tiny, rows=count * ranks), choice, "strong", effort).processor_seconds
+            for count in (1, 3)
+        )
+        actions = 2 * ranks * (2 * ranks)  # F and B of the microbatches that the longer step has more
+        return max(0.0, (long - short - 2 * ranks * (alone.forward + alone.backward)) / actions)
 
-    def _timed(self, call: Any) -> float:
-        began = time.perf_counter()
+    def _timed(self, call: Any, clock: _Clock = time.perf_counter) -> float:
+        began = clock()
         call()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return time.perf_counter() - began
+        return clock() - began
 
     # ------------------------------------------------------------------ steps
 
@@ -224,15 +240,18 @@ class Ranks:
             warm = [self._timed(lambda: eng.train_batch(next(batches))) for _ in range(effort.warmup)]
             (slow,) = self.slowest(warm[-1:] or [0.0])  # all are here
             before, count = dict(eng.waits), effort.count(slow)
+            used = time.process_time()
             own = [self._timed(lambda: eng.train_batch(next(batches))) for _ in range(count)]
+            used = time.process_time() - used
             waited = [eng.waits.get(axis, 0.0) - before.get(axis, 0.0) for axis in before]
+            sizes = {axis: eng.grid.size(axis) for axis in before}
         seconds = median(self.slowest(own))
-        told = torch.tensor(waited or [0.0], dtype=torch.float64, device=self.device)
+        told = torch.tensor([used, *waited], dtype=torch.float64, device=self.device)
         self._comm.all_reduce(told, "world", "scaling").wait()
-        means = [float(each) / (self.world.size * count) for each in told.cpu()]
-        sizes = {axis: eng.grid.size(axis) for axis in before}
-        waits = {str(axis): mean for axis, mean in zip(before, means, strict=False) if sizes[axis] > 1}
-        return Sample(seconds=seconds, waits=waits)
+        processor_seconds, *sums = (float(each) / count for each in told.cpu())
+        axes: list[Axis] = list(before)
+        waits = {str(axis): each / self.world.size for axis, each in zip(axes, sums, strict=True) if sizes[axis] > 1}
+        return Sample(seconds=seconds, processor_seconds=processor_seconds, waits=waits)
 
 
 class _LoneStep(NamedTuple):

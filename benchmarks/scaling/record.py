@@ -54,6 +54,8 @@ class Sample:
 
     seconds: float
     """Of a step, the median of the round."""
+    processor_seconds: float = 0.0
+    """That all ranks together use in a step, threads of communication too."""
     waits: Mapping[str, float] = field(default_factory=dict)
     """Seconds a step for which a rank has waited, by axis; the mean of all ranks."""
 

@@ -2,7 +2,7 @@
 for each data rank."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -101,13 +101,8 @@ class Task:
             attention.output = Projection(width // parts, width)
             block.up = Projection(width, 4 * width // parts)
             block.down = Projection(4 * width // parts, width)
-        model.head = Projection(width, self.decoder.vocabulary // parts)
+        model.head = Projection(width, self.decoder.vocabulary // parts, bias=False)
         return model
-
-    @property
-    def tiny(self) -> "Task":
-        """The same model on one row of one token."""
-        return replace(self, micro=1, decoder=replace(self.decoder, context=1))
 
     def plan(self, choice: GridChoice, mode: Mode) -> Plan:
         """Of a grid, made without processes.

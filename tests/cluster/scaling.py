@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.harness.figures import record_cells, record_text
+from benchmarks.scaling.plot import draw_record
 from benchmarks.scaling.record import ScalingRecord, ScalingRow, read_record
 from benchmarks.scaling.report import parts_of, table
 from tests.cluster.jobs import Job

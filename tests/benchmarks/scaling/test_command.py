@@ -1,6 +1,9 @@
 """A small job of the benchmark: it fills a file, and a second one goes on where the first has ended."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.figures import ROOT
 from benchmarks.scaling.command import main
 from benchmarks.scaling.record import read_record, write_record
 
@@ -59,3 +63,16 @@ def test_a_render_needs_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["--render", str(out), "--svg", str(tmp_path / "scaling.svg")]) == 0
     assert capsys.readouterr().out.startswith("nodes  ranks")
     assert (tmp_path / "scaling.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.long
+def test_the_launcher_starts_it(tmp_path: Path) -> None:
+    out, script = tmp_path / "scaling.json", ROOT / "benchmarks" / "scaling" / "__main__.py"
+    command = [sys.executable, "-m", "engine.launch.cli", "launch", "--ranks-per-node", "2", str(script)]
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    told = subprocess.run(
+        [*command, *TINY, f"--out={out}", "--rounds=1", "--grids=pp2"],
+        env=given, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr[-3000:]
+    assert [str(row.choice) for row in read_record(out).rows] == ["pp2"]

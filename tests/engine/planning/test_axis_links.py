@@ -27,12 +27,12 @@ def test_direct_messages_leave_a_host_from_each_of_its_ranks() -> None:
 def test_groups_share_the_way_out_of_a_host() -> None:
     links = place_axes(Grid(dp=4, tp=2), FOUR_BY_TWO, LINKS)
     assert links.collectives["dp", "ring"] == LinkSpeed(6e-3, 60.0)
-    assert links.collectives["tp", "ring"] == LINKS.memory
+    assert links.collectives["tp", "ring"] == LINKS.memory and links.through_memory
 
 
 def test_tensor_ranks_of_two_hosts_send_messages() -> None:
     links = place_axes(Grid(dp=2, tp=4), FOUR_BY_TWO, LINKS)
-    assert links.collectives["tp", "ring"] == LinkSpeed(6e-3, 120.0)
+    assert links.collectives["tp", "ring"] == LinkSpeed(6e-3, 120.0) and not links.through_memory
     assert links.collectives["dp", "ring"] == LinkSpeed(2e-3, 60.0)  # ranks r and r + 4
 
 

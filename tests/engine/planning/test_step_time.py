@@ -102,6 +102,27 @@ def test_tensor_ranks_share_all_but_the_fixed_part() -> None:
     assert time.computation == pytest.approx(12 * 0.75)
 
 
+def test_actions_of_a_pipeline_take_a_handover_more() -> None:
+    choice = GridChoice(dp=1, tp=1, pp=2)
+    plan, more = planned(choice), Computation(forward=1.0, backward=2.0, handover=0.1)
+    plain = predict_step(plan, Computation(forward=1.0, backward=2.0), links(choice))
+    time = predict_step(plan, more, links(choice))
+    assert time.computation - plain.computation == pytest.approx(4 * 2 * 0.1)
+    alone = GridChoice(dp=1, tp=1, pp=1)
+    assert predict_step(planned(alone), more, links(alone)).total == pytest.approx(12.0)
+
+
+def test_sums_through_memory_are_work_of_processors() -> None:
+    choice = GridChoice(dp=1, tp=2, pp=1)
+    plan, speeds = planned(choice), HostLinks(within=FREE.within, between=FREE.between, memory=LinkSpeed(0.01, 1e30))
+    grid = Grid(tp=2)
+    calls = sum(row.calls for row in plan.rank(0).traffic if row.axis == "tp")
+    shared = Computation(forward=1.0, backward=2.0, processors=1.0)
+    for computation in (ONE, shared):  # measured on all ranks at once: as long on shared processors
+        time = predict_step(plan, computation, place_axes(grid, ("a", "a"), speeds))
+        assert time.communication["tp"] == pytest.approx(calls * 0.01)
+
+
 def test_sums_over_tensor_ranks_are_waited_for() -> None:
     choice = GridChoice(dp=1, tp=2, pp=1)
     plan, slow = planned(choice), HostLinks(within=FREE.within, between=LinkSpeed(0.01, 1e5))
