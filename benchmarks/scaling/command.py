@@ -24,7 +24,7 @@ from benchmarks.scaling.task import MODES, Mode, Task
 from engine.errors import EngineError
 from engine.models.decoder import DecoderConfig
 from engine.parallel.grid import Grid
-from engine.planning.step_time import RankedGrid
+from engine.planning.step_time.ranking import RankedGrid
 
 
 def main(command: Sequence[str] | None = None) -> int:
@@ -172,7 +172,7 @@ class _Run:
 
 
 def _choices(ranks: Ranks, stages: Sequence[int]) -> Any:
-    from engine.planning.step_time import grid_choices
+    from engine.planning.step_time.ranking import grid_choices
 
     return grid_choices(ranks.world.size, stages)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from benchmarks.scaling.record import Machine, ScalingRecord, ScalingRow
 from benchmarks.scaling.task import Mode, Task
 from engine.parallel.grid import Grid
-from engine.planning.axis_links import AxisLinks, place_axes
-from engine.planning.step_time import GridChoice, RankedGrid, grid_choices, rank_grids
+from engine.planning.step_time.axis_links import AxisLinks, place_axes
+from engine.planning.step_time.ranking import GridChoice, RankedGrid, grid_choices, rank_grids
 
 
 def links_of(choice: GridChoice, machine: Machine) -> AxisLinks:

@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-from engine.planning.axis_links import HostLinks, LinkSpeed
-from engine.planning.step_time import Computation, GridChoice, StepTime
+from engine.planning.step_time.axis_links import HostLinks, LinkSpeed
+from engine.planning.step_time.prediction import Computation, StepTime
+from engine.planning.step_time.ranking import GridChoice
 
 VERSION = 1
 

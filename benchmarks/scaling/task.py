@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.models.decoder import Decoder, DecoderConfig, Projection, loss_sum
 from engine.planning.analysis import PlanRequest
 from engine.planning.plan import Plan, build_plan
-from engine.planning.step_time import GridChoice
+from engine.planning.step_time.ranking import GridChoice
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 

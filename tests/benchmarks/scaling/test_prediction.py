@@ -8,7 +8,7 @@ from benchmarks.scaling.record import ScalingRecord
 from benchmarks.scaling.task import Task
 from engine.errors import ConfigError
 from engine.models.decoder import DecoderConfig, loss_sum
-from engine.planning.step_time import GridChoice
+from engine.planning.step_time.ranking import GridChoice
 from tests.benchmarks.scaling.test_record import machine
 
 TASK = Task(decoder=DecoderConfig(layers=2, width=16, heads=2, context=8, vocabulary=32), micro=2, rows=8)

@@ -16,8 +16,9 @@ from benchmarks.scaling.record import (
     read_record,
     write_record,
 )
-from engine.planning.axis_links import HostLinks, LinkSpeed
-from engine.planning.step_time import Computation, GridChoice, StepTime
+from engine.planning.step_time.axis_links import HostLinks, LinkSpeed
+from engine.planning.step_time.prediction import Computation, StepTime
+from engine.planning.step_time.ranking import GridChoice
 
 LINK = LinkSpeed(1e-4, 1e9)
 DP4 = GridChoice(dp=4, tp=1, pp=1, stage=1)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.scaling.plot import draw_record
 from benchmarks.scaling.report import efficiency, table
-from engine.planning.step_time import GridChoice
+from engine.planning.step_time.ranking import GridChoice
 from tests.benchmarks.scaling.test_record import DP4, record, row
 
 PP4 = GridChoice(dp=1, tp=1, pp=4)

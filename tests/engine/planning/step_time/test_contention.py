@@ -5,9 +5,9 @@ import math
 import pytest
 
 from engine.parallel.pipeline.schedule.actions import Action, Op
-from engine.parallel.pipeline.schedule.contention import Contention, Task, simulate_contention
 from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
 from engine.parallel.pipeline.schedule.simulate import Cost, simulate
+from engine.planning.step_time.contention import Contention, Task, simulate_contention
 
 OPS = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
 
