@@ -7,24 +7,22 @@ Each number of nodes is a job of its own, and all of them add to one file. A job
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.gpu_step.report import known_peak
 from benchmarks.scaling.plot import draw_record
-from benchmarks.scaling.prediction import all_choices, ranked, with_predictions
+from benchmarks.scaling.prediction import ranked, with_predictions
 from benchmarks.scaling.ranks import Effort, Ranks, joined_ranks
-from benchmarks.scaling.record import ScalingRecord, ScalingRow, merged, read_record, write_record
+from benchmarks.scaling.record import RowKey, ScalingRecord, ScalingRow, merged, read_record, write_record
 from benchmarks.scaling.report import table
 from benchmarks.scaling.task import MODES, Mode, Task
 from engine.errors import EngineError
 from engine.models.decoder import DecoderConfig
 from engine.parallel.grid import Grid
-from engine.planning.step_time.ranking import RankedGrid
+from engine.planning.step_time.ranking import GridChoice, grid_choices
 
 
 def main(command: Sequence[str] | None = None) -> int:
@@ -80,109 +78,84 @@ class _Run:
         self._options, self._ranks, self._path = options, ranks, Path(options.out)
         self._task = _task(options)
         self._effort = Effort(warmup=options.warmup, steps=options.steps, seconds=options.seconds)
-        self._record = self._open()
+        self._size = (ranks.nodes, ranks.of_node)
+        self._record = ScalingRecord(task=asdict(self._task), peak_flops=self._peak())
+        ranks.share(self._open)
 
-    def _open(self) -> ScalingRecord:
-        sizes = json.loads(json.dumps(asdict(self._task)))
-        if self._path.exists() and self._ranks.first:
+    def _open(self) -> None:
+        """On rank 0: go on with what the file has."""
+        if self._path.exists():
             found = read_record(self._path)
-            if found.task != sizes:
-                raise EngineError(f"{self._path} has results of {found.task}; give another --out for {sizes}.")
-            return found
-        peak = self._options.peak_tflops * 1e12 if self._options.peak_tflops else self._known_peak()
-        return ScalingRecord(task=sizes, peak_flops=peak)
+            if found.task != self._record.task:
+                raise EngineError(
+                    f"{self._path} has results of {found.task}, and a file has those of one task; give another --out "
+                    f"for {self._record.task}."
+                )
+            self._record = found
 
-    def _known_peak(self) -> float | None:
-        import torch
-
-        device = self._ranks.device
-        return known_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" and self._task.bf16 else None
+    def _peak(self) -> float | None:
+        if self._options.peak_tflops:
+            return float(self._options.peak_tflops) * 1e12
+        return known_peak(self._ranks.device_name) if self._task.bf16 else None
 
     def run(self) -> None:
         """Machine, predictions, then rounds of all grids."""
-        modes = [mode for mode in MODES if mode in self._options.modes.split(",")]
         for number in range(self._options.rounds):
             self._measure_machine(number)
-        rows = [row for mode in modes for row in self._choose(mode)]
+        modes = [mode for mode in MODES if mode in self._options.modes.split(",")]
+        chosen = [(mode, choice) for mode in modes for choice in self._choose(mode)]
         for number in range(self._options.rounds):
-            for row in rows:
-                self._measure_row(row, number)
+            for mode, choice in chosen:
+                self._measure_row(mode, choice, number)
         if self._ranks.first:
             print(table(self._record), flush=True)
 
     def _measure_machine(self, number: int) -> None:
-        key = (self._ranks.nodes, self._ranks.of_node)
-        if self._told(sum(machine.key == key for machine in self._record.machines) > number):
-            return
-        found = self._ranks.machine(self._task, self._effort)
-        self._keep(replace(self._record, machines=(*self._record.machines, found)))
+        known = self._ranks.share(lambda: sum(machine.key == self._size for machine in self._record.machines))
+        if known <= number:
+            found = self._ranks.machine(self._task, self._effort)
+            self._keep(replace(self._record, machines=(*self._record.machines, found)))
 
-    def _choose(self, mode: Mode) -> list[ScalingRow]:
-        """The rows that this job measures; predictions are made on rank 0 alone."""
-        names: list[str] = []
-        if self._ranks.first:
-            chosen = self._ranked(mode)
-            machine = self._record.machine((self._ranks.nodes, self._ranks.of_node))
-            assert machine is not None
-            self._keep(with_predictions(self._record, self._task, machine, chosen, mode))
-            names = [str(grid.choice) for grid in chosen if grid.time is not None][: self._options.top]
-        names = self._told(names)
-        stages = self._stages()
-        choices = {str(choice): choice for choice in _choices(self._ranks, stages)}
-        rows = []
-        for name in names:
-            choice = choices[name]
-            key = (self._ranks.nodes, self._ranks.of_node, mode, choice)
-            known = self._record.row(key)
-            rows.append(known or _empty_row(key, self._task))
-        return rows
-
-    def _stages(self) -> list[int]:
-        return [int(stage) for stage in self._options.stages.split(",")]
-
-    def _ranked(self, mode: Mode) -> list[RankedGrid]:
-        machine = self._record.machine((self._ranks.nodes, self._ranks.of_node))
-        assert machine is not None
-        choices = all_choices(machine, self._stages())
+    def _choose(self, mode: Mode) -> list[GridChoice]:
+        """The grids that this job measures, the best predicted ones first."""
+        stages = [int(stage) for stage in self._options.stages.split(",")]
         wanted = [name for name in self._options.grids.split(",") if name]
-        if wanted:
-            choices = tuple(choice for choice in choices if _short(str(choice)) in wanted)
-        return list(ranked(self._task, mode, machine, choices))
+        choices = [
+            choice
+            for choice in grid_choices(self._ranks.world.size, stages)
+            if not wanted or _short(str(choice)) in wanted
+        ]
+        return [choices[place] for place in self._ranks.share(lambda: self._predict(mode, choices))]
 
-    def _measure_row(self, row: ScalingRow, number: int) -> None:
-        known = self._record.row(row.key)
-        if self._told(known is not None and len(known.samples) > number):
+    def _predict(self, mode: Mode, choices: Sequence[GridChoice]) -> list[int]:
+        """On rank 0: the places of the grids to measure; the record has a row for each of ``choices``."""
+        machine = self._record.machine(self._size)
+        assert machine is not None
+        found = ranked(self._task, mode, machine, choices)
+        self._keep(with_predictions(self._record, self._task, machine, found, mode))
+        return [choices.index(grid.choice) for grid in found if grid.time is not None][: self._options.top]
+
+    def _measure_row(self, mode: Mode, choice: GridChoice, number: int) -> None:
+        key = (*self._size, mode, choice)
+        if self._ranks.share(lambda: len(self._row(key).samples)) > number:
             return
-        sample = self._ranks.steps(self._task, row.choice, row.mode, self._effort)  # type: ignore[arg-type]
-        axes = () if number else tuple(self._ranks.axes(Grid(pp=row.choice.pp, dp=row.choice.dp, tp=row.choice.tp)))
+        sample = self._ranks.steps(self._task, choice, mode, self._effort)
+        axes = () if number else tuple(self._ranks.axes(Grid(pp=choice.pp, dp=choice.dp, tp=choice.tp)))
         if self._ranks.first:
-            assert known is not None
-            filled = replace(known, samples=(*known.samples, sample), axes=axes or known.axes)
+            row = self._row(key)
+            filled = replace(row, samples=(*row.samples, sample), axes=axes or row.axes)
             self._keep(self._record.with_row(filled))
-            print(f"{row.mode} {row.choice} round {number + 1}: {sample.seconds:.3f} s", flush=True)
+            print(f"{mode} {choice} round {number + 1}: {sample.seconds:.3f} s", flush=True)
+
+    def _row(self, key: RowKey) -> ScalingRow:
+        row = self._record.row(key)
+        assert row is not None, key
+        return row
 
     def _keep(self, record: ScalingRecord) -> None:
         self._record = record
         if self._ranks.first:
             write_record(record, self._path)
-
-    def _told(self, value: Any) -> Any:
-        """What rank 0 says, on every rank: others have no file."""
-        return json.loads(self._ranks.share(json.dumps(value).encode()))
-
-
-def _choices(ranks: Ranks, stages: Sequence[int]) -> Any:
-    from engine.planning.step_time.ranking import grid_choices
-
-    return grid_choices(ranks.world.size, stages)
-
-
-def _empty_row(key: Any, task: Task) -> ScalingRow:
-    nodes, ranks, mode, choice = key
-    return ScalingRow(
-        nodes=nodes, ranks=ranks, mode=mode, choice=choice,
-        tokens=task.tokens(choice, mode), flops=task.flops(choice, mode),
-    )  # fmt: skip
 
 
 def _short(name: str) -> str:

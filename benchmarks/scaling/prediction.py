@@ -7,7 +7,7 @@ from benchmarks.scaling.record import Machine, ScalingRecord, ScalingRow
 from benchmarks.scaling.task import Mode, Task
 from engine.parallel.grid import Grid
 from engine.planning.step_time.axis_links import AxisLinks, place_axes
-from engine.planning.step_time.ranking import GridChoice, RankedGrid, grid_choices, rank_grids
+from engine.planning.step_time.ranking import GridChoice, RankedGrid, rank_grids
 
 
 def links_of(choice: GridChoice, machine: Machine) -> AxisLinks:
@@ -25,11 +25,6 @@ def ranked(task: Task, mode: Mode, machine: Machine, choices: Sequence[GridChoic
         lambda choice: links_of(choice, machine),
         machine.computation,
     )
-
-
-def all_choices(machine: Machine, stages: Sequence[int]) -> tuple[GridChoice, ...]:
-    """Every grid of a machine's ranks."""
-    return grid_choices(machine.nodes * machine.ranks, stages)
 
 
 def with_predictions(

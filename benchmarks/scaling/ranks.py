@@ -27,6 +27,8 @@ from engine.planning.step_time.axis_links import HostLinks, LinkSpeed
 from engine.planning.step_time.prediction import Computation
 from engine.planning.step_time.ranking import GridChoice
 
+_PATIENCE = 20.0
+"""Seconds between two signs of life of rank 0, for which others wait."""
 _Clock = Callable[[], float]
 _NAME_BYTES = 64
 _LONG = 4
@@ -82,9 +84,19 @@ class Ranks:
         """Leave the other ranks."""
         self._comm.close()
 
-    def share(self, data: bytes) -> bytes:
-        """What rank 0 has, on every rank."""
-        return from_first(lambda: data, self._comm, self.device)
+    @property
+    def device_name(self) -> str:
+        """Of a rank's device."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+
+    def share(self, make: Callable[[], Any]) -> Any:
+        """What rank 0 makes, through JSON, on every rank; others do not call ``make``.
+
+        Raises:
+            EngineError: ``make`` has failed.
+        """
+        told = from_first(lambda: json.dumps(make()).encode(), self._comm, self.device, _PATIENCE)
+        return json.loads(told)
 
     def slowest(self, seconds: list[float]) -> list[float]:
         """The largest of all ranks' numbers."""
@@ -172,8 +184,7 @@ class Ranks:
     def _of_first(self, task: Task, effort: Effort) -> Computation:
         """What rank 0 computes while the others wait, on every rank."""
         clock = time.process_time if self._counts_processors else time.perf_counter
-        computed = self._computed(task, effort, clock) if self.first else None
-        return Computation(**json.loads(self.share(json.dumps(asdict(computed) if computed else None).encode())))
+        return Computation(**self.share(lambda: asdict(self._computed(task, effort, clock))))
 
     def _computed(self, task: Task, effort: Effort, clock: _Clock) -> Computation:
         """What a rank computes that has the whole model, and in ``fixed`` how it compares with one that has half."""

@@ -61,6 +61,10 @@ class Sample:
     """Seconds a step for which a rank has waited, by axis; the mean of all ranks."""
 
 
+RowKey = tuple[int, int, str, GridChoice]
+"""Nodes, ranks of a node, mode and grid: what a file has one row of."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRow:
     """A grid on a number of nodes."""
@@ -80,7 +84,7 @@ class ScalingRow:
     """Why there is no such grid."""
 
     @property
-    def key(self) -> tuple[int, int, str, GridChoice]:
+    def key(self) -> RowKey:
         """What a file has one row of."""
         return self.nodes, self.ranks, self.mode, self.choice
 
@@ -117,7 +121,7 @@ class ScalingRecord:
         """(nodes, ranks of a node) of all machines."""
         return tuple(sorted({machine.key for machine in self.machines}))
 
-    def row(self, key: tuple[int, int, str, GridChoice]) -> ScalingRow | None:
+    def row(self, key: RowKey) -> ScalingRow | None:
         """The row of this key."""
         return next((row for row in self.rows if row.key == key), None)
 

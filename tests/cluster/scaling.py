@@ -5,6 +5,8 @@
 Four nodes of two ranks, joined by links of 1/50 of what gloo carries between two processes of one machine. The eight
 ranks share the processors of this machine, so their computation is measured while all of them compute, and the
 prediction knows how many of them run at once. Exit status 1: the best grid is not the predicted one.
+
+With ``--keep FILE`` a second run goes on where the first one ended; other numbers of nodes add to the same file.
 """
 
 import argparse
@@ -14,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.harness.figures import record_cells, record_text
+from benchmarks.harness.figures import record_cells
 from benchmarks.scaling.plot import draw_record
 from benchmarks.scaling.record import ScalingRecord, ScalingRow, read_record
 from benchmarks.scaling.report import parts_of, table
@@ -50,15 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with TemporaryDirectory() as folder:
         record = run_job(Path(folder), (options.nodes, options.ranks), rate, options)
     print(table(record))
-    rows = [row for row in record.rows if row.seconds is not None and row.predicted is not None]
-    best, told = min(rows, key=_seconds), min(rows, key=_predicted)
+    here = [row for row in record.rows if (row.nodes, row.ranks) == (options.nodes, options.ranks)]
+    rows = sorted((row for row in here if row.seconds is not None and row.predicted is not None), key=_seconds)
+    best, told = rows[0], min(rows, key=_predicted)
     correlation = rank_correlation([_seconds(row) for row in rows], [_predicted(row) for row in rows])
-    verdict = f"best measured: {best.choice}; best predicted: {told.choice}; rank correlation {correlation:.2f}"
-    print(verdict, flush=True)
+    verdict = {
+        "grids": str(len(rows)),
+        "best measured": str(best.choice),
+        "best predicted": str(told.choice),
+        "rank correlation": f"{correlation:.2f}",
+    }
+    print("; ".join(f"{name}: {found}" for name, found in verdict.items()), flush=True)
     if options.write_figures:
-        where = f"{options.nodes} nodes of {options.ranks} ranks, links of {rate / 1e6:.1f} MB/s"
-        record_cells("scaling", where, dict(_cells(sorted(rows, key=_seconds))))
-        record_text("scaling-verdict", f"{verdict[0].upper()}{verdict[1:]}.")
+        links = f"links of {rate / 1e6:.1f} MB/s, {options.ranks} ranks a node"
+        cells = {(f"{options.nodes} nodes", name): found for name, found in verdict.items()}
+        record_cells("scaling-verdict", links, cells)
+        record_cells("scaling", links, dict(_cells(rows)))
         (RESULTS / "scaling.svg").write_text(draw_record(record), encoding="utf-8")
     return int(best.choice != told.choice)
 
@@ -66,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _cells(rows: Sequence[ScalingRow]) -> Iterator[tuple[tuple[str, str], str]]:
     """Of the table in the documents."""
     for row in rows:
-        name, seconds, predicted = str(row.choice), _seconds(row), _predicted(row)
+        name, seconds, predicted = f"{row.nodes} nodes, {row.choice}", _seconds(row), _predicted(row)
         yield (name, "step, measured"), f"{seconds:.2f} s"
         yield (name, "predicted"), f"{predicted:.2f} s"
         yield (name, "off"), f"{predicted / seconds - 1:+.0%}"

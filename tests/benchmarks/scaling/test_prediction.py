@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from benchmarks.scaling.prediction import all_choices, ranked, with_predictions
+from benchmarks.scaling.prediction import ranked, with_predictions
 from benchmarks.scaling.record import ScalingRecord
 from benchmarks.scaling.task import Task
 from engine.errors import ConfigError
 from engine.models.decoder import DecoderConfig, loss_sum
-from engine.planning.step_time.ranking import GridChoice
+from engine.planning.step_time.ranking import GridChoice, grid_choices
 from tests.benchmarks.scaling.test_record import machine
 
 TASK = Task(decoder=DecoderConfig(layers=2, width=16, heads=2, context=8, vocabulary=32), micro=2, rows=8)
@@ -38,9 +38,9 @@ def test_a_slice_computes_a_part_of_every_product() -> None:
 
 def test_every_grid_gets_a_row_and_samples_stay() -> None:
     given = machine()
-    choices = all_choices(given, [0])
+    choices = [choice for choice in grid_choices(4, [0]) if choice.tp == 1]  # a search of tensor plans takes long
     found = ranked(TASK, "strong", given, choices)
-    assert len(found) == len(choices) == 6
+    assert len(found) == len(choices) == 3
     record = with_predictions(ScalingRecord(task={}), TASK, given, found, "strong")
     assert {row.choice for row in record.rows} == set(choices)
     times = [row.predicted.total for row in record.rows if row.predicted is not None]
