@@ -27,7 +27,10 @@ def wait_for_samples(out: Path, count: int, seconds: float = 120.0) -> ScalingRe
     raise AssertionError(f"no {count} samples within {seconds:g} s")
 
 
-def test_a_job_that_lost_a_node_goes_on(clusters: Callable[[int], Cluster], warm_python: str, tmp_path: Path) -> None:
+def test_a_job_that_lost_a_node_goes_on(
+    clusters: Callable[[int], Cluster], warm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINE_TIMEOUT_SECONDS", "20")
     cluster, script, out = clusters(2), tmp_path / "job.py", tmp_path / "scaling.json"
     script.write_text(JOB)
     settings = (*TINY, f"--out={out}", "--rounds=2", "--stages=1")

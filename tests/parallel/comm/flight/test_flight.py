@@ -43,6 +43,7 @@ def test_a_step_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (after.phase, after.step, after.waiting) == (Phase.USER, 8, None)
     assert after.last is not None and after.last.sequence == summed
     assert after.sums.steps == 1 and 0 < after.sums.waits["dp"] <= after.sums.in_steps
+    assert ours.waits == {axis: waited / 1e9 for axis, waited in after.sums.waits.items()}
     events = file.events()
     assert [event.sequence for event in events] == [acted, sent, summed]
     assert [event.peer for event in events] == [-1, 0, -1] and events[1].ended == 0
