@@ -46,15 +46,15 @@ def test_a_job_that_lost_a_node_goes_on(
     assert [node.code for node in ended] == [0, 0], ended[0].text[-3000:]
     found = read_record(out)
     assert found.machines == before.machines and len(found.machines) == 2
-    assert {row.key: len(row.samples) for row in found.rows} == dict.fromkeys((row.key for row in found.rows), 2)
-    assert {(row.choice.dp, row.choice.tp, row.choice.pp) for row in found.rows} == {
-        (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2),
-    }  # fmt: skip
+    rounds = {(row.choice.dp, row.choice.tp, row.choice.pp): len(row.samples) for row in found.rows}
+    # two blocks are too few for four stages
+    assert rounds == {(4, 1, 1): 2, (1, 4, 1): 2, (2, 2, 1): 2, (2, 1, 2): 2, (1, 2, 2): 2, (1, 1, 4): 0}
+    assert all(row.refused for row in found.rows if not row.samples)
     for row in kept.rows:
         again = found.row(row.key)
         assert again is not None and again.samples[: len(row.samples)] == row.samples
-    made = len(re.findall(r"^strong .* round", ended[0].text.rpartition("nodes  ranks")[0], flags=re.MULTILINE))
-    assert made >= 2 * len(found.rows)  # of both jobs, which print into one file
+    made = re.findall(r"^strong (.*): .* s$", ended[0].text, flags=re.MULTILINE)  # of both jobs
+    assert len(made) == sum(rounds.values()) and len(set(made)) == len(made)
 
 
 def test_correlation_of_ranks() -> None:

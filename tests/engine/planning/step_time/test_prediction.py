@@ -1,5 +1,6 @@
 """The predicted time of a step, computed by hand from a plan, a computation and links."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -52,6 +53,7 @@ def loss(output: Tensor, batch: Any) -> Tensor:
     return output.square().mean()
 
 
+@cache
 def planned(choice: GridChoice, microbatches: int = 4, **zero: Any) -> Plan:
     world = choice.dp * choice.tp * choice.pp
     settings = {
