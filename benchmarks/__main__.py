@@ -44,6 +44,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "checkpoint.command", "a checkpoint beside torch.save, DCP, safetensors and the bare disk",
             frozenset({"rounds", "out", "write_figures"}),
         ),
+        "scaling": Benchmark(
+            "scaling.command", "steps of every grid over nodes beside their prediction; started by a launcher",
+            frozenset({"rounds", "out"}),
+        ),
         "kernels": Benchmark("kernels.command", "every kernel on one GPU beside its peers", frozenset({"out"})),
         "gpu_step": Benchmark("gpu_step.command", "steps of 1 B models on one GPU beside peers", frozenset({"out"})),
     }

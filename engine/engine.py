@@ -5,7 +5,7 @@ train_batch    complete the build (first batch) -> StepRunner.train -> report ->
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, Self, overload
 
@@ -24,7 +24,7 @@ from engine.loop import TrainingLoop
 from engine.named_state import NamedState
 from engine.parallel.comm.flight.layout import EventKind
 from engine.parallel.comm.traffic import Tally
-from engine.parallel.grid import Grid
+from engine.parallel.grid import Axis, Grid
 from engine.parallel.pipeline.report.measured import measured_timeline
 from engine.parallel.pipeline.schedule.simulate import StepTimeline
 from engine.planning.plan import Plan
@@ -137,6 +137,11 @@ class Engine(TrainingLoop, NamedState, Inference):
     def sent(self) -> Tally:
         """Traffic of this rank so far, by axis and label."""
         return self._comm.tally.copy()
+
+    @property
+    def waits(self) -> Mapping[Axis, float]:
+        """Seconds that this rank has waited for communication so far, by axis; empty where no watchdog watches."""
+        return self._comm.recorder.waits if self._comm.recorder is not None else {}
 
     def explain(self, module: str = "") -> str:
         """List the patches around a module of the model, outside to inside, one line per patch: pipeline stage, gather,

@@ -88,6 +88,12 @@ TESTED = {
     "python -m tests.deepspeed_page --write":
         "tests/engine/config/test_deepspeed_corpus.py::test_the_page_is_current",
     "python -m tests.faults": "tests/faults/test_seeded_faults.py::test_every_fault_is_noticed",
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 -m benchmarks scaling "
+    "--out runs/scaling.json": "tests/cluster/test_scaling.py::test_a_job_that_lost_a_node_goes_on",
+    "trine launch --hostfile hosts.txt benchmarks/scaling/__main__.py --out runs/scaling.json":
+        "tests/benchmarks/scaling/test_command.py::test_the_launcher_starts_it",
+    "python -m benchmarks scaling --render runs/scaling.json --svg runs/scaling.svg":
+        "tests/benchmarks/scaling/test_command.py::test_a_render_needs_no_ranks",
     "srun python train.py":
         "tests/parallel/comm/test_launcher.py::test_a_task_of_srun_meets_at_the_first_node_of_its_step",
 }  # fmt: skip
@@ -107,6 +113,7 @@ REASONS = {
     "python -m tests.cluster.goodput --write-figures": "disturbs a job for twenty minutes",
     "python -m tests.cluster.soak --write-figures": "slows a job for half an hour",
     "python -m tests.reliability --write-figures": "runs long tests for an hour",
+    "python -m tests.cluster.scaling --write-figures": "measures every grid for a quarter of an hour",
     "python -m tests.recorded record RUNS.json --checkpoints FOLDER": "trains for minutes",
 }
 """Command -> why no test runs it."""

@@ -24,6 +24,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "goodput": ("engine/checkpoint", "engine/watchdog", "parallel/comm"),
         **dict.fromkeys(("soak", "watchdog-cost", "watchdog-faults"), ("engine/watchdog", "parallel/comm")),
         "reliability": (),  # each row tells its own commit
+        **dict.fromkeys(("scaling", "scaling-verdict"), (*RUN, "engine/planning", "benchmarks/scaling")),
         "kernels-models": (*RUN, "kernels"),
         "integrity": ("engine/integrity",),
         "integrity-cost": ("engine/integrity", "engine/step", "zero"),

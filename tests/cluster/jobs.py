@@ -84,6 +84,7 @@ class Job:
             assert time.monotonic() < deadline, f"not said: {words!r}\n{self.said()[-3000:]}"
             time.sleep(0.05)
         return found[0]
+
     def text(self, node: int) -> str:
         """What a node has printed so far."""
         return self._outputs[node].read_text(errors="replace")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from engine.parallel.comm.flight import layout
 from engine.parallel.comm.flight.layout import EventKind, Phase
+from engine.parallel.grid import Axis
 
 now = time.monotonic_ns
 
@@ -65,6 +66,11 @@ class FlightRecorder:
         layout.STATE.pack_into(self._map, layout.STATE_AT, Phase.USER, now(), 0)
         layout.START.pack_into(self._map, layout.START_AT, b"", rank, size, os.getpid(), len(text), offset)
         self._map[layout.START_AT : layout.START_AT + len(layout.MAGIC)] = layout.MAGIC
+
+    @property
+    def waits(self) -> Mapping[Axis, float]:
+        """Seconds that this rank has waited for communication so far, by axis."""
+        return {axis: self._sums[2 + place] / 1e9 for place, axis in enumerate(layout.AXES)}
 
     def begin(self, stream: Stream, label: str, load: tuple[int, str] = (0, "")) -> int:
         """Note that something begins; returns its sequence number.

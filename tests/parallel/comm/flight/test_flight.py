@@ -47,6 +47,7 @@ def test_a_step_is_read_as_it_was_written(tmp_path: Path) -> None:
     (waits,) = after.streams
     assert (waits.kind, waits.axis, waits.stream, waits.peer) == (EventKind.COLLECTIVE, "dp", "dp", -1)
     assert (waits.count, waits.bytes, waits.nanoseconds) == (1, 4096, after.sums.waits["dp"])
+    assert ours.waits == {axis: waited / 1e9 for axis, waited in after.sums.waits.items()}
     events = file.events()
     assert [event.sequence for event in events] == [acted, sent, summed]
     assert [event.peer for event in events] == [-1, 0, -1] and events[1].ended == 0

@@ -1,0 +1,1 @@
+"""Weak and strong scaling over nodes and grids, beside the prediction."""

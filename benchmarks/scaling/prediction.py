@@ -1,0 +1,47 @@
+"""The predictions of all rows of a record, from what was measured of ranks and links. Without processes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.scaling.record import Machine, ScalingRecord, ScalingRow
+from benchmarks.scaling.task import Mode, Task
+from engine.parallel.grid import Grid
+from engine.planning.step_time.axis_links import AxisLinks, place_axes
+from engine.planning.step_time.ranking import GridChoice, RankedGrid, rank_grids
+
+
+def links_of(choice: GridChoice, machine: Machine) -> AxisLinks:
+    """Of a grid whose ranks fill one node after another."""
+    grid = Grid(pp=choice.pp, dp=choice.dp, tp=choice.tp)
+    hosts = [str(rank // machine.ranks) for rank in range(grid.world_size)]
+    return place_axes(grid, hosts, machine.links)
+
+
+def ranked(task: Task, mode: Mode, machine: Machine, choices: Sequence[GridChoice]) -> tuple[RankedGrid, ...]:
+    """``choices`` on this machine, the fastest first."""
+    return rank_grids(
+        choices,
+        lambda choice: task.plan(choice, mode),
+        lambda choice: links_of(choice, machine),
+        machine.computation,
+    )
+
+
+def with_predictions(
+    record: ScalingRecord, task: Task, machine: Machine, chosen: Sequence[RankedGrid], mode: Mode
+) -> ScalingRecord:
+    """The record with a row for each of these grids."""
+    for grid in chosen:
+        row = ScalingRow(
+            nodes=machine.nodes,
+            ranks=machine.ranks,
+            mode=mode,
+            choice=grid.choice,
+            tokens=task.tokens(grid.choice, mode) if grid.time else 0,
+            flops=task.flops(grid.choice, mode) if grid.time else 0,
+            predicted=grid.time,
+            refused=grid.refused,
+        )
+        old = record.row(row.key)
+        record = record.with_row(row if old is None else replace(old, predicted=grid.time, refused=grid.refused))
+    return record

@@ -1,0 +1,295 @@
+"""What the ranks of a job measure together: their links, their computation alone, and the steps of a grid."""
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import engine
+from benchmarks.scaling.record import AxisMeasurement, Machine, Sample
+from benchmarks.scaling.task import Mode, Task
+from engine.launch.doctor.links import AxisTimes, measure_axes
+from engine.models.decoder import DecoderConfig, loss_sum
+from engine.parallel.comm.agreement import from_first, gather_from_all
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.torch_backend import TorchBackend
+from engine.parallel.comm.world import World, open_world, read_world
+from engine.parallel.grid import Axis, Grid
+from engine.planning.step_time.axis_links import HostLinks, LinkSpeed
+from engine.planning.step_time.prediction import Computation
+from engine.planning.step_time.ranking import GridChoice
+
+_PATIENCE = 20.0
+"""Seconds between two signs of life of rank 0, for which others wait."""
+_Clock = Callable[[], float]
+_NAME_BYTES = 64
+_LONG = 4
+"""Microbatches of the longer step, whose seconds less those of a step of one give those of a microbatch."""
+_FOREVER = LinkSpeed(0.0, 1e15)
+"""A link that a job of one rank or one host lacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is measured in a round."""
+
+    warmup: int = 3
+    """Steps before those that count: the first two are unlike the others."""
+    steps: int = 5
+    seconds: float = 10.0
+    """About, for the steps that count; at least one does."""
+
+    def count(self, seconds: float) -> int:
+        """Steps that count, if one takes so long."""
+        return max(1, min(self.steps, int(self.seconds / max(seconds, 1e-9))))
+
+
+class Ranks:
+    """The ranks of this job; every rank makes the same calls."""
+
+    def __init__(self) -> None:
+        logging.getLogger("trine").setLevel(logging.ERROR)
+        self._alone = replace(read_world(), rank=0, size=1)
+        with engine.initialize(_first_model, _first_settings(), _first_loss) as eng:  # opens the job
+            self.world: World = replace(read_world(), rank=eng.grid.rank, size=eng.grid.world_size)
+        open_world(self._alone)  # of a job of one rank, which the engine has not opened
+        self.device = self.world.device
+        self._comm = self._connect(Grid(dp=self.world.size, rank=self.world.rank))
+        self.hosts = self._find_hosts()
+
+    @property
+    def nodes(self) -> int:
+        """Hosts of the job."""
+        return len(set(self.hosts))
+
+    @property
+    def of_node(self) -> int:
+        """Ranks of a host."""
+        return self.world.size // self.nodes
+
+    @property
+    def first(self) -> bool:
+        """This is rank 0."""
+        return self.world.rank == 0
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self._comm.close()
+
+    @property
+    def device_name(self) -> str:
+        """Of a rank's device."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+
+    def share(self, make: Callable[[], Any]) -> Any:
+        """What rank 0 makes, through JSON, on every rank; others do not call ``make``.
+
+        Raises:
+            EngineError: ``make`` has failed.
+        """
+        told = from_first(lambda: json.dumps(make()).encode(), self._comm, self.device, _PATIENCE)
+        return json.loads(told)
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """The largest of all ranks' numbers."""
+        told = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        self._comm.all_reduce(told, "world", "scaling", "max").wait()
+        return [float(each) for each in told.cpu()]
+
+    def _connect(self, grid: Grid) -> Comm:
+        return Comm(grid, TorchBackend(grid, self.device))
+
+    def _find_hosts(self) -> tuple[str, ...]:
+        name = socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        rows = gather_from_all(torch.frombuffer(bytearray(name), dtype=torch.uint8), self._comm, self.device, "hosts")
+        return tuple(bytes(row.tolist()).rstrip(b"\0").decode() for row in rows)
+
+    # ------------------------------------------------------------------ links
+
+    def axes(self, grid: Grid) -> list[AxisMeasurement]:
+        """Each axis of a grid alone."""
+        comm = self._connect(replace(grid, rank=self.world.rank))
+        try:
+            found = list(measure_axes(comm, self.device))
+        finally:
+            comm.close()
+        return [measured for axis in ("tp", "dp", "pp") if (measured := self._joined(axis, found, grid)) is not None]
+
+    def _joined(self, axis: str, found: list[AxisTimes], grid: Grid) -> AxisMeasurement | None:
+        """The slowest group of an axis; None for an axis of one rank."""
+        ranks = {"tp": grid.tp, "dp": grid.dp, "pp": grid.pp}[axis]
+        if ranks == 1:
+            return None
+        own = [times for times in found if times.axis == axis]
+        latency, slowness, hosts = self.slowest(
+            [
+                max((times.latency for times in own), default=0.0),
+                max((1 / times.rate for times in own), default=0.0),
+                max((float(len({self.hosts[rank] for rank in times.ranks})) for times in own), default=0.0),
+            ]
+        )
+        return AxisMeasurement(axis=axis, ranks=ranks, hosts=int(hosts), latency=latency, rate=1 / slowness)
+
+    def host_links(self) -> HostLinks:
+        """Two grids tell of all links: hosts as data ranks with ranks of a host as tensor ranks, and as stages."""
+        nodes, local = self.nodes, self.of_node
+        across = {axis.axis: axis for axis in self.axes(Grid(dp=nodes, tp=local))} if self.world.size > 1 else {}
+        inside = {axis.axis: axis for axis in self.axes(Grid(pp=nodes, dp=local))} if local > 1 else {}
+        between, within = _FOREVER, _FOREVER
+        if (line := across.get("dp")) is not None:  # a ring of one rank of each host; every rank is in one
+            between = LinkSpeed(line.latency / (2 * (nodes - 1)), line.rate * local)
+        if (ring := inside.get("dp")) is not None:
+            within = LinkSpeed(ring.latency / (2 * (local - 1)), ring.rate)
+        memory = across.get("tp") if self.device.type == "cpu" else None
+        speed = None if memory is None else LinkSpeed(memory.latency, memory.rate)
+        return HostLinks(within=within, between=between, memory=speed, direct=self.device.type == "cpu")
+
+    # ------------------------------------------------------------------ computation
+
+    def machine(self, task: Task, effort: Effort) -> Machine:
+        """What the prediction needs to know, measured with the engine itself on one rank each: all ranks at once, and
+        rank 0 while the others wait.
+
+        Ranks of one thread on processors are timed by what they use of a processor, which their neighbours do not
+        alter; and by the clock when all of them compute, which tells how much of a processor each one gets.
+        """
+        together = self._computed(task, effort, time.perf_counter)
+        (crowded,) = self.slowest([together.forward + together.backward])
+        computed = self._of_first(task, effort)
+        processors = self.world.size * (computed.forward + computed.backward) / crowded
+        return Machine(
+            nodes=self.nodes,
+            ranks=self.of_node,
+            computation=replace(
+                computed,
+                handover=self._handover(effort) if self._counts_processors else 0.0,
+                processors=max(1.0, min(float(self.world.size), processors)),
+                hides_column_inputs=self.device.type == "cuda",
+            ),
+            links=self.host_links(),
+        )
+
+    @property
+    def _counts_processors(self) -> bool:
+        return self.device.type == "cpu" and torch.get_num_threads() == 1
+
+    def _of_first(self, task: Task, effort: Effort) -> Computation:
+        """What rank 0 computes while the others wait, on every rank."""
+        clock = time.process_time if self._counts_processors else time.perf_counter
+        return Computation(**self.share(lambda: asdict(self._computed(task, effort, clock))))
+
+    def _computed(self, task: Task, effort: Effort, clock: _Clock) -> Computation:
+        """What a rank computes that has the whole model, and in ``fixed`` how it compares with one that has half."""
+        short, long = (self._lone_step((task, 1), effort, count, clock) for count in (1, _LONG))
+        half = [self._lone_step((task, 2), effort, count, clock) for count in (1, _LONG)]
+        whole, of_half = ((b.trained - a.trained) / (_LONG - 1) for a, b in ((short, long), half))
+        forward = (long.evaluated - short.evaluated) / (_LONG - 1)
+        return Computation(
+            forward=forward,
+            backward=whole - forward,
+            fixed=min(1.0, max(0.0, 2 * of_half / whole - 1)),
+            update=max(0.0, short.trained - whole),
+            processors=float(self.world.size),
+        )
+
+    def _lone_step(self, model: tuple[Task, int], effort: Effort, count: int, clock: _Clock) -> "_LoneStep":
+        """A step and an evaluation of ``count`` microbatches of a model's part, in an engine of this rank alone."""
+        task, parts = model
+        settings = task.settings(GridChoice(dp=1, tp=1, pp=1), count)
+        batches = task.batches(count * task.micro, self.world.rank, parts)
+        given = task.model() if parts == 1 else task.slice(parts)
+        trained, evaluated = list[float](), list[float]()
+        with engine.initialize(given, settings, loss_sum, task.example(), world=self._alone) as eng:
+            for _ in range(effort.warmup + effort.steps):
+                trained.append(self._timed(lambda: eng.train_batch(next(batches)), clock))
+            for _ in range(1 + effort.steps):
+                evaluated.append(self._timed(lambda: eng.eval_batch(next(batches)), clock))
+        return _LoneStep(median(trained[effort.warmup :]), median(evaluated[1:]))
+
+    def _handover(self, effort: Effort) -> float:
+        """What an action of a pipeline takes of a processor besides: of all ranks together in a pipeline of a block
+        each that computes next to nothing, less what one rank takes for the same microbatches."""
+        ranks = self.world.size
+        if ranks == 1:
+            return 0.0
+        choice = GridChoice(dp=1, tp=1, pp=ranks)
+        tiny = Task(decoder=DecoderConfig(vocabulary=16, layers=ranks, width=16, heads=2, context=1), micro=1, rows=1)
+        alone = self._of_first(tiny, effort)
+        short, long = (
+            self.steps(replace(tiny, rows=count * ranks), choice, "strong", effort).processor_seconds
+            for count in (1, 3)
+        )
+        actions = 2 * ranks * (2 * ranks)  # F and B of the microbatches that the longer step has more
+        return max(0.0, (long - short - 2 * ranks * (alone.forward + alone.backward)) / actions)
+
+    def _timed(self, call: Any, clock: _Clock = time.perf_counter) -> float:
+        began = clock()
+        call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return clock() - began
+
+    # ------------------------------------------------------------------ steps
+
+    def steps(self, task: Task, choice: GridChoice, mode: Mode, effort: Effort) -> Sample:
+        """One round of a grid: an engine of its own, a few steps, and then those that count.
+
+        Raises:
+            EngineError: there is no such grid; nothing was sent.
+        """
+        rows = task.data_rows(choice, mode)
+        settings = task.settings(choice, rows // task.micro)
+        with engine.initialize(task.model(), settings, loss_sum, task.example()) as eng:
+            batches: Iterator[Mapping[str, Tensor]] = task.batches(rows, eng.grid.coord().dp)
+            warm = [self._timed(lambda: eng.train_batch(next(batches))) for _ in range(effort.warmup)]
+            (slow,) = self.slowest(warm[-1:] or [0.0])  # all are here
+            before, count = dict(eng.waits), effort.count(slow)
+            used = time.process_time()
+            own = [self._timed(lambda: eng.train_batch(next(batches))) for _ in range(count)]
+            used = time.process_time() - used
+            waited = [eng.waits.get(axis, 0.0) - before.get(axis, 0.0) for axis in before]
+            sizes = {axis: eng.grid.size(axis) for axis in before}
+        seconds = median(self.slowest(own))
+        told = torch.tensor([used, *waited], dtype=torch.float64, device=self.device)
+        self._comm.all_reduce(told, "world", "scaling").wait()
+        processor_seconds, *sums = (float(each) / count for each in told.cpu())
+        axes: list[Axis] = list(before)
+        waits = {str(axis): each / self.world.size for axis, each in zip(axes, sums, strict=True) if sizes[axis] > 1}
+        return Sample(seconds=seconds, processor_seconds=processor_seconds, waits=waits)
+
+
+class _LoneStep(NamedTuple):
+    """Seconds of a step and of an evaluation."""
+
+    trained: float
+    evaluated: float
+
+
+def _first_model() -> torch.nn.Module:
+    return torch.nn.Linear(1, 1)
+
+
+def _first_settings() -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def _first_loss(output: Tensor, batch: Any) -> Tensor:
+    return output.square().mean()
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """The ranks of this job, until the end of the block."""
+    ranks = Ranks()
+    try:
+        yield ranks
+    finally:
+        ranks.close()

@@ -1,0 +1,299 @@
+"""How long a step will take: from a plan, the seconds of computation of one rank, and the speed of links. Pure.
+
+A step as the engine runs it, and what of it counts:
+
+    pipeline   the schedule's actions. A stage computes its share of the model's FLOPs; of that, tensor ranks share all
+               but a fixed part (norms, residuals, launches, Python), and every action takes a handover besides. Sums
+               over tensor ranks are waited for where they stand: in the forward, but for those of column inputs, which
+               are in the backward. On GPUs (``hides_column_inputs``) these run beside the weight gradients, half of a
+               backward, and only what exceeds them counts. Through memory they are work of the processors.
+               Parameters of ZeRO 3 are gathered one group ahead, so a pass waits for the first group, or for all of
+               them less what it computes meanwhile, whichever is longer.
+               Messages between stages travel while their sender computes, one after another out of a pipeline rank; a
+               stage waits for those that it needs.
+    reduce     a bucket of gradients is reduced once the last backward has made it, beside the rest of that backward,
+               one bucket after another; deferred buckets (tied, partial over tensor ranks) after all others, and their
+               sums over stages or tensor ranks too. What is left when the last action ends is waited for. With
+               "reduce": "microbatch" the same happens in every microbatch, and what one microbatch sends hides behind
+               the next one.
+    control    the check of the batch and the control sum: the latency of their axes. Every rank waits for the slowest.
+    update     every rank updates what it owns; ZeRO 1 and 2 then gather the parameters, which nothing hides.
+
+Ranks that share processors compute as :mod:`~engine.planning.step_time.contention` says: a rank that waits
+leaves its share to others.
+
+What is left out: the processor time of what goes through a network, axes that send at the same moment over one link,
+stages that the schedule gives to one rank and that tie parameters, and the first steps, which reduce nothing early.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from engine.parallel.comm.traffic import Traffic, sent_bytes
+from engine.parallel.grid import Axis, Coord
+from engine.parallel.pipeline.partition.cost_model import flops_of_calls
+from engine.parallel.pipeline.schedule.actions import Action, Op
+from engine.parallel.pipeline.schedule.simulate import StepTimeline
+from engine.parallel.tensor.collectives import COLUMN_INPUTS
+from engine.planning.budgets import reduces_each_microbatch, shards_parameters, stage_traffic
+from engine.planning.plan import Plan
+from engine.planning.step_time.axis_links import AxisLinks, Pattern
+from engine.planning.step_time.contention import Contention, Hop, Task, simulate_contention
+
+_Key = tuple[Op, int]
+"""Operation and stage."""
+_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computation:
+    """Seconds that a rank computes which has the whole model and a processor of its own."""
+
+    forward: float
+    """Of a microbatch."""
+    backward: float
+    """Of a microbatch; with split backwards half of it is W."""
+    fixed: float = 0.0
+    """Part of both, from 0 to 1, that stays whatever part of each layer a rank holds: what tensor ranks repeat."""
+    handover: float = 0.0
+    """Beside each action of a pipeline, before its W: messages, the cut graph, the schedule."""
+    update: float = 0.0
+    """Of all that a step computes once: norm, clipping, optimizer."""
+    processors: float = float("inf")
+    """Ranks that compute at full speed at the same time; infinite: all of them."""
+    hides_column_inputs: bool = False
+    """Sums of the gradients of column inputs run beside weight gradients, as they do on GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Predicted seconds of a step; the parts add up to ``total``."""
+
+    computation: float
+    """Of the rank that computes longest, or of all where they share processors."""
+    bubble: float
+    """That ranks of a pipeline wait for each other's computation."""
+    communication: Mapping[Axis, float] = field(default_factory=dict)
+    """That is waited for, by axis."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.computation + self.bubble + sum(self.communication.values())
+
+
+def predict_step(plan: Plan, computation: Computation, links: AxisLinks) -> StepTime:
+    """The time of a training step, once the first two are over, by the rule above."""
+    return _Prediction(plan, computation, links).step()
+
+
+class _Prediction:
+    """What the parts of one prediction share."""
+
+    def __init__(self, plan: Plan, computation: Computation, links: AxisLinks) -> None:
+        self._plan, self._computation, self._links = plan, computation, links
+        self._config, self._grid = plan.config, plan.grid(0)
+        self._copies = self._grid.dp * self._grid.tp
+        self._crowd = max(1.0, self._grid.world_size / computation.processors)
+        """How much slower a rank computes while all of them do."""
+
+    def step(self) -> StepTime:
+        tasks = self._tasks()
+        bare = {key: Task(task.work) for key, task in tasks.items()}
+        tensor = self._with_tensor(tasks)
+        gathers = _with_waits(tensor, self._gather_waits(tasks))
+        ends = [self._play(bare), self._play(tensor), self._play(gathers)]
+        played = self._play(gathers, self._hop)
+        spans = [*(each.makespan for each in ends), played.makespan]
+        reduced = max(self._reduced(pp, played) for pp in range(self._grid.pp))
+        ties = max(self._late(pp, "pp") for pp in range(self._grid.pp))
+        partial = max(self._late(pp, "tp") for pp in range(self._grid.pp))
+        computed = self._busiest(bare)
+        communication: dict[Axis, float] = {
+            "tp": spans[1] - spans[0] + partial,
+            "dp": spans[2] - spans[1] + max(0.0, reduced - spans[3]) + self._gathered(),
+            "pp": spans[3] - spans[2] + ties,
+            "replica": self._latency("replica"),
+            "world": self._latency("world"),
+        }
+        return StepTime(
+            computation=computed + self._update(),
+            bubble=spans[0] - computed,
+            communication={axis: seconds for axis, seconds in communication.items() if self._grid.size(axis) > 1},
+        )
+
+    # ------------------------------------------------------------------ what ranks compute
+
+    def _shares(self) -> list[float]:
+        """Of the model's FLOPs, by stage."""
+        plan = self._plan
+        if plan.cut is None or plan.timeline is None:
+            return [1.0]
+        flops = [0] * plan.schedule.stages
+        for stage, count in zip(plan.cut.stage_of_call, flops_of_calls(plan.timeline), strict=True):
+            flops[stage] += count
+        return [count / sum(flops) for count in flops]
+
+    def _tasks(self) -> dict[_Key, Task]:
+        one = self._computation
+        left = one.fixed + (1 - one.fixed) / self._grid.tp
+        found = {}
+        for stage, share in enumerate(self._shares()):
+            forward, backward = one.forward * share * left, one.backward * share * left
+            extra = one.handover if self._grid.pp > 1 else 0.0
+            parts = (forward + extra, backward + extra, backward / 2 + extra, backward / 2)
+            for op, seconds in zip(Op, parts, strict=True):
+                found[op, stage] = Task(seconds)
+        return found
+
+    def _busiest(self, tasks: Mapping[_Key, Task]) -> float:
+        """Seconds of the longest row if no rank ever waits."""
+        rows = [sum(tasks[op, stage].work for op, stage, _ in row) for row in self._plan.schedule.per_rank]
+        return max(max(rows), sum(rows) * self._copies / self._computation.processors)
+
+    def _update(self) -> float:
+        """Every rank at once; of sharded states each has its part."""
+        whole = max(1, sum(row.elements for row in self._plan.table))
+        parts = self._grid.dp if self._config.zero_optimization.stage else 1
+        held = max(sum(bucket.elements for bucket in self._layout(pp)) for pp in range(self._grid.pp))
+        return self._computation.update * min(1.0, held / whole) / parts * self._crowd
+
+    def _play(self, tasks: Mapping[_Key, Task], hop: Hop | None = None) -> StepTimeline:
+        contention = Contention(copies=self._copies, processors=self._computation.processors, hop=hop)
+        return simulate_contention(self._plan.schedule, tasks, contention)
+
+    # ------------------------------------------------------------------ what is sent between their computations
+
+    def _seconds(self, row: Traffic, pattern: Pattern) -> float:
+        return self._links.collectives[row.axis, pattern].seconds(row.calls, row.bytes)
+
+    def _latency(self, axis: Axis) -> float:
+        link = self._links.collectives.get((axis, "ring"))
+        return link.latency if link is not None else 0.0
+
+    def _tensor_waits(self) -> dict[_Key, float]:
+        waits: dict[_Key, float] = {}
+        for stage, tally in self._plan.tensor_traffic.items():
+            backward = sum(self._seconds(row, "ring") for row in tally.rows() if row.label == COLUMN_INPUTS)
+            forward = sum(self._seconds(row, "ring") for row in tally.rows() if row.label != COLUMN_INPUTS)
+            if self._computation.hides_column_inputs:
+                backward = max(0.0, backward - self._tasks()[Op.BACKWARD_WEIGHT, stage].work)
+            waits[Op.FORWARD, stage] = forward
+            waits[Op.BACKWARD, stage] = waits[Op.BACKWARD_INPUT, stage] = backward
+        return waits
+
+    def _with_tensor(self, tasks: Mapping[_Key, Task]) -> dict[_Key, Task]:
+        """The tasks with their sums over tensor ranks; those through memory were measured on all ranks at once."""
+        waits = self._tensor_waits()
+        if not self._links.through_memory:
+            return _with_waits(tasks, waits)
+        return {key: Task(task.work + waits.get(key, 0.0) / self._crowd) for key, task in tasks.items()}
+
+    def _gather_waits(self, tasks: Mapping[_Key, Task]) -> dict[_Key, float]:
+        """ZeRO 3: of each pass, what prefetching one group ahead does not hide; the passes of a rank share alike."""
+        waits: dict[_Key, float] = {}
+        for pp in range(self._grid.pp) if shards_parameters(self._config) else ():
+            passes = self._plan.schedule.passes(pp)
+            groups = max(1, len(self._layout(pp)))
+            whole = sum(self._seconds(row, "direct") for row in self._rows(pp, "dp", "parameters")) / len(passes)
+            for op, stage, _ in passes:
+                hidden = tasks[op, stage].work * self._crowd * (groups - 1) / groups
+                waits[op, stage] = max(whole / groups, whole - hidden)
+        return waits
+
+    def _hop(self, action: Action, target: int) -> tuple[float, float]:
+        """A stage's messages to the next rank: (seconds on the way out, latency)."""
+        source = self._plan.schedule.rank_of_stage[action.stage]
+        link = self._links.hops[source, target]
+        flow = "forward" if action.op is Op.FORWARD else "backward"
+        rows = [row for row in self._boundaries[action.stage] if row.label == flow]
+        return sum(row.bytes for row in rows) / link.rate, link.latency
+
+    @property
+    def _boundaries(self) -> Mapping[int, tuple[Traffic, ...]]:
+        plan = self._plan
+        if plan.cut is None or plan.timeline is None:
+            return {}
+        ranks, values = plan.schedule.rank_of_stage, plan.timeline.values
+        return {stage.stage: stage_traffic(stage, values, ranks, 1).rows() for stage in plan.cut.stages}
+
+    # ------------------------------------------------------------------ the end of a step
+
+    def _layout(self, pp: int) -> tuple["_Bucket", ...]:
+        return tuple(
+            _Bucket(bucket.elements, self._wire_bytes(bucket.dtype), bucket.late)
+            for bucket in self._plan.layout(Coord(pp, 0, 0)).buckets
+        )
+
+    def _wire_bytes(self, dtype: str) -> int:
+        precision = self._plan.precision
+        return (precision.wire or precision.widths(dtype).sums).itemsize
+
+    def _reduced(self, pp: int, played: StepTimeline) -> float:
+        """When the gradients of a pipeline rank are reduced, in seconds from the start of the step."""
+        spans = played.spans[pp]
+        last = spans[-1]
+        if self._grid.dp == 1:
+            return last.end
+        sharded = self._config.zero_optimization.stage > 0
+        link = self._links.collectives["dp", "direct" if sharded else "ring"]
+        buckets = sorted(self._layout(pp), key=lambda bucket: bucket.late)
+        sizes = [sent_bytes("reduce_scatter" if sharded else "all_reduce", b.bytes, self._grid.dp) for b in buckets]
+        free, made, eager = 0.0, 0, sum(bucket.elements for bucket in buckets if not bucket.late)
+        if reduces_each_microbatch(self._config) and len(spans) > 2:
+            free = self._earlier(pp, played, sum(link.seconds(1, size) for size in sizes))
+        for bucket, size in zip(buckets, sizes, strict=True):
+            made += bucket.elements
+            ready = last.end if bucket.late else last.start + (last.end - last.start) * made / eager
+            free = max(free, ready) + link.seconds(1, size)
+        return max(free, last.end)
+
+    def _earlier(self, pp: int, played: StepTimeline, seconds: float) -> float:
+        """When what the microbatches before the last one have sent is over, each of which sends for ``seconds``."""
+        free = 0.0
+        backwards = [span for span in played.spans[pp] if span.action.op in _BACKWARDS]
+        for span in backwards[:-1]:
+            free = max(free, span.end) + seconds
+        return free
+
+    def _late(self, pp: int, axis: Axis) -> float:
+        """Sums of tied gradients over stages, or of partial ones over tensor ranks."""
+        if axis == "tp":
+            found = self._plan.rank(self._grid.rank_at(pp, 0, 0)).traffic
+            stages = {(row.axis, row.label) for tally in self._plan.tensor_traffic.values() for row in tally.rows()}
+            return sum(
+                self._seconds(row, "ring") for row in found if row.axis == "tp" and (row.axis, row.label) not in stages
+            )
+        hops = [link for (source, _), link in self._links.hops.items() if source == pp]
+        return sum(hops[0].seconds(2 * row.calls, row.bytes) for row in self._rows(pp, "pp", "ties")) if hops else 0.0
+
+    def _gathered(self) -> float:
+        """Parameters after the update of ZeRO 1 and 2."""
+        if shards_parameters(self._config):
+            return 0.0
+        found = [
+            sum(self._seconds(row, "direct") for row in self._rows(pp, "dp", "parameters"))
+            for pp in range(self._grid.pp)
+        ]
+        return max(found)
+
+    def _rows(self, pp: int, axis: Axis, label: str) -> Iterator[Traffic]:
+        for row in self._plan.rank(self._grid.rank_at(pp, 0, 0)).traffic:
+            if (row.axis, row.label) == (axis, label):
+                yield row
+
+
+def _with_waits(tasks: Mapping[_Key, Task], waits: Mapping[_Key, float]) -> dict[_Key, Task]:
+    return {key: task._replace(wait=task.wait + waits.get(key, 0.0)) for key, task in tasks.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    elements: int
+    width: int
+    """Bytes of an element on the wire."""
+    late: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.width

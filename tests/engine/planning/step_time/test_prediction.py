@@ -1,0 +1,226 @@
+"""The predicted time of a step, computed by hand from a plan, a computation and links."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.config import load_config
+from engine.errors import PlanError
+from engine.parallel.comm.traffic import Traffic
+from engine.parallel.grid import Grid
+from engine.planning.analysis import PlanRequest
+from engine.planning.plan import Plan, build_plan
+from engine.planning.step_time.axis_links import AxisLinks, HostLinks, LinkSpeed, place_axes
+from engine.planning.step_time.prediction import Computation, predict_step
+from engine.planning.step_time.ranking import GridChoice, grid_choices, rank_grids
+from engine.precision.dtypes import make_precision
+from engine.program.program import Program
+
+WIDTH, ROWS, BLOCKS = 64, 4, 4
+ONE = Computation(forward=1.0, backward=2.0, update=0.5)
+FREE = HostLinks(within=LinkSpeed(0.0, 1e30), between=LinkSpeed(0.0, 1e30))
+
+
+class Block(nn.Module):
+    """A perceptron beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(self.up(x).relu())
+        return x + down
+
+
+class Chain(nn.Module):
+    """Equal blocks of two products each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss(output: Tensor, batch: Any) -> Tensor:
+    return output.square().mean()
+
+
+@cache
+def planned(choice: GridChoice, microbatches: int = 4, **zero: Any) -> Plan:
+    world = choice.dp * choice.tp * choice.pp
+    settings = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": microbatches,
+        "parallel": {"data": choice.dp, "tensor": choice.tp, "pipeline": choice.pp, "schedule": "1f1b"},
+        "zero_optimization": {"stage": choice.stage, **zero},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    config, model = load_config(settings, world), Chain()
+    program = Program(model, loss, make_precision(config, model), torch.device("cpu"))
+    return build_plan(config, PlanRequest(program, torch.ones(ROWS, WIDTH)))
+
+
+def links(choice: GridChoice, speeds: HostLinks = FREE) -> AxisLinks:
+    grid = Grid(pp=choice.pp, dp=choice.dp, tp=choice.tp)
+    return place_axes(grid, [str(rank) for rank in range(grid.world_size)], speeds)
+
+
+def sent(plan: Plan, axis: str, label: str) -> Traffic:
+    (row,) = (row for row in plan.rank(0).traffic if (row.axis, row.label) == (axis, label))
+    return row
+
+
+def test_one_rank_computes() -> None:
+    time = predict_step(planned(GridChoice(dp=1, tp=1, pp=1)), ONE, links(GridChoice(dp=1, tp=1, pp=1)))
+    assert (time.computation, time.bubble, time.communication, time.total) == (12.5, 0.0, {}, 12.5)
+
+
+def test_a_pipeline_has_its_bubble() -> None:
+    choice = GridChoice(dp=1, tp=1, pp=4)
+    time = predict_step(planned(choice), ONE, links(choice))
+    # each of 4 stages has a quarter of 3 s: 4 microbatches are 3 s of work in a row of (m + p - 1) / m
+    assert time.computation == pytest.approx(3.0 + 0.5 / 4)
+    assert time.bubble == pytest.approx(3.0 * 3 / 4)
+    assert time.communication == pytest.approx({"pp": 0.0, "replica": 0.0, "world": 0.0})
+
+
+def test_shared_processors_have_no_bubble_but_take_as_long() -> None:
+    choice = GridChoice(dp=1, tp=1, pp=4)
+    shared = Computation(forward=1.0, backward=2.0, processors=1.0)
+    time = predict_step(planned(choice), shared, links(choice))
+    assert time.computation == pytest.approx(12.0) and time.bubble == pytest.approx(0.0)
+
+
+def test_tensor_ranks_share_all_but_the_fixed_part() -> None:
+    choice = GridChoice(dp=1, tp=2, pp=1)
+    time = predict_step(planned(choice), Computation(forward=1.0, backward=2.0, fixed=0.5), links(choice))
+    assert time.computation == pytest.approx(12 * 0.75)
+
+
+def test_actions_of_a_pipeline_take_a_handover_more() -> None:
+    choice = GridChoice(dp=1, tp=1, pp=2)
+    plan, more = planned(choice), Computation(forward=1.0, backward=2.0, handover=0.1)
+    plain = predict_step(plan, Computation(forward=1.0, backward=2.0), links(choice))
+    time = predict_step(plan, more, links(choice))
+    assert time.computation - plain.computation == pytest.approx(4 * 2 * 0.1)
+    alone = GridChoice(dp=1, tp=1, pp=1)
+    assert predict_step(planned(alone), more, links(alone)).total == pytest.approx(12.0)
+
+
+def test_sums_through_memory_are_work_of_processors() -> None:
+    choice = GridChoice(dp=1, tp=2, pp=1)
+    plan, speeds = planned(choice), HostLinks(within=FREE.within, between=FREE.between, memory=LinkSpeed(0.01, 1e30))
+    grid = Grid(tp=2)
+    calls = sum(row.calls for row in plan.rank(0).traffic if row.axis == "tp")
+    shared = Computation(forward=1.0, backward=2.0, processors=1.0)
+    for computation in (ONE, shared):  # measured on all ranks at once: as long on shared processors
+        time = predict_step(plan, computation, place_axes(grid, ("a", "a"), speeds))
+        assert time.communication["tp"] == pytest.approx(calls * 0.01)
+
+
+def test_sums_over_tensor_ranks_are_waited_for() -> None:
+    choice = GridChoice(dp=1, tp=2, pp=1)
+    plan, slow = planned(choice), HostLinks(within=FREE.within, between=LinkSpeed(0.01, 1e5))
+    rows = [row for row in plan.rank(0).traffic if row.axis == "tp"]
+    time = predict_step(plan, ONE, links(choice, slow))
+    steps = 2 * (2 - 1)  # of a ring of two
+    assert rows and time.communication["tp"] == pytest.approx(
+        sum(row.calls * steps * 0.01 + row.bytes / 1e5 for row in rows)
+    )
+
+
+def test_what_exceeds_weight_gradients_counts_where_they_hide_it() -> None:
+    choice = GridChoice(dp=1, tp=2, pp=1)
+    slow = HostLinks(within=FREE.within, between=LinkSpeed(0.0, 1e4))
+    hidden = Computation(forward=1.0, backward=2.0, hides_column_inputs=True)
+    plan = planned(choice)
+    shown, left = (predict_step(plan, one, links(choice, slow)).communication["tp"] for one in (ONE, hidden))
+    column = sum(row.bytes for row in plan.rank(0).traffic if row.label == "column inputs") / 1e4
+    assert shown - left == pytest.approx(min(column, 4 * 0.5))  # half of a backward of 1 s, four times
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_one_bucket_is_reduced_after_the_last_backward(stage: int) -> None:
+    choice = GridChoice(dp=4, tp=1, pp=1, stage=stage)
+    plan, slow = planned(choice, 1), HostLinks(within=FREE.within, between=LinkSpeed(0.0, 1e4))
+    time = predict_step(plan, ONE, links(choice, slow))
+    sizes = [sent(plan, "dp", "gradients").bytes, *(sent(plan, "dp", "parameters").bytes for _ in range(stage))]
+    assert time.communication["dp"] == pytest.approx(sum(sizes) / 1e4)
+    assert time.computation == pytest.approx(3.0 + 0.5 / (4 if stage else 1))
+
+
+def test_buckets_are_reduced_beside_the_last_backward() -> None:
+    choice = GridChoice(dp=2, tp=1, pp=1)
+    plan = planned(choice, 1, reduce_bucket_size=2 * WIDTH * WIDTH)
+    buckets = len(plan.layouts[0, 0].buckets)
+    each = sent(plan, "dp", "gradients").bytes / buckets
+    assert buckets == BLOCKS
+    # of 2 s of backward, a bucket is there every half second: one that takes as long leaves the last one to wait for
+    same = HostLinks(within=FREE.within, between=LinkSpeed(0.0, each / 0.5))
+    slow = HostLinks(within=FREE.within, between=LinkSpeed(0.0, each / 1.0))
+    assert predict_step(plan, ONE, links(choice, same)).communication["dp"] == pytest.approx(0.5)
+    assert predict_step(plan, ONE, links(choice, slow)).communication["dp"] == pytest.approx(0.5 + 4 * 1.0 - 2.0)
+
+
+def test_microbatches_hide_what_the_ones_before_send() -> None:
+    choice = GridChoice(dp=2, tp=1, pp=1, stage=2)
+    plan = planned(choice, 4, reduce="microbatch")
+    row = sent(plan, "dp", "gradients")
+    link = HostLinks(within=FREE.within, between=LinkSpeed(0.0, row.bytes / 4 / 3.0))  # 3 s each
+    time = predict_step(plan, ONE, links(choice, link))
+    parameters = sent(plan, "dp", "parameters").bytes / link.between.rate
+    assert time.communication["dp"] == pytest.approx(3.0 + parameters)
+
+
+def test_the_first_gather_of_a_pass_is_waited_for() -> None:
+    choice = GridChoice(dp=2, tp=1, pp=1, stage=3)
+    plan = planned(choice, 1)
+    groups, row = len(plan.layouts[0, 0].buckets), sent(plan, "dp", "parameters")
+    fast = HostLinks(within=FREE.within, between=LinkSpeed(0.0, row.bytes * 100.0))
+    time = predict_step(plan, ONE, links(choice, fast))
+    reduced = sent(plan, "dp", "gradients").bytes / (row.bytes * 100.0)
+    last = reduced / groups  # the others hide behind the backward
+    assert time.communication["dp"] == pytest.approx(0.01 / groups + last, rel=0.2)
+
+
+def test_a_stage_waits_for_messages() -> None:
+    choice = GridChoice(dp=1, tp=1, pp=2)
+    plan = planned(choice, 1)
+    size = ROWS * WIDTH * 4
+    slow = HostLinks(within=FREE.within, between=LinkSpeed(0.25, float(size)))
+    time = predict_step(plan, ONE, links(choice, slow))
+    assert time.communication["pp"] == pytest.approx(2 * 1.25)  # there and back
+    assert time.communication["world"] == time.communication["replica"] == pytest.approx(2 * 0.25)
+
+
+def test_all_grids_of_a_world() -> None:
+    found = grid_choices(8, (0,))
+    assert len(found) == len(set(found)) == 10
+    assert all(choice.dp * choice.tp * choice.pp == 8 for choice in found)
+    staged = grid_choices(4, (0, 1, 3))
+    assert [choice.stage for choice in staged if (choice.dp, choice.tp) == (2, 2)] == [0, 1, 3]
+    assert [choice.stage for choice in staged if choice.dp == 1] == [0, 0, 0]
+    assert str(GridChoice(dp=2, tp=2, pp=1, stage=1)) == "dp2 x tp2, ZeRO 1"
+    assert str(GridChoice(dp=1, tp=1, pp=1)) == "1 rank"
+
+
+def test_grids_are_ranked_and_refused_ones_come_last() -> None:
+    def plan_of(choice: GridChoice) -> Plan:
+        if choice.tp > 1:
+            raise PlanError("no tensor ranks here.")
+        return planned(choice, 4 // choice.dp)
+
+    slow = HostLinks(within=FREE.within, between=LinkSpeed(0.0, 1e4))
+    ranked = rank_grids(grid_choices(4, (0,)), plan_of, lambda choice: links(choice, slow), ONE)
+    times = [grid.time.total for grid in ranked if grid.time is not None]
+    assert times == sorted(times) and len(times) == 3
+    assert [grid.refused for grid in ranked[3:]] == ["no tensor ranks here."] * 3
+    assert str(ranked[0].choice) == "pp4"  # 14 s of gradients are more than a bubble of 2.25 s
