@@ -23,6 +23,7 @@ from engine.inference import Inference
 from engine.loop import TrainingLoop
 from engine.named_state import NamedState
 from engine.parallel.comm.flight.layout import EventKind
+from engine.parallel.comm.flight.recorder import Stream
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.grid import Axis, Grid
 from engine.parallel.pipeline.report.measured import measured_timeline
@@ -226,14 +227,15 @@ class Engine(TrainingLoop, NamedState, Inference):
     def _note_call(self, call: str, joined: bool = False) -> None:
         """Note for the watchdog that this rank makes a call that every rank makes; ``joined``: wait for all others."""
         recorder = self._comm.recorder
-        sequence = recorder.begin(EventKind.COLLECTIVE, "world", CALLS, call) if recorder is not None else 0
+        stream = Stream(EventKind.COLLECTIVE, "world", CALLS)
+        sequence = recorder.begin(stream, call) if recorder is not None else 0
         began = recorder.wait(sequence) if recorder is not None else 0
         try:
             if joined:
                 self._comm.join(call)
         finally:
             if recorder is not None:
-                recorder.waited(sequence, "world", began)
+                recorder.waited(sequence, stream, began)
 
     # ------------------------------------------------------------------ state
 

@@ -34,7 +34,7 @@ def test_a_view_has_the_peers_of_its_calls_and_travels(tmp_path: Path) -> None:
     assert {call.stream: call.peers for call in view.recent} == {
         "dp": (1, 3), "pp stages 0,3": (0, 9), "forward 0>1": (0, 3),
     }  # fmt: skip
-    ours.begin(EventKind.COLLECTIVE, "pp", "calls of the engine", "eval_batch")
+    ours.begin(Stream(EventKind.COLLECTIVE, "pp", "calls of the engine"), "eval_batch")
     (joined,) = look(file.read(), file.events()[-1:], began, "S", "").recent
     assert joined.text == "eval_batch", "nothing is sent, so there are no bytes to tell"
     assert (view.rank, view.stage, view.host, view.pid) == (3, 1, "node0", os.getpid())
