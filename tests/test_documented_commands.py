@@ -66,6 +66,7 @@ TESTED = {
     "--rdzv-backend=c10d --rdzv-endpoint=node0:29400 --rdzv-id=job --rdzv-conf=last_call_timeout=1,"
     "keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60 train.py":
         "tests/cluster/test_elastic.py::test_a_job_loses_a_node_and_takes_it_in_again",
+    "trine watch --waits": "tests/launch/test_watch_command.py::test_ranks_of_this_host_and_of_a_report",
     "trine watch runs/train": "tests/launch/test_watch_command.py::test_ranks_of_this_host_and_of_a_report",
     "python train.py": "tests/launch/test_reference_run.py::test_a_second_run_goes_on_and_a_fresh_one_keeps_it",
     "torchrun --nproc_per_node 2 nanogpt.py pp2.json FOLDER 500": f"{EXAMPLES}test_nanogpt_goes_on_on_another_grid",
@@ -127,6 +128,8 @@ SUITES = (
     "pytest tests/engine/parity/test_covering_array.py",
     "pytest -m long tests/engine/integrity/test_flips.py --write-figures",
     "pytest -m long tests/engine/watchdog/test_jobs.py tests/cluster/test_nodes.py --write-figures",
+    'pytest -m "long or not long" tests/parallel/comm/symmetric tests/kernels/gpu/overlap',
+    'pytest -m "long or not long" tests/engine/parity/test_fused_communication.py',
     "pytest tests/launch/test_schedule_page.py --write-figures",
     "pytest -m long --write-figures tests/engine/parity/test_transformers_types.py",
     *(FIGURES.format(f"parity_{name}") for name in ("axes", "schedules", "zero")),
@@ -138,6 +141,7 @@ MEASURED = (
     "python -m benchmarks step", "python -m benchmarks zero", "python -m benchmarks pipeline",
     "python -m benchmarks kernels", "python -m benchmarks checkpoint",
     "python -m benchmarks integrity --write-figures",
+    "python -m benchmarks step --rows watchdog --write-figures",
     "python -m benchmarks sleeping_blocks --write-figures",
     "python -m benchmarks tensor --models llama,fused --rounds 7 --write-figures",
     "python -m benchmarks kernels --out runs/benchmarks", "python -m benchmarks gpu_step --out runs/benchmarks",
