@@ -109,8 +109,8 @@ class SshJob:
                 break  # it belongs to what has ended meanwhile
             if code == 0:
                 self._done += 1
-            elif self._plan.request.elastic and self._done and code == LOST:
-                self._screen.say(f"{run.host.name} was lost ({run.reason}) when others had ended well.")
+            elif self._plan.request.elastic and self._done and (code == LOST or run.no_meeting):
+                self._say_too_late(run, code)
             elif not self._plan.request.elastic:
                 self._fail(run, code)
             elif code == LOST:
@@ -129,6 +129,10 @@ class SshJob:
         missing = [other.host for other in self._running.runs.values() if not other.joined]
         missing += [] if run.joined else [run.host]
         others = self._running.end(FAILED_SECONDS)
+        if self._plan.request.elastic and run.no_meeting and others and not any(ended for _, ended in others):
+            self._done += len(others)
+            self._say_too_late(run, code)
+            return
         lost = [other for other, ended in [(run, code), *others] if ended == LOST]
         self._verdict.code = code
         if lost:
@@ -139,6 +143,11 @@ class SshJob:
             self._verdict.words = "; ".join(self._did_not_join(host) for host in missing)
         else:
             self._verdict.words = f"{run.host.name} was the first to fail: its torchrun ended with exit status {code}"
+
+    def _say_too_late(self, run: HostRun, code: int) -> None:
+        """The job of the others is done; this host is no reason to call it failed."""
+        what = f"was lost ({run.reason})" if code == LOST else "came back"
+        self._screen.say(f"{run.host.name} {what} when others had ended well.")
 
     def _did_not_join(self, host: Host) -> str:
         first, seconds = self._meeting.first, self._plan.request.join_seconds
