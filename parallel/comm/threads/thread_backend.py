@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from engine.kernels.device import use_device
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
 from engine.parallel.comm.threads.rounds import Rounds
 from engine.parallel.comm.threads.turns import Turns
@@ -21,11 +22,17 @@ from engine.parallel.grid import Axis, Grid
 Result = TypeVar("Result")
 
 
-def run_thread_ranks(size: int, body: Callable[[World], Result]) -> list[Result]:
+def run_thread_ranks(
+    size: int, body: Callable[[World], Result], devices: Sequence[torch.device] | None = None
+) -> list[Result]:
     """``body(world)`` of ``size`` ranks, each a thread of this process; their results in rank order.
 
     ``engine.initialize(..., world=world)`` makes an engine whose other ranks are the other threads. Each rank needs a
     model of its own. Everything runs on the CPU; nothing is sent between processes.
+
+    Args:
+        devices: one for each rank, in place of the CPU. They differ: torch runs the backward of a device in one thread,
+            and a rank that waits for another one there keeps it.
 
     Raises:
         DeadlockError: all ranks wait for each other; says who waits for what.
@@ -39,7 +46,9 @@ def run_thread_ranks(size: int, body: Callable[[World], Result]) -> list[Result]
         def connect(grid: Grid) -> ThreadBackend:
             return ThreadBackend(grid, turns, posts[next(opened)])
 
-        return body(World(index, size, index, torch.device("cpu"), connect=connect))
+        device = torch.device("cpu") if devices is None else devices[index]
+        use_device(device)
+        return body(World(index, size, index, device, connect=connect))
 
     return turns.run(rank)
 
@@ -144,7 +153,7 @@ class ThreadBackend:
         def finish() -> None:
             parts = collect()
             with torch.no_grad():
-                place(parts)
+                place([one.to(part.device) for one in parts])
 
         return finish
 

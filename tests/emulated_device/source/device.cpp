@@ -122,7 +122,8 @@ at::Tensor to_device(const at::Tensor& from, const at::Tensor& to, bool async) {
   return to;
 }
 
-// Between devices a copy waits for all that the source was told; no wait of an engine is tested by it.
+// Between devices a copy waits for all that the source was told, and the source keeps its memory until then: no wait of
+// an engine is tested by it.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool async) {
   OnlyKernels only;
   if (!is_ours(to)) {
@@ -132,9 +133,11 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool async) {
     return to_device(from, to, async);
   }
   const auto index = static_cast<c10::DeviceIndex>(to.get_device());
-  auto waits = from.get_device() == to.get_device()
-      ? std::deque<Mark>{}
-      : Queues::get().marks(static_cast<c10::DeviceIndex>(from.get_device()));
+  std::deque<Mark> waits;
+  if (from.get_device() != to.get_device()) {
+    waits = Queues::get().marks(static_cast<c10::DeviceIndex>(from.get_device()));
+    Memory::get().record(from.storage().data(), Current::get().stream(index));
+  }
   const Place source = Place::of(from), target = Place::of(to);
   auto task = [source, target] {
     OnlyKernels only;
@@ -161,6 +164,11 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   Memory::get().record(self.storage().data(), StreamKey::of(stream));
 }
 
+// ``parameter.data = tensor`` moves a parameter between the CPU and any device that torch knows by name.
+bool may_replace_data(const at::Tensor&, const at::Tensor&) {
+  return true;
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&any_operator>());
 }
@@ -179,6 +187,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_and_resize);
   m.impl("_local_scalar_dense", &item);
   m.impl("record_stream", &record_stream);
+  m.impl("_has_compatible_shallow_copy_type", &may_replace_data);
   // torch has a formula for every device here, and a kernel for the CPU: the same bits as on the CPU are wanted
   for (const char* name : {"native_layer_norm", "native_group_norm", "native_group_norm_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&any_operator>());
