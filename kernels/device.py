@@ -25,12 +25,18 @@ class Accelerator:
     """The variable that makes devices invisible to a process."""
     compiles_triton: bool
     """Whether the kernels of ``kernels/gpu`` are compiled for it."""
+    multiplies_wide: bool
+    """Whether torch multiplies 16-bit matrices into an fp32 one on it."""
 
 
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
     {
-        "cuda": Accelerator(collectives="nccl", hidden_by="CUDA_VISIBLE_DEVICES", compiles_triton=True),
-        "xpu": Accelerator(collectives="xccl", hidden_by="ZE_AFFINITY_MASK", compiles_triton=False),
+        "cuda": Accelerator(
+            collectives="nccl", hidden_by="CUDA_VISIBLE_DEVICES", compiles_triton=True, multiplies_wide=True
+        ),
+        "xpu": Accelerator(
+            collectives="xccl", hidden_by="ZE_AFFINITY_MASK", compiles_triton=False, multiplies_wide=False
+        ),
     }
 )
 """By type, in the order in which a rank looks for one."""
@@ -56,6 +62,12 @@ def compiles_triton(device: torch.device) -> bool:
     """Whether Triton kernels are compiled for ``device``."""
     row = ACCELERATORS.get(device.type)
     return row is not None and row.compiles_triton
+
+
+def multiplies_wide(device: torch.device) -> bool:
+    """Whether torch multiplies 16-bit matrices into an fp32 one on ``device``."""
+    row = ACCELERATORS.get(device.type)
+    return row is not None and row.multiplies_wide
 
 
 def collectives_for(device: torch.device) -> str:
@@ -106,6 +118,11 @@ def peak_allocated(device: torch.device) -> int | None:
 def device_name(device: torch.device) -> str:
     """The name that the vendor gives the device, such as "NVIDIA H100 80GB HBM3", or its type on the host."""
     return device.type if is_host(device) else str(_module(device.type).get_device_name(device))
+
+
+def cuda_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU; (0, 0) of any other device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def _module(kind: str) -> Any:

@@ -45,6 +45,11 @@ LINKS: Mapping[str, tuple[float, float]] = MappingProxyType({"cuda": (20e-6, 100
 Rough figures suffice: a transfer is short compared with a stage, unless the stages are too small."""
 
 
+def expected_link(kind: str) -> tuple[float, float]:
+    """The row of :data:`LINKS` for a type of device; of one that has none, the slower row."""
+    return LINKS.get(kind, LINKS["cpu"])
+
+
 class _UnmeasuredError(Exception):
     """Why a call is not timed; a note says it."""
 
@@ -64,7 +69,7 @@ class Costs:
 
     def transfer_seconds(self, count: float) -> float:
         """Estimated seconds to send ``count`` bytes to the next rank; 0 if the costs are FLOPs."""
-        latency, bytes_a_second = LINKS.get(self.device, LINKS["cpu"])
+        latency, bytes_a_second = expected_link(self.device)
         return latency + count / bytes_a_second if self.measured else 0.0
 
     def to_bytes(self) -> bytes:

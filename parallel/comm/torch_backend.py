@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.kernels.device import collectives_for, is_host
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
 from engine.parallel.comm.shared_memory import SharedMemory, open_shared_memory
 from engine.parallel.comm.world import OwnedGroups, shares_memory
@@ -34,7 +35,7 @@ class TorchBackend:
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
         self._device = device
-        self._linked = device.type == "cuda" if linked is None else linked
+        self._linked = collectives_for(device) != "gloo" if linked is None else linked
         self._grid, self._here = grid, grid.coord().pp
         self._owned = OwnedGroups()
         self._groups: dict[_Key, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
@@ -53,7 +54,7 @@ class TorchBackend:
         for axis in axes:
             if grid.size(axis) > 1:
                 self._groups[axis] = self._along(axis)
-        if self._device.type == "cpu" and grid.tp > 1:
+        if is_host(self._device) and grid.tp > 1:
             self._shared = self._share("tp")
 
     def _along(self, axis: Axis) -> dist.ProcessGroup | None:

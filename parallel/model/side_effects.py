@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.device import is_host
+
 
 @contextmanager
 def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -33,9 +35,10 @@ def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     undo = [_undo_python_random(), *(_undo_module(module) for module in model.modules())]
     undo += [_undo_buffer(buffer) for buffer in model.buffers() if not buffer.is_meta]
-    devices = [device] if device.type == "cuda" else []
+    devices = [] if is_host(device) else [device]
+    kind = device.type if devices else "cuda"  # torch's own default, which an empty list makes mean the CPU alone
     try:
-        with torch.random.fork_rng(devices=devices), _uncompiled():
+        with torch.random.fork_rng(devices=devices, device_type=kind), _uncompiled():
             yield
     finally:
         for step in undo:
