@@ -36,8 +36,8 @@ class StreamedBackend:
         return self._run(axis, "all_reduce", lambda: self.inner.all_reduce(tensor, axis, op), tensor)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Reduce into ``shard``; ``full`` is spoiled, as it may be."""
-        return self._run(axis, "reduce_scatter", lambda: self.inner.reduce_scatter(shard, full, axis), full, shard)
+        """Reduce into ``shard``."""
+        return self._run(axis, "reduce_scatter", lambda: self.inner.reduce_scatter(shard, full, axis), shard)
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
         """Gather into ``full``."""

@@ -1,6 +1,7 @@
 """The backend of ranks that are threads: a message lies in memory until its receiver takes it.
 
-A send is complete when it has been received, as NCCL has it, so a schedule that needs a buffer deadlocks here too.
+A send is complete when its receiver has offered to receive it, as NCCL has it, so a schedule that needs a buffer
+deadlocks here too.
 Contributions are copied when they are issued; results appear at the wait, and not before. Sums add in rank order.
 """
 
@@ -28,7 +29,7 @@ def run_thread_ranks(
     """``body(world)`` of ``size`` ranks, each a thread of this process; their results in rank order.
 
     ``engine.initialize(..., world=world)`` makes an engine whose other ranks are the other threads. Each rank needs a
-    model of its own. Everything runs on the CPU; nothing is sent between processes.
+    model of its own. Nothing is sent between processes.
 
     Args:
         devices: one for each rank, in place of the CPU. They differ: torch runs the backward of a device in one thread,
@@ -164,13 +165,13 @@ class ThreadBackend:
         """Do nothing: a channel is opened by its first message."""
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Send; complete when it has been received."""
+        """Send; complete when the receiver has offered to receive it."""
         target = self._grid.peers("pp")[to]
         box = self._post.boxes[channel, self._grid.rank, target]
         number, box.sent = box.sent, box.sent + 1
         box.messages[number] = tensor.detach().clone()
         what = f"rank {target} to receive message {number} of {channel.flow} {channel.source} -> {channel.target}"
-        return lambda: self._turns.wait(self._grid.rank, lambda: number not in box.messages, lambda: what)
+        return lambda: self._turns.wait(self._grid.rank, lambda: number < box.asked, lambda: what)
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
         """Fill ``tensor`` with the next message."""
