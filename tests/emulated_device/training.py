@@ -68,7 +68,7 @@ class Trained:
         """The first thing that is not equal to the bit, in words; empty if all is."""
         if self.losses != other.losses:
             return f"losses {self.losses} and {other.losses}"
-        if self.norms != other.norms:
+        if repr(self.norms) != repr(other.norms):  # NaN is not equal to itself, and skipped steps have it
             return f"norms {self.norms} and {other.norms}"
         return next((name for name, weight in self.weights.items() if not torch.equal(weight, other.weights[name])), "")
 
@@ -89,6 +89,7 @@ def train(trial: Trial, world: World, loss_fn: Any = loss_sum) -> Trained:
 
 def on_cpu(trial: Trial) -> Trained:
     """The trial with ranks on the CPU."""
+    load()  # before the first backward of the process
     return run_thread_ranks(trial.ranks, lambda world: train(trial, world))[0]
 
 
