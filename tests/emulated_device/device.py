@@ -5,46 +5,49 @@ backward of a process, so a process loads it before that, and keeps it.
 """
 
 import ctypes
-import traceback
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from types import ModuleType
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any, Literal
 
 import torch
+from torch.utils import backend_registration
 
 from tests.emulated_device.build import library
+from tests.structure import ROOT
 
 NAME = "emulated"
 COUNT = 8
 Policy = Literal["at once", "late", "early", "random"]
 POLICIES: tuple[Policy, ...] = ("at once", "late", "early", "random")
 KINDS = (
-    "item", "copy to host", "copy to device", "content", "event", "stream", "device",
+    "item", "copy to host", "copy to device", "content", "event", "stream", "device", "staged copy",
 )  # fmt: skip
-"""Why the host waits, in the order of ``source/waits.h``."""
+"""Why the host waits, in the order of ``source/waits.h``; for the last a driver may wait, and may not."""
 
 
 @cache
 def load() -> ctypes.CDLL:
     """Register the device in this process."""
     found = library()
-    torch.ops.load_library(found)
+    torch.ops.load_library(found)  # type: ignore[no-untyped-call]
     made = ctypes.CDLL(str(found))
     made.emulated_waits.restype = ctypes.c_long
     made.emulated_tasks.restype = made.emulated_peak_bytes.restype = ctypes.c_uint64
     made.emulated_set_policy.argtypes = [ctypes.c_int, ctypes.c_uint64]
     made.emulated_start()
-    torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, _module(made))
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _module(made))  # type: ignore[no-untyped-call]
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     return made
 
 
-def _module(made: ctypes.CDLL) -> ModuleType:
+def _module(made: ctypes.CDLL) -> Any:
     """``torch.emulated``, with the names that torch and an engine look for in such a module."""
     module: Any = ModuleType(f"torch.{NAME}")
     module.is_available = lambda: True
@@ -86,35 +89,47 @@ def policy(name: Policy, seed: int = 1) -> Iterator[None]:
 
 @dataclass
 class HostWaits:
-    """The host's waits for the device."""
+    """The host's waits for one device, or for all."""
 
+    device: int | None
     kinds: Counter[str] = field(default_factory=Counter)
     places: Counter[str] = field(default_factory=Counter)
     """By the innermost function of the engine: "engine/step/update.py read: event"."""
 
 
 @contextmanager
-def host_waits() -> Iterator[HostWaits]:
-    """Count the waits inside the context, with their places."""
-    made, found = load(), HostWaits()
-    listener = ctypes.CFUNCTYPE(None, ctypes.c_int)(partial(_note, found))
-    made.emulated_listen(listener)
+def host_waits(device: int | None = None) -> Iterator[HostWaits]:
+    """Count the waits inside the context, with their places: those of threads whose device is ``device``."""
+    found = HostWaits(device)
+    _listeners().append(found)
     try:
         yield found
     finally:
-        made.emulated_listen(None)
+        _listeners().remove(found)
 
 
-def _note(found: HostWaits, kind: int) -> None:
-    found.kinds[KINDS[kind]] += 1
-    found.places[f"{_place()}: {KINDS[kind]}"] += 1
+@cache
+def _listeners() -> list[HostWaits]:
+    """Those who count, in several threads; told by one function, which lives as long as the device."""
+    made, listening = load(), list[HostWaits]()
+
+    def note(kind: int) -> None:
+        place, device = _place(sys._getframe()), made.emulated_current_device()
+        for found in listening:
+            if found.device in (None, device):
+                found.kinds[KINDS[kind]] += 1
+                found.places[f"{place}: {KINDS[kind]}"] += 1
+
+    made.kept = ctypes.CFUNCTYPE(None, ctypes.c_int)(note)
+    made.emulated_listen(made.kept)
+    return listening
 
 
-def _place() -> str:
-    """File and function of the innermost frame of the product on this thread."""
-    for frame, _ in traceback.walk_stack(None):
+def _place(frame: FrameType | None) -> str:
+    """File and function of the innermost frame of the product."""
+    while frame is not None:
         path = frame.f_code.co_filename
-        for folder in ("/kernels/", "/parallel/", "/zero/", "/engine/"):
-            if folder in path and "site-packages" not in path and "/tests/" not in path:
-                return f"{path[path.rindex(folder) + 1 :]} {frame.f_code.co_name}"
+        if path.startswith(str(ROOT)) and not path.startswith(str(ROOT / "tests")):
+            return f"{Path(path).resolve().relative_to(ROOT)} {frame.f_code.co_name}"
+        frame = frame.f_back
     return "outside"

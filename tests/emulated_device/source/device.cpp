@@ -118,6 +118,8 @@ at::Tensor to_device(const at::Tensor& from, const at::Tensor& to, bool async) {
   });
   if (!async) {
     catch_up(index, kCopyToDevice);
+  } else if (!pinned) {
+    HostWaits::get().note(kStagedCopy);
   }
   return to;
 }

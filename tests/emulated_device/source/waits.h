@@ -1,4 +1,6 @@
 // The host's waits for the device: each is counted by its kind, and told to a listener that knows the call.
+//
+// The last kind is no wait here: an asynchronous copy from memory that is not pinned, for which a driver may wait.
 
 #pragma once
 
@@ -7,7 +9,17 @@
 
 namespace emulated {
 
-enum Wait : int { kItem, kCopyToHost, kCopyToDevice, kContent, kEventWait, kStreamWait, kDeviceWait, kWaitKinds };
+enum Wait : int {
+  kItem,
+  kCopyToHost,
+  kCopyToDevice,
+  kContent,
+  kEventWait,
+  kStreamWait,
+  kDeviceWait,
+  kStagedCopy,
+  kWaitKinds,
+};
 
 class HostWaits {
  public:
