@@ -1,7 +1,9 @@
 """Compile the emulated device, once for each state of its sources and version of torch."""
 
+import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -17,19 +19,29 @@ def library() -> Path:
     """Path of the compiled library; compiling takes about ten seconds of one core, finding it none.
 
     Raises:
-        RuntimeError: the compiler refuses; with what it says.
+        RuntimeError: there is no C++ compiler, or it refuses; with what it says.
     """
     made = _cache() / f"emulated-device-{_digest()}.so"
-    if made.exists():
-        return made
     made.parent.mkdir(parents=True, exist_ok=True)
+    with (made.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the others of a run wait for the first
+        if not made.exists():
+            _compile(made)
+    return made
+
+
+def _compile(made: Path) -> None:
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         fresh = Path(folder) / made.name
-        done = subprocess.run(_command(fresh), check=False, capture_output=True, text=True)
+        command = _command(fresh)
+        if shutil.which(command[0]) is None:
+            raise RuntimeError(
+                f"tests of devices need the C++ compiler {command[0]!r}: install it, or name one in CXX."
+            )
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"the emulated device does not compile:\n{done.stderr}")
-        fresh.replace(made)  # whoever compiles at the same time makes the same file
-    return made
+        fresh.replace(made)
 
 
 def _cache() -> Path:

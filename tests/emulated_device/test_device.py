@@ -135,7 +135,7 @@ def counted() -> tuple[dict[str, int], list[bool]]:
     """The host's waits of calls that are known to wait, and whether a copy has come before its event."""
     load()
     with policy("late"), host_waits() as waits:
-        x = torch.arange(4.0).to("emulated:0", non_blocking=True)  # does not wait
+        x = torch.arange(4.0).to("emulated:0", non_blocking=True)  # a staged copy
         y = torch.arange(4.0).to("emulated:0")
         (x * y).sum().item()
         x.cpu()
@@ -152,7 +152,7 @@ def counted() -> tuple[dict[str, int], list[bool]]:
 
 def test_every_wait_of_the_host_is_counted(run_ranks: RunRanks) -> None:
     (found,) = run_ranks(counted, 1)
-    kinds = {"copy to device": 1, "item": 1, "copy to host": 1, "content": 2, "event": 1, "device": 1}
+    kinds = {"copy to device": 1, "item": 1, "copy to host": 1, "content": 2, "event": 1, "device": 1, "staged copy": 1}
     assert found == (kinds, [True, True])
 
 

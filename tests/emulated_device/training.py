@@ -1,6 +1,7 @@
 """Training on a grid of emulated devices, whose ranks are threads of this process, and the same on the CPU."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -13,6 +14,7 @@ import engine
 from engine.models.decoder import loss_sum
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
+from engine.parallel.tensor.tp_axis import Overlap, TensorAxis
 from tests import models
 from tests.emulated_device.device import NAME, load
 from tests.emulated_device.streamed_backend import streamed
@@ -31,6 +33,9 @@ class Trial:
     changes: Mapping[str, Any] = field(default_factory=dict)
     layers: int = 2
     dropout: float = 0.0
+    tied: bool = False
+    overlap: bool = False
+    """Compute beside the collectives of tensor ranks, however small they are."""
 
     @property
     def ranks(self) -> int:
@@ -53,7 +58,7 @@ class Trial:
 
     def build(self) -> nn.Module:
         """The model."""
-        return models.decoder(layers=self.layers, dropout=self.dropout)
+        return models.decoder(tied=self.tied, layers=self.layers, dropout=self.dropout)
 
 
 @dataclass(frozen=True)
@@ -90,11 +95,24 @@ def train(trial: Trial, world: World, loss_fn: Any = loss_sum) -> Trained:
 def on_cpu(trial: Trial) -> Trained:
     """The trial with ranks on the CPU."""
     load()  # before the first backward of the process
-    return run_thread_ranks(trial.ranks, lambda world: train(trial, world))[0]
+    with overlapping(trial):
+        return run_thread_ranks(trial.ranks, lambda world: train(trial, world))[0]
 
 
 def on_devices(trial: Trial, enter: Enter = streamed, body: Callable[[Trial, World], Any] = train) -> Any:
     """The trial with a device for each rank, and collectives in the order of streams; what rank 0 returns."""
     load()
     devices = [torch.device(NAME, index) for index in range(trial.ranks)]
-    return run_thread_ranks(trial.ranks, lambda world: body(trial, enter(world)), devices)[0]
+    with overlapping(trial):
+        return run_thread_ranks(trial.ranks, lambda world: body(trial, enter(world)), devices)[0]
+
+
+@contextmanager
+def overlapping(trial: Trial) -> Iterator[None]:
+    """Let both devices overlap, if the trial does."""
+    before = TensorAxis.overlap
+    TensorAxis.overlap = Overlap(frozenset({"cpu", NAME}), 0) if trial.overlap else before
+    try:
+        yield
+    finally:
+        TensorAxis.overlap = before
