@@ -27,15 +27,26 @@ class Accelerator:
     """Whether the kernels of ``kernels/gpu`` are compiled for it."""
     multiplies_wide: bool
     """Whether torch multiplies 16-bit matrices into an fp32 one on it."""
+    link: tuple[float, float]
+    """(seconds of latency, bytes per second) between devices of one node, roughly; enough for a plan, in which a
+    transfer is short compared with a stage."""
 
 
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
     {
         "cuda": Accelerator(
-            collectives="nccl", hidden_by="CUDA_VISIBLE_DEVICES", compiles_triton=True, multiplies_wide=True
+            collectives="nccl",
+            hidden_by="CUDA_VISIBLE_DEVICES",
+            compiles_triton=True,
+            multiplies_wide=True,
+            link=(20e-6, 100e9),
         ),
         "xpu": Accelerator(
-            collectives="xccl", hidden_by="ZE_AFFINITY_MASK", compiles_triton=False, multiplies_wide=False
+            collectives="xccl",
+            hidden_by="ZE_AFFINITY_MASK",
+            compiles_triton=False,
+            multiplies_wide=False,
+            link=(20e-6, 100e9),
         ),
     }
 )
@@ -74,6 +85,16 @@ def collectives_for(device: torch.device) -> str:
     """The backend of ``torch.distributed`` for tensors on ``device``; gloo where no other is known."""
     row = ACCELERATORS.get(device.type)
     return "gloo" if row is None else row.collectives
+
+
+def expected_link(kind: str) -> tuple[float, float]:
+    """(seconds of latency, bytes per second) between two ranks of a node with this type of device, roughly."""
+    row = ACCELERATORS.get(kind)
+    return _GLOO_LINK if row is None else row.link
+
+
+_GLOO_LINK = (200e-6, 1e9)
+"""Between processes of one host."""
 
 
 def use_device(device: torch.device) -> None:

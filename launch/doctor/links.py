@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.device import finish
+from engine.kernels.device import expected_link, finish
 from engine.launch.doctor.examined import AxisFigure, Hosts, InterfaceFacts
 from engine.launch.doctor.pairs import LARGE, SMALL, Stopwatch, ladder
 from engine.parallel.comm.backend import Link, state_link
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import sent_bytes
 from engine.parallel.grid import Axis, Grid
-from engine.planning.profile_calls import expected_link
 
 _LABEL = "doctor"
 _SMALL_REPEATS = 15

@@ -35,10 +35,9 @@ def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     undo = [_undo_python_random(), *(_undo_module(module) for module in model.modules())]
     undo += [_undo_buffer(buffer) for buffer in model.buffers() if not buffer.is_meta]
-    devices = [] if is_host(device) else [device]
-    kind = device.type if devices else "cuda"  # torch's own default, which an empty list makes mean the CPU alone
+    own: dict[str, Any] = {"devices": []} if is_host(device) else {"devices": [device], "device_type": device.type}
     try:
-        with torch.random.fork_rng(devices=devices, device_type=kind), _uncompiled():
+        with torch.random.fork_rng(**own), _uncompiled():
             yield
     finally:
         for step in undo:
