@@ -99,13 +99,13 @@ _GLOO_LINK = (200e-6, 1e9)
 
 def use_device(device: torch.device) -> None:
     """Make ``device`` the current one of this thread: each thread has its own, and the CPU is always there."""
-    if not is_host(device):
+    if _is_accelerator(device):
         _module(device.type).set_device(device)
 
 
 def finish(device: torch.device) -> None:
     """Wait until ``device`` has done all that it was given."""
-    if not is_host(device):
+    if _is_accelerator(device):
         _module(device.type).synchronize(device)
 
 
@@ -114,7 +114,7 @@ def record_event(device: torch.device) -> torch.Event | None:
 
     The current device of this thread must be ``device``.
     """
-    if is_host(device):
+    if not _is_accelerator(device):
         return None
     event: torch.Event = _module(device.type).Event()
     event.record()
@@ -123,7 +123,7 @@ def record_event(device: torch.device) -> torch.Event | None:
 
 def device_generator(device: torch.device) -> torch.Generator | None:
     """The random generator that operators on ``device`` draw from; None on the host, which has the default one."""
-    if is_host(device):
+    if not _is_accelerator(device):
         return None
     module = _module(device.type)
     current = module.current_device()  # initialises CUDA, which creates the generators
@@ -133,17 +133,22 @@ def device_generator(device: torch.device) -> torch.Generator | None:
 
 def peak_allocated(device: torch.device) -> int | None:
     """The most bytes that were allocated at once on ``device``; None on the host, which does not count them."""
-    return None if is_host(device) else _module(device.type).max_memory_allocated(device)
+    return _module(device.type).max_memory_allocated(device) if _is_accelerator(device) else None
 
 
 def device_name(device: torch.device) -> str:
     """The name that the vendor gives the device, such as "NVIDIA H100 80GB HBM3", or its type on the host."""
-    return device.type if is_host(device) else str(_module(device.type).get_device_name(device))
+    return str(_module(device.type).get_device_name(device)) if _is_accelerator(device) else device.type
 
 
 def cuda_capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of an NVIDIA GPU; (0, 0) of any other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def _is_accelerator(device: torch.device) -> bool:
+    """Whether anything is queued on ``device``: not on the CPU, and not on the meta device, which computes nothing."""
+    return device.type not in ("cpu", "meta")
 
 
 def _module(kind: str) -> Any:

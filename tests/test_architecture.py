@@ -209,7 +209,7 @@ def test_only_comm_talks_to_torch_distributed(sources: list[Source]) -> None:
 def test_only_the_door_knows_types_of_devices(sources: list[Source]) -> None:
     """``is_host(device)`` and the functions beside it, so that another accelerator is a row of a table."""
     found = {
-        f"{source.name}:{node.lineno}"
+        f"{source.name}:{getattr(node, 'lineno', 0)}"
         for source in sources
         if source.name != DEVICE_DOOR and not source.name.startswith(tuple(NAMES_OF_DEVICES))
         for node in source.nodes

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.device import is_host
+from engine.kernels.device import device_generator
 
 
 @contextmanager
@@ -35,7 +35,8 @@ def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     undo = [_undo_python_random(), *(_undo_module(module) for module in model.modules())]
     undo += [_undo_buffer(buffer) for buffer in model.buffers() if not buffer.is_meta]
-    own: dict[str, Any] = {"devices": []} if is_host(device) else {"devices": [device], "device_type": device.type}
+    has_own = device_generator(device) is not None
+    own: dict[str, Any] = {"devices": [device], "device_type": device.type} if has_own else {"devices": []}
     try:
         with torch.random.fork_rng(**own), _uncompiled():
             yield

@@ -120,8 +120,9 @@ def _listeners() -> list[HostWaits]:
                 found.kinds[KINDS[kind]] += 1
                 found.places[f"{place}: {KINDS[kind]}"] += 1
 
-    made.kept = ctypes.CFUNCTYPE(None, ctypes.c_int)(note)
-    made.emulated_listen(made.kept)
+    told = ctypes.CFUNCTYPE(None, ctypes.c_int)(note)
+    vars(made)["told"] = told  # ctypes frees a function that nobody holds
+    made.emulated_listen(told)
     return listening
 
 

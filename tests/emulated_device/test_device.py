@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.emulated_device import device as emulated
-from tests.emulated_device.device import POLICIES, host_waits, load, policy
+from tests.emulated_device.device import POLICIES, Policy, host_waits, load, policy
 
 RunRanks = Callable[..., list[Any]]
 ONE = "emulated:1"
@@ -35,14 +35,14 @@ def losses_on(device: str, start: nn.Module) -> list[float]:
         ids, target = torch.randint(0, 7, (2, 4), generator=generator), torch.randint(0, 5, (8,), generator=generator)
         torch.manual_seed(seed)  # the CPU's generator and those of all devices
         loss = F.cross_entropy(model(ids.to(device)), target.to(device))
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.item())
     return found
 
 
-def trained_under_each_policy() -> tuple[list[float], dict[str, list[float]]]:
+def trained_under_each_policy() -> tuple[list[float], dict[Policy, list[float]]]:
     """On the CPU, and on the device."""
     load()
     start = small_model()

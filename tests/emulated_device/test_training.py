@@ -1,16 +1,18 @@
 """The whole engine on emulated devices: equal to the CPU to the bit, whenever the device does what it was told."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from engine.parallel.comm.backend import Wait
 from engine.parallel.comm.world import World
+from engine.parallel.grid import Axis
 from engine.program.program import Program
 from tests.emulated_device.device import POLICIES, Policy, policy
-from tests.emulated_device.streamed_backend import streamed
+from tests.emulated_device.streamed_backend import StreamedBackend, streamed
 from tests.emulated_device.training import Trained, Trial, on_cpu, on_devices
 from tests.engine.precision.test_fp16 import POWER
 from tests.selection import wide
@@ -118,28 +120,17 @@ def written_too_early() -> tuple[bool, bool]:
     trial = Trial({"data": 2}, 1)
     expected, found = on_cpu(trial), []
 
-    def enter(world: World) -> World:
-        within = streamed(world)
-        assert within.connect is not None
-        make = within.connect
+    start = StreamedBackend.reduce_scatter
 
-        def connect(grid: Any) -> Any:
-            made = make(grid)
-            start = made.reduce_scatter
-
-            def spoiled(shard: Any, full: Any, axis: Any) -> Any:
-                wait = start(shard, full, axis)
-                full.mul_(2.0)
-                return wait
-
-            made.reduce_scatter = spoiled
-            return made
-
-        return replace(within, connect=connect)
+    def spoiled(self: StreamedBackend, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
+        wait = start(self, shard, full, axis)
+        full.mul_(2.0)
+        return wait
 
     for name in POLICIES[:2]:
-        with policy(name):
-            found.append(not expected.differs_from(on_devices(trial, enter)))
+        with policy(name), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StreamedBackend, "reduce_scatter", spoiled)
+            found.append(not expected.differs_from(on_devices(trial)))
     return found[0], found[1]
 
 

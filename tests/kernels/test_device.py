@@ -34,6 +34,7 @@ def test_the_host_has_nothing_to_wait_for_and_no_name() -> None:
     finish(CPU)
     assert is_host(CPU) and record_event(CPU) is None and device_generator(CPU) is None
     assert peak_allocated(CPU) is None and device_name(CPU) == "cpu" and collectives_for(CPU) == "gloo"
+    assert generators_of(torch.device("meta")) == [torch.default_generator] and not is_host(torch.device("meta"))
 
 
 def test_each_accelerator_has_its_collectives() -> None:
@@ -125,10 +126,10 @@ def test_the_host_reads_a_decision_when_it_has_come(run_ranks: RunRanks) -> None
 def updated() -> dict[str, int]:
     """The host's waits in an update of several tensors."""
     load()
-    tensors = [[torch.ones(4, device=NAME) for _ in range(3)] for _ in range(4)]
+    weights, grads, first, second = ([torch.ones(4, device=NAME) for _ in range(3)] for _ in range(4))
     rule = AdamRule(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, decoupled=True)
     with host_waits() as waits:
-        adam_(*tensors, 1, rule)
+        adam_(weights, grads, first, second, 1, rule)
     return dict(waits.kinds)
 
 

@@ -182,6 +182,6 @@ def _is_vocabulary(logits: LogitShard, dims: Any) -> bool:
 def _given_dtype(logits: LogitShard, also_on_host: bool) -> torch.dtype:
     """The dtype of the result: fp32 under autocast, which widens fewer functions on the CPU; else the logits' own."""
     dtype, device = logits.dtype, logits.local.device
-    narrow = dtype in (torch.float16, torch.bfloat16)
+    narrow = dtype in (torch.float16, torch.bfloat16) and not logits.local.is_meta
     widens = narrow and (also_on_host or not is_host(device))
     return torch.float32 if widens and torch.is_autocast_enabled(device.type) else dtype
