@@ -22,6 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from engine.kernels.device import compiles_triton, device_name, is_host
+
 logger = logging.getLogger("trine")
 
 Mode = Literal["auto", "reference", "triton"]
@@ -33,7 +35,7 @@ class TunedChoice:
 
     operator: str
     device: str
-    """Glob pattern for the GPU name, as ``torch.cuda.get_device_name`` returns it; "*" is any GPU."""
+    """Glob pattern for the GPU name, as ``device_name`` returns it; "*" is any GPU."""
     dtype: str
     """Glob pattern for the dtype name."""
     width: int
@@ -88,12 +90,7 @@ def is_interpreted() -> bool:
 
 def runs_triton(device: torch.device) -> bool:
     """Return whether kernels can run on tensors of ``device``."""
-    return has_triton() and (device.type == "cuda" or (device.type == "cpu" and is_interpreted()))
-
-
-def gpu_name(device: torch.device) -> str:
-    """Return the GPU's name as the rows of the table spell it, or the device type where there is no GPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return has_triton() and (compiles_triton(device) or (is_host(device) and is_interpreted()))
 
 
 class Kernels:
@@ -108,7 +105,7 @@ class Kernels:
 
     def replaces(self, device: torch.device) -> bool:
         """Return whether modules of a model are given our operators at all; "auto" leaves CPU models unchanged."""
-        return self.mode != "auto" or device.type == "cuda"
+        return self.mode != "auto" or not is_host(device)
 
     def triton(self, operator: str, x: Tensor, width: int) -> bool:
         """Return whether a Triton kernel should run on ``x``. Each new choice is logged once."""
@@ -132,7 +129,7 @@ class Kernels:
         if self.mode == "triton":
             chosen, why = True, "as configured"
         else:
-            row = find_choice(self._winners, operator, self.card or gpu_name(device), name, width)
+            row = find_choice(self._winners, operator, self.card or device_name(device), name, width)
             chosen, why = (False, "not in the table") if row is None else (row.triton, row.reason)
         logger.info("kernels: %s, %s, width %d: %s, %s", operator, name, width, _NAMES[chosen], why)
         return chosen

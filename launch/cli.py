@@ -102,6 +102,7 @@ def _print_schema(options: Namespace) -> None:
 def _plan(options: Namespace) -> None:
     import torch
 
+    from engine.kernels.device import find_accelerator
     from engine.models.decoder import Decoder, DecoderConfig, loss_sum
     from engine.planning.analysis import PlanRequest
     from engine.planning.plan import build_plan, stages_wanted
@@ -119,7 +120,7 @@ def _plan(options: Namespace) -> None:
         ids = torch.empty((config.micro, shape.context), dtype=torch.int64)
     program = Program(model, loss_sum, make_precision(config, model), torch.device("cpu"))
     example = {"input_ids": ids, "labels": ids}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(find_accelerator() or "cpu")
     costs = profile_run(program, example, config, stages_wanted(config), device) if needs_profiling(config) else None
     wish = PlanRequest(program, example, costs=costs)
     print(banner_text(build_plan(config, wish), "no device: a plan"))

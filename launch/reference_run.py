@@ -12,6 +12,7 @@ import torch
 import engine
 from engine.data import evaluation_batches
 from engine.data.corpus import Corpus, builtin_corpus, text_corpus
+from engine.kernels.device import find_accelerator
 from engine.launch.run_folder import CHECKPOINTS, METRICS
 from engine.launch.train_options import DATA_CONFIG, DEFAULT_CONFIG
 from engine.models.decoder import Decoder, DecoderConfig, generate
@@ -46,7 +47,7 @@ def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
             "params": {"total_num_steps": options.steps, "warmup_num_steps": warm, "cos_min_ratio": 0.1},
         }
     if "bf16" not in given and "fp16" not in given:
-        settings["bf16"]["enabled"] = torch.cuda.is_available()
+        settings["bf16"]["enabled"] = find_accelerator() is not None
     settings["monitor"]["jsonl"] = settings["monitor"]["jsonl"] or str(options.out / METRICS)
     settings["checkpoint"]["folder"] = settings["checkpoint"]["folder"] or str(options.out / CHECKPOINTS)
     if "every" not in given.get("checkpoint", {}):

@@ -33,7 +33,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "thread_ranks", "auto",
     ),
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
-    "engine.kernels": ("dispatch", "mailbox", "optim", "gpu", "ops"),
+    "engine.kernels": ("device", "dispatch", "mailbox", "optim", "gpu", "ops"),
     "engine.launch.jobs": (
         "request", "torchrun", "hostfile", "sent", "job_file", "slurm", "kubernetes", "remote", "preflight", "ssh",
         "ssh_job", "launch_command",
@@ -71,6 +71,15 @@ DISTRIBUTED = (
     f"{DEEPSPEED}comm.py",
 )  # fmt: skip
 """The files that may import torch.distributed; the last one shows its functions as deepspeed.comm."""
+DEVICE_DOOR = "kernels/device.py"
+NAMES_OF_DEVICES = {
+    "kernels/gpu/": "kernels that Triton compiles",
+    "launch/doctor/": "examines NVIDIA's driver and NCCL by their names",
+    "parallel/tensor/global_tensor/global_tensor.py": "answers is_cuda as a tensor does",
+    "parallel/trace/recorder.py": "answers is_cuda, is_xpu and the like as a tensor does",
+    "parallel/tensor/layers/lazy_head.py": "asks for the meta device, which is none that computes",
+}
+"""Where types of devices have names, beside the door, and why."""
 CRUMBS = {
     "engine.build.overlap": "what the configuration asks for, apart from the assembly of a rank",
     "engine.deepspeed.checkpointing": "deepspeed.checkpointing, a door",
@@ -196,6 +205,40 @@ def test_only_comm_talks_to_torch_distributed(sources: list[Source]) -> None:
         if module.startswith("torch.distributed")
     ]
     assert not offenders
+
+
+def test_only_the_door_knows_types_of_devices(sources: list[Source]) -> None:
+    """``is_host(device)`` and the functions beside it, so that another accelerator is a row of a table."""
+    found = {
+        f"{source.name}:{getattr(node, 'lineno', 0)}"
+        for source in sources
+        if source.name != DEVICE_DOOR and not source.name.startswith(tuple(NAMES_OF_DEVICES))
+        for node in source.nodes
+        if names_a_device(node)
+    }
+    assert found == set()
+
+
+def names_a_device(node: ast.AST) -> bool:
+    """Whether this is ``torch.cuda``, ``tensor.is_cuda``, the name of a type, or a comparison of one."""
+    if isinstance(node, ast.Constant):
+        return node.value in ("cuda", "xpu", "nccl")
+    if isinstance(node, ast.Compare):
+        return isinstance(node.ops[0], ast.Eq | ast.NotEq) and ast.unparse(node.left).endswith("device.type")
+    return isinstance(node, ast.Attribute) and (
+        node.attr in ("is_cuda", "is_xpu") or ast.unparse(node) in ("torch.cuda", "torch.xpu", "torch.accelerator")
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "named"),
+    [
+        ("torch.cuda.synchronize()", True), ("x.is_cuda", True), ("torch.device('cuda', 1)", True),
+        ("device.type == 'cpu'", True), ("is_host(device)", False), ("device.type", False),
+    ],
+)  # fmt: skip
+def test_what_counts_as_a_name_of_a_device(code: str, named: bool) -> None:
+    assert any(map(names_a_device, ast.walk(ast.parse(code)))) == named
 
 
 def test_bare_folder_names_are_no_packages(sources: list[Source]) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 
 from engine.config import Config
 from engine.errors import ConfigError
-from engine.kernels.dispatch import REFERENCE, Kernels, gpu_name, runs_triton
+from engine.kernels.device import device_name, is_host
+from engine.kernels.dispatch import REFERENCE, Kernels, runs_triton
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
 from engine.parallel.kernel_injection.inject import Replacement, find_heads, find_replacements
@@ -77,9 +78,9 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
     Raises:
         ConfigError: rank 0 can run Triton and another rank cannot; raised on all ranks.
     """
-    if kernels.mode != "auto" or device.type != "cuda":
+    if kernels.mode != "auto" or is_host(device):
         return
-    card = from_first(lambda: (gpu_name(device) if runs_triton(device) else "").encode(), comm, device).decode()
+    card = from_first(lambda: (device_name(device) if runs_triton(device) else "").encode(), comm, device).decode()
     with all_or_none(comm, device):
         if card and not runs_triton(device):
             raise ConfigError(

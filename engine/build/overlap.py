@@ -28,7 +28,7 @@ def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.devi
     if wanted == "off":
         axis.overlap = Overlap(frozenset())
     elif wanted == "chunks":
-        axis.overlap = Overlap(frozenset({"cuda", "cpu"}), 0)
+        axis.overlap = Overlap(frozenset({device.type}), 0)
     elif wanted == "fused" and axis.size > 1:
         sizes = SlotSizes(ranks=axis.size, capacity=config.parallel.overlap_buffer_bytes, most=_MOST_TILES)
         runs = runs_triton(device)

@@ -26,6 +26,7 @@ from engine.checkpoint.format.pieces import Part
 from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.checkpoint.format.step_reader import ReadRequest
 from engine.errors import CheckpointError
+from engine.kernels.device import is_host
 from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket
 
@@ -191,7 +192,7 @@ class Loader:
             for held in batch:
                 dtype = torch_dtype(self._kind(held.tensor))
                 values = held.values
-                if values.device.type != "cpu" or values.dtype != dtype or not values.is_contiguous():
+                if not is_host(values.device) or values.dtype != dtype or not values.is_contiguous():
                     values = torch.empty(values.shape, dtype=dtype)
                     moved.append((held.values, values))
                 wanted.append(ReadRequest(held.tensor, held.own, as_bytes(values)))

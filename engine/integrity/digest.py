@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.kernels.device import is_host
+
 RUN = 16
 """Short enough for the sums of columns to stay in registers: on a CPU both sums take little more than one."""
 SHORT = 1024
@@ -89,7 +91,7 @@ def _write(words: Tensor, out: Tensor) -> None:
         return
     runs, rest = divmod(len(words), RUN)
     table, columns, sums = words[: runs * RUN].view(runs, RUN), out[:RUN], words.new_empty(runs + bool(rest))
-    step = _AT_ONCE // RUN if words.device.type == "cpu" else runs
+    step = _AT_ONCE // RUN if is_host(words.device) else runs
     for start in range(0, runs, step):
         part = table[start : start + step]
         torch.sum(part, dim=1, out=sums[start : start + len(part)])

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from engine.errors import PlanError
+from engine.kernels.device import finish
 from engine.parallel.activation_checkpointing.blocks import recomputed_in_part
 from engine.parallel.activation_checkpointing.selective import SavedActivations, Selective
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
@@ -143,8 +144,7 @@ class IsolatedBlock:
         return seconds
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        finish(self._device)
         return perf_counter()
 
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from engine.config import Config
 from engine.errors import PlanError, first_line
+from engine.kernels.device import expected_link
 from engine.parallel.activation_checkpointing.blocks import find_operators, recomputed_blocks, selective_blocks
 from engine.parallel.activation_checkpointing.selective import Selective
 from engine.parallel.model.name_patterns import is_inside
@@ -40,9 +41,6 @@ from engine.program.program import Program
 
 LIMIT_SECONDS = 3.0
 _REPEATS = 5
-LINKS: Mapping[str, tuple[float, float]] = MappingProxyType({"cuda": (20e-6, 100e9), "cpu": (200e-6, 1e9)})
-"""(seconds of latency, bytes per second) between GPUs of one node, and between processes over gloo.
-Rough figures suffice: a transfer is short compared with a stage, unless the stages are too small."""
 
 
 class _UnmeasuredError(Exception):
@@ -64,7 +62,7 @@ class Costs:
 
     def transfer_seconds(self, count: float) -> float:
         """Estimated seconds to send ``count`` bytes to the next rank; 0 if the costs are FLOPs."""
-        latency, bytes_a_second = LINKS.get(self.device, LINKS["cpu"])
+        latency, bytes_a_second = expected_link(self.device)
         return latency + count / bytes_a_second if self.measured else 0.0
 
     def to_bytes(self) -> bytes:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from engine.kernels.device import device_name, is_host, peak_allocated
+
 # Dense bf16 TFLOP/s by the vendors' datasheets; MFU is stated only against one of these.
 PEAK_TFLOPS = MappingProxyType(
     {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0, "L40S": 362.0, "V100": 125.0}
@@ -66,16 +68,15 @@ class StepReport:
 
 def peak_memory(device: torch.device) -> int:
     """Bytes: the allocator's peak on a GPU, the resident peak of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    allocated = peak_allocated(device)
+    return allocated if allocated is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_tflops(device: torch.device) -> float | None:
     """Dense bf16 peak of the device in TFLOP/s; None if it is unknown."""
-    if device.type != "cuda":
+    if is_host(device):
         return None
-    name = torch.cuda.get_device_name(device)
+    name = device_name(device)
     return next((peak for model, peak in PEAK_TFLOPS.items() if model in name), None)
 
 

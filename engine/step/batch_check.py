@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.kernels.device import is_host
 from engine.parallel.comm.agreement import gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.program.batch import Batch, named_tensors
@@ -118,8 +119,8 @@ def _content(tensor: Tensor, before: int) -> int:
     if not data.numel():
         return before
     octets = data.view(torch.uint8)
-    if tensor.device.type == "cpu":
+    if is_host(tensor.device):
         return zlib.crc32(octets.numpy().data, before)
-    # on a GPU, a sum weighted by position: the host reads one number only
+    # on an accelerator, a sum weighted by position: the host reads one number only
     weights = torch.arange(octets.numel(), device=octets.device).remainder_(65521).add_(1)
     return zlib.crc32(int((octets * weights).sum()).to_bytes(8, "little", signed=True), before)

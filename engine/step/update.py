@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.config import Config
 from engine.errors import EngineError
+from engine.kernels.device import record_event
 from engine.kernels.ops.adamw import DeviceDecision
 from engine.optim.lr_schedules import LearningRate
 from engine.parallel.comm.agreement import all_or_none
@@ -87,9 +88,7 @@ class DeviceDecidedUpdate:
         self._optimizer, self._before = optimizer, Bookkeeping.of(optimizer.inner)
         self._decision = condition.decide(values)
         self._host = torch.cat([values, self._decision.go.view(1)]).to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event() if values.is_cuda else None  # type: ignore[no-untyped-call]
-        if self._copied is not None:
-            self._copied.record()
+        self._copied = record_event(values.device)
 
     def launch(self, rate: LearningRate, update: int) -> None:
         """Launch update number ``update`` and its gathers over dp, label "parameters"."""

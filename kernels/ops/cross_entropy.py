@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from engine.errors import EngineError
+from engine.kernels.device import is_host
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.parallel_softmax import (
     Question,
@@ -94,7 +95,7 @@ def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
     Raises:
         EngineError: a target is outside the vocabulary; on CPU only.
     """
-    if target.device.type != "cpu":
+    if not is_host(target.device):
         return
     if bool((((target < 0) | (target >= vocabulary)) & (target != ignore_index)).any()):
         raise EngineError(

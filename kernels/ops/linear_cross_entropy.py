@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
+from engine.kernels.device import multiplies_wide
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.cross_entropy import CrossEntropy, check_target
 from engine.kernels.ops.parallel_softmax import (
@@ -172,7 +173,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute ``total += a b`` with products of narrow operands accumulated in the dtype of ``total``."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif not a.is_cuda:
+    elif not multiplies_wide(a.device):
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
     elif _adds_wide(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

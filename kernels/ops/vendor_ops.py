@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
+from engine.kernels.device import cuda_capability, is_host
+
 _SIZES = 16
 """Inputs and outputs of an fp8 product must be multiples of this."""
 _SCALED_FROM = (8, 9)
@@ -48,9 +50,9 @@ def _is_in_library(x: Tensor, weight: Tensor, by_rows: bool, dtype: torch.dtype)
     sizes = *weight.shape, x.shape[-1]
     if any(size % _SIZES or not size for size in sizes) or not x.numel() or not weight.is_contiguous():
         return False
-    if x.device.type != "cuda":
-        return x.device.type == "cpu" and not by_rows  # row scales on CPU depend on the version of torch
-    return torch.cuda.get_device_capability(x.device) >= _SCALED_FROM and (not by_rows or dtype == torch.bfloat16)
+    if is_host(x.device):
+        return not by_rows  # row scales on CPU depend on the version of torch
+    return cuda_capability(x.device) >= _SCALED_FROM and (not by_rows or dtype == torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def adam_(
 ) -> None:
     """Make update number ``step`` (from 1) of Adam or AdamW on lists of tensors of equal shape and dtype."""
     # torch increments the counter that it is given, so each tensor gets a throw-away copy of one per device
-    counters = {w.device: torch.tensor(float(rule.age(step) - 1), device=w.device) for w in weights}
+    counters = {w.device: torch.full((), float(rule.age(step) - 1), device=w.device) for w in weights}
     adam(
         list(weights),
         list(grads),

@@ -21,6 +21,7 @@ from typing import Any
 from engine.build.equal_input import describe_config, difference_error
 from engine.config import Config
 from engine.errors import EngineError, first_line
+from engine.kernels.device import is_host
 from engine.launch.doctor.examined import ClockFigure, Examined, Hosts, PairFigure, RankFacts
 from engine.launch.doctor.links import AxisTimes, axis_figures, measure_axes
 from engine.launch.doctor.pairs import PairTimes, measure_clocks, measure_pairs
@@ -70,7 +71,7 @@ class Examination:
     def __post_init__(self) -> None:
         config, world = self.config, self.world
         grid = None if config is None else (config.pp, config.dp, config.tp)
-        tensor = grid is not None and grid[2] > 1 and world.device.type == "cpu"
+        tensor = grid is not None and grid[2] > 1 and is_host(world.device)
         self.seen = Examined(
             size=world.size,
             facts=(self.own,),

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.kernels.device import expected_link, finish
 from engine.launch.doctor.examined import AxisFigure, Hosts, InterfaceFacts
 from engine.launch.doctor.pairs import LARGE, SMALL, Stopwatch, ladder
 from engine.parallel.comm.backend import Link, state_link
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import sent_bytes
 from engine.parallel.grid import Axis, Grid
-from engine.planning.profile_calls import LINKS
 
 _LABEL = "doctor"
 _SMALL_REPEATS = 15
@@ -103,8 +103,7 @@ class _Meter:
             data = self._data[: size // 4]
             began = time.perf_counter()
             call(data)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            finish(self._device)
             return watch.note(size, time.perf_counter() - began)
 
         self._slowest(0.0)  # all are here
@@ -145,7 +144,7 @@ def axis_figures(
                 latency=max(one.latency for one in found),
                 payload=found[0].payload,
                 rate=min(one.rate for one in found),
-                expected_latency=LINKS[device.type][0],
+                expected_latency=expected_link(device.type)[0],
                 expected_rate=expected,
             )
         )
@@ -167,7 +166,7 @@ def _expected(axis: str, names: Sequence[str], sharing: int, hosts: Hosts, kind:
     """What carries a group, and the bytes a second that each of its ranks may send."""
     library = "NCCL" if kind == "cuda" else "gloo"
     if len(names) == 1:
-        return f"{library} within the host", LINKS[kind][1]
+        return f"{library} within the host", expected_link(kind)[1]
     carriers = [hosts.host(name).carrier() for name in names]
     known = [one for one in carriers if one is not None]
     slowest = min(known, key=_speed, default=None)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError, EngineError
+from engine.kernels.device import use_device
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import HostGroup, announce, collect
 from engine.parallel.grid import Axis
@@ -120,8 +121,7 @@ def _still_there(comm: Comm, device: torch.device, patience: float | None) -> It
 
     def tell() -> None:
         nonlocal lost
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # each thread has a current device of its own
+        use_device(device)
         try:
             while not ended.wait(patience):
                 _reduced(comm, device, 0, busy=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import EngineError, first_line
+from engine.kernels.device import collectives_for, finish, is_host
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
 from engine.parallel.comm.shared_memory import SharedMemory, open_shared_bytes, open_shared_memory
 from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
@@ -38,7 +39,7 @@ class TorchBackend:
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
         self._device = device
-        self._linked = device.type == "cuda" if linked is None else linked
+        self._linked = collectives_for(device) != "gloo" if linked is None else linked
         self._grid, self._here = grid, grid.coord().pp
         self._owned = OwnedGroups()
         self._groups: dict[_Key, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
@@ -57,7 +58,7 @@ class TorchBackend:
         for axis in axes:
             if grid.size(axis) > 1:
                 self._groups[axis] = self._along(axis)
-        if self._device.type == "cpu" and grid.tp > 1:
+        if is_host(self._device) and grid.tp > 1:
             self._shared = self._share("tp")
 
     def _along(self, axis: Axis) -> dist.ProcessGroup | None:
@@ -90,7 +91,7 @@ class TorchBackend:
         """On CPUs memory of the host; on GPUs torch's symmetric memory, where all of them reach each other."""
         group = self._groups[axis]
         assert group is not None
-        if self._device.type == "cuda":
+        if not is_host(self._device):
             return _peer_memory(group, size, self._device)
         seconds = group._get_backend(self._device).options._timeout.total_seconds()
         index, ranks = self._grid.index(axis), self._grid.size(axis)
@@ -212,7 +213,7 @@ def _peer_memory(group: dist.ProcessGroup, size: int, device: torch.device) -> S
     if not reached.item() or own is None or found is None:
         return None
     own.zero_()
-    torch.cuda.synchronize(device)
+    finish(device)
     dist.barrier(group, device_ids=[device.index or 0])
     return SharedBytes(
         own=own,

@@ -35,6 +35,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from engine.errors import GridError, first_line
+from engine.kernels.device import ACCELERATORS, collectives_for, count_devices, find_accelerator, use_device
 from engine.parallel.comm.backend import Backend
 from engine.parallel.comm.launcher import Place, find_place, local_rank, read_count
 from engine.parallel.grid import Grid
@@ -110,15 +111,16 @@ def read_world() -> World:
 
 
 def _device(local_rank: int, shared: bool) -> torch.device:
-    if not torch.cuda.is_available():
+    kind = find_accelerator()
+    if kind is None:
         return torch.device("cpu")
-    gpus = torch.cuda.device_count()
+    gpus = count_devices(kind)
     if local_rank >= gpus and not shared:
         raise GridError(
             f"local rank {local_rank} has no GPU of its own, because this node has {gpus}; start at most {gpus} "
-            "processes here, or set CUDA_VISIBLE_DEVICES='' to run on the CPU."
+            f"processes here, or set {ACCELERATORS[kind].hidden_by}='' to run on the CPU."
         )
-    return torch.device("cuda", local_rank % gpus)
+    return torch.device(kind, local_rank % gpus)
 
 
 def open_store(world: World) -> Store:
@@ -190,15 +192,14 @@ def open_world(world: World, store: Store | None = None) -> None:
     Raises:
         GridError: the other ranks cannot be reached; names the address and the network interface.
     """
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
+    use_device(world.device)
     _end_at_exit()
     if dist.is_initialized():
         return
     store = open_store(world) if store is None else store
     began = time.monotonic()
-    backend = "nccl" if world.device.type == "cuda" else "gloo"
-    bound = world.device if world.device.type == "cuda" else None
+    backend = collectives_for(world.device)
+    bound = world.device if world.device.type in ACCELERATORS else None
     try:
         dist.init_process_group(
             backend,

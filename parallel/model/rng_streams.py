@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from engine.kernels.device import device_generator
 from engine.parallel.model.blocks import Units, find_units, weighty_children
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 
@@ -169,11 +170,8 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     They are listed one by one because ``torch.manual_seed``, which seeds every device, takes 70 microseconds, and
     seeding one generator takes one.
     """
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        current = torch.cuda.current_device()  # initialises CUDA, which creates the generators
-        generators.append(torch.cuda.default_generators[current if device.index is None else device.index])
-    return generators
+    own = device_generator(device)
+    return [torch.default_generator] if own is None else [torch.default_generator, own]
 
 
 def seed_generators(device: torch.device, seed: int) -> None:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.device import device_generator
+
 
 @contextmanager
 def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -33,9 +35,10 @@ def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     undo = [_undo_python_random(), *(_undo_module(module) for module in model.modules())]
     undo += [_undo_buffer(buffer) for buffer in model.buffers() if not buffer.is_meta]
-    devices = [device] if device.type == "cuda" else []
+    has_own = device_generator(device) is not None
+    own: dict[str, Any] = {"devices": [device], "device_type": device.type} if has_own else {"devices": []}
     try:
-        with torch.random.fork_rng(devices=devices), _uncompiled():
+        with torch.random.fork_rng(**own), _uncompiled():
             yield
     finally:
         for step in undo:

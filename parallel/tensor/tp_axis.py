@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from engine.kernels.device import ACCELERATORS
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.parallel.comm.backend import Reduction, Wait
 from engine.parallel.comm.comm import Comm, Pending
@@ -28,7 +29,7 @@ class Expected(NamedTuple):
 class Overlap(NamedTuple):
     """When compute overlaps a collective: on ``devices``, for tensors of at least ``bytes``."""
 
-    devices: frozenset[str] = frozenset({"cuda"})
+    devices: frozenset[str] = frozenset(ACCELERATORS)
     bytes: int = 1 << 20
 
 

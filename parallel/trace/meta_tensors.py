@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from engine.errors import first_line
+from engine.kernels.device import ACCELERATORS
 from engine.parallel.model.placeholders import placeholder, trainable
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.trace.leaves import map_leaves, plain_leaves
@@ -83,7 +84,7 @@ class MetaTwins:
             NeedsContentError: it does not run on meta tensors; says what torch, or a Function of the user, raised.
         """
         name = operation.name
-        if name in ("cpu", "cuda"):
+        if name == "cpu" or name in ACCELERATORS:
             return self.of(operation.args[0])
         args, kwargs = self.swap((operation.args, dict(operation.kwargs)))
         if kwargs.get("device") is not None:

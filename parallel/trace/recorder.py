@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from engine.kernels.device import is_host
 from engine.parallel.model.blocks import Units
 from engine.parallel.model.user_code import call_user_code
 from engine.parallel.trace.leaves import map_leaves, plain_leaves
@@ -128,7 +129,7 @@ class Recorder(TorchFunctionMode):
         if name == "get device":
             return self._device
         if name == "get_device":
-            return -1 if self._device.type == "cpu" else self._device.index or 0
+            return -1 if is_host(self._device) else self._device.index or 0
         if name.startswith("get is_") and name.removeprefix("get is_") in _DEVICE_TYPES:
             return name == f"get is_{self._device.type}"
         if operation.asks_for_the_object:

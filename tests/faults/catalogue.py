@@ -1,6 +1,7 @@
 """All seeded faults, by area."""
 
 from tests.faults.checkpoint import CHECKPOINT
+from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.fault import Fault
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
@@ -19,5 +20,6 @@ AREAS = {
     "checkpoint": CHECKPOINT,
     "reliability": RELIABILITY,
     "kernels and planning": KERNELS_AND_PLANNING,
+    "communicating kernels": COMMUNICATING_KERNELS,
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.kernels.device import is_host
 from engine.kernels.gpu.launch_shapes import EXACT, GROUP, TF32, Tile, processors
 from engine.kernels.gpu.linear import as_it_lies
 from engine.kernels.gpu.overlap.gather_matmul import gather_product_kernel
@@ -135,7 +136,7 @@ def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
 def _programs(tensor: Tensor, tile: Tile) -> int:
     """All of them run at once, so that those that wait never keep others from what they wait for; where kernels are
     interpreted programs run one after the other, so there is one."""
-    return 1 if tensor.device.type == "cpu" else processors(tensor.device)
+    return 1 if is_host(tensor.device) else processors(tensor.device)
 
 
 def _shape(tile: Tile) -> dict[str, Any]:

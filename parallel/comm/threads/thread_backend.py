@@ -1,6 +1,7 @@
 """The backend of ranks that are threads: a message lies in memory until its receiver takes it.
 
-A send is complete when it has been received, as NCCL has it, so a schedule that needs a buffer deadlocks here too.
+A send is complete when its receiver has offered to receive it, as NCCL has it, so a schedule that needs a buffer
+deadlocks here too.
 Contributions are copied when they are issued; results appear at the wait, and not before. Sums add in rank order.
 """
 
@@ -12,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from engine.kernels.device import use_device
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
 from engine.parallel.comm.threads.rounds import Rounds
 from engine.parallel.comm.threads.turns import Turns
@@ -21,11 +23,17 @@ from engine.parallel.grid import Axis, Grid
 Result = TypeVar("Result")
 
 
-def run_thread_ranks(size: int, body: Callable[[World], Result]) -> list[Result]:
+def run_thread_ranks(
+    size: int, body: Callable[[World], Result], devices: Sequence[torch.device] | None = None
+) -> list[Result]:
     """``body(world)`` of ``size`` ranks, each a thread of this process; their results in rank order.
 
     ``engine.initialize(..., world=world)`` makes an engine whose other ranks are the other threads. Each rank needs a
-    model of its own. Everything runs on the CPU; nothing is sent between processes.
+    model of its own. Nothing is sent between processes.
+
+    Args:
+        devices: one for each rank, in place of the CPU. They differ: torch runs the backward of a device in one thread,
+            and a rank that waits for another one there keeps it.
 
     Raises:
         DeadlockError: all ranks wait for each other; says who waits for what.
@@ -39,7 +47,9 @@ def run_thread_ranks(size: int, body: Callable[[World], Result]) -> list[Result]
         def connect(grid: Grid) -> ThreadBackend:
             return ThreadBackend(grid, turns, posts[next(opened)])
 
-        return body(World(index, size, index, torch.device("cpu"), connect=connect))
+        device = torch.device("cpu") if devices is None else devices[index]
+        use_device(device)
+        return body(World(index, size, index, device, connect=connect))
 
     return turns.run(rank)
 
@@ -144,7 +154,7 @@ class ThreadBackend:
         def finish() -> None:
             parts = collect()
             with torch.no_grad():
-                place(parts)
+                place([one.to(part.device) for one in parts])
 
         return finish
 
@@ -155,13 +165,13 @@ class ThreadBackend:
         """Do nothing: a channel is opened by its first message."""
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Send; complete when it has been received."""
+        """Send; complete when the receiver has offered to receive it."""
         target = self._grid.peers("pp")[to]
         box = self._post.boxes[channel, self._grid.rank, target]
         number, box.sent = box.sent, box.sent + 1
         box.messages[number] = tensor.detach().clone()
         what = f"rank {target} to receive message {number} of {channel.flow} {channel.source} -> {channel.target}"
-        return lambda: self._turns.wait(self._grid.rank, lambda: number not in box.messages, lambda: what)
+        return lambda: self._turns.wait(self._grid.rank, lambda: number < box.asked, lambda: what)
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
         """Fill ``tensor`` with the next message."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.kernels.device import is_host
 from engine.parallel.tensor.collectives import EMBEDDING, gather_last, reduce_from
 from engine.parallel.tensor.deferred_linear import fused_forward, is_conv1d
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
@@ -56,9 +57,9 @@ class EmbeddingLayer(nn.Module):
 def _check_ids(ids: Tensor, size: int) -> None:
     """Refuse what one process refuses: no rank would hold such a row, and all would look up zeros."""
     inside = ((ids >= 0) & (ids < size)).all()
-    if ids.is_cuda or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not (is_host(ids.device) or ids.is_meta):
         torch._assert_async(inside)
-    elif ids.device.type == "cpu" and not bool(inside):
+    elif is_host(ids.device) and not bool(inside):
         raise EngineError(
             f"a token id is outside the vocabulary of {size} rows: the ids of this batch reach from {int(ids.min())} "
             f"to {int(ids.max())}; give ids from 0 to {size - 1}."

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.kernels.device import is_host
 from engine.kernels.ops.cross_entropy import CrossEntropy, Reduction, check_target
 from engine.kernels.ops.parallel_softmax import Question, place_in
 from engine.parallel.tensor.collectives import LOSS, reduce_from
@@ -85,7 +86,7 @@ def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -
     if not given.understood:
         return NotImplemented
     logits, smoothing, weight_V = given.input, given.label_smoothing, given.weight
-    vocabulary, target_N, dtype = logits.vocabulary, given.checked_target(), _given_dtype(logits, ("cpu", "cuda"))
+    vocabulary, target_N, dtype = logits.vocabulary, given.checked_target(), _given_dtype(logits, also_on_host=True)
     if weight_V is None:
         summed = summed_loss(logits, given.target.reshape(-1), given.form)
         if summed is not None:
@@ -113,7 +114,7 @@ def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     losses_N = -_pick(given.input.rows(), -1, target_N.unsqueeze(-1), given.input.vocabulary).squeeze(-1)
     if given.weight is not None:
         losses_N = losses_N * given.weight[target_N]
-    return given.reduced(losses_N, target_N).to(_given_dtype(given.input, ("cpu", "cuda")))
+    return given.reduced(losses_N, target_N).to(_given_dtype(given.input, also_on_host=True))
 
 
 def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> Any:
@@ -123,7 +124,9 @@ def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = Fa
         return NotImplemented
     terms = softmax_terms(input, Question())
     assert input.softmax.parts is not None
-    found = (terms.log_sum + input.softmax.parts.largest).to(_given_dtype(input, ("cuda",))).reshape(input.leading)
+    found = (
+        (terms.log_sum + input.softmax.parts.largest).to(_given_dtype(input, also_on_host=False)).reshape(input.leading)
+    )
     return found.unsqueeze(input.dim) if keepdim else found
 
 
@@ -143,7 +146,7 @@ def log_softmax(
         value_N.reshape(input.leading).unsqueeze(input.dim) for value_N in (input.softmax.parts.largest, terms[0])
     )
     found = input.local - largest - share_operand(log_sum, input.vocabulary.axis, LOSS)
-    return input.now(found.to(_given_dtype(input, ("cuda",))))
+    return input.now(found.to(_given_dtype(input, also_on_host=False)))
 
 
 def gather(func: Callable[..., Any], input: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
@@ -160,7 +163,7 @@ def gather(func: Callable[..., Any], input: Any, dim: Any, index: Any, **kwargs:
     ):
         return NotImplemented
     size = input.vocabulary.size
-    if index.device.type == "cpu" and bool(((index < 0) | (index >= size)).any()):
+    if is_host(index.device) and bool(((index < 0) | (index >= size)).any()):
         raise EngineError(
             f"an index of gather is outside the vocabulary of {size} rows; give indices from 0 to {size - 1}."
         )
@@ -176,8 +179,9 @@ def _is_vocabulary(logits: LogitShard, dims: Any) -> bool:
     return len(dims) == 1 and isinstance(dims[0], int) and dims[0] % logits.local.dim() == logits.dim
 
 
-def _given_dtype(logits: LogitShard, widens: tuple[str, ...]) -> torch.dtype:
-    """The dtype of the result: fp32 under autocast on devices in ``widens``, otherwise that of the logits."""
-    dtype, device = logits.dtype, logits.local.device.type
-    narrow = dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if narrow and device in widens and torch.is_autocast_enabled(device) else dtype
+def _given_dtype(logits: LogitShard, also_on_host: bool) -> torch.dtype:
+    """The dtype of the result: fp32 under autocast, which widens fewer functions on the CPU; else the logits' own."""
+    dtype, device = logits.dtype, logits.local.device
+    narrow = dtype in (torch.float16, torch.bfloat16) and not logits.local.is_meta
+    widens = narrow and (also_on_host or not is_host(device))
+    return torch.float32 if widens and torch.is_autocast_enabled(device.type) else dtype

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from engine.kernels.device import ACCELERATORS
 from engine.parallel.tensor.logits.logit_shard import LogitShard, cut_operand, share_operand
 from engine.parallel.tensor.logits.losses import gather, log_softmax, logsumexp, nll_loss, sharded_cross_entropy
 from engine.parallel.trace.torch_function import getter
@@ -161,7 +162,8 @@ _ELEMENTWISE = (
     "__abs__", "__invert__",
 )  # fmt: skip
 CONVERSIONS = tuple(
-    getattr(Tensor, name) for name in ("float", "double", "half", "bfloat16", "to", "type", "type_as", "cpu", "cuda")
+    getattr(Tensor, name)
+    for name in ("float", "double", "half", "bfloat16", "to", "type", "type_as", "cpu", *ACCELERATORS)
 )
 VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 _REARRANGEMENTS = (

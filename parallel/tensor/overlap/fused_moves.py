@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine.kernels.device import is_host
 from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
 from engine.parallel.tensor.overlap.moves import PLAIN_MOVES, Moves, Route
 from engine.parallel.tensor.tp_axis import TensorAxis
@@ -121,7 +122,7 @@ def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: i
 def completion(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], None]:
     """What completes a call: on CPUs, where the kernel has ended, whether everything came. A GPU is asked once a step
     (:meth:`Comm.check_kernels`), since the host would wait for it."""
-    return buffer.check if device.type == "cpu" else lambda: None
+    return buffer.check if is_host(device) else lambda: None
 
 
 FUSED_MOVES = Moves(gather_in_kernel, scatter_in_kernel)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.device import ACCELERATORS
 from engine.kernels.ops import vendor_ops
 from engine.kernels.ops.bias_activation import activate
 from engine.kernels.ops.gated_unit import gated
@@ -90,7 +91,7 @@ def _by_element() -> Iterator[tuple[TensorRule, Any]]:
     yield from ((elementwise.elementwise, function) for function in _in_functional(*_FUNCTIONAL.split()))
     yield from ((elementwise.in_place, function) for function in _named(*_IN_PLACE.split()))
     yield from ((elementwise.in_place, function) for function in _in_functional(*_IN_PLACE_FUNCTIONAL.split()))
-    yield from ((elementwise.cast_like, function) for function in _named("to", "type", "type_as", "cuda", "cpu"))
+    yield from ((elementwise.cast_like, function) for function in _named("to", "type", "type_as", "cpu", *ACCELERATORS))
     yield from ((elementwise.where, function) for function in _named("where"))
     yield from ((elementwise.dropout, function) for function in (functional.dropout, functional.alpha_dropout))
     yield from ((elementwise.dropout_, function) for function in (torch.dropout, torch.alpha_dropout))

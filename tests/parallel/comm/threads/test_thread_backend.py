@@ -69,6 +69,20 @@ def test_messages_keep_their_order_and_a_send_ends_with_its_receipt() -> None:
     assert run_thread_ranks(2, body)[1] == [2.0, 1.0, 0.0]
 
 
+def test_a_send_ends_when_it_is_offered_to_be_received() -> None:
+    """A pipeline rank that waits for its sends before it takes what it was sent relies on it (``send_completion``)."""
+
+    def body(world: World) -> float:
+        _, backend = backend_of(world, pp=2)
+        other, got = 1 - world.rank, torch.empty(1)
+        arrival = backend.receive(got, other, Channel("forward", other, world.rank))
+        backend.send(torch.full((1,), float(world.rank)), other, Channel("forward", world.rank, other))()
+        arrival()
+        return float(got)
+
+    assert run_thread_ranks(2, body) == [1.0, 0.0]
+
+
 def test_a_deadlock_names_messages_and_collectives() -> None:
     def body(world: World) -> None:
         _, backend = backend_of(world, pp=2)
@@ -101,6 +115,7 @@ def test_different_collectives_are_refused() -> None:
         wide("gpt2", "tp2 x pp2", {"activation_checkpointing": {"mode": "full"}}),
         ("decoder tied", "dp2 x pp2", {"zero_optimization": {"stage": 3}}),
         wide("decoder dropout", "pp4", {"parallel": {"pipeline": 4, "schedule": "zb-h1"}}),
+        wide("decoder", "pp2", {"parallel": {"pipeline": 2, "schedule": "zb-v"}}),
     ],
 )
 def test_an_engine_on_threads_trains_as_one_process(name: str, grid: str, changes: dict[str, Any]) -> None:

@@ -1,0 +1,156 @@
+"""The device that a rank computes on: the one door to what differs between GPUs, other accelerators and the CPU.
+
+    host           the CPU: an operator has run when its call returns, and the host reads any tensor
+    accelerator    any other type: operators are queued, and the host waits for them when it reads a tensor
+
+All that torch knows of a type it is asked by the type's name; what it does not know is a row of :data:`ACCELERATORS`.
+AMD's GPUs are "cuda" in torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """What torch does not know of a type of device."""
+
+    collectives: str
+    """The backend of ``torch.distributed`` that carries its tensors."""
+    hidden_by: str
+    """The variable that makes devices invisible to a process."""
+    compiles_triton: bool
+    """Whether the kernels of ``kernels/gpu`` are compiled for it."""
+    multiplies_wide: bool
+    """Whether torch multiplies 16-bit matrices into an fp32 one on it."""
+    link: tuple[float, float]
+    """(seconds of latency, bytes per second) between devices of one node, roughly; enough for a plan, in which a
+    transfer is short compared with a stage."""
+
+
+ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
+    {
+        "cuda": Accelerator(
+            collectives="nccl",
+            hidden_by="CUDA_VISIBLE_DEVICES",
+            compiles_triton=True,
+            multiplies_wide=True,
+            link=(20e-6, 100e9),
+        ),
+        "xpu": Accelerator(
+            collectives="xccl",
+            hidden_by="ZE_AFFINITY_MASK",
+            compiles_triton=False,
+            multiplies_wide=False,
+            link=(20e-6, 100e9),
+        ),
+    }
+)
+"""By type, in the order in which a rank looks for one."""
+
+
+def find_accelerator() -> str | None:
+    """The type of the accelerators that this process sees; None if there is none."""
+    return next((name for name in ACCELERATORS if _module(name).is_available()), None)
+
+
+def count_devices(kind: str) -> int:
+    """How many devices of a type this process sees."""
+    count: int = _module(kind).device_count()
+    return count
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether ``device`` is the CPU, whose tensors the host reads without waiting."""
+    return device.type == "cpu"
+
+
+def compiles_triton(device: torch.device) -> bool:
+    """Whether Triton kernels are compiled for ``device``."""
+    row = ACCELERATORS.get(device.type)
+    return row is not None and row.compiles_triton
+
+
+def multiplies_wide(device: torch.device) -> bool:
+    """Whether torch multiplies 16-bit matrices into an fp32 one on ``device``."""
+    row = ACCELERATORS.get(device.type)
+    return row is not None and row.multiplies_wide
+
+
+def collectives_for(device: torch.device) -> str:
+    """The backend of ``torch.distributed`` for tensors on ``device``; gloo where no other is known."""
+    row = ACCELERATORS.get(device.type)
+    return "gloo" if row is None else row.collectives
+
+
+def expected_link(kind: str) -> tuple[float, float]:
+    """(seconds of latency, bytes per second) between two ranks of a node with this type of device, roughly."""
+    row = ACCELERATORS.get(kind)
+    return _GLOO_LINK if row is None else row.link
+
+
+_GLOO_LINK = (200e-6, 1e9)
+"""Between processes of one host."""
+
+
+def use_device(device: torch.device) -> None:
+    """Make ``device`` the current one of this thread: each thread has its own, and the CPU is always there."""
+    if _is_accelerator(device):
+        _module(device.type).set_device(device)
+
+
+def finish(device: torch.device) -> None:
+    """Wait until ``device`` has done all that it was given."""
+    if _is_accelerator(device):
+        _module(device.type).synchronize(device)
+
+
+def record_event(device: torch.device) -> torch.Event | None:
+    """An event after what the current stream has been given, for ``synchronize``; None on the host, which has done it.
+
+    The current device of this thread must be ``device``.
+    """
+    if not _is_accelerator(device):
+        return None
+    event: torch.Event = _module(device.type).Event()
+    event.record()
+    return event
+
+
+def device_generator(device: torch.device) -> torch.Generator | None:
+    """The random generator that operators on ``device`` draw from; None on the host, which has the default one."""
+    if not _is_accelerator(device):
+        return None
+    module = _module(device.type)
+    current = module.current_device()  # initialises CUDA, which creates the generators
+    generator: torch.Generator = module.default_generators[current if device.index is None else device.index]
+    return generator
+
+
+def peak_allocated(device: torch.device) -> int | None:
+    """The most bytes that were allocated at once on ``device``; None on the host, which does not count them."""
+    return _module(device.type).max_memory_allocated(device) if _is_accelerator(device) else None
+
+
+def device_name(device: torch.device) -> str:
+    """The name that the vendor gives the device, such as "NVIDIA H100 80GB HBM3", or its type on the host."""
+    return str(_module(device.type).get_device_name(device)) if _is_accelerator(device) else device.type
+
+
+def cuda_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU; (0, 0) of any other device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def _is_accelerator(device: torch.device) -> bool:
+    """Whether anything is queued on ``device``: not on the CPU, and not on the meta device, which computes nothing."""
+    return device.type not in ("cpu", "meta")
+
+
+def _module(kind: str) -> Any:
+    """``torch.cuda``, or the module of another type with the same names."""
+    return torch.get_device_module(kind)
