@@ -50,7 +50,7 @@ PROOFS: tuple[Proof, ...] = (
         goal="R1",
         about="`kill -9` of any rank at any moment: no committed checkpoint is lost, and the run goes on to the bit",
         asked="200 kills",
-        command=f"pytest -m long {_CHECKPOINT}/test_kills.py::test_killed_at_random --kills 60",
+        command=f"pytest -m long {_CHECKPOINT}/test_kills.py::test_killed_at_random --kills 30",
         read=counted(r"(\d+) kills on ", "{} kills, nothing lost"),
     ),
     Proof(
