@@ -49,8 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     rate = options.rate or loopback_rate() / SLOWER
     print(f"links of {rate / 1e6:.1f} MB/s", flush=True)
-    with TemporaryDirectory() as folder:
-        record = run_job(Path(folder), (options.nodes, options.ranks), rate, options)
+    if options.rounds:
+        with TemporaryDirectory() as folder:
+            record = run_job(Path(folder), (options.nodes, options.ranks), rate, options)
+    else:
+        record = read_record(Path(options.keep))
     print(table(record))
     here = [row for row in record.rows if (row.nodes, row.ranks) == (options.nodes, options.ranks)]
     rows = sorted((row for row in here if row.seconds is not None and row.predicted is not None), key=_seconds)
@@ -89,7 +92,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2, help="of a node")
     parser.add_argument("--rate", type=float, help="bytes a second of a link; without: 1/50 of loopback")
-    parser.add_argument("--rounds", type=int, default=3, help="engines a grid")
+    parser.add_argument("--rounds", type=int, default=3, help="engines a grid; 0: judge what --keep has")
     parser.add_argument("--stages", default="1", help="ZeRO stages of grids with data ranks")
     parser.add_argument("--sizes", default=" ".join(SIZES), help="of model and batch, as the benchmark takes them")
     parser.add_argument("--keep", help="the JSON, which a second run goes on with")

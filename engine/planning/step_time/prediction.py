@@ -118,7 +118,7 @@ class _Prediction:
         }
         return StepTime(
             computation=computed + self._update(),
-            bubble=spans[0] - computed,
+            bubble=max(0.0, spans[0] - computed),
             communication={axis: seconds for axis, seconds in communication.items() if self._grid.size(axis) > 1},
         )
 
