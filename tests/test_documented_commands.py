@@ -125,6 +125,7 @@ SUITES = (
     "pytest", "pytest -m long", "pytest -m gpu", "pytest tests/kernels", "pytest -m gpu tests/kernels",
     "pytest tests/emulated_device", "pytest -m long tests/emulated_device",
     "pytest tests/kernels --write-budgets", "pytest tests/test_documents.py",
+    "pytest tests/emulated_device", "pytest -m long tests/emulated_device",
     "pytest -m long tests/engine/checkpoint/test_kills.py --kills 200", "pytest tests/engine/parity/test_parity.py",
     FIGURES.format("parity"),
     "pytest tests/engine/parity/test_covering_array.py",
