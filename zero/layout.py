@@ -54,6 +54,8 @@ class Item:
     group: int = 0
     counted: bool = True
     """True on the one rank that counts the parameter in the gradient norm, of all ranks that hold a copy."""
+    shared: bool = False
+    """True if several tensor ranks hold it, or a part of it."""
     ties: tuple[int, ...] = ()
     """Pipeline stages that own the parameter, if there are several; its gradient is summed over them."""
     partial: bool = False
@@ -217,9 +219,11 @@ def _fill(items: Sequence[Item], bucket_elements: int) -> list[list[Item]]:
 def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
     slots: list[Slot] = []
     end = 0
-    # The ranks that share a deferred bucket lay it out alike, though they count different slots in the norm.
+    # All tensor ranks lay out alike what they share, whoever counts it in the norm: a collective may add in an order that
+    # depends on the place in the bucket, and copies have to keep equal bits. The ranks that share a deferred bucket
+    # share all of it.
     late = bool(members[0].ties) or members[0].partial
-    for item in sorted(members, key=lambda item: (item.group, not item.counted and not late)):
+    for item in sorted(members, key=lambda item: (item.group, item.shared and not late)):
         slots.append(Slot(item.name, item.shape, end, item.group, item.counted, item.copies))
         end += _aligned(math.prod(item.shape), ALIGNMENT)
     kind, elements = members[0], _aligned(max(end, 1), ALIGNMENT * ranks)

@@ -99,6 +99,7 @@ def _items(rows: Sequence[ShardRow], where: tuple[int, int], precision: Precisio
                     dtype=str(dtype).removeprefix("torch."),
                     group=row.group,
                     counted=row.counted(pp, tp),
+                    shared=any(len(part.holders) > 1 for part in row.ranges),
                     ties=row.owners if row.trainable and len(row.owners) > 1 else (),
                     partial=row.trainable and row.partial,
                     gathers=users.turns(row, pp),

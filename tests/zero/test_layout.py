@@ -227,5 +227,19 @@ def test_the_norm_leaves_out_the_copies_in_a_parameter(
             assert all(no[element] == (element in copied) for element in range(slot.start, slot.stop))
 
 
+@given(items_st(), ranks_st, limits_st, st.data())
+def test_tensor_ranks_lay_out_what_they_share_alike(
+    items: list[Item], ranks: int, limit: int, data: st.DataObject
+) -> None:
+    """One rank counts it in the norm and the others do not; a sum over data ranks may depend on the place."""
+    both: tuple[list[Item], list[Item]] = ([], [])
+    for item in items:
+        shared, first = data.draw(st.booleans()), data.draw(st.booleans())
+        for number, mine in enumerate(both):
+            mine.append(replace(item, shared=shared, counted=not shared or first == (number == 0)))
+    left, right = (build_layout(mine, ranks, limit).buckets for mine in both)
+    assert [_places(bucket) for bucket in left] == [_places(bucket) for bucket in right]
+
+
 def _places(bucket: Bucket) -> tuple[object, ...]:
     return bucket.elements, bucket.partial, [(slot.name, slot.start, slot.stop) for slot in bucket.slots]
