@@ -219,9 +219,9 @@ def _fill(items: Sequence[Item], bucket_elements: int) -> list[list[Item]]:
 def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
     slots: list[Slot] = []
     end = 0
-    # All tensor ranks lay out alike what they share, whoever counts it in the norm: a collective may add in an order that
-    # depends on the place in the bucket, and copies have to keep equal bits. The ranks that share a deferred bucket
-    # share all of it.
+    # All tensor ranks lay out alike what they share, whoever counts it in the norm: a collective may add in an order
+    # that depends on the place in the bucket, and copies have to keep equal bits. The ranks that share a deferred
+    # bucket share all of it.
     late = bool(members[0].ties) or members[0].partial
     for item in sorted(members, key=lambda item: (item.group, item.shared and not late)):
         slots.append(Slot(item.name, item.shape, end, item.group, item.counted, item.copies))
