@@ -22,10 +22,13 @@ MOST_WORKERS = 8
 FIRST = (
     "tests/cluster/",
     "tests/launch/",
+    "tests/engine/checkpoint/test_background_save.py",
     "tests/engine/checkpoint/test_kills.py",
     "tests/engine/checkpoint/test_sigterm.py",
     "tests/engine/parity/test_kernel_injection.py",
     "tests/engine/watchdog/test_jobs.py",
+    "tests/parallel/comm/test_from_first.py",
+    "tests/test_ranks.py",
 )
 """Long tests that mostly wait, or compile: begun first, they are done beside the others and not after them."""
 

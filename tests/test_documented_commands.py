@@ -44,7 +44,6 @@ RUN = (
 """Executed here, in this order, in one folder."""
 
 TESTED = {
-    "torchrun --nproc_per_node 2 train.py": "tests/launch/test_reference_run.py::test_one_command_trains_and_reports",
     "torchrun --nproc_per_node 4 train.py": "tests/launch/test_reference_run.py::test_two_nodes",
     "trine convert ds_run runs/a":
         "tests/engine/checkpoint/foreign/test_load_foreign.py::test_convert_prints_what_it_wrote",
@@ -125,7 +124,6 @@ SUITES = (
     "pytest", "pytest -m long", "pytest -m gpu", "pytest tests/kernels", "pytest -m gpu tests/kernels",
     "pytest tests/emulated_device", "pytest -m long tests/emulated_device",
     "pytest tests/kernels --write-budgets", "pytest tests/test_documents.py",
-    "pytest tests/emulated_device", "pytest -m long tests/emulated_device",
     "pytest -m long tests/engine/checkpoint/test_kills.py --kills 200", "pytest tests/engine/parity/test_parity.py",
     FIGURES.format("parity"),
     "pytest tests/engine/parity/test_covering_array.py",

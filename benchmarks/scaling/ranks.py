@@ -56,7 +56,9 @@ class Ranks:
     """The ranks of this job; every rank makes the same calls."""
 
     def __init__(self) -> None:
-        logging.getLogger("trine").setLevel(logging.ERROR)
+        self._log = logging.getLogger("trine")
+        self._level = self._log.level
+        self._log.setLevel(logging.ERROR)  # every sample opens an engine, which has its banner
         self._alone = replace(read_world(), rank=0, size=1)
         with engine.initialize(_first_model, _first_settings(), _first_loss) as eng:  # opens the job
             self.world: World = replace(read_world(), rank=eng.grid.rank, size=eng.grid.world_size)
@@ -83,6 +85,7 @@ class Ranks:
     def close(self) -> None:
         """Leave the other ranks."""
         self._comm.close()
+        self._log.setLevel(self._level)
 
     @property
     def device_name(self) -> str:

@@ -327,7 +327,7 @@ def test_a_hundred_engines_leave_nothing(run_ranks: RunRanks, end: str) -> None:
     assert run_ranks(ended, 1, "one", (end,), 100) == [[]]
 
 
-@pytest.mark.parametrize("grid", ["one", wide("tp2"), "dp2 x pp2"])
+@pytest.mark.parametrize("grid", ["one", "tp2", wide("dp2 x pp2")])
 def test_an_engine_that_ends_leaves_nothing(run_ranks: RunRanks, grid: str) -> None:
     assert run_ranks(ended, RANKS[grid], grid, NAMES, 1) == [[]] * RANKS[grid]
 

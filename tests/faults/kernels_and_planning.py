@@ -78,8 +78,8 @@ KERNELS_AND_PLANNING = (
         name="adam-one-step-ahead",
         about="Adam's bias correction is that of the next update, so the first updates are too small.",
         file="kernels/optim/update_rules.py",
-        old="torch.tensor(float(rule.age(step) - 1), device=w.device)",
-        new="torch.tensor(float(step), device=w.device)",
+        old="torch.full((), float(rule.age(step) - 1), device=w.device)",
+        new="torch.full((), float(step), device=w.device)",
         tests=("tests/kernels/optim/test_update_rules.py::test_adam_is_torchs",),
     ),
     Fault(

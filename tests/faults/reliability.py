@@ -66,7 +66,7 @@ RELIABILITY = (
         name="waiting-counts-as-computing",
         about="A rank that waits for a slow one is called slow itself.",
         file="engine/watchdog/stragglers.py",
-        old="max(0.0, view.in_steps - waited)",
+        old="max(0.0, view.in_steps - sum(view.waits.values()))",
         new="view.in_steps",
         tests=("tests/engine/watchdog/test_stragglers.py::test_time_of_waiting_does_not_count",),
     ),

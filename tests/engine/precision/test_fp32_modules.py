@@ -113,7 +113,7 @@ def measure_all(name: str, grid: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("name", "grid"),
-    [pytest.param(*case, marks=[pytest.mark.long] * (case[1] != "dp2 x tp2")) for case in CASES[2:]],
+    [pytest.param(*case, marks=[pytest.mark.long] * (case[1] != "tp2")) for case in CASES[2:]],
 )
 def test_bytes_sent_and_held_meet_the_plan_and_recomputation_changes_no_bit(
     run_ranks: RunRanks, name: str, grid: str

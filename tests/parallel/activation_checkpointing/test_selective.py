@@ -79,7 +79,7 @@ GRIDS: dict[str, Settings] = {
 }
 CASES = [(name, grid) for name in ("decoder", "gpt2", "llama") for grid in GRIDS] + [("t5", "one"), ("t5", "pp2")]
 SHORT = (
-    ("decoder", "tp2", ("default", "every")),
+    ("decoder", "tp2", ("default",)),
     ("decoder", "pp2", ("drawn", "every")),
     ("t5", "pp2", ("default",)),
 )
