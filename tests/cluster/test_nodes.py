@@ -27,6 +27,7 @@ def faulty(fault: str, victim: int, folder: Path, grid: str) -> list[str]:
         wide(2, 2, "pipeline=2,tensor=2", 0),
         wide(2, 2, "data=4", 3),
         wide(4, 2, "pipeline=2,data=2,tensor=2", 1),
+        wide(4, 2, "data=4,tensor=2", 0),
         wide(8, 4, "pipeline=4,data=2,tensor=4", 1),
     ],
 )

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.zero.layout import ALIGNMENT, Bucket, FlatLayout, Item, build_layout
@@ -204,6 +204,7 @@ def test_the_norm_counts_every_counted_element_once(
             assert set(times[slot.start : slot.stop]) <= {int(slot.name in counted)}, slot
 
 
+@settings(max_examples=40)
 @given(items_st(), ranks_st, limits_st, st.data())
 def test_the_norm_leaves_out_the_copies_in_a_parameter(
     items: list[Item], ranks: int, limit: int, data: st.DataObject

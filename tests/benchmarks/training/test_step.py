@@ -21,6 +21,7 @@ NOTHING = Footprint(0, 0, 0, 0, 0, 0, 0)
 TINY = Workload(DecoderConfig(layers=1, width=32, heads=2, context=16), sequences=4)
 
 
+@pytest.mark.long
 def test_a_tiny_run_has_all_rows_and_equal_losses() -> None:
     lineup = make_lineup(ranks=2, accumulation=2, groups=("dp",))
     modes = lineup.modes

@@ -212,7 +212,7 @@ def fails_during_a_save(line: Line, folder: str, closes: bool) -> None:
             run.eng.close()
 
 
-@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("closes", [pytest.param(True, marks=pytest.mark.long), False])
 def test_an_exception_in_the_loop_leaves_the_save_whole(tmp_path: Path, closes: bool) -> None:
     with Launch(fails_during_a_save, 2, str(tmp_path), closes, env={"TRINE_TIMEOUT_SECONDS": "40"}) as launch:
         ended = launch.end(seconds=90)

@@ -250,7 +250,8 @@ PLAIN = ("fp32", "bf16, masters", "ZeRO 3", "pp2", "tp2")
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param([name for name in ALIKE if name not in PLAIN], id="odd"),
+        pytest.param([name for name in ALIKE if name not in PLAIN], id="odd", marks=pytest.mark.long),
+        pytest.param(["ZeRO 3"], id="ZeRO 3"),
         pytest.param(list(PLAIN), id="plain", marks=pytest.mark.long),
     ],
 )

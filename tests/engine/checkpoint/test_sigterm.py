@@ -110,6 +110,7 @@ def steps(folder: Path) -> list[str]:
     return [path.name for path in found]
 
 
+@pytest.mark.long
 def test_stopped_at_a_random_moment(tmp_path: Path) -> None:
     stop("dp2 x tp2 zero 1", tmp_path, 2, random.Random(1))
 

@@ -98,7 +98,7 @@ def train_interpreted(name: str, grid: str, short: bool) -> Parity | None:
 @pytest.mark.parametrize(
     ("name", "grid", "short"),
     [
-        ("decoder", "tp2", True),
+        wide("decoder", "tp2", True),
         wide("decoder", "dp2", True),
         *(pytest.param(n, g, False, marks=pytest.mark.long) for n, g in CASES if g in ("dp2 x tp2", "tp2", "pp2")),
     ],

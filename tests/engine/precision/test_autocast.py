@@ -88,8 +88,7 @@ BY_KEY = [("dp2", 3, "full"), ("pp2", 1, "full"), ("tp2", 1, "none")]
 @pytest.mark.parametrize(
     ("grid", "stage", "mode", "own"),
     [(*case, True) if case in BY_KEY else wide(*case, True) for case in CASES]
-    + [wide(*case, False) for case in BY_KEY[:2]]
-    + [(*BY_KEY[2], False)],
+    + [wide(*case, False) for case in BY_KEY],
 )
 def test_grids_equal_plain_torch(run_ranks: RunRanks, grid: str, stage: int, mode: str, own: bool) -> None:
     losses, expected = plain(models.decoder(layers=4), 2)

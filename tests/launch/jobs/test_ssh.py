@@ -119,7 +119,7 @@ def test_names_and_folders_that_a_host_lacks(hosts: MakeHosts, tmp_path: Path) -
     assert "node1 cannot resolve node1; ranks meet by the names of" in ended.text
 
 
-@pytest.mark.parametrize("fault", ["fail", "power", wide("cable")])
+@pytest.mark.parametrize("fault", ["fail", wide("power"), wide("cable")])
 def test_a_job_ends_everywhere_with_one_host(hosts: MakeHosts, tmp_path: Path, fault: str) -> None:
     made = hosts(2)
     what = "fail" if fault == "fail" else "sleep"
