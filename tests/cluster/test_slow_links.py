@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import Job, copied
+from tests.cluster.jobs import TIMEOUT, Job, copied
 from tests.cluster.network import Cluster, missing
 
 SLOW = "200kbit"
@@ -23,7 +23,7 @@ def test_a_link_that_becomes_slow_is_named_and_the_job_goes_on(
     clusters: Callable[[int], Cluster], warm_python: str, tmp_path: Path, nodes: int, hosts: str, words: str
 ) -> None:
     cluster, script = clusters(nodes), copied("faulty.py", tmp_path)
-    settings = ("link-slow", "0", str(tmp_path / "armed"), "data=2,tensor=2")
+    settings = ("link-slow", "0", str(tmp_path / "armed"), "data=2,tensor=2", str(TIMEOUT))
     with Job(cluster, warm_python, 4 // nodes, script, *settings) as job:
         job.wait_for("step 60", node=0)  # two windows without a fault
         assert "is slow" not in job.said()
