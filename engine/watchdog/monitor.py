@@ -13,6 +13,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -242,26 +244,19 @@ class Monitor:
             EVENTS: merged_text(self.events, now),
             TRACE: perfetto_trace(self.events, now),
         }
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+        with _writing_into(folder):
             for name, text in texts.items():
                 temporary = folder / f"{name}.{os.getpid()}"
                 temporary.write_text(text, encoding="utf-8")
                 temporary.replace(folder / name)
-        except OSError as error:
-            print(f"trine watchdog: nothing is written into {folder}: {error.strerror}", file=sys.stderr, flush=True)
 
     def _append(self, name: str, told: dict[str, str]) -> None:
         """Add a line to a file of the report's folder."""
         if not self.orders.report:
             return
         folder = Path(self.orders.report)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(told) + "\n")
-        except OSError as error:
-            print(f"trine watchdog: nothing is written into {folder}: {error.strerror}", file=sys.stderr, flush=True)
+        with _writing_into(folder), (folder / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(told) + "\n")
 
     def _leave(self) -> None:
         """End the ranks if that was decided, and tell the others that this host is done."""
@@ -277,6 +272,16 @@ class Monitor:
         if self.hub is not None:
             self.hub.close()
         self.local.close(remove=self.reported is None)
+
+
+@contextmanager
+def _writing_into(folder: Path) -> Iterator[None]:
+    """Make the folder of the report; what cannot be written there is said, and watching goes on."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        print(f"trine watchdog: nothing is written into {folder}: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def watch() -> None:

@@ -15,7 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 from engine.parallel.comm.meeting import name_ranks
-from engine.watchdog.view import RankView, WaitView
+from engine.watchdog.view import RankView
 
 _WORTH_A_NAME = 1e-3
 """Seconds a step by which a transfer has to be longer than others."""
@@ -64,15 +64,15 @@ def transfers(began: Mapping[int, RankView], now: Mapping[int, RankView]) -> dic
         for one in view.streams:
             old = before.get((one.stream, one.runs, one.receives))
             spent = (one.seconds - (old.seconds if old else 0.0)) / (view.step - began[rank].step)
-            if one.receives or not _is_message(one):
+            if one.receives or not _is_message(one.stream):
                 link = StreamGroup(one.axis, one.stream, one.ranks)
                 told.setdefault(link, {})[rank] = spent
                 wanted[link] = 1 if one.receives else len(one.ranks)
     return {link: min(spent.values()) for link, spent in told.items() if len(spent) == wanted[link]}
 
 
-def _is_message(waits: WaitView) -> bool:
-    return ">" in waits.stream
+def _is_message(stream: str) -> bool:
+    return ">" in stream
 
 
 class SlowLinks:
@@ -117,7 +117,7 @@ class SlowLinks:
 
 def _explained(link: StreamGroup, window: Window) -> float:
     """Seconds a step for which receivers of this message wait because a rank before them computes for long."""
-    if ">" not in link.stream:
+    if not _is_message(link.stream):
         return 0.0
     return max(window.longer.values(), default=0.0)
 

@@ -30,7 +30,7 @@ def fuses(axis: TensorAxis) -> bool:
 def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
     """:class:`GatherProduct` in one kernel."""
     buffer, axis = route.axis.symmetric, route.axis
-    rows_BLK = part.to(matrix.dtype).contiguous().view(-1, *part.shape[-2:])
+    rows_BLK = part.contiguous().view(-1, *part.shape[-2:])
     if buffer is None or part.dtype != matrix.dtype or not fits(buffer, rows_BLK, matrix, rows_BLK.nbytes):
         return PLAIN_MOVES.gather(part, matrix, bias, route)
     from engine.kernels.gpu.overlap.launches import KernelCall, launch_gather_product
@@ -72,8 +72,8 @@ def scatter_in_kernel(
         found.append(launch_sum_slots(sequences, rows, columns, at, dtype))
         return completion(buffer, whole.device)
 
-    like = whole.new_empty(0, dtype=dtype).expand(0) if not sent else _shape_of(axis, (sequences, rows, columns), dtype)
-    pending = axis.in_kernel("reduce_scatter", like, route.label, call)
+    full_WBLN = torch.empty((axis.size, sequences, rows, columns), dtype=dtype, device="meta")  # its size is counted
+    pending = axis.in_kernel("reduce_scatter", full_WBLN, route.label, call)
 
     def wait() -> Tensor:
         pending.wait()
@@ -86,11 +86,6 @@ def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A result in another shape, which nothing else refers to: marked as a view it would refuse writes in place."""
     found: Tensor = torch.ops.aten._unsafe_view(result, shape)
     return found
-
-
-def _shape_of(axis: TensorAxis, part: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of the size of all ranks' parts, without memory: for what is counted."""
-    return torch.empty((axis.size, *part), dtype=dtype, device="meta")
 
 
 def fits(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int) -> bool:

@@ -14,7 +14,7 @@ A rank that waits for ever ends in a time-out, which a kernel reports; that is n
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -93,7 +93,6 @@ class Model:
     released: bool = True
     strays: tuple[Action, ...] = ()
     """Signals that come once more, or from nowhere, at any moment."""
-    _applied: dict[frozenset[tuple[Place, int]], dict[Place, int]] = field(default_factory=dict)
 
     def start(self) -> State:
         """Nobody has done anything."""

@@ -108,18 +108,10 @@ def ahead(made: tuple[Program, ...], chance: random.Random) -> Model:
 
 
 def _later(action: Action, after: int) -> Action:
-    if action.epoch < after or action.what == "read":
+    """Signals from call ``after`` on are those of two calls later, which have the same slots."""
+    if action.epoch < after or action.what != "signal":
         return action
-    return replace_epoch(action)
-
-
-def replace_epoch(action: Action) -> Action:
-    """The same action of two calls later, which has the same slots."""
-    return (
-        action._replace(epoch=action.epoch + 2, last=action.last + 2)
-        if action.place.kind == "arrival" and action.what == "signal"
-        else action
-    )
+    return action._replace(epoch=action.epoch + 2)
 
 
 def _without_one(made: tuple[Program, ...], chance: random.Random) -> tuple[Program, ...]:
