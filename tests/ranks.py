@@ -30,6 +30,8 @@ LATER = ("torch._dynamo", "pytest", *(f"transformers.models.{name}.modeling_{nam
 # Another half second a rank. It sees the environment of its rank all the same: its modules read none when they are
 # imported (test_architecture.py).
 ENGINE = ("engine.engine", "engine.verify")
+OBJECTS = 7000
+"""New objects until a rank looks for garbage: ten times Python's number, since a rank lives for seconds."""
 GRACE_SECONDS = 2.0
 """How long the others have to tell of it when a rank has failed."""
 
@@ -57,7 +59,9 @@ def start_server() -> None:
     preload = PRELOAD + more if interpreted or not find_spec("triton") else PRELOAD
     last = ("tests.frozen",) if here else ()
     multiprocessing.get_context("forkserver").set_forkserver_preload([*preload, *last])
+    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # a fork copies an entry for each page of the server
     ensure_running()
+    del os.environ["GLIBC_TUNABLES"]
 
 
 def run_ranks(
@@ -134,6 +138,7 @@ def _enter(
 
     rank, world_size, file = place
     gc.freeze()  # what the server imported is not looked through again
+    gc.set_threshold(OBJECTS, 20, 20)
     torch.set_num_threads(1)
     warnings.filterwarnings("error", module=r"engine\.")
     try:

@@ -29,7 +29,8 @@ class PlaceholderPool:
     def give(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A new placeholder over the shared element."""
         if (shape, dtype) not in self._made:
-            self._made[shape, dtype] = placeholder(shape, dtype, self._device)
+            with torch.inference_mode(False):  # wherever user code asks first, it serves all that follow
+                self._made[shape, dtype] = placeholder(shape, dtype, self._device)
         return self._made[shape, dtype].data
 
 

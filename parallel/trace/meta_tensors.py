@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from engine.errors import first_line
 from engine.kernels.device import ACCELERATORS
-from engine.parallel.model.placeholders import placeholder, trainable
+from engine.parallel.model.placeholders import PlaceholderPool, trainable
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.trace.leaves import map_leaves, plain_leaves
 from engine.parallel.trace.operation_meter import META
@@ -35,6 +35,7 @@ class MetaTwins:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._placeholders = PlaceholderPool(device)
         self._twin: dict[int, Tensor] = {}
         self._stand_ins: set[int] = set()
         self._sharing: dict[int, dict[int, Tensor]] = {}
@@ -43,7 +44,7 @@ class MetaTwins:
 
     def stand_in(self, twin: Tensor) -> Tensor:
         """A new tensor for user code, backed by ``twin``."""
-        tensor = placeholder(twin.shape, twin.dtype, self.device)
+        tensor = self._placeholders.give(twin.shape, twin.dtype)
         self._stand_ins.add(id(tensor))
         self._bind(tensor, twin)
         return tensor
