@@ -131,6 +131,7 @@ def build(
     return RankRuntime(
         plan=plan,
         comm=comm,
+        axis=axis,
         program=program,
         patches=patches,
         streams=RandomStreams(model, device, patches),

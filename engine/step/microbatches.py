@@ -115,6 +115,11 @@ class StepMicrobatches:
         deferred = self._deferred.pop((stage, microbatch))
         self._runtime.weights(self._which(stage, microbatch, "weight"), deferred)
 
+    def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Context of another action, during whose tensor collectives deferred gradients are computed ahead."""
+        runtime = self._runtime
+        return runtime.axis.filling_waits(self._deferred[stage, microbatch].ahead, runtime.program.device)
+
     def _which(self, stage: int, microbatch: int, part: BackwardPart) -> Backward:
         if part != "weight":
             self._backwards[stage] += 1

@@ -20,6 +20,7 @@ from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.pipeline.runtime.stage import Stage
 from engine.parallel.tensor.layers.parameter_use import FirstUse
+from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.plan import Plan
 from engine.program.program import Program
 from engine.step.buffer_rollback import WrittenBuffers
@@ -39,6 +40,8 @@ class RankRuntime:
 
     plan: Plan
     comm: Comm
+    axis: TensorAxis
+    """The tensor axis as the sharded layers see it."""
     program: Program
     """The user's model and loss as one function of a microbatch."""
     patches: ForwardPatches

@@ -48,6 +48,12 @@ class Pending:
         self._describe = describe
         self._broken = broken
         self._absent = absent
+        self._beside: Callable[[], None] | None = None
+
+    def beside(self, work: Callable[[], None]) -> "Pending":
+        """Call ``work`` once, just before the wait: what it computes does not need this result."""
+        self._beside = work
+        return self
 
     def wait(self) -> None:
         """Block (on a GPU: the current stream) until the result may be read.
@@ -58,6 +64,8 @@ class Pending:
         wait, self._wait = self._wait, None
         if wait is None:
             return
+        if self._beside is not None:
+            self._beside()
         try:
             if self._note is None:
                 wait()

@@ -57,6 +57,8 @@ class TensorAxis:
     repeats: Repeats | None = None
     symmetric: SymmetricBuffer | None = None
     """Memory through which kernels of the ranks communicate; None: collectives do."""
+    spare: Callable[[], None] | None = None
+    """Computes a little that is left of another microbatch; called before each wait for a collective of this one."""
 
     def __init__(self, comm: Comm) -> None:
         self.index = comm.grid.index("tp")
@@ -64,6 +66,18 @@ class TensorAxis:
         self.dry = False
         self.listener: Callable[[Expected], None] | None = None
         self._comm = comm
+
+    @contextmanager
+    def filling_waits(self, spare: Callable[[], None], device: torch.device) -> Iterator[None]:
+        """Inside, ``spare`` is called before each wait, on devices on which compute overlaps collectives."""
+        if device.type not in self.overlap.devices:
+            yield
+            return
+        self.spare = spare
+        try:
+            yield
+        finally:
+            self.spare = None
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
@@ -129,7 +143,12 @@ class TensorAxis:
         return self._comm.in_kernel(op, full, "tp", label, call)
 
     def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        return start() if self.repeats is None else self.repeats.collective(given, result, start)
+        pending = start() if self.repeats is None else self.repeats.collective(given, result, start)
+        return pending if self.spare is None else pending.beside(self._use_wait)
+
+    def _use_wait(self) -> None:
+        if self.spare is not None:
+            self.spare()
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
         return self._comm.all_reduce(tensor, "tp", label, op)

@@ -42,11 +42,14 @@ class RankSchedule(NamedTuple):
     """The actions that run the modules of a stage, and so need its parameters."""
     releases: tuple[tuple[int, ...], ...]
     """For each action: positions of the earlier actions whose sent tensors are released just before it."""
+    beside: Mapping[Action, Action] = MappingProxyType({})
+    """The W of another microbatch that may be computed while collectives of an action travel, by that action."""
 
 
 def rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
     """The row of one rank."""
-    return RankSchedule(schedule.per_rank[rank], schedule.passes(rank), releases(schedule)[rank])
+    waits = releases(schedule)[rank]
+    return RankSchedule(schedule.per_rank[rank], schedule.passes(rank), waits, schedule.weights_beside(rank))
 
 
 class StageMicrobatch(NamedTuple):
@@ -80,6 +83,9 @@ class StageRunner(Protocol):
 
     def weights(self, stage: int, microbatch: int) -> None:
         """Compute the gradients that the I of this stage and microbatch has deferred."""
+
+    def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Context of an action during whose collectives the gradients of :meth:`weights` may be computed ahead."""
 
 
 @dataclass(slots=True)
@@ -126,7 +132,7 @@ class Executor:
                     self.post(soon, runner)
                 for earlier in row.releases[index]:
                     self._release(row.actions[earlier])
-                self.do(action, runner)
+                self.do(action, runner, row.beside.get(action))
             self._transport.finish()
         finally:
             self._live.clear()
@@ -145,14 +151,14 @@ class Executor:
         }
         self._posted[action] = part, arrivals
 
-    def do(self, action: Action, runner: StageRunner) -> None:
-        """Play one action."""
+    def do(self, action: Action, runner: StageRunner, beside: Action | None = None) -> None:
+        """Play one action, and what is left of the W ``beside`` while its collectives travel."""
         self.post(action, runner)
         part, arrivals = self._posted.pop(action)
         arrived = {message: arrive() for message, arrive in arrivals.items()}
         started = time.perf_counter()
         seen = self._recorder.act(_WORDS[action.op], action.stage, action.microbatch) if self._recorder else 0
-        with _named(action):
+        with _named(action), runner.beside(beside.stage, beside.microbatch) if beside else nullcontext():
             if action.op is Op.FORWARD:
                 self._forward(action, part, arrived, runner)
             elif action.op is Op.BACKWARD_WEIGHT:

@@ -3,6 +3,12 @@
     y = x W'      I    dx = dy W     at once: the previous stage waits for it
                   W    dW = dy' x    later, from x and dy alone: neither W nor the graph is needed any more
 
+While a collective of another microbatch travels between tensor ranks, a rank computes weight gradients of this kind
+(``Schedule.weights_beside``); W then finds them done:
+
+    I of microbatch 3    all-reduce of dx ------------> wait | ...        W of microbatch 2    the rest
+                             dW of microbatch 2, one layer
+
 Nothing is computed twice. Only linear layers are deferred, since their weight gradient costs as much as their input
 gradient. Gradients of all other parameters are computed in I, and so are those of a layer whose input needs no
 gradient, of a compiled layer, or of one whose weight has hooks of the user's. A recomputed block (activation
@@ -11,13 +17,15 @@ checkpointing) is recomputed once, in I.
 Shape suffixes: I inputs, O outputs.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.errors import EngineError
 from engine.kernels.dispatch import REFERENCE, Kernels
@@ -39,43 +47,62 @@ Take = Callable[[str, Tensor], None]
 """Takes (parameter name, gradient)."""
 
 
+class _Deferred(NamedTuple):
+    """A weight gradient that is computed later."""
+
+    name: str
+    compute: partial[Tensor]
+    version: int
+    """Version counters of the saved tensors when it was deferred."""
+
+
 class DeferredWeightGrads:
     """Weight gradients that the I of one stage and microbatch defers to its W."""
 
     def __init__(self) -> None:
-        self._work: list[tuple[str, partial[Tensor]]] = []
-        self._versions: list[int] = []
-        """Version counters of the saved tensors when each gradient was deferred."""
+        self._work: deque[_Deferred] = deque()
+        self._done: deque[tuple[str, Tensor]] = deque()
+        """Gradients that were computed ahead."""
 
     def leave(self, name: str, compute: partial[Tensor]) -> None:
         """Defer a gradient."""
-        self._work.append((name, compute))
-        self._versions.append(_version(compute))
+        self._work.append(_Deferred(name, compute, _version(compute)))
 
     @property
     def bytes(self) -> int:
         """Bytes kept for the deferred gradients, each storage once."""
-        kept = [arg.untyped_storage() for _, compute in self._work for arg in compute.args if isinstance(arg, Tensor)]
+        kept = [arg.untyped_storage() for work in self._work for arg in work.compute.args if isinstance(arg, Tensor)]
+        kept += [grad.untyped_storage() for _, grad in self._done]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
+
+    def ahead(self) -> None:
+        """Compute the next gradient and keep it; nothing is left to do if all are computed.
+
+        It runs in the middle of a forward or a backward of another microbatch, whose modes do not concern it.
+        """
+        if self._work:
+            with _plain(self._work[0].compute):
+                self._done.append(self._next())
 
     @torch.no_grad()
     def compute(self, take: Take) -> None:
-        """Compute all deferred gradients, releasing each input after its use.
+        """Compute all deferred gradients that are left, releasing each input after its use.
 
         Raises:
             EngineError: the model has written to a saved tensor in place.
         """
-        work, self._work = self._work[::-1], []
-        versions, self._versions = self._versions[::-1], []
-        while work:
-            name, compute = work.pop()
-            if _version(compute) != versions.pop():
-                raise EngineError(
-                    f"a tensor saved for the deferred gradient of {name!r} was written in place before that gradient "
-                    "was computed; keep the model from writing to tensors of another microbatch, or choose a schedule "
-                    "without split backwards, such as 1f1b."
-                )
-            take(name, compute())
+        while self._done or self._work:
+            take(*(self._done.popleft() if self._done else self._next()))
+
+    def _next(self) -> tuple[str, Tensor]:
+        name, compute, version = self._work.popleft()
+        if _version(compute) != version:
+            raise EngineError(
+                f"a tensor saved for the deferred gradient of {name!r} was written in place before that gradient "
+                "was computed; keep the model from writing to tensors of another microbatch, or choose a schedule "
+                "without split backwards, such as 1f1b."
+            )
+        return name, compute()
 
 
 class SplitBackward:
@@ -176,3 +203,16 @@ class _Waits(NamedTuple):
 def _version(compute: partial[Tensor]) -> int:
     """Sum of the tensors' version counters, which grows with every write in place."""
     return sum(arg._version for arg in compute.args if isinstance(arg, Tensor))
+
+
+@contextmanager
+def _plain(compute: partial[Tensor]) -> Iterator[None]:
+    """Without the modes of the forward or backward around: gradients, autocast, selective recomputation, watchers."""
+    devices = {arg.device.type for arg in compute.args if isinstance(arg, Tensor)}
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(_disable_current_modes())
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield

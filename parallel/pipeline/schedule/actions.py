@@ -23,7 +23,7 @@ last rank passes values on to itself, and the loss is computed on rank 0, which 
 """
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -123,6 +123,24 @@ class Schedule:
     def passes(self, rank: int) -> tuple[Action, ...]:
         """The actions of a rank that run the modules of a stage: all but deferred weight gradients."""
         return tuple(action for action in self.per_rank[rank] if action.op is not Op.BACKWARD_WEIGHT)
+
+    def weights_beside(self, rank: int) -> dict[Action, Action]:
+        """For each F, B and I of a rank the next W of its row, if the I before that W has ended by then.
+
+        Such a W is work that waits for nothing, while collectives of the action travel:
+
+            1I3 ~~ all-reduce ~~ 1F5  1W3        1I3 waits idle, 1F5 has 1W3 beside it
+        """
+        found, ended, following = {}, set(), deque(a for a in self.per_rank[rank] if a.op is Op.BACKWARD_WEIGHT)
+        for action in self.per_rank[rank]:
+            if action.op is Op.BACKWARD_WEIGHT:
+                following.popleft()
+                continue
+            if following and (following[0].stage, following[0].microbatch) in ended:
+                found[action] = following[0]
+            if action.op is Op.BACKWARD_INPUT:
+                ended.add((action.stage, action.microbatch))
+        return found
 
     @cached_property
     def _split(self) -> frozenset[tuple[int, int]]:

@@ -80,6 +80,9 @@ class RankJob:
 
         self.left.pop((stage, microbatch)).compute(take)
 
+    def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 def play_in_process(schedule: Schedule, jobs: list[RankJob]) -> list[int]:
     """Play all rows in an order that keeps every need; the most microbatches that each executor held."""
@@ -226,6 +229,9 @@ def test_receives_are_offered_early_and_sends_waited_for_when_they_are_released(
             return nullcontext()
 
         def weights(self, stage: int, microbatch: int) -> None:
+            raise AssertionError("1F1B leaves nothing")
+
+        def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
             raise AssertionError("1F1B leaves nothing")
 
     play, timeline, _, _ = prepared("decoder", 3)

@@ -1,11 +1,13 @@
 """A backward in two parts gives the gradients of a whole one, whatever the model does with its linear layers."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
@@ -166,3 +168,45 @@ def test_what_is_written_while_it_waits_is_not_used() -> None:
         EngineError, match=r"a tensor saved for the deferred gradient of 'layer\.weight' was written in place"
     ):
         leftover.compute(lambda name, gradient: None)
+
+
+class Counting(TorchDispatchMode):
+    """Sees every operation, as selective recomputation does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_computed_ahead_is_the_same_to_the_bit_and_nobody_sees_it() -> None:
+    torch.manual_seed(0)
+    model = Model(plain, nothing)
+    waiting, found = SplitBackward(model, ForwardPatches()), list[dict[str, Tensor]]()
+    for ahead in (0, 3, 9):
+        leftover, x = DeferredWeightGrads(), torch.ones(3, WIDTH).requires_grad_()
+        with waiting.leaving(leftover):
+            model(x).square().sum().backward()
+        with Counting() as counting, torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+            for _ in range(ahead):
+                leftover.ahead()
+        assert counting.seen == 0 and leftover.bytes > 0
+        taken: dict[str, Tensor] = {}
+        leftover.compute(taken.__setitem__)
+        assert all(not grad.requires_grad for grad in taken.values())
+        found.append(taken)
+    assert set(found[0]) == {"first.weight", "first.bias", "second.weight", "second.bias"}
+    for others in found[1:]:
+        torch.testing.assert_close(others, found[0], rtol=0, atol=0)
+
+
+def test_what_is_written_before_it_is_computed_ahead_is_not_used() -> None:
+    model, leftover = Workspace(), DeferredWeightGrads()
+    with SplitBackward(model, ForwardPatches()).leaving(leftover):
+        model(torch.randn(3, WIDTH).requires_grad_()).sum().backward()
+    model(torch.randn(3, WIDTH))
+    with pytest.raises(EngineError, match=r"written in place"):
+        leftover.ahead()

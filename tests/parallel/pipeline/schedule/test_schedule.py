@@ -99,6 +99,25 @@ def test_a_split_backward_is_what_the_previous_stage_waits_for() -> None:
     assert schedule.feeds(action("1I0")) == action("0B0") and schedule.feeds(action("1W0")) is None
 
 
+def test_weights_of_one_microbatch_are_beside_what_another_sends() -> None:
+    row = "0F0 0F1 0I0 0F2 0I1 0W0 0W1 0I2 0W2"
+    beside = parse_schedule(row, "split").weights_beside(0)
+    # before 0I0 has ended there is nothing left to do, and 0I2 is not beside its own weights
+    assert beside == {action("0F2"): action("0W0"), action("0I1"): action("0W0")}
+
+
+@settings(deadline=None)
+@given(st.sampled_from(list(SCHEDULE_KINDS)), *SIZES)
+def test_what_is_beside_an_action_has_been_left_and_is_still_to_come(kind: str, ranks: int, microbatches: int) -> None:
+    microbatches = max(microbatches, SCHEDULE_KINDS[kind].microbatches_of(ranks))
+    schedule = make_schedule(kind, ranks, microbatches, SCHEDULE_KINDS[kind].virtual_stages)
+    for rank, row in enumerate(schedule.per_rank):
+        place = {action: number for number, action in enumerate(row)}
+        for action, weights in schedule.weights_beside(rank).items():
+            left = Action(Op.BACKWARD_INPUT, weights.stage, weights.microbatch)
+            assert place[left] < place[action] < place[weights] and weights.op is Op.BACKWARD_WEIGHT
+
+
 @settings(deadline=None)
 @given(st.sampled_from(list(SCHEDULE_KINDS)), *SIZES)
 def test_feeds_is_the_inverse_of_needs_between_stages(kind: str, ranks: int, microbatches: int) -> None:
