@@ -130,6 +130,7 @@ SUITES = (
     "pytest -m long tests/engine/integrity/test_flips.py --write-figures",
     "pytest -m long tests/engine/watchdog/test_jobs.py tests/cluster/test_nodes.py --write-figures",
     "pytest -m long tests/parallel/comm/symmetric tests/kernels/gpu/overlap",
+    "pytest -m long tests/engine/parity/test_weights_beside.py",
     "pytest -m long tests/engine/parity/test_fused_communication.py",
     "pytest tests/launch/test_schedule_page.py --write-figures",
     "pytest -m long --write-figures tests/engine/parity/test_transformers_types.py",

@@ -118,8 +118,7 @@ def build(
     trained, own_backward = len(plan.layout(comm.grid.coord()).buckets), OwnBackward()
     buckets, frozen = placed[:trained], placed[trained:]
     reducer = _reducer(model, plan, comm, buckets, own_backward)
-    optimizer = _optimizer(plan, buckets, comm, request)
-    program = request.program(model, plan.precision, device)
+    optimizer, program = _optimizer(plan, buckets, comm, request), request.program(model, plan.precision, device)
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, patches)
         make_heads_lazy(model, [h for h in request.changes.heads if plan.is_last(f"{h}.weight")], axis, patches)
