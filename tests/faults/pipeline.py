@@ -74,8 +74,8 @@ PIPELINE = (
         name="weight-gradients-never-computed",
         about="A weight gradient that a zero-bubble schedule has deferred is dropped, so those layers do not learn.",
         file="parallel/pipeline/runtime/split_backward.py",
-        old="            take(name, compute())\n",
-        new="            take(name, torch.zeros_like(compute()))\n",
+        old="        return name, compute()\n",
+        new="        return name, torch.zeros_like(compute())\n",
         tests=(
             "tests/parallel/pipeline/runtime/test_split_backward.py::test_two_parts_give_the_gradients_of_a_whole_backward",
         ),
@@ -94,10 +94,43 @@ PIPELINE = (
         name="deferred-input-overwritten",
         about="A deferred weight gradient is computed from an activation that the model has overwritten since.",
         file="parallel/pipeline/runtime/split_backward.py",
-        old="if _version(compute) != versions.pop():",
-        new="if _version(compute) < versions.pop():",
+        old="if _version(compute) != version:",
+        new="if _version(compute) < version:",
         tests=(
             "tests/parallel/pipeline/runtime/test_split_backward.py::test_what_is_written_while_it_waits_is_not_used",
+        ),
+    ),
+    Fault(
+        name="computed-ahead-and-forgotten",
+        about="A weight gradient that was computed while a collective travelled is dropped.",
+        file="parallel/pipeline/runtime/split_backward.py",
+        old="while self._done or self._work:\n            take(*(self._done.popleft() if self._done else self._next()))",
+        new="while self._work:\n            take(*self._next())",
+        tests=(
+            "tests/parallel/pipeline/runtime/test_split_backward.py"
+            "::test_what_is_computed_ahead_is_the_same_to_the_bit_and_nobody_sees_it",
+        ),
+    ),
+    Fault(
+        name="computed-ahead-in-a-foreign-mode",
+        about="Selective recomputation of one microbatch takes the weight gradient of another for its own product.",
+        file="parallel/pipeline/runtime/split_backward.py",
+        old="        stack.enter_context(_disable_current_modes())\n",
+        new="",
+        tests=(
+            "tests/parallel/pipeline/runtime/test_split_backward.py"
+            "::test_what_is_computed_ahead_is_the_same_to_the_bit_and_nobody_sees_it",
+        ),
+    ),
+    Fault(
+        name="weights-beside-not-ended",
+        about="A weight gradient is computed beside the very backward that has not deferred it yet.",
+        file="parallel/pipeline/schedule/actions.py",
+        old="if following and (following[0].stage, following[0].microbatch) in ended:",
+        new="if following:",
+        tests=(
+            "tests/parallel/pipeline/schedule/test_schedule.py"
+            "::test_weights_of_one_microbatch_are_beside_what_another_sends",
         ),
     ),
     Fault(
