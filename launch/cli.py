@@ -14,6 +14,7 @@ from engine.launch import schedule_command as schedule
 from engine.launch import watch_command as watch
 from engine.launch.doctor import doctor_command as doctor
 from engine.launch.jobs import launch_command as jobs
+from engine.launch.verifier import verify_command as verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,13 +41,12 @@ def _parser() -> ArgumentParser:
     command.set_defaults(run=check.check_configuration)
 
     command = commands.add_parser("plan", help="print what every rank would hold and send, without starting processes")
-    command.add_argument("config", type=Path)
-    command.add_argument("--world", type=int, required=True, help="number of processes")
-    command.add_argument("--layers", type=int, default=8, help="blocks of the reference decoder")
-    command.add_argument("--width", type=int, default=256, help="width of the decoder")
-    command.add_argument("--heads", type=int, default=4, help="attention heads of the decoder")
-    command.add_argument("--context", type=int, default=128, help="context of the decoder in tokens")
+    _add_plan_options(command)
     command.set_defaults(run=_plan)
+
+    command = commands.add_parser("verify", help="train a small copy of a model on the grid and alone, and compare")
+    verify.add_verify_options(command)
+    command.set_defaults(run=verify.run_verify)
 
     command = commands.add_parser("schedule", help="draw a pipeline schedule: order, idle share, memory")
     schedule.add_options(command)
@@ -75,6 +75,15 @@ def _parser() -> ArgumentParser:
     command = commands.add_parser("checkpoint", help="inspect, verify and export checkpoints")
     _add_checkpoint_commands(command.add_subparsers(required=True, metavar="ACTION"))
     return parser
+
+
+def _add_plan_options(command: ArgumentParser) -> None:
+    command.add_argument("config", type=Path)
+    command.add_argument("--world", type=int, required=True, help="number of processes")
+    command.add_argument("--layers", type=int, default=8, help="blocks of the reference decoder")
+    command.add_argument("--width", type=int, default=256, help="width of the decoder")
+    command.add_argument("--heads", type=int, default=4, help="attention heads of the decoder")
+    command.add_argument("--context", type=int, default=128, help="context of the decoder in tokens")
 
 
 def _add_checkpoint_commands(commands: "_SubParsersAction[ArgumentParser]") -> None:

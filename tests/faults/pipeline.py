@@ -104,8 +104,8 @@ PIPELINE = (
         name="computed-ahead-and-forgotten",
         about="A weight gradient that was computed while a collective travelled is dropped.",
         file="parallel/pipeline/runtime/split_backward.py",
-        old="while self._done or self._work:\n            take(*(self._done.popleft() if self._done else self._next()))",
-        new="while self._work:\n            take(*self._next())",
+        old="while self._done or self._work:\n            take(*(self._done.popleft() if self._done else ",
+        new="while self._work:\n            take(*(",
         tests=(
             "tests/parallel/pipeline/runtime/test_split_backward.py"
             "::test_what_is_computed_ahead_is_the_same_to_the_bit_and_nobody_sees_it",

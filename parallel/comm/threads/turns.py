@@ -55,7 +55,7 @@ class Turns:
 
         Raises:
             DeadlockError: all ranks that have not ended wait for each other.
-            Exception: the first one that a rank raised; the others end at their next wait.
+            Exception: the one of the first rank that raised; others end where they wait for what does not come.
         """
         process = _ProcessState.take()
         grad = torch.is_grad_enabled()
@@ -105,7 +105,7 @@ class Turns:
             DeadlockError: no rank can go on.
         """
         rank = self._ranks[index]
-        if not self._failed and ready():
+        if ready():
             return
         rank.ready, rank.what = ready, what
         process = _ProcessState.take()
@@ -115,7 +115,7 @@ class Turns:
         rank.ready = None
         if self._deadlock:
             raise DeadlockError(self._deadlock)
-        if self._failed:
+        if not ready():  # what has come is taken, as by processes: the cause may be an error that is told next
             raise _AbortedError("another rank has raised")
 
     def _hand_over(self, index: int) -> None:

@@ -103,6 +103,19 @@ def test_the_first_error_ends_all(failing: int) -> None:
     assert not after
 
 
+def test_the_cause_is_told_by_the_rank_that_has_it() -> None:
+    turns, come = Turns(2), list[int]()
+
+    def body(rank: int) -> None:
+        come.append(rank)
+        turns.wait(rank, lambda: len(come) == 2, lambda: "both")
+        # rank 1 comes second, goes on at once and hears of rank 0's trouble before rank 0 can tell it
+        raise ValueError("the cause" if rank == 0 else "rank 0 tells why")
+
+    with pytest.raises(ValueError, match="the cause"):
+        turns.run(body)
+
+
 def test_an_error_keeps_nothing_of_the_ranks_alive() -> None:
     kept: list[weakref.ref[torch.Tensor]] = []
 

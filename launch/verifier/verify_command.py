@@ -1,0 +1,145 @@
+"""``trine verify MODEL CONFIG --world N``: does this configuration train this model as one process does?"""
+
+import logging
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.config import AXES, Config, load_config
+from engine.errors import ConfigError, EngineError, PlanError, first_line
+
+if TYPE_CHECKING:
+    from engine.launch.verifier.subject import Subject
+    from engine.verify import Parity
+
+BOUNDS = (1e-6, 1e-5, 1e-5)
+"""Of losses and norms, relative, and of weights, absolute."""
+
+
+def add_verify_options(command: ArgumentParser) -> None:
+    """Add the arguments of ``trine verify``."""
+    command.add_argument("model", metavar="MODEL", help=(
+        "Hugging Face folder or config.json, which is shrunk; or module:function that returns the model, or "
+        "(model, rows), or (model, rows, loss_fn), and is taken as it is"
+    ))  # fmt: skip
+    command.add_argument("config", type=Path, metavar="CONFIG", help="JSON configuration of the run")
+    command.add_argument("--world", type=int, help="number of processes, where the configuration does not say it")
+    command.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
+    command.add_argument(
+        "--layers", type=int, help="blocks that a Hugging Face model keeps (default: 2 a pipeline rank, or one a stage)"
+    )
+    command.add_argument("--weights", action="store_true", help="print the deviation of every weight")
+
+
+def run_verify(options: Namespace) -> int:
+    """Print the deviations and the verdict; 0 if the configuration trains as one process.
+
+    Raises:
+        EngineError: the model, the configuration or their meeting is refused; what a run would raise.
+    """
+    with _without_banners():
+        return _verify(options)
+
+
+def _verify(options: Namespace) -> int:
+    if options.steps < 1:
+        raise ConfigError(f"--steps {options.steps}: a comparison takes 1 or more; give such a number.")
+    asked = load_config(options.config, options.world or _world_of(load_config(options.config)))
+    _check_source(options.model)
+    from engine.launch.verifier import trials  # imports torch
+
+    config = trials.small_config(asked)
+    subject = _subject(options, config)
+    print(f"model      {subject.words}")
+    print(f"run        {_described(config)}; {options.steps} steps of {config.accumulation} microbatches, fp32")
+    parity = _trained(options.model, subject, config, options.steps)
+    print(f"deviation  {parity}")
+    print(
+        f"bounds     losses {BOUNDS[0]:.0e} relative, norms {BOUNDS[1]:.0e} relative, weights {BOUNDS[2]:.0e} absolute"
+    )
+    if options.weights:
+        for name, deviation in sorted(parity.weights.items(), key=lambda item: -item[1]):
+            print(f"           {deviation:.1e}  {name}")
+    if parity.holds(*BOUNDS):
+        print("verdict    trains as one process")
+        return 0
+    print("verdict    DIFFERS from one process; with one thing switched off:")
+    for name, other in trials.switched_off(config):
+        print(f"           {name:<28}{_verdict(options.model, subject, other, options.steps)}")
+    return 1
+
+
+@contextmanager
+def _without_banners() -> Iterator[None]:
+    """Nobody asks for what the engine says of toys."""
+    logger = logging.getLogger("trine")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _trained(name: str, subject: "Subject", config: Config, steps: int) -> "Parity":
+    from engine.launch.verifier import trials
+
+    try:
+        return trials.train_both_ways(subject, config, steps)
+    except EngineError:
+        raise
+    except Exception as error:  # the model's own, in its forward
+        raise PlanError(
+            f"MODEL {name} raises {type(error).__name__} in training: {first_line(error)}; give one that trains on one "
+            "process."
+        ) from error
+
+
+def _verdict(name: str, subject: "Subject", config: Config, steps: int) -> str:
+    try:
+        parity = _trained(name, subject, config, steps)
+    except EngineError as error:
+        return f"refused: {error}"
+    return "equal: it brings the deviation in" if parity.holds(*BOUNDS) else f"differs: {parity}"
+
+
+def _subject(options: Namespace, config: Config) -> "Subject":
+    from engine.launch.verifier import subject
+
+    if ":" in options.model:
+        return subject.of_function(options.model)
+    stages = config.pp * max(2, config.parallel.virtual_stages)
+    return subject.of_folder(Path(options.model), config.tp, options.layers or stages)
+
+
+def _check_source(name: str) -> None:
+    if ":" in name:
+        return
+    path = Path(name)
+    if not (path / "config.json").is_file() and not (path.is_file() and path.suffix == ".json"):
+        raise PlanError(
+            f"MODEL {name} has no config.json; give a Hugging Face folder, its config.json, or module:function."
+        )
+
+
+def _world_of(config: Config) -> int:
+    """The world of a configuration that gives all axes."""
+    world = 1
+    for axis in AXES:
+        size = getattr(config.parallel, axis)
+        if size == "auto":
+            raise ConfigError(f'parallel.{axis} is "auto": it follows from the number of processes; give --world N.')
+        world *= size
+    return world
+
+
+def _described(config: Config) -> str:
+    words = [f"{config.dp} data x {config.tp} tensor x {config.pp} pipeline ranks as threads"]
+    words += [config.parallel.schedule] if config.pp > 1 else []
+    words += ["sequence parallel"] if config.parallel.sequence_parallel and config.tp > 1 else []
+    words += [f"ZeRO {config.zero_optimization.stage}"]
+    mode = config.activation_checkpointing.mode
+    words += [f"{mode} recomputation"] if mode != "none" else []
+    return ", ".join(words)
