@@ -60,11 +60,11 @@ def launch_gather_product(
     (sequences, rows, depth), columns = part_BLK.shape, matrix_KN.shape[1]
     shape, mailbox = call.shape(matrix.dtype), call.mailbox
     out = matrix.new_empty((sequences, mailbox.ranks, rows, columns))
-    gather_product_kernel[(_programs(out, shape),)](
+    gather_product_kernel[(programs(out, shape),)](
         part_BLK, matrix, bias, out, mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers,
         sequences, rows, columns, depth,
         RANKS=mailbox.ranks, PUSHES=half != "multiply", MULTIPLIES=half != "push", MATRIX_TRANSPOSED=transposed,
-        PRECISION=_precision(), BIAS=bias is not None, **_shape(shape), GROUP=GROUP,
+        PRECISION=precision(), BIAS=bias is not None, **tile_shape(shape), GROUP=GROUP,
     )  # fmt: skip
     return out
 
@@ -80,11 +80,11 @@ def launch_product_scatter(
     matrix, transposed = as_it_lies(matrix_KN)
     sequences, (rows, depth), columns = whole.shape[0], whole.shape[-2:], matrix_KN.shape[1]
     shape, mailbox = call.shape(matrix.dtype), call.mailbox
-    product_scatter_kernel[(_programs(whole, shape),)](
+    product_scatter_kernel[(programs(whole, shape),)](
         whole, matrix, plus, whole.new_empty(0, dtype=dtype), mailbox.slots, mailbox.arrivals, mailbox.status,
         *call.numbers, sequences, rows, columns, depth,
-        RANKS=mailbox.ranks, EVERYWHERE=everywhere, MATRIX_TRANSPOSED=transposed, PRECISION=_precision(),
-        PLUS=plus is not None, **_shape(shape), GROUP=GROUP,
+        RANKS=mailbox.ranks, EVERYWHERE=everywhere, MATRIX_TRANSPOSED=transposed, PRECISION=precision(),
+        PLUS=plus is not None, **tile_shape(shape), GROUP=GROUP,
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
     """out [B, L, N]: the sum of what all ranks have sent, in the tiles of the product."""
     shape, mailbox = call.shape(dtype), call.mailbox
     out = torch.empty((sequences, rows, columns), dtype=dtype, device=mailbox.status.device)
-    sum_slots_kernel[(_programs(out, shape),)](
+    sum_slots_kernel[(programs(out, shape),)](
         out, mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, sequences, rows, columns,
         RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
     )  # fmt: skip
@@ -103,7 +103,7 @@ def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
     """Send ``part_LN``, contiguous, to all ranks, for :func:`launch_collect_slots`."""
     rows, columns = part_LN.shape
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
-    forward_slots_kernel[(_programs(part_LN, shape),)](
+    forward_slots_kernel[(programs(part_LN, shape),)](
         part_LN, mailbox.slots, mailbox.arrivals, mailbox.rank, call.epoch, mailbox.capacity, mailbox.most,
         rows, columns,
         RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
@@ -114,7 +114,7 @@ def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
     """out [W, L, N]: what all ranks have sent, each as much as ``part_LN``."""
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     out = part_LN.new_empty((mailbox.ranks, *part_LN.shape))
-    collect_slots_kernel[(_programs(out, shape),)](
+    collect_slots_kernel[(programs(out, shape),)](
         out, mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, *part_LN.shape,
         RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
     )  # fmt: skip
@@ -125,7 +125,7 @@ def tile_of(dtype: torch.dtype) -> Tile:
     """The tile of a product in ``dtype``."""
     if dtype.itemsize == 2:
         return HALF
-    return TF32 if _precision() == "tf32" else EXACT
+    return TF32 if precision() == "tf32" else EXACT
 
 
 def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
@@ -133,17 +133,17 @@ def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
     return int(sequences * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
 
 
-def _programs(tensor: Tensor, tile: Tile) -> int:
+def programs(tensor: Tensor, tile: Tile) -> int:
     """All of them run at once, so that those that wait never keep others from what they wait for; where kernels are
     interpreted programs run one after the other, so there is one."""
     return 1 if is_host(tensor.device) else processors(tensor.device)
 
 
-def _shape(tile: Tile) -> dict[str, Any]:
+def tile_shape(tile: Tile) -> dict[str, Any]:
     return {
         "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
 
-def _precision() -> str:
+def precision() -> str:
     return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"
