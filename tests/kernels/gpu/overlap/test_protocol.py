@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.kernels.gpu.overlap.protocol import Action, End, Model, Program, programs, without
+from tests.kernels.gpu.overlap.protocol import Action, End, Model, Program, Tiles, programs, without
 from tests.selection import wide
 
 
@@ -16,6 +16,54 @@ from tests.selection import wide
 @pytest.mark.parametrize("kind", ["gather", "scatter"])
 def test_every_interleaving_ends_right(kind: str, ranks: int, tiles: int, epochs: int) -> None:
     assert Model(programs(ranks, tiles, epochs, kind)).every() == {End.RIGHT}
+
+
+RAGGED = ((1, 0), (2, 1))
+"""Tiles by source and target: rank 0 has nothing for rank 1."""
+
+
+@pytest.mark.parametrize(
+    ("tiles", "epochs"),
+    [(RAGGED, 2), wide(RAGGED, 4), wide(((0, 0), (0, 0)), 6), wide(((0, 1, 0), (1, 0, 0), (0, 0, 1)), 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["dispatch", "return"])
+def test_every_interleaving_of_rows_of_experts_ends_right(kind: str, tiles: Tiles, epochs: int) -> None:
+    assert isinstance(tiles, tuple)
+    assert Model(programs(len(tiles), tiles, epochs, kind)).every() == {End.RIGHT}
+
+
+def unsaid(made: Sequence[Program]) -> tuple[Program, ...]:
+    """Ranks that have no rows for each other give no signal, and nobody waits for one."""
+    with_rows = {(a.place.owner, a.place.writer) for each in made for a in each if a.place.kind == "slot"}
+    return tuple(tuple(a for a in each if (a.place.owner, a.place.writer) in with_rows) for each in made)
+
+
+@pytest.mark.parametrize("kind", ["dispatch", "return"])
+def test_a_signal_without_rows_is_needed(kind: str) -> None:
+    made = programs(2, ((0, 1), (0, 0)) if kind == "dispatch" else ((0, 0), (1, 0)), 3, kind)
+    assert Model(made).every() == {End.RIGHT}
+    assert End.WRONG in Model(unsaid(made)).every()
+
+
+@pytest.mark.parametrize(("kind", "tiles"), [("gather", 1), ("dispatch", RAGGED)], ids=str)
+def test_who_has_done_its_calls_may_close(kind: str, tiles: Tiles) -> None:
+    """Others still wait for what it has signalled before, and get it; without the last look they might not."""
+    made = programs(2, tiles, 2, kind)
+    assert Model(made, watched=True).every() == {End.RIGHT}
+    assert End.REPORTED in Model(made, watched=True, looks_again=False).every()
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter", wide("dispatch"), wide("return")])
+def test_nobody_waits_in_vain_for_a_rank_that_has_ended(kind: str) -> None:
+    """It ends after each of its actions once; with nobody who watches, others wait until their time is over."""
+    whole = programs(2, RAGGED if kind in ("dispatch", "return") else 1, 2, kind)
+    late = 0
+    for length in range(len(whole[1])):
+        made = (whole[0], whole[1][:length])
+        assert Model(made, watched=True).every() <= {End.RIGHT, End.REPORTED}
+        late += End.TIMED_OUT in Model(made).every()
+    assert late
 
 
 def swapped(made: Sequence[Program]) -> tuple[Program, ...]:
@@ -71,9 +119,10 @@ DEFECTS: dict[str, Callable[[Sequence[Program]], tuple[Program, ...]]] = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-@pytest.mark.parametrize("kind", ["gather", "scatter"])
+@pytest.mark.parametrize("kind", ["gather", "scatter", "dispatch", "return"])
 def test_a_defect_of_the_protocol_is_found(kind: str, defect: str) -> None:
-    assert End.WRONG in Model(DEFECTS[defect](programs(2, 1, 3, kind))).every()
+    tiles: Tiles = ((1, 1), (0, 1)) if kind in ("dispatch", "return") else 1
+    assert End.WRONG in Model(DEFECTS[defect](programs(2, tiles, 3, kind))).every()
 
 
 def test_a_signal_that_releases_nothing_is_found() -> None:
@@ -130,15 +179,15 @@ FAULTS = {"lost": lost, "dead": dead, "repeated": repeated, "ahead": ahead}
 def test_random_interleavings_and_faults_are_never_wrong(count: int) -> None:
     chance, ends = random.Random(count), dict.fromkeys(FAULTS, 0)
     for _ in range(count):
-        made = programs(
-            chance.choice((2, 2, 3)),
-            chance.randrange(1, 4),
-            chance.randrange(1, 5),
-            chance.choice(("gather", "scatter")),
-        )
-        assert Model(made).one(chance) is End.RIGHT
+        ranks, epochs = chance.choice((2, 2, 3)), chance.randrange(1, 5)
+        kind = chance.choice(("gather", "scatter", "dispatch", "return"))
+        tiles: Tiles = chance.randrange(1, 4)
+        if kind in ("dispatch", "return"):
+            tiles = tuple(tuple(chance.randrange(3) for _ in range(ranks)) for _ in range(ranks))
+        made = programs(ranks, tiles, epochs, kind)
+        assert Model(made, watched=chance.random() < 0.5).one(chance) is End.RIGHT
         name = chance.choice(list(FAULTS))
         end = FAULTS[name](made, chance).one(chance)
         assert end is not End.WRONG, name
-        ends[name] += end is End.REPORTED
+        ends[name] += end in (End.REPORTED, End.TIMED_OUT)
     assert ends["lost"] and ends["dead"] and ends["ahead"], f"faults are reported: {ends}"
