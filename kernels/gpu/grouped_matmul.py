@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu.launch_shapes import AMPERE, EXACT, GROUP, TF32, Tile, processors
+from engine.kernels.gpu.launch_shapes import EXACT, GROUP, HALF, TF32, Tile, processors
 from engine.kernels.gpu.matmul import tile_finish, tile_place, tile_product
 
 _ALIGNED = 16
@@ -110,7 +110,7 @@ def stack_as_it_lies(matrices: Tensor) -> tuple[Tensor, bool]:
 def _tile_for(dtype: torch.dtype) -> Tile:
     """Pointers only: where an expert's rows begin, no tensor descriptor can."""
     if dtype.itemsize == 2:
-        return AMPERE[0]
+        return HALF
     return TF32 if torch.get_float32_matmul_precision() != "highest" else EXACT
 
 

@@ -19,9 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.launches import activations, communicating, gateds, linears, losses, norms, optimizers, rotaries
+from tests.kernels.launches import (
+    activations,
+    communicating,
+    experts,
+    gateds,
+    linears,
+    losses,
+    norms,
+    optimizers,
+    rotaries,
+)
 
-OPERATORS = (activations, communicating, gateds, losses, norms, optimizers, rotaries)
+OPERATORS = (activations, communicating, experts, gateds, losses, norms, optimizers, rotaries)
 
 _TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -40,6 +50,7 @@ class Resources:
     spilled_bytes: int
     wgmma: int
     mma: int
+    tcgen05: int
     dots: int
     """Matrix products in the kernel's own code, but for those of exact fp32, which no tensor core has."""
     tma: int
@@ -84,6 +95,7 @@ class Recorded:
             spilled,
             wgmma=ptx.count("wgmma.mma_async"),
             mma=len(re.findall(r"\bmma\.sync", ptx)),
+            tcgen05=ptx.count("tcgen05.mma"),
             dots=len(_TENSOR_CORES.findall(built.asm["ttir"])),
             tma=ptx.count("cp.async.bulk.tensor"),
             acquires=len(

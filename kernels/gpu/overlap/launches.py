@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from engine.kernels.device import is_host
-from engine.kernels.gpu.launch_shapes import EXACT, GROUP, TF32, Tile, processors
+from engine.kernels.gpu.launch_shapes import EXACT, GROUP, HALF, TF32, Tile, processors
 from engine.kernels.gpu.linear import as_it_lies
 from engine.kernels.gpu.overlap.gather_matmul import gather_product_kernel
 from engine.kernels.gpu.overlap.matmul_scatter import (
@@ -23,8 +23,6 @@ from engine.kernels.gpu.overlap.matmul_scatter import (
 )
 from engine.kernels.mailbox import Mailbox
 
-HALF = Tile(128, 128, 64, 8, 3, 2, described=False)
-"""Tile for 16-bit elements: pointers, since rows that have just arrived are not read through tensor descriptors."""
 Half = Literal["push", "multiply", "both"]
 
 

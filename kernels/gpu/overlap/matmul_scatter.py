@@ -16,7 +16,7 @@ Shape suffixes: B sequences of L rows each that a rank owns, W ranks; rows of th
 import triton
 import triton.language as tl
 
-from engine.kernels.gpu.matmul import load_tile, store_tile, tile_finish, tile_place, tile_product
+from engine.kernels.gpu.matmul import load_tile, store_tile, tile_finish, tile_finish_halves, tile_place, tile_product
 from engine.kernels.gpu.overlap.signals import arrival_of, came, signal, slot_of
 
 
@@ -48,7 +48,12 @@ def product_scatter_kernel(
         for hop in range(hops):
             owner = (first + hop) % RANKS
             slot = slot_of(slots, owner, rank, epoch, capacity, RANKS, out) + sequence * L * N
-            tile_finish(sums, None, added, None, slot, row, column, L, N, "none", False, PLUS, False, BM, BN, False)
+            if EVERYWHERE:
+                tile_finish_halves(
+                    sums, None, added, None, slot, row, column, L, N, "none", False, PLUS, False, BM, BN, False
+                )
+            else:
+                tile_finish(sums, None, added, None, slot, row, column, L, N, "none", False, PLUS, False, BM, BN, False)
             signal(arrival_of(arrivals, owner, rank, tile * columns + tile_column, epoch, most, RANKS), epoch)
 
 

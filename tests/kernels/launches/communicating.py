@@ -34,9 +34,9 @@ def launches() -> Iterator[tuple[str, Launch]]:
 
 
 def mailbox() -> Mailbox:
-    table = meta(RANKS, dtype=torch.int64)
+    slots, arrivals = meta(RANKS, dtype=torch.int64), meta(RANKS + 1, dtype=torch.int64)
     return Mailbox(
-        rank=3, slots=table, arrivals=table, status=meta(1, dtype=torch.int64), capacity=1 << 24, most=1 << 14,
+        rank=3, slots=slots, arrivals=arrivals, status=meta(1, dtype=torch.int64), capacity=1 << 24, most=1 << 14,
         patience=1_000_000,
     )  # fmt: skip
 
