@@ -180,21 +180,28 @@ class Model:
         """All ranks have done everything."""
         return all(at == len(actions) for at, actions in zip(state.at, self._programs(), strict=True))
 
+    def ends(self) -> dict[End, int]:
+        """How interleavings end, and after how few steps one ends so."""
+        seen, now, steps, ends = {self.start()}, [self.start()], 0, dict[End, int]()
+        while now:
+            steps += 1
+            later = list[State]()
+            for state in now:
+                following = list(self.steps(state))
+                if not following:
+                    ends.setdefault(End.RIGHT if self.ended(state) else End.TIMED_OUT, steps - 1)
+                for found in following:
+                    if isinstance(found, End):
+                        ends.setdefault(found, steps)
+                    elif found not in seen:
+                        seen.add(found)
+                        later.append(found)
+            now = later
+        return ends
+
     def every(self) -> set[End]:
         """How all interleavings end."""
-        seen, todo, ends = {self.start()}, [self.start()], set[End]()
-        while todo:
-            state, alive = todo.pop(), False
-            for found in self.steps(state):
-                alive = True
-                if isinstance(found, End):
-                    ends.add(found)
-                elif found not in seen:
-                    seen.add(found)
-                    todo.append(found)
-            if not alive:
-                ends.add(End.RIGHT if self.ended(state) else End.TIMED_OUT)
-        return ends
+        return set(self.ends())
 
     def one(self, chance: random.Random) -> End:
         """How one interleaving ends that chance chooses."""

@@ -2,12 +2,15 @@
 result."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import pytest
 
+from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.kernels.gpu.overlap.protocol import Action, End, Model, Program, Tiles, programs, without
 from tests.selection import wide
+from tests.tables import Table
 
 
 @pytest.mark.parametrize(
@@ -109,24 +112,114 @@ def one_buffer(made: Sequence[Program]) -> tuple[Program, ...]:
     )
 
 
-DEFECTS: dict[str, Callable[[Sequence[Program]], tuple[Program, ...]]] = {
-    "a tile is read before anybody waits for it": lambda made: without(made, "look", "arrival"),
-    "a signal comes before its tile": swapped,
-    "a slot is written again before it was read": next_call,
-    "an epoch is forgotten": last_epoch,
-    "slots do not alternate": one_buffer,
-}
+def from_the_end(made: Sequence[Program]) -> tuple[Program, ...]:
+    """Ranks read what has come in the opposite order, as other programs of a kernel do."""
+    return tuple(tuple(_reversed(each)) for each in made)
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
-@pytest.mark.parametrize("kind", ["gather", "scatter", "dispatch", "return"])
-def test_a_defect_of_the_protocol_is_found(kind: str, defect: str) -> None:
-    tiles: Tiles = ((1, 1), (0, 1)) if kind in ("dispatch", "return") else 1
-    assert End.WRONG in Model(DEFECTS[defect](programs(2, tiles, 3, kind))).every()
+def _reversed(actions: Program) -> Iterator[Action]:
+    for epoch in sorted({action.epoch for action in actions}):
+        call = [action for action in actions if action.epoch == epoch]
+        yield from (action for action in call if action.what in ("write", "signal"))
+        looks = [index for index, action in enumerate(call) if action.what == "look"]
+        for first, last in zip(reversed(looks), [len(call), *reversed(looks[1:])], strict=True):
+            yield from call[first:last]
 
 
-def test_a_signal_that_releases_nothing_is_found() -> None:
-    assert End.WRONG in Model(programs(2, 1, 1), released=False).every()
+@pytest.mark.parametrize(("kind", "tiles"), [("gather", 2), ("dispatch", RAGGED)], ids=str)
+def test_tiles_may_be_read_in_another_order(kind: str, tiles: Tiles) -> None:
+    assert Model(from_the_end(programs(2, tiles, 2, kind))).every() == {End.RIGHT}
+
+
+def crossed(made: Sequence[Program]) -> tuple[Program, ...]:
+    """The signals of two tiles are swapped."""
+    return from_the_end([_cross(each) for each in made])
+
+
+def _cross(actions: Program) -> Program:
+    found, places = list(actions), {action.place for action in actions}
+    for index, action in enumerate(found):
+        other = action.place._replace(tile=1 - action.place.tile)
+        if action.what == "signal" and other in places:
+            found[index] = action._replace(place=other)
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defect:
+    """A mistake in the protocol, and the mistake in a kernel that is its like."""
+
+    about: str
+    change: Callable[[Sequence[Program]], tuple[Program, ...]] = tuple
+    tiles: int = 1
+    released: bool = True
+    watched: bool = False
+    end: End = End.WRONG
+    only: str = ""
+    """The one kind of call that has it."""
+    fault: str
+    """Its name for ``python -m tests.faults``."""
+
+    def model(self, kind: str) -> Model | None:
+        """With the defect; None: this kind of call cannot have it."""
+        tiles: Tiles = self.tiles
+        if kind in ("dispatch", "return"):
+            tiles = RAGGED if self.tiles == 2 else ((1, 1), (0, 1))
+        elif self.only == "rows":
+            return None
+        made = self.change(programs(2, tiles, 2 if self.watched or self.tiles == 2 else 3, kind))
+        return Model(made, released=self.released, watched=self.watched, looks_again=not self.watched)
+
+
+DEFECTS = (
+    Defect(about="a signal releases nothing (no fence)", released=False, fault="signal-without-release"),
+    Defect(
+        about="a tile is read before anybody waits for it",
+        change=lambda made: without(made, "look", "arrival"),
+        fault="tile-read-unasked",
+    ),
+    Defect(about="a signal comes before its tile", change=swapped, fault="signal-before-its-tile"),
+    Defect(about="the signals of two tiles are swapped", change=crossed, tiles=2, fault="signals-swapped"),
+    Defect(about="a slot is written again before it was read", change=next_call, fault="empty-tile-not-waited-for"),
+    Defect(about="an epoch is forgotten", change=last_epoch, fault="arrival-of-an-old-call"),
+    Defect(about="slots do not alternate", change=one_buffer, fault="slots-do-not-alternate"),
+    Defect(
+        about="ranks without rows for each other give no signal",
+        change=unsaid,
+        only="rows",
+        fault="no-signal-without-rows",
+    ),
+    Defect(
+        about="no last look at a rank that has ended: what it has sent before counts as missing",
+        watched=True,
+        end=End.REPORTED,
+        fault="no-last-look",
+    ),
+)
+KINDS = ("gather", "scatter", "dispatch", "return")
+
+
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    made = Table("protocol-defects", "defect")
+    yield made
+    if request.config.getoption("--write-figures"):
+        made.write()
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.fault)
+def test_a_defect_of_the_protocol_is_found(defect: Defect, table: Table) -> None:
+    for kind in KINDS:
+        model = defect.model(kind)
+        if model is not None:
+            steps = model.ends().get(defect.end)
+            assert steps is not None, kind
+            table.cells[defect.about, kind] = f"{steps} steps"
+    table.cells[defect.about, "in the kernels"] = f"`{defect.fault}`"
+
+
+def test_every_defect_has_its_like_in_the_kernels() -> None:
+    assert {defect.fault for defect in DEFECTS} <= {fault.name for fault in COMMUNICATING_KERNELS}
 
 
 def lost(made: tuple[Program, ...], chance: random.Random) -> Model:

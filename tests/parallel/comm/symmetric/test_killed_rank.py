@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from engine.errors import EngineError
 from engine.kernels.dispatch import REFERENCE
 from engine.kernels.expert_rows import ExpertRows
+from engine.parallel.comm.symmetric.peer_watch import PeerWatch
 from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
 from engine.parallel.expert_overlap.routed_products import ExpertRoute, dispatch_product
 from engine.parallel.tensor.overlap.fused_moves import gather_in_kernel, scatter_in_kernel
@@ -89,3 +91,21 @@ def test_the_others_say_who_has_ended_long_before_their_time_is_over(kind: str, 
         print(f"raised {at - victim.said[0][1]:.3f} s after the kill: {sentence}")
     named = [f"rank {ranks - 1} has ended" in rank.said[-1][0] for rank in others]
     assert any(named), "whoever waits for the dead rank names it; others may wait for those first"
+
+
+def test_whoever_ends_is_written_down_alone() -> None:
+    links = {index: socket.socketpair() for index in (0, 2, 3)}
+    ended = torch.zeros(4, dtype=torch.int32)
+    watch = PeerWatch({index: own.fileno() for index, (own, _) in links.items()}, ended)
+    links[2][1].close()
+    deadline = time.monotonic() + 60
+    while not ended.any() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert ended.tolist() == [0, 0, 1, 0]
+    watch.close()
+    watch.close()
+    links[0][1].close()
+    assert ended.tolist() == [0, 0, 1, 0], "nobody watches any more"
+    for pair in links.values():
+        for link in pair:
+            link.close()
