@@ -37,6 +37,8 @@ class Mailbox:
     """Tiles of a call that a rank can signal."""
     patience: int
     """Looks at a signal until it counts as lost."""
+    multicast: int = 0
+    """Address of the slots of all ranks at once, through the switch between them; 0: there is no such."""
 
     @property
     def ranks(self) -> int:

@@ -208,9 +208,11 @@ def _peer_memory(group: dist.ProcessGroup, size: int, device: torch.device) -> S
         found = symmetric_memory.rendezvous(own, group.group_name)
     except RuntimeError as error:
         logger.info("no symmetric memory between these GPUs: %s", first_line(error))
-    reached = torch.tensor([found is not None], dtype=torch.int32, device=device)
+    multicast = 0 if found is None else int(found.multicast_ptr or 0)
+    reached = torch.tensor([found is not None, multicast > 0], dtype=torch.int32, device=device)
     dist.all_reduce(reached, dist.ReduceOp.MIN, group)
-    if not reached.item() or own is None or found is None:
+    reaches, switches = reached.tolist()
+    if not reaches or own is None or found is None:
         return None
     own.zero_()
     finish(device)
@@ -224,6 +226,7 @@ def _peer_memory(group: dist.ProcessGroup, size: int, device: torch.device) -> S
         addresses=tuple(found.buffer_ptrs),
         index=index,
         looks_a_second=_LOOKS_A_SECOND,
+        multicast=multicast if switches else 0,
         close=(lambda: None) if neighbours is None else neighbours.close,  # the memory goes with its tensor
         links={} if neighbours is None else neighbours.descriptors,
     )

@@ -58,6 +58,10 @@ class Resources:
     """Loads of a signal, of the scope of the system."""
     releases: int
     """Stores of a signal, likewise."""
+    multimem: int
+    """Loads that add and stores that reach the memory of all ranks."""
+    alias_fences: int
+    """Between an address of the switch and one of a rank's memory."""
 
 
 class Recorded:
@@ -104,6 +108,8 @@ class Recorded:
                 )
             ),
             releases=len(re.findall(r"\batom\.[\w.]*(?:release[\w.]*sys|sys[\w.]*release)", ptx)),
+            multimem=len(re.findall(r"\bmultimem\.(?:ld_reduce|st)\.relaxed\.sys\b", ptx)),
+            alias_fences=ptx.count("fence.proxy.alias"),
         )
 
 
@@ -170,7 +176,11 @@ def main(arch: int) -> None:
     """Compile all."""
     found = {
         f"{kernel} {case}": asdict(launch.compile(arch))
-        for case, make in (*(case for module in OPERATORS for case in module.launches()), *linears.launches(arch))
+        for case, make in (
+            *(case for module in OPERATORS for case in module.launches()),
+            *linears.launches(arch),
+            *communicating.switched(arch),
+        )
         for kernel, launch in recorded(make).items()
     }
     print(json.dumps(found))

@@ -98,17 +98,30 @@ def orders_its_signals(arch: int, budgets: dict[str, Any]) -> None:
     """What waits acquires, what signals releases, over the whole system; without, a peer could see a tile too late."""
     found = compiled(arch)
     both = ("gather_product_kernel column both", "dispatch_product")
-    waits = [name for name in found if name.startswith((*both, "gather_product", "sum_slots", "collect_"))]
-    signals = [name for name in found if name.startswith((*both, "product_scatter", "product_return", "forward_slots"))]
+    waits = [name for name in found if name.startswith((*both, "gather_product", "sum_slots", "collect_", "multicast"))]
+    sends = (*both, "product_scatter", "product_return", "forward_slots", "multicast")
+    signals = [name for name in found if name.startswith(sends)]
+    switched = 3 if arch >= 90 else 0
     # each wait looks at the signal, at who has ended, and at the signal again
-    assert len(waits) == 14 and all(found[name]["acquires"] >= 3 for name in waits), waits
-    assert len(signals) == 18 and all(found[name]["releases"] for name in signals), signals
+    assert len(waits) == 14 + switched and all(found[name]["acquires"] >= 3 for name in waits), waits
+    assert len(signals) == 20 + switched and all(found[name]["releases"] for name in signals), signals
+
+
+def adds_by_the_switch(arch: int, budgets: dict[str, Any]) -> None:
+    """One load that adds, one store that reaches all, and a fence on either side of the two."""
+    switched = {name: took for name, took in compiled(arch).items() if took["multimem"]}
+    assert sorted(switched) == [f"multicast_sum_kernel by switch {kind}" for kind in ("bf16", "fp16", "fp32")]
+    # a thread of the 16-bit tile adds 8 times 16 bytes, one of the fp32 tile 4 times
+    assert [took["multimem"] for _, took in sorted(switched.items())] == [16, 16, 8]
+    assert all(took["alias_fences"] == 2 for took in switched.values())
 
 
 CHECKS = [
     *((check, arch) for check in (within_budget, on_tensor_cores, orders_its_signals) for arch in ARCHITECTURES),
     (by_tensor_memory_access, 90),
     (by_tensor_memory_access, 100),
+    (adds_by_the_switch, 90),
+    (adds_by_the_switch, 100),
 ]
 
 

@@ -21,6 +21,7 @@ from engine.kernels.gpu.overlap.matmul_scatter import (
     product_scatter_kernel,
     sum_slots_kernel,
 )
+from engine.kernels.gpu.overlap.multicast_sum import multicast_sum_kernel
 from engine.kernels.mailbox import Mailbox
 
 Half = Literal["push", "multiply", "both"]
@@ -68,11 +69,12 @@ def launch_gather_product(
 
 
 def launch_product_scatter(
-    whole: Tensor, matrix_KN: Tensor, plus: Tensor | None, call: KernelCall, dtype: torch.dtype
+    whole: Tensor, matrix_KN: Tensor, plus: Tensor | None, call: KernelCall, dtype: torch.dtype, stays: bool = False
 ) -> None:
     """Multiply ``whole`` [B, W, L, K], add ``plus`` [B, W, L, N], and send each rank its rows, in ``dtype``.
 
-    A ``whole`` of three dims, [B, L, K], goes to all ranks.
+    A ``whole`` of three dims, [B, L, K], goes to all ranks. With ``stays`` the rows are left in the memory of this rank,
+    for :func:`launch_multicast_sum`.
     """
     everywhere = whole.dim() == 3
     matrix, transposed = as_it_lies(matrix_KN)
@@ -81,7 +83,7 @@ def launch_product_scatter(
     product_scatter_kernel[(programs(whole, shape),)](
         whole, matrix, plus, whole.new_empty(0, dtype=dtype), mailbox.slots, mailbox.arrivals, mailbox.status,
         *call.numbers, sequences, rows, columns, depth,
-        RANKS=mailbox.ranks, EVERYWHERE=everywhere, MATRIX_TRANSPOSED=transposed, PRECISION=precision(),
+        RANKS=mailbox.ranks, EVERYWHERE=everywhere, STAYS=stays, MATRIX_TRANSPOSED=transposed, PRECISION=precision(),
         PLUS=plus is not None, **tile_shape(shape), GROUP=GROUP,
     )  # fmt: skip
 
@@ -95,6 +97,28 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
         RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
     )  # fmt: skip
     return out
+
+
+def launch_multicast_sum(rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> None:
+    """Add what all ranks keep of this rank's rows [L, N], and send the sum to all of them in the next epoch."""
+    shape, mailbox = call.shape(dtype), call.mailbox
+    like = torch.empty(0, dtype=dtype, device=mailbox.status.device)
+    multicast_sum_kernel[(programs(like, shape),)](
+        like, mailbox.multicast, mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, rows, columns,
+        RANKS=mailbox.ranks, INSTRUCTIONS=None if is_host(like.device) else _add_and_give(dtype),
+        BYTES=dtype.itemsize, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
+    )  # fmt: skip
+
+
+def _add_and_give(dtype: torch.dtype) -> str:
+    """PTX: 16 bytes added over all memories behind the address $1, and stored into all behind $2, if $3."""
+    kind = {torch.float32: "v4.f32", torch.float16: "v4.f16x2", torch.bfloat16: "v4.bf16x2"}[dtype]
+    wide = "" if dtype == torch.float32 else ".acc::f32"
+    return f"""{{ .reg .pred p; .reg .b32 w<4>;
+        setp.ne.s32 p, $3, 0;
+        @p multimem.ld_reduce.relaxed.sys.global.add{wide}.{kind} {{w0, w1, w2, w3}}, [$1];
+        @p multimem.st.relaxed.sys.global.{kind} [$2], {{w0, w1, w2, w3}};
+        mov.u32 $0, $3; }}"""
 
 
 def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:

@@ -52,6 +52,7 @@ class SymmetricBuffer:
             capacity=padded_bytes(sizes.capacity),
             most=sizes.most,
             patience=min(int(seconds * memory.looks_a_second), 2**31 - 1),
+            multicast=memory.multicast,
         )
 
     def fits(self, size: int, tiles: int) -> bool:

@@ -73,7 +73,10 @@ def differences(route: ExpertRoute, plain: InOneProcess) -> list[str]:
     torch.autograd.backward(wanted, seeds)
     found.backward(seeds[rank])
     pairs = [(found, wanted[rank])]
-    pairs += [(leaf.grad, held[rank].grad) for leaf, held in zip(leaves, (plain.tokens, plain.first, plain.second), strict=True)]  # type: ignore[misc]
+    pairs += [
+        (leaf.grad, held[rank].grad)
+        for leaf, held in zip(leaves, (plain.tokens, plain.first, plain.second), strict=True)
+    ]  # type: ignore[misc]
     names = ("outputs", "tokens", "first", "second")
     return [name for name, (ours, true) in zip(names, pairs, strict=True) if not torch.equal(ours, true)]
 

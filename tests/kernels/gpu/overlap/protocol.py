@@ -62,8 +62,43 @@ Tiles = int | tuple[tuple[int, ...], ...]
 
 def program(rank: int, ranks: int, tiles: Tiles, epochs: int, kind: str = "gather") -> Program:
     """The actions of a rank in ``epochs`` calls of one kind: "gather" or "scatter" of equal parts, "dispatch" of rows to
-    the owners of their experts, or "return" to the ranks of the rows, whose ``tiles`` are those of the dispatch."""
-    return tuple(action for epoch in range(1, epochs + 1) for action in _call(rank, ranks, tiles, epoch, kind))
+    the owners of their experts, or "return" to the ranks of the rows, whose ``tiles`` are those of the dispatch. A call
+    of kind "switch" has two epochs."""
+    kinds = [kind] * (epochs // 2 if kind == "switch" else epochs)
+    return mixed(rank, ranks, tiles, kinds)
+
+
+def mixed(rank: int, ranks: int, tiles: Tiles, kinds: Sequence[str]) -> Program:
+    """The actions of a rank in calls of several kinds, one after another."""
+    found, epoch = list[Action](), 1
+    for kind in kinds:
+        call = _switched(rank, ranks, tiles, epoch) if kind == "switch" else _call(rank, ranks, tiles, epoch, kind)
+        found += call
+        epoch += 2 if kind == "switch" else 1
+    return tuple(found)
+
+
+def _switched(rank: int, ranks: int, tiles: Tiles, epoch: int) -> Iterator[Action]:
+    """Each rank keeps its tiles, their owner adds those of all ranks, and gives all of them the sum."""
+    assert isinstance(tiles, int)
+    now, later, after = epoch % 2, (epoch + 1) % 2, [(rank + 1 + step) % ranks for step in range(ranks)]
+    for owner in after:
+        for tile in range(tiles):
+            yield Action("write", Place("slot", rank, owner, tile, now), epoch)
+            yield Action("signal", Place("arrival", owner, rank, tile, now), epoch)
+    for tile in range(tiles):
+        for source in range(ranks):
+            yield Action("look", Place("arrival", rank, source, tile, now), epoch, epoch)
+        for source in range(ranks):
+            yield Action("read", Place("slot", source, rank, tile, now), epoch)
+        for target in range(ranks):
+            yield Action("write", Place("slot", target, rank, tile, later), epoch + 1)
+        for target in after:
+            yield Action("signal", Place("arrival", target, rank, tile, later), epoch + 1)
+    for source in ((rank + ranks - step) % ranks for step in range(ranks)):
+        for tile in range(tiles):
+            yield Action("look", Place("arrival", rank, source, tile, later), epoch + 1, epoch + 1)
+            yield Action("read", Place("slot", rank, source, tile, later), epoch + 1)
 
 
 def _call(rank: int, ranks: int, tiles: Tiles, epoch: int, kind: str) -> Iterator[Action]:

@@ -1,7 +1,9 @@
 """What the kernels do to the memory that ranks share is, action by action, what the model of the protocol does."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from engine.kernels.gpu.overlap.expert_launches import (
 )
 from engine.kernels.gpu.overlap.launches import (
     KernelCall,
+    launch_collect_slots,
     launch_gather_product,
+    launch_multicast_sum,
     launch_product_scatter,
     launch_sum_slots,
 )
@@ -84,67 +88,61 @@ def _expected(action: Action) -> Step:
     return (action.what, place.owner, place.writer, 0, place.parity)
 
 
-def _first(kind: str, call: KernelCall, rows: ExpertRows) -> object:
-    """What a rank sends."""
+def _phases(kind: str, call: KernelCall, rows: ExpertRows) -> list[Callable[[], object]]:
+    """What a rank launches; each phase needs what all ranks have done in the one before."""
     matrices = torch.ones(2, K, N)
+    part, whole = torch.ones(1, L, K), torch.ones(1, RANKS, L, K)
     if kind == "gather":
-        return launch_gather_product(torch.ones(1, L, K), matrices[0], None, call, "push")
-    if kind == "scatter":
-        return launch_product_scatter(torch.ones(1, RANKS, L, K), matrices[0], None, call, torch.float32)
+        both = partial(launch_gather_product, part, matrices[0], None, call)
+        return [partial(both, "push"), partial(both, "multiply")]
     if kind == "dispatch":
-        return launch_dispatch_product(torch.ones(rows.own, K), matrices, rows, call, "push")
-    return launch_product_return(torch.ones(rows.here, K), matrices, rows, call)
-
-
-def _last(kind: str, call: KernelCall, rows: ExpertRows) -> object:
-    """What it waits for and reads."""
-    matrices = torch.ones(2, K, N)
-    if kind == "gather":
-        return launch_gather_product(torch.ones(1, L, K), matrices[0], None, call, "multiply")
+        dispatch = partial(launch_dispatch_product, torch.ones(rows.own, K), matrices, rows, call)
+        return [partial(dispatch, "push"), partial(dispatch, "multiply")]
+    if kind == "return":
+        product = partial(launch_product_return, torch.ones(rows.here, K), matrices, rows, call)
+        return [product, partial(launch_collect_rows, N, rows, call, torch.float32)]
+    scatter = partial(launch_product_scatter, whole, matrices[0], None, call, torch.float32)
     if kind == "scatter":
-        return launch_sum_slots(1, L, N, call, torch.float32)
-    if kind == "dispatch":
-        return launch_dispatch_product(torch.ones(rows.own, K), matrices, rows, call, "multiply")
-    return launch_collect_rows(N, rows, call, torch.float32)
+        return [scatter, partial(launch_sum_slots, 1, L, N, call, torch.float32)]
+    collect = partial(launch_collect_slots, torch.empty(L, N), replace(call, epoch=EPOCH + 1))
+    return [partial(scatter, True), partial(launch_multicast_sum, L, N, call, torch.float32), collect]
 
 
 COUNTS = ((3, 17, 0, 0), (0, 1, 30, 0))
 """Rows of each rank for each of four experts; rank 0 has none for those of rank 1."""
 
 
-@pytest.mark.parametrize("kind", ["gather", "scatter", "dispatch", "return"])
+@pytest.mark.parametrize("kind", ["gather", "scatter", "switch", "dispatch", "return"])
 def test_kernels_do_what_the_model_does(kind: str) -> None:
     boxes, memory = mailboxes(RANKS, CAPACITY, MOST)
     views = [ExpertRows(counts_WE=torch.tensor(COUNTS), rank=rank) for rank in range(RANKS)]
-    calls = [KernelCall(box, EPOCH, SMALL) for box in boxes]
-    halves: list[list[Step]] = []
-    for call, rows in zip(calls, views, strict=True):
-        with recorded(call.mailbox) as steps:
-            _first(kind, call, rows)
-        halves.append(steps)
-    for call, rows, half in zip(calls, views, halves, strict=True):
-        with recorded(call.mailbox) as steps:
-            _last(kind, call, rows)
-        half += steps
+    todo = [_phases(kind, KernelCall(box, EPOCH, SMALL), rows) for box, rows in zip(boxes, views, strict=True)]
+    done: list[list[Step]] = [[] for _ in boxes]
+    for phase in zip(*todo, strict=True):
+        for box, launch, steps in zip(boxes, phase, done, strict=True):
+            with recorded(box) as found:
+                launch()
+            steps += found
     assert memory.any()  # kept until here, since the kernels know its address only
-    tiles: Tiles = TILES if kind in ("gather", "scatter") else ((3, 0), (1, 2))
-    for rank, half in enumerate(halves):
-        actions = [action for action in program(rank, RANKS, tiles, EPOCH, kind) if action.epoch == EPOCH]
-        assert half == [_expected(action) for action in actions]
+    tiles: Tiles = ((3, 0), (1, 2)) if kind in ("dispatch", "return") else TILES
+    for rank, steps in enumerate(done):
+        actions = [action for action in program(rank, RANKS, tiles, EPOCH + 1, kind) if action.epoch >= EPOCH]
+        wanted = [action for action in actions if action.epoch == EPOCH or kind == "switch"]
+        assert steps == [_expected(action) for action in wanted]
 
 
 def test_a_look_at_who_has_ended_follows_some_looks_at_a_signal() -> None:
     boxes, memory = mailboxes(RANKS, CAPACITY, MOST)
     rows = ExpertRows(counts_WE=torch.zeros(RANKS, 4, dtype=torch.long), rank=0)
     ended = memory[0, (2 * RANKS * CAPACITY + 4 * 2 * RANKS * MOST) // 4 :]
-    call = KernelCall(boxes[0], EPOCH, SMALL)
-    _first("dispatch", call, rows)
+    push, multiply = _phases("dispatch", KernelCall(boxes[0], EPOCH, SMALL), rows)
+    push()
     looks = []
     for gone in (False, True):
         ended[1] = gone
         boxes[0].status.zero_()
         with recorded(boxes[0], every=True) as steps:
-            _last("dispatch", call, rows)
+            multiply()
         assert read_status(int(boxes[0].status)) == Missing(rank=1, tile=0, epoch=EPOCH)
         kinds = [step[0] for step in steps if step[2] == 1]
         looks.append((kinds.count("arrival"), kinds.count("ended")))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
-from tests.kernels.gpu.overlap.protocol import Action, End, Model, Program, Tiles, programs, without
+from tests.kernels.gpu.overlap.protocol import Action, End, Model, Program, Tiles, mixed, programs, without
 from tests.selection import wide
 from tests.tables import Table
 
@@ -19,6 +19,25 @@ from tests.tables import Table
 @pytest.mark.parametrize("kind", ["gather", "scatter"])
 def test_every_interleaving_ends_right(kind: str, ranks: int, tiles: int, epochs: int) -> None:
     assert Model(programs(ranks, tiles, epochs, kind)).every() == {End.RIGHT}
+
+
+@pytest.mark.parametrize(("ranks", "tiles", "epochs"), [(2, 1, 2), wide(2, 1, 4), wide(2, 2, 2)], ids=str)
+def test_every_interleaving_of_sums_by_a_switch_ends_right(ranks: int, tiles: int, epochs: int) -> None:
+    assert Model(programs(ranks, tiles, epochs, "switch")).every() == {End.RIGHT}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("scatter", "gather", "scatter"),
+        wide(("gather", "switch", "scatter")),
+        wide(("switch", "dispatch", "switch")),
+        wide(("scatter", "return", "switch", "gather")),
+    ],
+    ids=str,
+)
+def test_calls_of_several_kinds_follow_each_other(kinds: tuple[str, ...]) -> None:
+    assert Model(tuple(mixed(rank, 2, 1, kinds) for rank in range(2))).every() == {End.RIGHT}
 
 
 RAGGED = ((1, 0), (2, 1))
@@ -155,22 +174,23 @@ class Defect:
     released: bool = True
     watched: bool = False
     end: End = End.WRONG
-    only: str = ""
-    """The one kind of call that has it."""
+    kinds: tuple[str, ...] = ("gather", "scatter", "switch", "dispatch", "return")
+    """Of calls that can have it."""
     fault: str
     """Its name for ``python -m tests.faults``."""
 
-    def model(self, kind: str) -> Model | None:
-        """With the defect; None: this kind of call cannot have it."""
+    def model(self, kind: str) -> Model:
+        """With the defect, two ranks and three calls, or fewer where they are enough."""
         tiles: Tiles = self.tiles
         if kind in ("dispatch", "return"):
             tiles = RAGGED if self.tiles == 2 else ((1, 1), (0, 1))
-        elif self.only == "rows":
-            return None
-        made = self.change(programs(2, tiles, 2 if self.watched or self.tiles == 2 else 3, kind))
+        epochs = 4 if kind == "switch" and not self.watched else 2 if self.watched or self.tiles == 2 else 3
+        made = self.change(programs(2, tiles, epochs, kind))
         return Model(made, released=self.released, watched=self.watched, looks_again=not self.watched)
 
 
+READ_AT_ONCE = ("gather", "scatter", "dispatch", "return")
+"""Kinds in which a tile is read when it has come; a switch adds when all ranks have theirs."""
 DEFECTS = (
     Defect(about="a signal releases nothing (no fence)", released=False, fault="signal-without-release"),
     Defect(
@@ -179,14 +199,27 @@ DEFECTS = (
         fault="tile-read-unasked",
     ),
     Defect(about="a signal comes before its tile", change=swapped, fault="signal-before-its-tile"),
-    Defect(about="the signals of two tiles are swapped", change=crossed, tiles=2, fault="signals-swapped"),
-    Defect(about="a slot is written again before it was read", change=next_call, fault="empty-tile-not-waited-for"),
+    Defect(
+        about="the signals of two tiles are swapped",
+        change=crossed,
+        tiles=2,
+        kinds=READ_AT_ONCE,
+        fault="signals-swapped",
+    ),
+    Defect(
+        about="a slot is written again before it was read",
+        change=next_call,
+        kinds=READ_AT_ONCE,
+        fault="empty-tile-not-waited-for",
+    ),
     Defect(about="an epoch is forgotten", change=last_epoch, fault="arrival-of-an-old-call"),
-    Defect(about="slots do not alternate", change=one_buffer, fault="slots-do-not-alternate"),
+    Defect(
+        about="slots do not alternate", change=one_buffer, kinds=READ_AT_ONCE, fault="slots-do-not-alternate"
+    ),  # two signals of all ranks lie between calls by the switch, so it would do with one
     Defect(
         about="ranks without rows for each other give no signal",
         change=unsaid,
-        only="rows",
+        kinds=("dispatch", "return"),
         fault="no-signal-without-rows",
     ),
     Defect(
@@ -196,7 +229,6 @@ DEFECTS = (
         fault="no-last-look",
     ),
 )
-KINDS = ("gather", "scatter", "dispatch", "return")
 
 
 @pytest.fixture(scope="module")
@@ -209,12 +241,10 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.fault)
 def test_a_defect_of_the_protocol_is_found(defect: Defect, table: Table) -> None:
-    for kind in KINDS:
-        model = defect.model(kind)
-        if model is not None:
-            steps = model.ends().get(defect.end)
-            assert steps is not None, kind
-            table.cells[defect.about, kind] = f"{steps} steps"
+    for kind in defect.kinds:
+        steps = defect.model(kind).ends().get(defect.end)
+        assert steps is not None, kind
+        table.cells[defect.about, kind] = f"{steps} steps"
     table.cells[defect.about, "in the kernels"] = f"`{defect.fault}`"
 
 

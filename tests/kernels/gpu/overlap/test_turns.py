@@ -10,6 +10,7 @@ from engine.kernels.gpu.overlap.launches import (
     launch_collect_slots,
     launch_forward_slots,
     launch_gather_product,
+    launch_multicast_sum,
     launch_product_scatter,
     launch_sum_slots,
 )
@@ -85,6 +86,35 @@ def test_sums_are_whole_on_all_ranks(ranks: int) -> None:
         found = launch_collect_slots(parts[box.rank].contiguous(), KernelCall(box, 2))
         assert all(row.equal(part) for row, part in zip(found, parts, strict=True))
     assert not any(box.status.item() for box in boxes)
+
+
+@pytest.mark.parametrize("ranks", [2, wide(3), wide(8)])
+def test_sums_by_a_switch_are_whole_on_all_ranks(ranks: int) -> None:
+    """Emulated: every rank keeps its product, the owner of rows adds that of all ranks, and all collect the sums."""
+    boxes, _ = mailboxes(ranks, CAPACITY, MOST)
+    matrix = whole_numbers(K, N)
+    for epoch in (1, 3):
+        inputs = [whole_numbers(1, ranks, L, K, seed=epoch + rank) for rank in range(ranks)]
+        wanted = torch.stack([x @ matrix for x in inputs]).sum((0, 1))
+        calls = [KernelCall(box, epoch, SMALL) for box in boxes]
+        for call, x in zip(calls, inputs, strict=True):
+            launch_product_scatter(x, matrix, None, call, torch.float32, stays=True)
+        for call in calls:
+            launch_multicast_sum(L, N, call, torch.float32)
+        for box in boxes:
+            assert launch_collect_slots(torch.empty(L, N), KernelCall(box, epoch + 1, SMALL)).equal(wanted)
+    assert not any(box.status.item() for box in boxes)
+
+
+def test_a_sum_that_lacks_a_rank_is_not_sent() -> None:
+    boxes, _ = mailboxes(2, CAPACITY, MOST)
+    launch_product_scatter(
+        torch.ones(1, 2, L, K), torch.ones(K, N), None, KernelCall(boxes[0], 1, SMALL), torch.float32, True
+    )
+    launch_multicast_sum(L, N, KernelCall(boxes[0], 1, SMALL), torch.float32)
+    assert read_status(int(boxes[0].status)) == Missing(rank=1, tile=0, epoch=1)
+    launch_collect_slots(torch.empty(L, N), KernelCall(boxes[1], 2, SMALL))
+    assert read_status(int(boxes[1].status)) == Missing(rank=1, tile=0, epoch=2), "what was not added has not come"
 
 
 @pytest.mark.parametrize("fault", ["lost", "of another call"])

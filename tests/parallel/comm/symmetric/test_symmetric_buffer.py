@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from engine.errors import EngineError
 from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
 from engine.parallel.tensor.overlap.fused_moves import gather_in_kernel, scatter_in_kernel
+from engine.parallel.tensor.overlap.fused_sum import multiply_and_sum, sums_in_kernel
 from engine.parallel.tensor.overlap.moves import PLAIN_MOVES, Route
 from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.kernels.interpreter import repair
@@ -61,6 +63,38 @@ def late(calls: int, most: float) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(("ranks", "calls"), [(2, 4), wide(2, 40), wide(4, 12), wide(8, 6)])
 def test_kernels_of_processes_equal_collectives_bit_for_bit(run_ranks: RunRanks, ranks: int, calls: int) -> None:
     assert run_ranks(late, ranks, calls, 0.01, seconds=250.0) == [(calls, [])] * ranks
+
+
+def switched(calls: int, most: float) -> tuple[int, list[str]]:
+    """Body of a rank: sums by a switch, which is emulated, between calls of another kind, late at random."""
+    repair()
+    axis, wrong = axis_of(), list[str]()
+    assert axis.symmetric is not None
+    axis.symmetric.mailbox = replace(axis.symmetric.mailbox, multicast=1)
+    rest = torch.Generator().manual_seed(100 + axis.index)
+    layer = torch.nn.Linear(K, N, bias=False)
+    for call in range(calls):
+        time.sleep(most * float(torch.rand(1, generator=rest)))
+        layer.weight.data = whole_numbers(N, K, seed=10 * call + axis.index, dtype=torch.float32)
+        x = whole_numbers(B, axis.size * L, K, seed=99 * call + axis.index, dtype=torch.float32)
+        assert sums_in_kernel(layer, x, axis)
+        wanted = x @ layer.weight.t()
+        axis.all_reduce(wanted, "row outputs")
+        wrong += [f"sum {call}"] * (not torch.equal(multiply_and_sum(layer, x, axis), wanted))
+        part, matrix = x[:, :L].contiguous(), layer.weight.detach().t()
+        pair = [
+            gather(part, matrix, None, Route(axis, "column inputs"))
+            for gather in (gather_in_kernel, PLAIN_MOVES.gather)
+        ]
+        wrong += [f"gather {call}"] * (not all(map(torch.equal, *pair)))
+    made = axis.symmetric.next_epoch() - 1
+    axis._comm.close()
+    return made, wrong
+
+
+@pytest.mark.parametrize(("ranks", "calls"), [wide(3, 10), wide(4, 6), wide(8, 3)])
+def test_sums_by_a_switch_equal_collectives_bit_for_bit(run_ranks: RunRanks, ranks: int, calls: int) -> None:
+    assert run_ranks(switched, ranks, calls, 0.01, seconds=250.0) == [(3 * calls, [])] * ranks
 
 
 def abandoned() -> str:
