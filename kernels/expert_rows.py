@@ -1,7 +1,7 @@
 """Which rows travel between ranks that own experts, and the tiles in which they do.
 
-Experts are numbered over all ranks; rank r owns experts r*X to (r+1)*X. A rank's tokens are sorted by expert, so what it
-sends to another rank is one run of its rows. An owner keeps what has come sorted by expert, then by rank:
+Experts are numbered over all ranks; rank r owns experts r*X to (r+1)*X. A rank's tokens are sorted by expert, so what
+it sends to another rank is one run of its rows. An owner keeps what has come sorted by expert, then by rank:
 
     rank 0   a a b c c c d     counts [4, 0..]      rank 0 owns a, b    a0 a0 a1 b0 b1 b1
     rank 1   a b b d                                rank 1 owns c, d    c0 c0 c0 d0 d1
@@ -27,12 +27,12 @@ first row among what travels between the two, its rows, and its first row among 
 class ExpertRows:
     """How many rows every rank sends to every expert, as ``rank`` sees it. All ranks know all counts."""
 
-    counts_WE: Tensor
-    """Integers on the host."""
+    counts: Tensor
+    """Integers [W, E] on the host."""
     rank: int
 
     def __post_init__(self) -> None:
-        counts = self.counts_WE
+        counts = self.counts
         if counts.dim() != 2 or counts.is_floating_point() or counts.shape[1] % len(counts) or counts.min() < 0:
             raise EngineError(
                 f"counts of rows are {counts.dtype} {tuple(counts.shape)}, but every rank has a number from 0 on for "
@@ -42,78 +42,79 @@ class ExpertRows:
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return len(self.counts_WE)
+        return len(self.counts)
 
     @property
     def experts(self) -> int:
         """Experts of a rank."""
-        return self.counts_WE.shape[1] // self.ranks
+        return self.counts.shape[1] // self.ranks
 
     @cached_property
-    def sent_WX(self) -> Tensor:
-        """Rows that this rank sends to each expert of each rank."""
-        return self.counts_WE[self.rank].view(self.ranks, -1).long()
+    def sent(self) -> Tensor:
+        """Rows that this rank sends to each expert of each rank, [W, X]."""
+        return self.counts[self.rank].view(self.ranks, -1).long()
 
     @cached_property
-    def received_WX(self) -> Tensor:
-        """Rows that this rank's experts get from each rank."""
-        return self.counts_WE.view(self.ranks, self.ranks, -1)[:, self.rank].long()
+    def received(self) -> Tensor:
+        """Rows that this rank's experts get from each rank, [W, X]."""
+        return self.counts.view(self.ranks, self.ranks, -1)[:, self.rank].long()
 
     @property
     def own(self) -> int:
         """T: rows of this rank."""
-        return int(self.sent_WX.sum())
+        return int(self.sent.sum())
 
     @property
     def here(self) -> int:
         """R: rows that its experts get."""
-        return int(self.received_WX.sum())
+        return int(self.received.sum())
 
     @property
-    def sizes_X(self) -> Tensor:
-        """Rows of each of its experts."""
-        return self.received_WX.sum(0)
+    def sizes(self) -> Tensor:
+        """Rows of each of its experts, [X]."""
+        return self.received.sum(0)
 
     def most_rows(self) -> int:
         """Most rows that any rank sends to another."""
-        return int(self.counts_WE.view(self.ranks, self.ranks, -1).sum(2).max())
+        return int(self.counts.view(self.ranks, self.ranks, -1).sum(2).max())
 
     def most_tiles(self, height: int) -> int:
         """Most tiles of ``height`` rows that any rank sends to another; without rows it still sends one signal."""
-        tiles = -(-self.counts_WE.view(self.ranks, self.ranks, -1) // height)
+        tiles = -(-self.counts.view(self.ranks, self.ranks, -1) // height)
         return max(1, int(tiles.sum(2).max()))
 
     def source_tiles(self, height: int, *, sends: bool) -> Tensor:
         """Tiles of this rank's own rows, int32 [n, 6]: what it ``sends`` to the owners, or gets back from them."""
-        start_WX = (self.sent_WX.flatten().cumsum(0) - self.sent_WX.flatten()).view_as(self.sent_WX)
-        return self._tiles(self.sent_WX, start_WX, height, sends)
+        starts = (self.sent.flatten().cumsum(0) - self.sent.flatten()).view_as(self.sent)
+        return self._tiles(self.sent, starts, height, sends)
 
     def owner_tiles(self, height: int, *, sends: bool) -> Tensor:
         """Tiles of the rows that this rank's experts get, int32 [n, 6], or that it ``sends`` back."""
-        return self._tiles(self.received_WX, self._start_WX(), height, sends)
+        return self._tiles(self.received, self._starts(), height, sends)
 
     def by_expert(self, parts: Sequence[Tensor]) -> Tensor:
         """What has come from each rank, [rows, ..] each, sorted by expert, then by rank: [R, ..]."""
-        pieces = [part.split(rows.tolist()) for part, rows in zip(parts, self.received_WX, strict=True)]
+        pieces = [torch.split(part, rows.tolist()) for part, rows in zip(parts, self.received, strict=True)]
         return torch.cat([piece[expert] for expert in range(self.experts) for piece in pieces])
 
     def by_rank(self, rows: Tensor) -> list[Tensor]:
         """The opposite of :meth:`by_expert`."""
-        pieces = rows.split(self.received_WX.t().flatten().tolist())
+        pieces = torch.split(rows, self.received.t().flatten().tolist())
         return [torch.cat(pieces[rank :: self.ranks]) for rank in range(self.ranks)]
 
     def to_owners(self, tokens: Tensor) -> list[Tensor]:
         """The rows of each owner in ``tokens`` [T, ..], which are sorted by expert."""
-        return list(tokens.split(self.sent_WX.sum(1).tolist()))
+        return list(torch.split(tokens, self.sent.sum(1).tolist()))
 
-    def _start_WX(self) -> Tensor:
-        sizes = self.received_WX.t().flatten()
+    def _starts(self) -> Tensor:
+        """First row of each rank and expert among all that come, [W, X]."""
+        sizes = self.received.t().flatten()
         return (sizes.cumsum(0) - sizes).view(self.experts, self.ranks).t()
 
-    def _tiles(self, rows_WX: Tensor, start_WX: Tensor, height: int, sends: bool) -> Tensor:
+    def _tiles(self, rows: Tensor, starts: Tensor, height: int, sends: bool) -> Tensor:
         step = torch.arange(self.ranks)
         peers = (self.rank + 1 + step) % self.ranks if sends else (self.rank - step) % self.ranks
-        rows, start = rows_WX[peers], start_WX[peers]
+        rows, starts = rows[peers], starts[peers]
         tiles = -(-rows // height)
         tiles[:, 0] += tiles.sum(1) == 0  # a signal without rows: in every call each rank waits for every other one
         first = tiles.flatten().cumsum(0) - tiles.flatten()
@@ -127,6 +128,6 @@ class ExpertRows:
             expert,
             (rows.cumsum(1) - rows).flatten()[chunk] + before,
             (rows.flatten()[chunk] - before).clamp(max=height),
-            start.flatten()[chunk] + before,
+            starts.flatten()[chunk] + before,
         )
         return torch.stack(found, 1).int()

@@ -21,7 +21,7 @@ from engine.parallel.comm.backend import Backend, Link, Reduction, Wait
 from engine.parallel.comm.flight.layout import EventKind
 from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
 from engine.parallel.comm.meeting import FailureReports, JointCalls
-from engine.parallel.comm.symmetric.peer_watch import PeerEnded
+from engine.parallel.comm.symmetric.peer_watch import PeerEndedError
 from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
 from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
 from engine.parallel.comm.traffic import Op, Record, Tally, Traffic, sent_bytes
@@ -223,7 +223,7 @@ class Comm:
         try:
             for buffer in self._symmetric:
                 buffer.check()
-        except PeerEnded as error:
+        except PeerEndedError as error:
             raise EngineError(f"{error}; look for the first traceback of the job.") from error
         except RuntimeError as error:
             raise EngineError(f"{error}: that rank has ended, stands still, or makes other calls.") from error
@@ -290,7 +290,7 @@ class Comm:
         call = f"{op} {record.label!r} over {record.axis}"
         if self.reports is None:
             return ""
-        if isinstance(error, PeerEnded):  # it names the rank, and nobody has to wait for the words of others
+        if isinstance(error, PeerEndedError):  # it names the rank, and nobody has to wait for the words of others
             self.reports.tell(call)
             return ""
         return self.reports.absent(call, self.grid.peers(record.axis))

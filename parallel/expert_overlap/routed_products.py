@@ -3,9 +3,9 @@
     dispatch_product   tokens -> the owners of their experts, a product each      gradient: a product there, rows return
     product_return     a product each -> back to the ranks of the tokens          gradient: rows are dispatched anew
 
-Both are calls of all ranks of the axis, also of one without rows. Counts have been exchanged before, as expert parallel
-code has to do to allocate anything. How often a token travels, and how the results of its experts are weighed and added,
-is up to the caller. Nothing of the engine uses them yet.
+Both are calls of all ranks of the axis, also of one without rows. Counts have been exchanged before, as expert
+parallel code has to do to allocate anything. How often a token travels, and how the results of its experts are weighed
+and added, is up to the caller. Nothing of the engine uses them yet.
 
 Shape suffixes: T rows of a rank, R rows that its experts get, X experts of a rank, K inputs, N outputs.
 """
@@ -70,12 +70,12 @@ def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
 def dispatch_product_reference(tokens: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
     """Reference of :func:`dispatch_product`: an all-to-all, then a product for each expert."""
     received = rows.by_expert(exchange(rows.to_owners(tokens)))
-    return grouped_product_reference(received, weight, rows.sizes_X.cumsum(0))
+    return grouped_product_reference(received, weight, rows.sizes.cumsum(0))
 
 
 def product_return_reference(whole: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
     """Reference of :func:`product_return`."""
-    product = grouped_product_reference(whole, weight, rows.sizes_X.cumsum(0))
+    product = grouped_product_reference(whole, weight, rows.sizes.cumsum(0))
     return torch.cat(exchange(rows.by_rank(product)))
 
 
@@ -119,7 +119,7 @@ def _dispatch(tokens: Tensor, weight: Tensor, route: ExpertRoute, *, keeps: bool
     _complete(buffer, tokens.device)
     if not keeps:
         return out, tokens.new_empty(0)
-    sizes = rows.received_WX.sum(1).tolist()
+    sizes = rows.received.sum(1).tolist()
     slots = (buffer.slot(call.epoch, n, (size, tokens.shape[1]), tokens.dtype) for n, size in enumerate(sizes))
     return out, rows.by_expert(list(slots))
 
@@ -139,7 +139,7 @@ def _return(whole: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
 def _weight_gradient(ctx: Any, left: Tensor, right: Tensor, weight: Tensor) -> Tensor | None:
     if not ctx.needs_input_grad[1]:
         return None
-    ends = ctx.route.rows.sizes_X.cumsum(0).int().to(left.device)
+    ends = ctx.route.rows.sizes.cumsum(0).int().to(left.device)
     return grouped_weight_gradient(left, right, weight, ends, ctx.route.kernels)
 
 
@@ -155,17 +155,17 @@ def _complete(buffer: SymmetricBuffer, device: torch.device) -> None:
 def _check(rows: Tensor, weight: Tensor, count: int) -> None:
     if rows.dtype not in _DTYPES or rows.dtype != weight.dtype:
         raise EngineError(
-            f"rows are {rows.dtype} and experts {weight.dtype}; both have to be float32, float16 or bfloat16, and alike."
+            f"rows are {rows.dtype} and experts {weight.dtype}; pass both in one of float32, float16, bfloat16."
         )
     if rows.dim() != 2 or weight.dim() != 3 or rows.shape != (count, weight.shape[1]):
         raise EngineError(
-            f"rows {tuple(rows.shape)} and experts {tuple(weight.shape)} do not fit the counts, which say {count} rows; "
-            "pass rows [rows, inputs], sorted by expert, and experts [experts, inputs, outputs]."
+            f"rows {tuple(rows.shape)} and experts {tuple(weight.shape)} do not fit the counts, which say {count} "
+            "rows; pass rows [rows, inputs], sorted by expert, and experts [experts, inputs, outputs]."
         )
     if any(size * rows.element_size() % _ALIGNED for size in weight.shape[1:]):
         raise EngineError(
-            f"experts {tuple(weight.shape)} of {weight.dtype} have rows that are no multiple of {_ALIGNED} bytes, which "
-            "a kernel cannot send; choose other sizes."
+            f"experts {tuple(weight.shape)} of {weight.dtype} have rows that are no multiple of {_ALIGNED} bytes, "
+            "which a kernel cannot send; choose other sizes."
         )
 
 
@@ -173,12 +173,12 @@ def _check_room(rows: Tensor, weight: Tensor, route: ExpertRoute) -> None:
     """Both directions, so that a forward that fits has a backward that does."""
     from engine.kernels.gpu.overlap.launches import tile_of
 
-    tile = tile_of(weight.dtype)
+    tile, holds = tile_of(weight.dtype), route.buffer.sizes
     widest = max(weight.shape[1:])
     size = route.rows.most_rows() * widest * rows.element_size()
     tiles = route.rows.most_tiles(tile.rows) * -(-widest // tile.columns)
     if not route.buffer.fits(size, tiles):
         raise EngineError(
-            f"a rank would send {size} bytes in {tiles} tiles to another, but a slot holds {route.buffer.sizes.capacity} "
-            f"bytes and {route.buffer.sizes.most} tiles; send fewer rows at once, or open the memory with larger slots."
+            f"a rank would send {size} bytes in {tiles} tiles to another, but a slot holds {holds.capacity} bytes and "
+            f"{holds.most} tiles; send fewer rows at once, or open the memory with larger slots."
         )

@@ -114,10 +114,9 @@ COMMUNICATING_KERNELS = (
         name="empty-tile-not-waited-for",
         about="A rank does not wait for another one without rows for it, and overwrites what that one still reads.",
         file="kernels/gpu/overlap/expert_matmul.py",
-        old="            if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):\n"
-        "                if rows > 0:\n",
-        new="            if rows > 0:\n"
-        "                if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):\n",
+        old="            has_come = came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS)\n",
+        new="            has_come = rows > 0\n            if has_come:\n"
+        "                has_come = came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS)\n",
         tests=(_WITHOUT_ROWS,),
     ),
     Fault(

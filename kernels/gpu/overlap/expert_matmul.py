@@ -59,23 +59,24 @@ def dispatch_product_kernel(
         for index in range(tl.program_id(0), received_tiles * columns, tl.num_programs(0)):
             place, tile_column = tile_place(index, received_tiles, columns, GROUP)
             source, tile, expert, there, rows, here = _fields(received, place)
-            if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):
-                if rows > 0:
-                    column = tile_column * BN
-                    slot = slot_of(slots, rank, source, epoch, capacity, RANKS, tokens) + there * K
-                    matrix = matrices + tl.cast(expert, tl.int64) * K * N
-                    sums = tile_product(
-                        slot, matrix, 0, column, rows, N, K, False, MATRIX_TRANSPOSED, PRECISION, BM, BN, BK, False
-                    )
-                    target = out + here * N
-                    tile_finish(
-                        sums, None, None, None, target, 0, column, rows, N, "none", False, False, False, BM, BN, False
-                    )
+            has_come = came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS)
+            if has_come & (rows > 0):
+                column = tile_column * BN
+                slot = slot_of(slots, rank, source, epoch, capacity, RANKS, tokens) + there * K
+                matrix = matrices + tl.cast(expert, tl.int64) * K * N
+                sums = tile_product(
+                    slot, matrix, 0, column, rows, N, K, False, MATRIX_TRANSPOSED, PRECISION, BM, BN, BK, False
+                )
+                target = out + here * N
+                tile_finish(
+                    sums, None, None, None, target, 0, column, rows, N, "none", False, False, False, BM, BN, False
+                )
 
 
 @triton.jit
 def product_return_kernel(
-    whole, matrices, out, received, received_tiles, slots, arrivals, status, rank, epoch, patience, capacity, most, N, K,
+    whole, matrices, out, received, received_tiles,
+    slots, arrivals, status, rank, epoch, patience, capacity, most, N, K,
     RANKS: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -109,8 +110,9 @@ def collect_rows_kernel(
     for index in range(tl.program_id(0), sent_tiles * columns, tl.num_programs(0)):
         owner, tile, _, there, rows, here = _fields(sent, index // columns)
         tile_column = index % columns
-        if came(arrivals, status, rank, owner, tile * columns + tile_column, epoch, patience, most, RANKS):
-            if rows > 0:
-                slot = slot_of(slots, rank, owner, epoch, capacity, RANKS, out) + there * N
-                values = load_tile(slot, 0, tile_column * BN, rows, N, BM, BN, False, False)
-                store_tile(out + here * N, values, 0, tile_column * BN, rows, N, BM, BN, False)
+        number = tile * columns + tile_column
+        has_come = came(arrivals, status, rank, owner, number, epoch, patience, most, RANKS)
+        if has_come & (rows > 0):
+            slot = slot_of(slots, rank, owner, epoch, capacity, RANKS, out) + there * N
+            values = load_tile(slot, 0, tile_column * BN, rows, N, BM, BN, False, False)
+            store_tile(out + here * N, values, 0, tile_column * BN, rows, N, BM, BN, False)

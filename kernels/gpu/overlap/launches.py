@@ -73,8 +73,8 @@ def launch_product_scatter(
 ) -> None:
     """Multiply ``whole`` [B, W, L, K], add ``plus`` [B, W, L, N], and send each rank its rows, in ``dtype``.
 
-    A ``whole`` of three dims, [B, L, K], goes to all ranks. With ``stays`` the rows are left in the memory of this rank,
-    for :func:`launch_multicast_sum`.
+    A ``whole`` of three dims, [B, L, K], goes to all ranks. With ``stays`` the rows are left in the memory of this
+    rank, for :func:`launch_multicast_sum`.
     """
     everywhere = whole.dim() == 3
     matrix, transposed = as_it_lies(matrix_KN)

@@ -24,7 +24,8 @@ from engine.kernels.gpu.overlap.signals import arrival_of, came, signal, slot_of
 def product_scatter_kernel(
     whole, matrix, plus, out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N, K,
     RANKS: tl.constexpr, EVERYWHERE: tl.constexpr, STAYS: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr,
-    PRECISION: tl.constexpr, PLUS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, PLUS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Multiply ``whole`` [B, W, L, K] with ``matrix`` [K, N], add ``plus``, and send rows [B, w, L, N] to rank w.
 

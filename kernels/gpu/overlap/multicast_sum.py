@@ -3,8 +3,8 @@
     epoch e       product, each tile into this rank's own memory │ signal to its owner
     epoch e + 1   owner: one load adds the tiles of all ranks, one store gives the sum to all │ signal to all │ collect
 
-Without the switch a tile crosses the link W - 1 times and once more when its sum is sent on; here the sum arrives once
-and leaves once. An address of the switch and one of a rank's memory are aliases, which a fence puts in order. The switch
+Without the switch an owner takes in a tile of each other rank, and sends its sum to each; here one sum comes and one
+leaves. An address of the switch and one of a rank's memory are aliases, which a fence puts in order. The switch
 adds in fp32 in an order of its own: all ranks get the same bits, but no other machine need.
 
 Where kernels are interpreted the two instructions are emulated: rank after rank is read, and written.

@@ -33,7 +33,8 @@ def arrived(place, ended, epoch, last, patience):
     looks = 0
     while (value < epoch) & (looks < patience):
         if looks % LOOKS_BETWEEN == LOOKS_BETWEEN - 1:
-            if tl.atomic_add(ended, 0, sem="acquire", scope="sys") != 0:
+            gone = tl.atomic_add(ended, 0, sem="acquire", scope="sys")
+            if gone != 0:
                 looks = patience - 1  # the next look is the last
         value = tl.atomic_add(place, 0, sem="acquire", scope="sys")
         looks += 1

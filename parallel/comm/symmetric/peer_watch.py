@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 
-class PeerEnded(RuntimeError):
+class PeerEndedError(RuntimeError):
     """What was waited for cannot come: the rank that had to send it has ended."""
 
 

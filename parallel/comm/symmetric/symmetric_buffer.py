@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.kernels.device import host_words
 from engine.kernels.mailbox import Mailbox, read_status
-from engine.parallel.comm.symmetric.peer_watch import PeerEnded, PeerWatch
+from engine.parallel.comm.symmetric.peer_watch import PeerEndedError, PeerWatch
 from engine.parallel.comm.symmetric.shared_bytes import SharedBytes, SlotSizes, padded_bytes
 
 logger = logging.getLogger("trine")
@@ -79,7 +79,7 @@ class SymmetricBuffer:
         """Fail if a signal did not come. Waits for the kernel on a GPU.
 
         Raises:
-            PeerEnded: the rank that had to send it has ended; it names the rank, the tile and the call.
+            PeerEndedError: the rank that had to send it has ended; it names the rank, the tile and the call.
             RuntimeError: it has not come in time, likewise.
         """
         missing = read_status(int(self.mailbox.status.item()))
@@ -87,7 +87,7 @@ class SymmetricBuffer:
             return
         what = f"tile {missing.tile} of tensor rank {missing.rank} in call {missing.epoch}"
         if self._ended[missing.rank]:
-            raise PeerEnded(f"rank {self._peers[missing.rank]} has ended or closed its engine before {what} came")
+            raise PeerEndedError(f"rank {self._peers[missing.rank]} has ended or closed its engine before {what} came")
         raise RuntimeError(f"{what} has not come in time")
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ EXPERTS, INPUTS, OUTPUTS, ROWS = 8, 2048, 1536, 100
 
 
 def launches() -> Iterator[tuple[str, Launch]]:
-    rows = ExpertRows(counts_WE=torch.full((RANKS, RANKS * EXPERTS), ROWS), rank=3)
+    rows = ExpertRows(counts=torch.full((RANKS, RANKS * EXPERTS), ROWS), rank=3)
     for dtype, name in ((BF16, "bf16"), (FP32, "fp32")):
         for transposed in (False, True):
             how = " transposed" * transposed

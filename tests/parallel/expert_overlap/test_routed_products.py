@@ -13,6 +13,7 @@ from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.expert_rows import ExpertRows
 from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
 from engine.parallel.expert_overlap.routed_products import (
+    AllToAll,
     ExpertRoute,
     dispatch_product,
     dispatch_product_reference,
@@ -45,7 +46,7 @@ class InOneProcess:
 
     def __init__(self, counts: Tensor, call: int) -> None:
         ranks = range(len(counts))
-        self.views = [ExpertRows(counts_WE=counts, rank=rank) for rank in ranks]
+        self.views = [ExpertRows(counts=counts, rank=rank) for rank in ranks]
         self.tokens = [whole_numbers(view.own, K, seed=100 * call + view.rank).requires_grad_() for view in self.views]
         self.first = [whole_numbers(X, K, N, seed=10 * call + rank).requires_grad_() for rank in ranks]
         self.second = [whole_numbers(X, N, K, seed=10 * call + 5 + rank).requires_grad_() for rank in ranks]
@@ -53,13 +54,18 @@ class InOneProcess:
     def outputs(self) -> list[Tensor]:
         """Of each rank: tokens to experts, both products, and back."""
         sent = [view.to_owners(tokens) for view, tokens in zip(self.views, self.tokens, strict=True)]
-        inner = [
-            dispatch_product_reference(own, first, view, lambda _, view=view: [each[view.rank] for each in sent])
-            for view, own, first in zip(self.views, self.tokens, self.first, strict=True)
-        ]
         back = list[list[Tensor]]()
-        for view, rows, second in zip(self.views, inner, self.second, strict=True):
-            product_return_reference(rows, second, view, lambda parts: back.append(parts) or parts)  # type: ignore[func-returns-value]
+
+        def received(rank: int) -> AllToAll:
+            return lambda parts: [each[rank] for each in sent]
+
+        def returned(parts: list[Tensor]) -> list[Tensor]:
+            back.append(parts)
+            return parts
+
+        for view, own, first, second in zip(self.views, self.tokens, self.first, self.second, strict=True):
+            inner = dispatch_product_reference(own, first, view, received(view.rank))
+            product_return_reference(inner, second, view, returned)
         return [torch.cat([each[rank] for each in back]) for rank in range(len(back))]
 
 
@@ -71,14 +77,10 @@ def differences(route: ExpertRoute, plain: InOneProcess) -> list[str]:
     found = product_return(dispatch_product(tokens, first, route), second, route)
     seeds = [whole_numbers(*y.shape, seed=7 + index) for index, y in enumerate(wanted)]
     torch.autograd.backward(wanted, seeds)
-    found.backward(seeds[rank])
-    pairs = [(found, wanted[rank])]
-    pairs += [
-        (leaf.grad, held[rank].grad)
-        for leaf, held in zip(leaves, (plain.tokens, plain.first, plain.second), strict=True)
-    ]  # type: ignore[misc]
+    ours = [found, *torch.autograd.grad(found, leaves, seeds[rank])]
+    true = [wanted[rank], *(held[rank].grad for held in (plain.tokens, plain.first, plain.second))]
     names = ("outputs", "tokens", "first", "second")
-    return [name for name, (ours, true) in zip(names, pairs, strict=True) if not torch.equal(ours, true)]
+    return [name for name, a, b in zip(names, ours, true, strict=True) if b is None or not torch.equal(a, b)]
 
 
 def late(calls: int, most: float) -> tuple[int, list[str]]:
@@ -92,7 +94,7 @@ def late(calls: int, most: float) -> tuple[int, list[str]]:
     for call in range(calls):
         time.sleep(most * float(torch.rand(1, generator=rest)))
         counts = random_counts(sizes.ranks, call)
-        rows = ExpertRows(counts_WE=counts, rank=buffer.mailbox.rank)
+        rows = ExpertRows(counts=counts, rank=buffer.mailbox.rank)
         route = ExpertRoute(rows=rows, buffer=buffer, kernels=Kernels("triton") if call % 2 else REFERENCE)
         wrong += [f"{name} of call {call}" for name in differences(route, InOneProcess(counts, call))]
     made = buffer.next_epoch() - 1
@@ -117,7 +119,7 @@ class Told:
 @pytest.mark.parametrize(
     ("rows", "inputs", "dtype", "sentence"),
     [
-        (8, K, torch.float32, "a rank would send 1024 bytes in 1 tiles to another, but a slot holds 512 bytes and 4 tiles"),
+        (8, K, torch.float32, "would send 1024 bytes in 1 tiles to another, but a slot holds 512 bytes and 4 tiles"),
         (3, K, torch.float32, r"rows \(3, 16\) and experts \(2, 16, 32\) do not fit the counts, which say 8 rows"),
         (8, K, torch.float64, "rows are torch.float64 and experts torch.float64"),
         (8, 6, torch.float16, r"experts \(2, 6, 32\) of torch.float16 have rows that are no multiple of 16 bytes"),
@@ -125,6 +127,6 @@ class Told:
 )  # fmt: skip
 def test_what_cannot_be_sent_is_one_sentence(rows: int, inputs: int, dtype: torch.dtype, sentence: str) -> None:
     counts = torch.tensor([[8, 0, 0, 0], [0, 0, 0, 8]])
-    route = ExpertRoute(rows=ExpertRows(counts_WE=counts, rank=0), buffer=Told(), kernels=REFERENCE)  # type: ignore[arg-type]
+    route = ExpertRoute(rows=ExpertRows(counts=counts, rank=0), buffer=Told(), kernels=REFERENCE)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match=sentence):
         dispatch_product(torch.ones(rows, inputs, dtype=dtype), torch.ones(X, inputs, N, dtype=dtype), route)

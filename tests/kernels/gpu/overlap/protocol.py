@@ -61,9 +61,9 @@ Tiles = int | tuple[tuple[int, ...], ...]
 
 
 def program(rank: int, ranks: int, tiles: Tiles, epochs: int, kind: str = "gather") -> Program:
-    """The actions of a rank in ``epochs`` calls of one kind: "gather" or "scatter" of equal parts, "dispatch" of rows to
-    the owners of their experts, or "return" to the ranks of the rows, whose ``tiles`` are those of the dispatch. A call
-    of kind "switch" has two epochs."""
+    """The actions of a rank in ``epochs`` calls of one kind: "gather" or "scatter" of equal parts, "dispatch" of rows
+    to the owners of their experts, "return" to the ranks of the rows, whose ``tiles`` are those of the dispatch, or a
+    sum by a "switch", whose calls have two epochs each."""
     kinds = [kind] * (epochs // 2 if kind == "switch" else epochs)
     return mixed(rank, ranks, tiles, kinds)
 

@@ -115,7 +115,7 @@ COUNTS = ((3, 17, 0, 0), (0, 1, 30, 0))
 @pytest.mark.parametrize("kind", ["gather", "scatter", "switch", "dispatch", "return"])
 def test_kernels_do_what_the_model_does(kind: str) -> None:
     boxes, memory = mailboxes(RANKS, CAPACITY, MOST)
-    views = [ExpertRows(counts_WE=torch.tensor(COUNTS), rank=rank) for rank in range(RANKS)]
+    views = [ExpertRows(counts=torch.tensor(COUNTS), rank=rank) for rank in range(RANKS)]
     todo = [_phases(kind, KernelCall(box, EPOCH, SMALL), rows) for box, rows in zip(boxes, views, strict=True)]
     done: list[list[Step]] = [[] for _ in boxes]
     for phase in zip(*todo, strict=True):
@@ -133,7 +133,7 @@ def test_kernels_do_what_the_model_does(kind: str) -> None:
 
 def test_a_look_at_who_has_ended_follows_some_looks_at_a_signal() -> None:
     boxes, memory = mailboxes(RANKS, CAPACITY, MOST)
-    rows = ExpertRows(counts_WE=torch.zeros(RANKS, 4, dtype=torch.long), rank=0)
+    rows = ExpertRows(counts=torch.zeros(RANKS, 4, dtype=torch.long), rank=0)
     ended = memory[0, (2 * RANKS * CAPACITY + 4 * 2 * RANKS * MOST) // 4 :]
     push, multiply = _phases("dispatch", KernelCall(boxes[0], EPOCH, SMALL), rows)
     push()

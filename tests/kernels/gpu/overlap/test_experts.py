@@ -63,7 +63,7 @@ def whole_numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def views(counts: Tensor) -> list[ExpertRows]:
-    return [ExpertRows(counts_WE=counts, rank=rank) for rank in range(len(counts))]
+    return [ExpertRows(counts=counts, rank=rank) for rank in range(len(counts))]
 
 
 def exchanged(parts: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -79,7 +79,7 @@ def there(boxes: list[Mailbox], rows: list[ExpertRows], tokens: list[Tensor], we
     come = exchanged([view.to_owners(own) for view, own in zip(rows, tokens, strict=True)])
     for call, view, own, parts in zip(calls, rows, tokens, come, strict=True):
         found = launch_dispatch_product(own, weights, view, call, "multiply")
-        assert found.equal(grouped_product_reference(view.by_expert(parts), weights, view.sizes_X.cumsum(0)))
+        assert found.equal(grouped_product_reference(view.by_expert(parts), weights, view.sizes.cumsum(0)))
 
 
 def back(boxes: list[Mailbox], rows: list[ExpertRows], inputs: list[Tensor], weights: Tensor, epoch: int) -> None:
@@ -88,7 +88,7 @@ def back(boxes: list[Mailbox], rows: list[ExpertRows], inputs: list[Tensor], wei
     for call, view, whole in zip(calls, rows, inputs, strict=True):
         launch_product_return(whole, weights, view, call)
     products = [
-        view.by_rank(grouped_product_reference(whole, weights, view.sizes_X.cumsum(0)))
+        view.by_rank(grouped_product_reference(whole, weights, view.sizes.cumsum(0)))
         for view, whole in zip(rows, inputs, strict=True)
     ]
     for call, view, parts in zip(calls, rows, exchanged(products), strict=True):
@@ -123,7 +123,7 @@ def test_narrow_products_are_those_of_the_plain_kernel(dtype: torch.dtype) -> No
     come = exchanged([view.to_owners(own) for view, own in zip(rows, tokens, strict=True)])
     for box, view, own, parts in zip(boxes, rows, tokens, come, strict=True):
         found = launch_dispatch_product(own, weights, view, KernelCall(box, 1, SMALL), "multiply")
-        ends = view.sizes_X.cumsum(0).int()
+        ends = view.sizes.cumsum(0).int()
         assert found.equal(launch_grouped_product(view.by_expert(parts), weights, ends, SMALL))
 
 
@@ -144,4 +144,4 @@ def test_a_rank_without_rows_for_another_is_waited_for_all_the_same() -> None:
 )
 def test_counts_that_are_none_are_refused(counts: Tensor) -> None:
     with pytest.raises(EngineError, match="all ranks own equally many experts"):
-        ExpertRows(counts_WE=counts, rank=0)
+        ExpertRows(counts=counts, rank=0)

@@ -55,7 +55,7 @@ def one_call(axis: TensorAxis, kind: str) -> None:
         scatter_in_kernel(whole, matrix, None, torch.float32, Route(axis, "row outputs"))()
     else:
         assert axis.symmetric is not None
-        rows = ExpertRows(counts_WE=torch.full((axis.size, axis.size), ROWS), rank=axis.index)
+        rows = ExpertRows(counts=torch.full((axis.size, axis.size), ROWS), rank=axis.index)
         route = ExpertRoute(rows=rows, buffer=axis.symmetric, kernels=REFERENCE)
         dispatch_product(torch.ones(axis.size * ROWS, WIDTH), matrix[None], route)
 
