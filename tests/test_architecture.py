@@ -25,8 +25,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     ),
     "engine.zero": ("layout", "flat_buckets", "attachment", "own_backward", "gather", "reduce", "optim"),
     "engine.parallel": (
-        "grid", "shard_table", "comm", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing", "kernel_injection",
-        "pipeline",
+        "grid", "shard_table", "comm", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",
+        "kernel_injection", "pipeline",
     ),
     "engine.parallel.tensor": (
         "tp_axis", "collectives", "deferred_linear", "global_tensor", "logits", "overlap", "plan", "layers",

@@ -164,8 +164,16 @@ COMMUNICATING_KERNELS = (
         name="end-of-a-rank-unseen",
         about="Ranks wait for a dead one until their time is over.",
         file="parallel/comm/symmetric/peer_watch.py",
-        old="                self._ended[self._indices[link]] = 1\n",
-        new="                self._ended[self._indices[link]] = 0\n",
+        old="                self._ended[indices[descriptor]] = 1\n",
+        new="                self._ended[indices[descriptor]] = 0\n",
         tests=(f"{_SYMMETRIC}/test_killed_rank.py::test_whoever_ends_is_written_down_alone",),
+    ),
+    Fault(
+        name="children-hide-the-end-of-a-rank",
+        about="Ranks wait for a dead one as long as a process that it has started holds its sockets open.",
+        file="parallel/comm/symmetric/peer_watch.py",
+        old="return [os.pidfd_open(process)] if process > 0 else []",
+        new="return [os.pidfd_open(process)] if process < 0 else []",
+        tests=(f"{_SYMMETRIC}/test_killed_rank.py::test_children_that_a_rank_leaves_behind_do_not_hide_its_end",),
     ),
 )

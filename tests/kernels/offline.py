@@ -71,16 +71,17 @@ class Recorded:
         self.options = {name: named.pop(name) for name in _OPTIONS if name in named}
         self.kernel, values = kernel, dict(zip(kernel.arg_names, args, strict=False)) | named
         constant = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+        plain = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
         self.types: dict[str, str] = {}
         self.constants: dict[str, Any] = {}
         self.attributes: dict[tuple[int, ...], Any] = {}
         for index, name in enumerate(kernel.arg_names):
             value = values[name]
-            if name in constant or value is None or (type(value) is int and value == 1):
+            if name in constant or value is None or (type(value) is int and value == 1 and name not in plain):
                 self.types[name], self.constants[name] = "constexpr", value
                 continue
             self.types[name] = _type_of(value)
-            if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0):
+            if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0 and name not in plain):
                 self.attributes[index,] = [["tt.divisibility", 16]]
 
     def compile(self, arch: int) -> Resources:

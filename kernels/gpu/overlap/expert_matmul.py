@@ -7,6 +7,7 @@ Each expert has a matrix; a tile lies within the rows that one rank sends to one
 its sums are those of ``kernels/gpu/matmul``, which these kernels call. Which tiles there are is a table of
 :class:`ExpertRows`. Two ranks that have no rows for each other still give each other a signal, of a tile without rows:
 that every rank waits for all others in each call is what lets slots be written again (:mod:`engine.kernels.mailbox`).
+Numbers that change from call to call are not specialised, since others wait while a rank compiles.
 
 Shape suffixes: T rows of a rank, R rows that its experts get, X experts of a rank, K the dim that is summed over.
 """
@@ -44,7 +45,7 @@ def _push_rows(
         signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sent_tiles", "received_tiles", "epoch"])
 def dispatch_product_kernel(
     tokens, matrices, out, sent, received, sent_tiles, received_tiles,
     slots, arrivals, status, rank, epoch, patience, capacity, most, N, K,
@@ -73,7 +74,7 @@ def dispatch_product_kernel(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["received_tiles", "epoch"])
 def product_return_kernel(
     whole, matrices, out, received, received_tiles,
     slots, arrivals, status, rank, epoch, patience, capacity, most, N, K,
@@ -100,7 +101,7 @@ def product_return_kernel(
         signal(arrival_of(arrivals, source, rank, tile * columns + tile_column, epoch, most, RANKS), epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sent_tiles", "epoch"])
 def collect_rows_kernel(
     out, sent, sent_tiles, slots, arrivals, status, rank, epoch, patience, capacity, most, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,

@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -93,15 +95,21 @@ def test_the_others_say_who_has_ended_long_before_their_time_is_over(kind: str, 
     assert any(named), "whoever waits for the dead rank names it; others may wait for those first"
 
 
+def seen(ended: torch.Tensor) -> list[int]:
+    """Who has ended, once anybody has."""
+    deadline = time.monotonic() + 60
+    while not ended.any() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    found: list[int] = ended.tolist()
+    return found
+
+
 def test_whoever_ends_is_written_down_alone() -> None:
     links = {index: socket.socketpair() for index in (0, 2, 3)}
     ended = torch.zeros(4, dtype=torch.int32)
     watch = PeerWatch({index: own.fileno() for index, (own, _) in links.items()}, ended)
     links[2][1].close()
-    deadline = time.monotonic() + 60
-    while not ended.any() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert ended.tolist() == [0, 0, 1, 0]
+    assert seen(ended) == [0, 0, 1, 0]
     watch.close()
     watch.close()
     links[0][1].close()
@@ -109,3 +117,36 @@ def test_whoever_ends_is_written_down_alone() -> None:
     for pair in links.values():
         for link in pair:
             link.close()
+
+
+RANK_WITH_A_CHILD = """
+import socket, subprocess, sys
+link = socket.socket(socket.AF_UNIX)
+link.connect(chr(0) + sys.argv[1])
+child = subprocess.Popen(["sleep", "100"], pass_fds=[link.fileno()])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_children_that_a_rank_leaves_behind_do_not_hide_its_end() -> None:
+    address, ended = f"trine-{os.getpid()}-{time.monotonic_ns()}", torch.zeros(2, dtype=torch.int32)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + address)
+        listener.listen(1)
+        command = [sys.executable, "-c", RANK_WITH_A_CHILD, address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+            link, _ = listener.accept()
+            assert rank.stdout is not None
+            child = int(rank.stdout.readline())
+            watch = PeerWatch({1: link.fileno()}, ended)
+            rank.kill()
+            try:
+                assert seen(ended) == [0, 1]
+                link.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    link.recv(1)  # its socket is still open
+            finally:
+                watch.close()
+                os.kill(child, signal.SIGKILL)
+                link.close()
