@@ -152,6 +152,22 @@ COMMUNICATING_KERNELS = (
         tests=("tests/parallel/expert_overlap/test_routed_products.py::test_what_cannot_be_sent_is_one_sentence",),
     ),
     Fault(
+        name="sum-without-a-rank-sent",
+        about="A sum by the switch is given to all ranks although one of them has not written its part.",
+        file="kernels/gpu/overlap/multicast_sum.py",
+        old="        if missing == 0:\n",
+        new="        if missing >= 0:\n",
+        tests=(f"{_FOLDER}/test_turns.py::test_a_sum_that_lacks_a_rank_is_not_sent",),
+    ),
+    Fault(
+        name="sums-over-the-parts",
+        about="The switch gives sums to the slots that other owners still read their parts from.",
+        file="kernels/gpu/overlap/multicast_sum.py",
+        old="    given = ((epoch + 1) % 2 * RANKS + own) * capacity\n",
+        new="    given = ((epoch + 2) % 2 * RANKS + own) * capacity\n",
+        tests=(_CONFORMANCE,),
+    ),
+    Fault(
         name="no-last-look",
         about="What a rank has sent before it closed its engine counts as missing.",
         file="kernels/gpu/overlap/signals.py",

@@ -108,7 +108,7 @@ def orders_its_signals(arch: int, budgets: dict[str, Any]) -> None:
 
 
 def adds_by_the_switch(arch: int, budgets: dict[str, Any]) -> None:
-    """One load that adds, one store that reaches all, and a fence on either side of the two."""
+    """Loads that add, stores that reach all, and a fence on either side of them."""
     switched = {name: took for name, took in compiled(arch).items() if took["multimem"]}
     assert sorted(switched) == [f"multicast_sum_kernel by switch {kind}" for kind in ("bf16", "fp16", "fp32")]
     # a thread of the 16-bit tile adds 8 times 16 bytes, one of the fp32 tile 4 times
