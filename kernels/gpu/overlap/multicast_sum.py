@@ -7,7 +7,7 @@ Without the switch an owner takes in a tile of each other rank, and sends its su
 leaves. An address of the switch and one of a rank's memory are aliases, which a fence puts in order. The switch adds in
 fp32 in an order of its own: all ranks get the same bits, but no other machine need.
 
-Where kernels are interpreted the two instructions, and nothing else, are emulated: rank after rank is read, and written.
+Where kernels are interpreted the two instructions, and nothing else, are emulated: each rank is read, and written.
 
 Shape suffixes: L rows that a rank owns, N columns.
 """

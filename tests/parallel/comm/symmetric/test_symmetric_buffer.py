@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from engine.errors import EngineError
-from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
+from engine.parallel.comm.backend import RecordingBackend
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.symmetric.shared_bytes import SharedBytes, SlotSizes
+from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.parallel.grid import Grid
 from engine.parallel.tensor.overlap.fused_moves import gather_in_kernel, scatter_in_kernel
 from engine.parallel.tensor.overlap.fused_sum import multiply_and_sum, sums_in_kernel
 from engine.parallel.tensor.overlap.moves import PLAIN_MOVES, Route
@@ -113,6 +117,32 @@ def test_a_rank_that_does_not_come_is_named(run_ranks: RunRanks) -> None:
     said, nothing = run_ranks(abandoned, 2)
     assert nothing == "" and "tile 0 of tensor rank 1 in call 1 has not come in time" in said
     assert "'column inputs' over tp" in said
+
+
+@pytest.mark.parametrize(
+    ("ended", "sentence"),
+    [
+        (False, "tile 6 of tensor rank 1 in call 5 has not come in time: that rank has ended, stands still, or makes"),
+        (
+            True,
+            "rank 9 has ended or closed its engine before tile 6 of tensor rank 1 in call 5 came; look for the first",
+        ),
+    ],
+)
+def test_a_step_tells_of_a_rank_that_has_ended_from_one_that_is_late(ended: bool, sentence: str) -> None:
+    """What a GPU is asked once a step."""
+    sizes = SlotSizes(ranks=2, capacity=64, most=8)
+    own = torch.zeros(sizes.total, dtype=torch.uint8)
+    memory = SharedBytes(own=own, addresses=(own.data_ptr(),) * 2, index=0, looks_a_second=1.0, close=lambda: None)
+    buffer = SymmetricBuffer(memory, sizes, 1.0, peers=(8, 9))
+    comm = Comm(Grid(), RecordingBackend(Grid()))
+    comm._symmetric.append(buffer)
+    comm.check_kernels()
+    buffer.mailbox.status[0] = 5 << 32 | 1 << 24 | 7
+    buffer._ended[1] = ended
+    assert int(buffer.mailbox.arrivals[2]) == buffer._ended.data_ptr()
+    with pytest.raises(EngineError, match=sentence):
+        comm.check_kernels()
 
 
 def too_large() -> tuple[int, bool]:
