@@ -33,8 +33,8 @@ COMMUNICATING_KERNELS = (
         name="arrival-of-an-old-call",
         about="Rows count as arrived that were of the call before last.",
         file="kernels/gpu/overlap/signals.py",
-        old="epoch, most, RANKS), epoch, epoch, patience)",
-        new="epoch, most, RANKS), epoch - 2, epoch, patience)",
+        old="epoch, most, RANKS), ended, epoch, epoch, patience)",
+        new="epoch, most, RANKS), ended, epoch - 2, epoch, patience)",
         tests=(_MISSING,),
     ),
     Fault(
@@ -73,8 +73,8 @@ COMMUNICATING_KERNELS = (
         name="missing-tile-unreported",
         about="Training goes on with rows that did not come.",
         file="parallel/comm/symmetric/symmetric_buffer.py",
-        old="        if missing is not None:\n",
-        new="        if missing is not None and missing.tile < 0:\n",
+        old="        if missing is None:\n",
+        new="        if missing is None or missing.tile >= 0:\n",
         tests=("tests/parallel/comm/symmetric/test_symmetric_buffer.py::test_a_rank_that_does_not_come_is_named",),
     ),
     Fault(
