@@ -245,11 +245,8 @@ def test_a_defect_of_the_protocol_is_found(defect: Defect, table: Table) -> None
         steps = defect.model(kind).ends().get(defect.end)
         assert steps is not None, kind
         table.cells[defect.about, kind] = f"{steps} steps"
-    table.cells[defect.about, "in the kernels"] = f"`{defect.fault}`"
-
-
-def test_every_defect_has_its_like_in_the_kernels() -> None:
-    assert {defect.fault for defect in DEFECTS} <= {fault.name for fault in COMMUNICATING_KERNELS}
+    (like,) = (fault for fault in COMMUNICATING_KERNELS if fault.name == defect.fault)
+    table.cells[defect.about, "in the kernels, killed by"] = f"`{like.name}`: `{like.tests[0].rpartition('/')[2]}`"
 
 
 def lost(made: tuple[Program, ...], chance: random.Random) -> Model:
